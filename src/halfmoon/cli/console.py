@@ -141,6 +141,7 @@ class NullProgress:
 
     def say(self, text: str) -> None:
         """Print a message once, even if several runs report it."""
+        # Each method of a comparison reports, for example, the same missing file.
         if text not in self._messages:
             self._messages.add(text)
             print_line(self.console, f"halfmoon: {text}")
@@ -162,12 +163,14 @@ class NullProgress:
         known_seconds = [seconds for seconds in running if seconds is not None]
         if len(known_seconds) < len(running) or not self.runs:
             return None
+        # `took` is None for a running method: its total is the elapsed and the remaining time.
         totals = []
         for progress in self.runs:
             elapsed = now - progress.start_time
             totals.append(progress.took or elapsed + (progress.seconds_left(now) or 0))
         waiting_runs = max(0, self.rows - len(self.runs))
         waiting_seconds = waiting_runs * sum(totals) / len(totals)
+        # The running methods end in parallel, so the slowest counts; the waiting ones share the places that become free.
         return max(known_seconds, default=0) + waiting_seconds / max(1, len(known_seconds)) + self.seconds_after_runs
 
     def print_security_options(self, run: RunInfo) -> None:
@@ -203,6 +206,7 @@ class LiveProgress(NullProgress):
     """Update one row for each method on a terminal."""
 
     def __enter__(self) -> LiveProgress:
+        # Transient: the rows disappear at the end, and the table of results takes their lines.
         self._live = Live(console=self.console, get_renderable=self.table, refresh_per_second=4, transient=True)
         self._live.start(refresh=True)
         return self
@@ -229,6 +233,7 @@ class LiveProgress(NullProgress):
             table.add_column("")
         columns = [name for name in cells[0] if name in names and name != BAR]
         for name in columns:
+            # A minimum width, because rich would otherwise shrink numbers before the title of the method.
             width = max(len(name), *(len(values[name]) for values in cells))
             table.add_column(name, justify="right", no_wrap=True, min_width=width)
         for progress, values in zip(self.runs, cells, strict=True):
@@ -287,6 +292,7 @@ def make_progress(
 ) -> NullProgress:
     """Create the progress display that suits a console: live rows on a terminal, else lines, or none for JSON."""
     display: type[NullProgress]
+    # A dumb terminal cannot move its cursor, so it cannot update rows.
     if console.is_terminal and not console.is_dumb_terminal:
         display = LiveProgress
     elif as_json:
@@ -320,6 +326,7 @@ def duration(seconds: float | None) -> str:
     """Format seconds as minutes:seconds, or hours:minutes:seconds from one hour on; `-` for None."""
     if seconds is None:
         return "-"
+    # Round first: 59.6 s must become 1:00, not 0:60.
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -342,6 +349,7 @@ def print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence
         if is_number[column]:
             texts += [row[column] for row in rows]
         widths.append(max(map(len, texts), default=1))
+    # Rich puts one column of padding on both sides of a cell.
     narrow = sum(widths) + 2 * len(widths) > console.width
     if not console.is_terminal or (narrow and not wrap):
         print_line(console, format_plain_table(header, rows, is_number))
@@ -390,8 +398,10 @@ def wrap_text(console: Console, text: str) -> str:
 
 def print_line(console: Console, text: str) -> None:
     """Print a text without markup, highlighting or wrapping."""
+    # The text may contain paths and names of the user: rich must neither interpret brackets nor break lines in them.
     console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _is_number(text: str) -> bool:
+    # Missing values do not make a column of numbers a column of texts.
     return text[:1].isdigit() or text in ("-", "")

@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run_command_line(arguments)
+        # Flush inside `try`: with a closed pipe the write fails here and not at exit of the interpreter.
         sys.stdout.flush()
         return code
     except SystemExit as error:  # argparse, after --help and --version
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (base.CommandExit, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
         is_debug = "--debug" in arguments
+        # A CommandExit only carries a message; for debugging, its cause has the traceback.
         if is_debug and isinstance(error, base.CommandExit) and error.__cause__ is not None:
             raise error.__cause__ from None
         message_and_code = _describe_error(error)
@@ -106,6 +108,7 @@ def _describe_error(error: BaseException) -> tuple[str, int] | None:
         return f"{error.filename or 'a file'}: {error.strerror or error}.", 1
     if isinstance(error, KeyboardInterrupt):
         return "stopped.", 130
+    # Imported late, because it loads torch: errors of the command line itself need no torch.
     from halfmoon.engine.driver import Diverged
 
     return (str(error), 1) if isinstance(error, Diverged) else None
@@ -119,13 +122,16 @@ def _run_command_line(arguments: list[str]) -> int:
         synonym = COMMAND_SYNONYMS.get(arguments[0])
         hint = f"did you mean {synonym!r}?" if synonym else suggest(arguments[0], commands)
         raise UserError(f"unknown command {arguments[0]!r}: {hint}")
+    # argparse would first report the missing positional argument, which does not help a user who wrote --model.
     has_model_flag = any(argument.split("=")[0] == "--model" for argument in arguments)
     if arguments and arguments[0] in base.MODEL_COMMANDS and has_model_flag:
         raise base.model_flag_error(arguments[0])
+    # --help-all has changed the parser already; from here on it is a plain --help.
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     if not arguments:
         parser.print_help()
         return 0
+    # argparse's error about unknown arguments has no suggestions, so they are collected and reported here.
     args, rest = parser.parse_known_args(arguments)
     if rest:
         raise base.unknown_argument_error(args, rest, commands)
@@ -246,6 +252,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.explain:
             return _print_explanation(args, plan.config, {"flag": flags}, "plan of the folder")
         return _run_plan(args, plan)
+    # A file or a method describes the experiment; without both, the recipe does.
     if args.config is None and not {"method", "baselines"} & flags.keys():
         recipe = _main_job(flags)
     else:
@@ -264,6 +271,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"recommended method with labels at {config.labels_at}: {config.method}", file=sys.stderr)
     _print_notes(config, {**values, **flags})
     folder = config.run_dir or settings.next_free_folder(config, config.method)
+    # Imported late, because it loads all that a training needs: --explain above does not wait for it.
     from halfmoon.runs import runner
 
     rows = 1 + len(config.baselines)
@@ -348,6 +356,7 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
         return {"baselines": MAIN_JOB["baselines"], **flags}
     if flags.get("data", Config.data) != Config.data:
         return {"baselines": OTHER_DATA_BASELINES, "protocol": "few-labels", **flags}
+    # An option of the user can make others of the recipe meaningless: --epochs replaces its steps.
     displaced = preset.displaced_options(flags)
     recipe = {name: value for name, value in MAIN_JOB.items() if name not in displaced}
     return {
@@ -374,6 +383,7 @@ def _compare(args: argparse.Namespace) -> int:
         if not text.isdecimal() or len(text) > 100:
             raise UserError("it must be whole numbers from 0.", option="seeds", value=repr(text))
         seeds.append(int(text))
+    # All methods of a comparison are equal: a plain option name would not say which one it belongs to.
     for layer in (values, flags):
         without_method = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
         if without_method:
@@ -436,6 +446,7 @@ def _train(
     from halfmoon.engine.driver import Diverged
     from halfmoon.runs.callbacks import Callbacks
 
+    # Progress goes to stderr, so that stdout has only the results.
     progress = make_progress(Console(stderr=True), args.json, rows, seconds_after_runs)
     base.interrupt_on_sigterm()
     trackers = base.make_trackers(args)
@@ -454,6 +465,7 @@ def _train(
         advice = how_to_resume or _resume_advice(folder)
         saved = f"The last checkpoint is intact: {advice}" if advice else "Nothing was saved yet."
         raise base.CommandExit(f"{message} {saved}") from error
+    # No method has started: all of them were finished by an earlier process.
     if not progress.runs:
         progress.say(f"{folder} is finished already; these are its results.")
     print_result(args, folder, result)

@@ -54,6 +54,7 @@ def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None
     """
     plan = None
     folder = Path(flags.get("data", Config.data))
+    # A file of options describes the training completely, so there is nothing to plan.
     if args.config is None and folder.is_dir():
         from halfmoon.studies import plan as planning  # slow to import, and most runs have no plan
 
@@ -116,6 +117,7 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
     cells = [[title, f"{value:.1f}"] for title, value in zip(titles, (decision.base, decision.ours), strict=True)]
     print_table([f"mean of {decision.splits} splits", "right %"], cells)
     print_text(decision.sentence)
+    # If unlabeled images do not help, the better model is the baseline's, which uses only the labels.
     labels_only = decision.kind in ("harm", "equal") and plan.pair[0] in plan.config.baselines
     model = root / "baselines" / plan.pair[0] if labels_only else root
     print_text(f"use the model: halfmoon predict {shlex.quote(str(model))} FOLDER")
@@ -231,6 +233,7 @@ def _federation_folders(folders: Sequence[Path], table: Mapping[str, Any], file:
         UserError: a folder is missing, or its name is not the name of a site.
     """
     names = [str(name) for name in table.get("sites", ())]
+    # One folder that is not itself a site contains the folders of all sites.
     if len(folders) == 1 and folders[0].resolve().name not in names:
         missing = [name for name in names if not (folders[0] / name).is_dir()]
         if missing:

@@ -53,6 +53,7 @@ def explain_options(config: Config, layers: Sequence[Layer], fallback: str = COM
         fallback: the layer to name for values that none of the layers contains.
     """
     explicit: dict[str, Any] = {}
+    # From the lowest to the highest priority, so that the highest wins.
     for layer in reversed(layers):
         explicit |= {name: value for name, value in layer.options.items() if name != "options"}
     # `recommended` is a placeholder: a preset belongs to the method that replaces it.
@@ -79,6 +80,7 @@ def _explain_method_options(
     config: Config, layers: Sequence[Layer], fallback: str, preset_name: str
 ) -> Iterator[ExplainedOption]:
     """Yield the method options that are not at their defaults, with those that the paper of the method fixes."""
+    # One level of names makes the tables of all layers comparable.
     tables = [Layer(layer.name, _flatten(layer.options.get("options", {}))) for layer in layers]
     values = _flatten(config.options)
     for name, value in values.items():
@@ -89,6 +91,7 @@ def _explain_method_options(
     if config.preset == "paper":
         defaults = registry.options(config.method)
         for name, value in registry.entry(config.method).paper_options.items():
+            # The user may have set it as NAME or in the table of the method.
             is_overridden = name in values or f"{config.method}.{name}" in values
             if not is_overridden and defaults[name].default != value:
                 yield ExplainedOption(f"options.{name}", value, preset_name)

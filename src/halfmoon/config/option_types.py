@@ -31,8 +31,10 @@ def parse_value(subject: str, option_type: Any, text: str) -> Any:
     if Path in union_members(option_type):
         return Path(text)
     try:
+        # Unlike `strict`, this mode parses numbers and booleans from text.
         return _adapter(option_type).validate_strings(text)
     except ValidationError:
+        # `from None`: pydantic's message names internal types, which would not help the user.
         raise _type_error(subject, option_type, text) from None
 
 
@@ -54,6 +56,7 @@ def describe_type(option_type: Any) -> str:
 
 @cache
 def _adapter(option_type: Any) -> TypeAdapter[Any]:
+    # Building an adapter takes longer than thousands of validations.
     return TypeAdapter(option_type)
 
 
@@ -75,11 +78,13 @@ def convert_value(subject: str, option_type: Any, value: Any) -> Any:
     Raises:
         UserError: the value has another type.
     """
+    # TOML has no tuples, and strict validation would refuse a list.
     if isinstance(value, list):
         value = tuple(cast("list[Any]", value))
     if isinstance(value, str) and Path in union_members(option_type):
         value = Path(value)
     try:
+        # Strict: pydantic would otherwise convert the text "1" to a number, and 1.0 to an integer.
         return _adapter(option_type).validate_python(value, strict=True)
     except ValidationError:
         raise _type_error(subject, option_type, value) from None
@@ -88,6 +93,7 @@ def convert_value(subject: str, option_type: Any, value: Any) -> Any:
 def _type_error(subject: str, option_type: Any, value: Any) -> UserError:
     members = union_members(option_type)
     choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    # A similar choice is a better hint than the list of all; an option that also takes numbers needs the list.
     if choices and isinstance(value, str) and int not in members:
         return UserError(f"{subject} is {value!r}: {suggest(value, choices)}")
     text = one_line(toml.format_text(value))
@@ -121,6 +127,7 @@ def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -
             previous_table = cast("Mapping[str, Any]", previous if isinstance(previous, Mapping) else {})
             merged[name] = {**previous_table, **table}
             continue
+        # TOML writes [options.METHOD] tables; the command line and Python calls also write METHOD.NAME.
         check_scalar(f"{subject}: {name}", value)
         method, dot, key = name.rpartition(".")
         if dot:

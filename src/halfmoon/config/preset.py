@@ -43,6 +43,7 @@ def resolve_method(options: Mapping[str, Any]) -> str:
         return options["method"]
     from halfmoon.methods import registry  # slow to import: it loads torch
 
+    # A pretrained network whose head alone is trained works on fixed features, for which another method is recommended.
     trains_head = options.get("tune", "auto") in ("auto", "head") and not options.get("freeze")
     on_features = trains_head and options.get("network") in hubs.PRETRAINED
     return registry.RECOMMENDED.get("features" if on_features else options.get("labels_at", "clients"), RECOMMENDED)
@@ -79,6 +80,7 @@ def displaced_protocol_values(options: Mapping[str, Any]) -> dict[str, tuple[Any
 def protocol_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the protocol that `options` name, without those that `options` replace."""
     values = protocol_values(options.get("protocol", "none"))
+    # An option of the user also removes protocol values that would contradict it.
     replaced = _replaced_groups(options) | displaced_options(options)
     return {name: value for name, value in values.items() if name not in replaced}
 

@@ -107,6 +107,7 @@ class Config(
 
     def __post_init__(self) -> None:
         values = {name: _convert_option(name, name, getattr(self, name)) for name in option_types()}
+        # Not a default of the field: the constructor must see whether the user has set another amount.
         if all(values[name] is None for name in LABEL_AMOUNTS):
             values["labels_per_class"] = DEFAULT_LABELS_PER_CLASS
         values["method"] = preset.resolve_method(values)
@@ -118,6 +119,7 @@ class Config(
                 "protocol sets options that you leave out, which Config cannot detect: use Config.of(protocol=...)."
             )
         for name, value in resolve_paths(values, Path()).items():
+            # The class is frozen, and the values are final only now.
             object.__setattr__(self, name, value)
         for name, allowed in option_ranges().items():
             allowed.check(name, getattr(self, name))
@@ -193,6 +195,7 @@ def load_file(path: Path) -> dict[str, Any]:
         if not options.get("secure_aggregation") and options.get("dp_clip") is None:
             options.setdefault("weight_cap", table.get("weight_cap", DEFAULT_WEIGHT_CAP))
         sites: Sequence[Any] = table["sites"] if isinstance(table.get("sites"), list) else [None]
+        # The sites are the clients, unless a saved split has its number of clients.
         clients = {} if "split" in options else {"clients": len(sites)}
         config = merge({**clients, **options}, {}, path)
         options.setdefault("aggregation", default_aggregation(config, _registry().entry))
@@ -220,6 +223,7 @@ def resolve_paths(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         value = resolved.get(name)
         if isinstance(value, str | Path) and Path in union_members(option_type):
             resolved[name] = _absolute(folder, value)
+    # `weights`, `network` and `data` are texts that may be paths, so their types do not tell.
     weights = resolved.get("weights")
     if isinstance(weights, str) and not weights.startswith(weight_files.PREFIX):
         resolved["weights"] = str(_absolute(folder, weights))
@@ -251,6 +255,7 @@ def resolve(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Pat
 def merge(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str = "the file") -> Config:
     """Build a configuration as `resolve` does, without a check of method options."""
     explicit = _merge_explicit(file_options, flags, file)
+    # Remembered before the layers are merged: only a cohort that the user set may be an error.
     requested_cohort = explicit.get("cohort")
     paper_options, protocol_options = lower_layers(explicit)
     options = {**paper_options, **explicit}
@@ -376,6 +381,7 @@ def to_toml(config: Config) -> str:
 
     The text does not contain `run_dir`, so equal runs in different folders write the same bytes.
     """
+    # Comments record the versions; they do not take part when the file is read again.
     lines = [f"# {name} {metadata.version(name)}" for name in ("halfmoon", "torch")]
     lines += [f"# {origin}" for origin in plugin_origins(config)]
     if (weights := initial_weights(config)) is not None:
@@ -429,13 +435,16 @@ def identity(config: Config, method: str) -> str:
     excluded = EXECUTION_OPTIONS | {"method", "baselines", "reference", "preset", "protocol"}
     excluded |= _unwritten_options(config)
     values = {name: getattr(config, name) for name in option_types() if name not in excluded}
+    # Removed options keep their default in the hash, so that finished runs of older versions keep their identity.
     values = {**retired.identity_defaults(), **values}
     defaults = {name: option.default for name, option in _registry().options(method).items()}
     values["method"] = method
     values["options"] = {**defaults, **method_options(config, method)}
     weights = initial_weights(config)
     values["weights"] = weights and weight_files.sha256_of(weights)
+    # The hash must be the same on every machine: contents of files count, and not their paths.
     values["network"] = hubs.portable_name(config.network)
+    # With a shared budget the reference method sets the number of steps, so it changes the numbers.
     if config.budget != "none":
         values["reference"] = config.reference or config.method
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -503,6 +512,7 @@ def _is_data_folder(data: str, folder: Path, options: Mapping[str, Any]) -> bool
     """Check whether `data` is a folder, not the name of a data set."""
     if data.startswith((".", "/", "~")):
         return True
+    # A folder of the user may have the name of a data set: names that halfmoon knows win.
     if data == "digits" or options.get("data_dir") is not None or not os.path.isdir(folder / data):
         return False
     from halfmoon.data import sources  # not needed for the digits, which are part of the package

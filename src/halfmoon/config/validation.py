@@ -22,6 +22,7 @@ def default_aggregation(config: Any, method_entry: Callable[[str], Any]) -> str:
         config: the federation's configuration.
         method_entry: returns the registry's entry of a method.
     """
+    # Robust rules compare single uploads, and the noise of differential privacy is calibrated for a mean.
     hides_uploads = config.secure_aggregation or config.dp_clip is not None
     if hides_uploads or config.cohort < MIN_COHORT_FOR_DEFENSE:
         return "mean"
@@ -32,6 +33,7 @@ def default_aggregation(config: Any, method_entry: Callable[[str], Any]) -> str:
 
 def effective_norm(config: Any) -> str:
     """Return the normalization of the trained part of the network: "none" if only a head is trained."""
+    # A frozen backbone has no batch statistics to train or to average.
     return "none" if "backbone" in hubs.frozen_layers(config) and config.norm == "batch" else config.norm
 
 
@@ -69,6 +71,7 @@ def _check_exclusive_options(config: Any) -> None:
         raise UserError(
             f"labeled_clients is {config.labeled_clients}, but labels_at is {config.labels_at!r}: set it to 'some'."
         )
+    # With a saved split, its file has the number of clients, and `clients` is not used.
     if config.split is None:
         check_cohort(config.cohort, config.clients)
     _check_batches(config)
@@ -154,10 +157,12 @@ def _check_privacy_and_attacks(config: Any) -> None:
         raise UserError("dp_clip needs norm 'group' or 'none': batch statistics would leave the clients without noise.")
     # Rounded first: 0.29 of 100 clients is 28.999999999999996 in floating point, and means 29.
     hostile = math.floor(round(config.byzantine * config.cohort, 9))
+    # Krum needs n >= 2f + 3 (Blanchard et al. 2017).
     if config.aggregation == "krum" and config.cohort < 2 * hostile + 3:
         raise UserError(
             f"krum cannot find {hostile} hostile clients among {config.cohort}: it needs a cohort of "
             f"{2 * hostile + 3} or more; choose a larger cohort or a smaller byzantine."
         )
+    # Either both are set or neither: an attack without attackers would silently do nothing.
     if (config.attack == "none") != (config.attackers == 0):
         raise UserError("attack and attackers need each other: set what hostile clients do, and how many there are.")

@@ -112,6 +112,7 @@ def add_option(group: Any, name: str, hidden: bool = False) -> None:
     """
     option_type = settings.option_types()[name]
     default = getattr(Config, name)
+    # A single % in a help text would start one of argparse's format fields.
     about = settings.option_helps()[name].replace("%", "%%")
     if default not in (None, ()):
         about += f" (default: {default})"
@@ -119,6 +120,7 @@ def add_option(group: Any, name: str, hidden: bool = False) -> None:
     extra: dict[str, Any] = {"metavar": _metavar(option_type)}
     if option_type in (bool, bool | None):
         extra = {"action": argparse.BooleanOptionalAction}
+    # `*` and not `+`: an empty list removes the names that a file sets.
     elif option_type == tuple[str, ...]:
         extra = {"metavar": "NAME", "nargs": "*"}
     elif option_type == tuple[float, ...] | None:
@@ -263,6 +265,7 @@ def unknown_argument_error(
     flag = next((argument.split("=")[0] for argument in rest if argument.startswith("--")), None)
     if flag is None:
         return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
+    # Options are compared by their names in files, which have underscores.
     name = flag[2:].replace("-", "_")
     if command is None:
         return UserError(f"{flag} is before the command: write halfmoon COMMAND {flag}, see halfmoon --help.")
@@ -272,6 +275,7 @@ def unknown_argument_error(
         return UserError(
             f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
         )
+    # Flags of older versions get a sentence with their replacement, before a similar flag is suggested.
     action = getattr(args, "action", None)
     error = retired.command_flag_error(f"{command} {action}" if action else command, flag)
     error = error or retired.option_error(name)
@@ -330,6 +334,7 @@ def print_warning(message: str, code: int = 0) -> int:
 
 def image_progress() -> Callable[[int, int], None]:
     """Create a callback (images done, images in all) that prints to stderr every `PROGRESS_SECONDS`."""
+    # Starting from now, a task that takes less than the interval prints nothing.
     last = time.monotonic()
 
     def print_progress(count: int, total: int) -> None:
@@ -431,8 +436,10 @@ def interrupt_on_sigterm() -> None:
 
 def describe_out_of_memory(error: BaseException) -> str | None:
     """Describe an error about memory that is used up, with advice; None for any other error."""
+    # On a CPU torch raises a plain RuntimeError, which only its text identifies.
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return "the memory of this machine is used up: take smaller batches or --executor loop, or end other programs."
+    # By name, because importing torch only to compare types would take seconds.
     if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in str(error):
         return "the GPU's memory is used up: take smaller batches, --executor loop or --device cpu."
     return None

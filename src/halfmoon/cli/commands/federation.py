@@ -113,6 +113,7 @@ def _remove(args: argparse.Namespace) -> int:
 def _rotate(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import renew_certificates, replace_site_key
 
+    # Both flags renew the server's certificate; --ca also replaces the authority that signs it.
     renewing = args.server or args.ca
     if renewing == (args.site is not None):
         raise UserError("rotate replaces one thing at a time: give --server, --ca or --site NAME.")
@@ -227,6 +228,7 @@ def _serve(args: argparse.Namespace) -> int:
     for name in args.readmit or ():
         host.readmit(name)
         write_line(f"{name} is readmitted.")
+    # Sites fetch the final model themselves, so a finished federation is served until all of them have it.
     waiting_sites = sites_without_model(folder)
     if is_finished(folder) and not waiting_sites:
         write_line(f"{folder} is finished already.")
@@ -236,6 +238,7 @@ def _serve(args: argparse.Namespace) -> int:
                 f"{folder} is finished; it is served until {', '.join(waiting_sites)} have the model (Ctrl-C ends this)."
             )
             server = replace(server, redeliver=True)
+        # The same command continues the run: `serve` resumes a folder that is not finished.
         message = f"stopped; go on with: {shlex.join(['halfmoon', *args.words])}"
         try:
             with exit_on_interrupt(message), interruptible(), _serve_page(args, folder, write_line):
@@ -265,6 +268,7 @@ def _serve_page(
 
 def _check_access_flags(args: argparse.Namespace) -> None:
     """Raise UserError for flags that contradict the folder of `--access`."""
+    # None means not given. --insecure is False then, so it is mapped to None for the same test.
     flags = {"--host": args.host, "--ca": args.ca, "--certificate": args.certificate, "--key": args.key}
     for flag, value in {**flags, "--insecure": args.insecure or None}.items():
         if args.access is not None and value is not None:
@@ -292,6 +296,7 @@ def _server_options(
             queue=args.queue,
         )
     access = Access.open(args.access)
+    # The proxy's configuration in the folder contains the port, so the server must listen there.
     if port not in (None, access.port):
         raise UserError(
             f"--port is {port}, but the proxy of {args.access} connects to port {access.port}: leave --port out, or make "

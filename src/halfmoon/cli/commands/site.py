@@ -196,6 +196,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _parse_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
+    # At most six digits: larger numbers are typing errors, and would use up the memory.
     sides = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
     if not sides:
         raise UserError(f"--size is {text!r}: it must be height x width in pixels, such as 32x32.")
@@ -299,6 +300,7 @@ def _join(args: argparse.Namespace) -> int:
     _check_methods(args.accept)
     for path in args.weights:
         weight_files.register(path)  # raises now if the file cannot be read
+    # All folders are read before the network is used: a site with a fault must not appear to the server.
     result = read_site(args.site)
     for flag, folder in {"--test": args.test, "--validation": args.validation}.items():
         if folder is not None and not (read_site(folder).labels >= 0).any():
@@ -329,6 +331,7 @@ def _join(args: argparse.Namespace) -> int:
         with exit_on_interrupt(message), interruptible():
             join_federation(site, line_writer(args.json), None if args.json else terminal())
     except SiteFinished as finished:
+        # A code other than 0 means that the server refuses the site for good, so retrying is no use.
         if finished.code:
             message = f"{finished} Waiting cannot change this: {args.name} does not join."
             raise CommandExit(message, finished.code) from finished
@@ -368,6 +371,7 @@ class Terminal:
 
     def answer(self) -> bool | None:
         """Return True for a typed yes, False for another line or the end of the input, and None without a line."""
+        # Poll: the process has to answer the server's messages while the person reads the question.
         if not select.select([self.keys], [], [], 0)[0]:
             return None
         return self.keys.readline().strip().lower() in ("y", "yes")
@@ -377,6 +381,7 @@ def terminal() -> Terminal | None:
     """Return the terminal of this process, or None if it has none."""
     keys = sys.stdin
     screen = sys.stdout
+    # Without a terminal no person can answer: the terms have to be accepted by a flag.
     return None if keys is None or not (keys.isatty() and screen.isatty()) else Terminal(keys, screen)
 
 

@@ -75,7 +75,9 @@ def _sweep(args: argparse.Namespace) -> int:
     plan = recipe.load(args.recipe)
     scale = plan.scale(args.scale) if args.scale else None
     jobs = parse_int("--jobs", args.jobs, 1)
+    # Absolute paths, because a worker on another machine has another current folder.
     over = settings.resolve_paths(requested_options(args, EXECUTION_OPTIONS), Path())
+    # Every process would use all cores: share them, or several runs at once are slower than one after another.
     if jobs > 1 and args.engine == "local" and "threads" not in over:
         over["threads"] = max(1, count_cores() // jobs)
     seeds = [parse_int("--seeds", text, 0) for text in args.seeds] if args.seeds else None
@@ -87,6 +89,7 @@ def _sweep(args: argparse.Namespace) -> int:
     # A sweep can be run in pieces, by several commands: its table names all of them.
     commands = [*folder.read().get("command", "").splitlines(), command]
     folder = replace(folder, command="\n".join(dict.fromkeys(commands)))
+    # Read the file again after the runs: it also has the cells of earlier commands.
     code = _run_cells(args, folder, cells, jobs)
     contents = folder.read()
     if args.json:
@@ -141,6 +144,7 @@ def _make_executor(args: argparse.Namespace, progress: Any, jobs: int, cleanup: 
 
     if args.ray_address is not None and args.engine != "ray":
         raise UserError("{ray_address} needs {engine=ray}.", option=("ray_address", "engine"))
+    # With several processes, trackers run in the workers; the progress display cannot be sent there.
     trackers = Callbacks(*make_trackers(args))
     if args.engine == "ray":
         from halfmoon.studies.ray_executor import RayExecutor
@@ -207,6 +211,7 @@ def duration(seconds: float | None) -> str:
     """Format seconds in a suitable unit, from seconds to years; `-` for None."""
     if seconds is None:
         return "-"
+    # 1.5 units: "80 min" is easier to read than "1.3 hours".
     for size, unit in ((31_557_600, "years"), (86_400, "days"), (3_600, "hours"), (60, "min")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:,.1f} {unit}" if seconds < 10 * size else f"{seconds / size:,.0f} {unit}"
