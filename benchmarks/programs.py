@@ -1,4 +1,4 @@
-"""Time clients in programs of vmap against the loop, over networks: what `factory.TINY` and `factory.CHUNK` come from.
+"""Time clients in programs of vmap against the loop, over networks: what `factory.MAX_VMAP_PRODUCTS` and `MAX_VMAPPED_CLIENTS_ON_CPU`.
 
     python benchmarks/programs.py [--clients 20] [--together 5 10 20] [--turns 4] [--networks small:16:8:1 ...]
 

@@ -70,7 +70,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         halfmoon.run(Config(**RUN, run_dir=new), Stop())
     assert recorded(new) == "vmap"
     with monkeypatch.context() as before:
-        before.setattr(factory, "TINY", 0)
+        before.setattr(factory, "MAX_VMAP_PRODUCTS", 0)
         with pytest.raises(KeyboardInterrupt):
             halfmoon.run(Config(**RUN, run_dir=old), Stop())
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""From a configuration to what its methods share: data, split, task, views and batch rule."""
+"""Build data, split, task, views, batch rules, methods and aggregators from a configuration."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -54,18 +54,24 @@ from halfmoon.models.network import Normalize
 from halfmoon.models.weights import read as read_weights
 from halfmoon.runs.features import Progress, inputs
 
-TINY = 500_000
-"""Products an image up to which clients in one program take less of a processor's time than one by one."""
+MAX_VMAP_PRODUCTS = 500_000
+"""Largest number of multiplications per image of a network for which vmap is faster on a CPU than the loop."""
 
-CHUNK = 20
-"""Clients in one program on a processor: more save no more, and other programs can be computed beside it."""
+MAX_VMAPPED_CLIENTS_ON_CPU = 20
+"""Clients that vmap batches on a CPU: more are not faster, and leave no work for other processes."""
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """What the images of a federation are like when they are trained on; `Source` says what `mirror` to `std` mean."""
+    """The images of a federation as networks receive them.
 
-    image: tuple[int, int, int]  # channels, height, width
+    Attributes:
+        image: channels, height and width.
+        classes: names of the classes.
+        mirror, mean, std: those of `halfmoon.data.Source`.
+    """
+
+    image: tuple[int, int, int]
     classes: tuple[str, ...]
     mirror: bool
     mean: tuple[float, ...]
@@ -73,24 +79,38 @@ class ImageSpec:
 
     @classmethod
     def of(cls, source: Source) -> "ImageSpec":
+        """Describe the images of a data set."""
         height, width, channels = source.train.images.shape[1:]
         return cls((channels, height, width), source.classes, source.mirror, source.mean, source.std)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the methods of a comparison share: data, split, task, views and batch rule."""
+    """Everything that the methods of a comparison share.
 
-    source: Source  # the data set as it was read
-    split: Split  # who holds what
-    train: Examples  # uint8 (N, C, H, W), with labels
-    test: Examples | None  # None: nobody looks at test images
-    task: Task  # the network, the optimizer and the rules that methods share
-    views: Views  # the recipes of augmented images, by name
-    batching: Batching  # how clients draw minibatches
-    serving: Batching  # the batch rule of the server's own training
-    input_size: tuple[int, int]  # height and width of the images before anything was done to them
-    validation: Examples | None = None  # training images that nobody trains on
+    Attributes:
+        source: the data set.
+        split: the client of each image, and which images are labeled.
+        train: training images, uint8 (N, C, H, W), or cached features, with labels.
+        test: the same for test images; None if no test image may be used.
+        task: the network, the optimizer and the rules that methods share.
+        views: the augmentations by name.
+        batching: the batch rule of clients.
+        serving: the batch rule of training at the server.
+        input_size: height and width of the images before they were shrunk and padded.
+        validation: validation images, which no client trains on.
+    """
+
+    source: Source
+    split: Split
+    train: Examples
+    test: Examples | None
+    task: Task
+    views: Views
+    batching: Batching
+    serving: Batching
+    input_size: tuple[int, int]
+    validation: Examples | None = None
 
     def __repr__(self) -> str:
         return f"{self.source}\n{self.split}"
@@ -103,41 +123,60 @@ def problem(
     raw: Source | None = None,
     progress: Progress = lambda *_: None,
 ) -> Problem:
-    """Return data, split, task, views and batch rule of `config`.
+    """Build data, split, task, views and batch rules of a configuration.
 
     Args:
-        config: what to play.
-        split: one that was drawn before.
-        methods: all that play on it; where none of them takes steps, features are those of the plain views alone.
-        raw: the data set, where it was read before.
-        progress: is told how many images of how many have features.
+        config: the configuration.
+        split: a split to use instead of that of the configuration.
+        methods: all methods that will run; views that none of them needs are left out of cached features.
+        raw: the data set, if it is already loaded.
+        progress: receives the number of images that have features, and the number of all images.
 
     Raises:
-        UserError: they do not fit.
+        UserError: the data, the split or the network do not fit.
     """
     raw = images(config) if raw is None else raw
     data = fit_to_network(config, raw)
     split = split_of(config, data, split)
-    place, form = device(config), ImageSpec.of(data)
-    batching, serving = batch_rules(config)
-    train, test = examples(data.train, place), examples(data.test, place)
+    compute_device = device(config)
+    image_spec = ImageSpec.of(data)
+    batching, server_batching = batch_rules(config)
+    train = examples(data.train, compute_device)
+    test = examples(data.test, compute_device)
+    validation = None if data.validation is None else examples(data.validation, compute_device)
     _, height, width, _ = raw.train.images.shape
-    validation = None if data.validation is None else examples(data.validation, place)
-    own = inputs(config, task(config, form), views(config, form), user_cache("features"), methods, progress)
-    train, test = own.prepare_training(train), own.prepare_test(test)
-    validation = None if validation is None else own.prepare_test(validation)
-    return Problem(data, split, train, test, own.task, own.views, batching, serving, (height, width), validation)
+    # With a frozen backbone, clients train on cached features instead of images.
+    model_inputs = inputs(
+        config,
+        task(config, image_spec),
+        views(config, image_spec),
+        user_cache("features"),
+        methods=methods,
+        progress=progress,
+    )
+    return Problem(
+        source=data,
+        split=split,
+        train=model_inputs.prepare_training(train),
+        test=model_inputs.prepare_test(test),
+        task=model_inputs.task,
+        views=model_inputs.views,
+        batching=batching,
+        serving=server_batching,
+        input_size=(height, width),
+        validation=None if validation is None else model_inputs.prepare_test(validation),
+    )
 
 
-def task(config: Config, form: ImageSpec) -> Task:
-    """Return what all methods of a configuration share; raises `UserError` where the network cannot take the images."""
-    network = _network(config, form)
+def task(config: Config, image_spec: ImageSpec) -> Task:
+    """Build the network, the optimizer and the options of all methods; raise `UserError` if images do not fit."""
+    network = _network(config, image_spec)
     if config.features and feature_head(network) is None:
         raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
     return Task(
         network=network,
         optimizer=_optimizer(config, network),
-        normalize=Normalize(form.mean, form.std),
+        normalize=Normalize(image_spec.mean, image_spec.std),
         statistics=config.statistics,
         labeling=config.labeling,
         testing=config.test_statistics,
@@ -148,34 +187,39 @@ def task(config: Config, form: ImageSpec) -> Task:
 
 
 def method(config: Config) -> Method:
-    """Return the method of a configuration with its options; raises `UserError` where aggregators do not fit it."""
+    """Build the method of a configuration; raise `UserError` if an aggregator or privacy option does not fit it."""
     instance = registry.make(config.method, method_options(config, config.method))
     entry = replace(registry.entry(config.method), method=instance)
     norm = effective_norm(config)
-    singles = entry.individual_upload_reason(norm)
-    if config.aggregation != "mean" and (why := entry.robust_rule_conflict(config.aggregation, norm)):
-        raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {why}.")
+    individual_reason = entry.individual_upload_reason(norm)
+    conflict = None if config.aggregation == "mean" else entry.robust_rule_conflict(config.aggregation, norm)
+    if conflict:
+        raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {conflict}.")
     for option in ("secure_aggregation", "dp_clip"):
-        if getattr(config, option) and singles:
+        if getattr(config, option) and individual_reason:
             raise UserError(
-                f"{option} cannot be used with method {config.method}: {singles}. The server would have to see more "
+                f"{option} cannot be used with method {config.method}: {individual_reason}. The server would have to see more "
                 "than a sum."
             )
     return instance if config.dp_clip is None else clipping.ClippedMethod(instance, config.dp_clip)
 
 
 def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:
-    """Return what stands between the uploads and the method of a configuration.
+    """Create the aggregators of a configuration, in the order in which uploads pass them.
 
-    `secret` is what noise is drawn from, known to the server alone; `folder` is the run's. `summed` says that masked
-    uploads were added up before they come here.
+    Args:
+        config: the configuration.
+        secret: the seed of the privacy noise, known to the server only.
+        folder: the run folder, for the privacy ledger.
+        summed: masked uploads were summed before they reach the aggregators, as in a federation.
     """
     stages: list[Aggregator] = []
     if config.weight_cap:
         stages.append(WeightCap(config.weight_cap))
     if config.aggregation != "mean":
         stages.append(Robust(config.aggregation, config.byzantine))
-    elif config.attack != "none":  # else nothing comes here that is not finite
+    elif config.attack != "none":
+        # Without attacks uploads are finite: local training raises `Diverged` otherwise.
         stages.append(Finite(robust=not config.secure_aggregation and config.dp_clip is None))
     if config.secure_aggregation:
         stages.append(Sums(even=config.dp_clip is not None, means=summed))
@@ -185,24 +229,31 @@ def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = Fals
 
 
 def _private(config: Config, secret: bytes, folder: Path) -> Private:
-    """Return the noise on the sums of a configuration, and their price so far."""
-    assert config.dp_clip is not None, "asked before"
+    """Create the aggregator of differential privacy, with the ledger of the rounds so far."""
+    assert config.dp_clip is not None, "called with dp_clip only"
     assert config.dp_noise is not None, "checked with the configuration"
     clients = config.clients if config.split is None else Split.load(config.split).clients
     privacy_plan = PrivacyPlan(
-        config.dp_clip, config.dp_noise, config.dp_delta, config.dp_epsilon, config.cohort, clients
+        clip=config.dp_clip,
+        noise=config.dp_noise,
+        delta=config.dp_delta,
+        budget=config.dp_epsilon,
+        cohort=config.cohort,
+        clients=clients,
     )
     return Private(privacy_plan, secret, Ledger(folder / LEDGER))
 
 
 def images(config: DataOptions) -> Source:
-    """Return the images of a configuration as they are, of the training images the share that it wants.
+    """Load the images of a configuration: the share `data_share` of the training images, test and validation images.
 
-    A part of these is set aside for validation, or the data set's own validation part is read, if it says so. Raise
-    UserError where it says both.
+    Validation images are a share of the training images, or the validation part of the data set.
+
+    Raises:
+        UserError: the data cannot be read, or both kinds of validation images are configured.
     """
     if config.validation_part and config.validation_share:
-        raise UserError("validation_part and validation_share both say what chooses a round; leave one of them out.")
+        raise UserError("validation_part and validation_share both select validation images; leave one of them out.")
     load = partial(load_source, config.data, config.data_dir, cache=config.cache, how=preparation(config))
     data = take_share(load(), config.data_share)
     if config.validation_part and data.remark:
@@ -213,48 +264,56 @@ def images(config: DataOptions) -> Source:
 
 
 def preparation(config: DataOptions) -> Preparation:
-    """Return how the images of a configuration are brought to one form while they are decoded."""
+    """Return the options of decoding: size, channels, crop, window and groups."""
     size = None if config.resize is None else (config.resize, config.resize)
     window = None if config.window is None else (config.window[0], config.window[1])
     return Preparation(size, config.channels, config.crop, window, config.group_pattern)
 
 
 def source(config: Config) -> Source:
+    """Load the images of a configuration, shrunk and padded for its network."""
     return fit_to_network(config, images(config))
 
 
 def fit_to_network(config: Config, data: Source) -> Source:
-    """Return images shrunk and padded as a configuration says and as its network needs, with its constants."""
+    """Shrink and pad images for the network of a configuration, and set their mean and standard deviation."""
     data = shrink(data, config.shrink)
     _, height, width, _ = data.train.images.shape
     size = padded(config, height, width)
+    # Pretrained networks need the constants with which they were trained.
     if network_name(config) in hubs.PRETRAINED:
         data = replace(data, mean=MEAN[: len(data.mean)], std=STD[: len(data.std)])
-    data = pad_source(data, size) if size is not None and (height, width) != (size, size) else data
-    return replace(data, mean=_pixels(config, "pixel_mean", data.mean), std=_pixels(config, "pixel_std", data.std))
+    if size is not None and (height, width) != (size, size):
+        data = pad_source(data, size)
+    mean = _channel_values(config, "pixel_mean", data.mean)
+    std = _channel_values(config, "pixel_std", data.std)
+    return replace(data, mean=mean, std=std)
 
 
-def _pixels(config: Config, name: str, own: tuple[float, ...]) -> tuple[float, ...]:
-    """Return a constant of normalization for every channel: what a configuration says, or the data's `own`."""
+def _channel_values(config: Config, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    """Return one value of normalization for each channel: those of an option, or the data set's `default`."""
     values = getattr(config, name)
-    if values is None or len(values) == len(own):
-        return values or own
+    channels = len(default)
+    if values is None or len(values) == channels:
+        return values or default
     if len(values) > 1:
-        raise UserError(f"{name} has {len(values)} numbers, but the images have {len(own)} channels; give one each.")
-    return values * len(own)
+        raise UserError(f"{name} has {len(values)} numbers, but the images have {channels} channels; give one each.")
+    return values * channels
 
 
 def padded(config: Config, height: int, width: int) -> int | None:
-    """Return the size to which images are padded as a configuration says or its network needs; None: they stay."""
+    """Return the side to which images are padded, by option or for the network; None: no padding."""
+    # The smallest side that the network takes, and the factor by which they divide it.
     needs = {"resnet8": (8, 4), "resnet9": (16, 8), "vit": (4, 4), "wrn": (8, 4)}
-    least, multiple = needs.get(network_name(config), (1, 1))
+    min_side, multiple = needs.get(network_name(config), (1, 1))
     if config.image_size is not None or multiple == 1:
         return config.image_size
-    return max(least, -(-max(height, width) // multiple) * multiple)
+    # The larger side, rounded up to a multiple.
+    return max(min_side, -(-max(height, width) // multiple) * multiple)
 
 
 def batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
-    """Return the batch rule of the clients, and that of the server's own training."""
+    """Return the batch rules of clients and of training at the server."""
     batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
     serving = replace(
         batching,
@@ -266,11 +325,18 @@ def batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
 
 
 def scenario(config: PartitionOptions) -> Scenario:
-    return Scenario(**{each.name: getattr(config, each.name) for each in fields(SplitOptions)}, seed=config.split_seed)
+    """Return the rule by which images and labels are distributed over clients."""
+    return Scenario(
+        **{field.name: getattr(config, field.name) for field in fields(SplitOptions)}, seed=config.split_seed
+    )
 
 
 def split_of(config: Config, data: Source, split: Split | None = None) -> Split:
-    """Return the split of a configuration: the `split` that was drawn before, the saved one it names, or a new one."""
+    """Return the split of a configuration: `split` if given, else the file that it names, else a new one.
+
+    Raises:
+        UserError: the split does not fit the data, or training images without labels need a split file.
+    """
     if split is None and config.split is not None:
         if not config.split.is_file():
             raise UserError(f"{config.split}: there is no such file; save a split with halfmoon data --save.")
@@ -288,34 +354,38 @@ def split_of(config: Config, data: Source, split: Split | None = None) -> Split:
 
 
 def examples(images: Images, device: torch.device) -> Examples:
-    """Return images as tensors (N, C, H, W) on a device; those that are mapped into memory stay where they are."""
+    """Convert images to tensors (N, C, H, W) on a device; memory-mapped images are not copied."""
     if isinstance(images.images, np.memmap):
         pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2)
-    else:  # a copy: arrays that lie in the bytes of a file cannot be written to, and PyTorch warns of them
+    else:
+        # A copy, because PyTorch warns of arrays that cannot be written to, as those over the bytes of a file.
         pixels = torch.from_numpy(np.array(images.images.transpose(0, 3, 1, 2), order="C"))
     return Examples(pixels.to(device), torch.from_numpy(images.labels).to(device))
 
 
 def network_name(config: Config) -> str:
+    """Return the name of the network; "auto" is "small" for the digits and "resnet9" for other data."""
     if config.network != "auto":
         return config.network
     return "small" if config.data == "digits" else "resnet9"
 
 
-def _network(config: Config, form: ImageSpec) -> Network:
-    channels, height, width = form.image
+def _network(config: Config, image_spec: ImageSpec) -> Network:
+    channels, height, width = image_spec.image
     size = (height, width)
-    network = networks.make(network_name(config), channels, len(form.classes), size, config.norm, config.width)
-    network.check(form.image)
+    network = networks.make(network_name(config), channels, len(image_spec.classes), size, config.norm, config.width)
+    network.check(image_spec.image)
     network = replace(network, precision=config.precision)
     start = initial_weights(config)
-    if config.network in hubs.PRETRAINED and (own := published(config.network)) is not None:
-        weight_files.register(own)  # the terms of a federation name it by its hash
+    published_weights = published(config.network) if config.network in hubs.PRETRAINED else None
+    if published_weights is not None:
+        # The terms of a federation name the file by its hash.
+        weight_files.register(published_weights)
     if start is None:
         if frozen_layers(config):
             raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
         return network
-    network = fine_tune(network, read_weights(start), frozen_layers(config), form.classes)
+    network = fine_tune(network, read_weights(start), frozen_layers(config), image_spec.classes)
     if config.dp_clip is not None and network.norm == "batch":
         raise UserError(
             "dp_clip needs a network that tracks no statistics of batches in its trained part: they would leave the "
@@ -324,9 +394,9 @@ def _network(config: Config, form: ImageSpec) -> Network:
     return network
 
 
-def views(config: Config, form: ImageSpec) -> Views:
-    """Return how labeled and unlabeled images are augmented."""
-    flip = form.mirror if config.flip is None else config.flip
+def views(config: Config, image_spec: ImageSpec) -> Views:
+    """Build the augmentations of labeled and unlabeled images."""
+    flip = image_spec.mirror if config.flip is None else config.flip
     labeled: View = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}[config.labeled_view]
     strong = {"feddure": Strong, "semifl": StrongSemiFL, "fedloke": StrongFedLoKe}[config.strong_view](flip=flip)
     unlabeled: dict[str, View] = {"plain": Plain(), "weak": Weak(flip=flip), "strong": strong}
@@ -348,12 +418,13 @@ def _optimizer(config: Config, network: Network) -> Optimizer:
     if config.backbone_lr == 1:
         return optimizer
     with torch.device("meta"):
-        every = network.init(torch.Generator())["params"]
-    return LayerwiseLearningRate(optimizer, config.backbone_lr, backbone_paths(network, tree.flatten(every)))
+        # Only the names are needed; tensors on the device "meta" have no memory.
+        params = network.init(torch.Generator())["params"]
+    return LayerwiseLearningRate(optimizer, config.backbone_lr, backbone_paths(network, tree.flatten(params)))
 
 
 def device(config: MachineOptions) -> torch.device:
-    """Return where to compute; raises `UserError` where there is no such device."""
+    """Return the device of a configuration; raise `UserError` if it is a GPU that does not exist."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is 'cuda', but this PyTorch sees no GPU; use device = 'auto' or 'cpu'.")
     if config.device == "auto":
@@ -369,28 +440,32 @@ def executor(config: Config) -> Executor:
 
 
 def choose_executor(config: Config, network: Network, image: tuple[int, int, int]) -> Config:
-    """Return the configuration of a new run: on a processor tiny networks take vmap, where nobody has said what to do.
+    """Choose the executor of a new run whose option is "auto": vmap for tiny networks on a CPU.
 
-    `image` is (C, H, W). How tiny is measured (`results/peers.md`) and fixed, so that a run does not depend on how busy
-    a machine is.
+    The limit is measured (`results/peers.md`) and fixed, so that a run does not depend on the load of a machine.
+
+    Args:
+        config: the configuration.
+        network: the network.
+        image: channels, height and width.
     """
     if config.executor != "auto" or device(config).type != "cpu":
         return config
     products = network.count_products(image)
-    return config if products is None or products > TINY else replace(config, executor="vmap")
+    return config if products is None or products > MAX_VMAP_PRODUCTS else replace(config, executor="vmap")
 
 
 def max_vmapped_clients(config: Config) -> int | None:
-    """Return how many clients vmap lifts at most as one program; None: as many as there are."""
-    return CHUNK if device(config).type == "cpu" else None
+    """Return the largest number of clients that vmap batches; None: no limit."""
+    return MAX_VMAPPED_CLIENTS_ON_CPU if device(config).type == "cpu" else None
 
 
 def threads(config: Config) -> int:
-    """Return with how many processor threads a client of a simulation trains.
+    """Return the number of threads with which a client of a simulation trains.
 
-    One, where nobody says how many, on a processor: convolutions add in another order with each number of threads, so
-    a run would depend on the machine. Processors are used by training several clients (`halfmoon.runs.workers`). A
-    method that has all rows in one place has one client: all.
+    By default it is one on a CPU: convolutions add in another order with each number of threads, so a run would depend
+    on the machine. Several clients train at the same time instead (`halfmoon.runs.workers`). A centralized method has
+    one client, which uses all threads.
     """
     if config.threads is None and device(config).type == "cpu" and not registry.entry(config.method).pooled:
         return 1
@@ -398,17 +473,18 @@ def threads(config: Config) -> int:
 
 
 def site_threads(config: Config) -> int:
-    """Return with how many processor threads a site, or the server of a federation, computes."""
+    """Return the number of threads of a site, or of the server of a federation."""
     number = config.threads
     if number is None and network_name(config) == "small" and device(config).type == "cpu":
-        number = 1  # its convolutions are smaller than the cost of waking a second thread
+        # Waking a second thread takes longer than a convolution of this network.
+        number = 1
     # More threads than processors only cost, and thousands crash the process.
     return min(number, os.cpu_count() or 1) if number else torch.get_num_threads()
 
 
 @contextmanager
 def use_threads(number: int) -> Iterator[None]:
-    """Compute with so many processor threads, and leave PyTorch as it was."""
+    """Set the number of PyTorch's threads, and restore it at the end."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
