@@ -592,7 +592,7 @@ VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkeypatch):
     """A server's configuration of transformers takes neither memory nor time of a site that agreed to nothing."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(hubs, "LAYERS", 64)
+    monkeypatch.setattr(hubs, "MAX_LAYERS", 64)
     facts = json.loads(terms().text)
     facts["config"]["network"] = "transformers:" + json.dumps(VIT | more)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

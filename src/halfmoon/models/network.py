@@ -128,31 +128,31 @@ class Network(ABC):
         return run.products
 
     def train(
-        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
         """Compute logits under batch statistics, and the batch statistics.
 
         Args:
             params: parameters.
             x: images (B, C, H, W).
-            settled: fixed statistics of some layers, which are normalized by these and have no moments.
+            fixed_stats: fixed statistics of some layers, which are normalized by these and have no moments.
             real: (B,) bool, False for padding. Statistics are those of real images; logits of padding are undefined.
 
         Returns:
             Logits (B, classes), and moments {layer: {"mean", "var"}}. "var" is the unbiased variance, which running
             statistics track, as in PyTorch.
         """
-        run = TrainPass(params, self.norm, settled=settled or {}, real=real)
+        run = TrainPass(params, self.norm, fixed_stats=fixed_stats or {}, real=real)
         return self._run_layers(x, run), run.moments
 
     def embed(
-        self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
         """Compute logits, features and moments like `train`; features (B, F) are the inputs of the head.
 
         A second head can use the features of the same pass, such as ReMixMatch's for rotations.
         """
-        run = TrainPass(params, self.norm, settled=settled or {}, real=real)
+        run = TrainPass(params, self.norm, fixed_stats=fixed_stats or {}, real=real)
         return self._run_layers(x, run), to_float32(run.inputs["head"]), run.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -187,12 +187,12 @@ class Network(ABC):
         return logits, to_float32(run.inputs.get(self.head or "", logits))
 
 
-def check_sides(name: str, shape: tuple[int, int, int], multiple: int, least: int) -> None:
+def check_sides(name: str, shape: tuple[int, int, int], multiple: int, minimum: int) -> None:
     """Check that the sides of images (C, H, W) are multiples, and not below `least`; raises `UserError`."""
     _, height, width = shape
-    if min(height, width) < least or height % multiple or width % multiple:
+    if min(height, width) < minimum or height % multiple or width % multiple:
         raise UserError(
-            f"{name} takes images whose sides are multiples of {multiple} and at least {least}, not {height}x{width}; "
+            f"{name} takes images whose sides are multiples of {multiple} and at least {minimum}, not {height}x{width}; "
             "set image_size to the next such size, or use network = 'small'."
         )
 
@@ -206,7 +206,9 @@ def forward_tangent(
         UserError: a layer has no forward derivative; the message is `refusal`, with PyTorch's message in place of {}.
     """
     # PyTorch's forward mode of group normalization accepts only contiguous tensors.
-    params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
+    params = tree.contiguous(params)
+    x = x.contiguous()
+    direction = tree.contiguous(direction)
     try:
         return jvp(lambda p: network.train(p, x, real=real)[0], (params,), (direction,))[1]
     except NotImplementedError as error:

@@ -156,19 +156,19 @@ class TrainPass(ForwardPass):
 
     Attributes:
         moments: the batch statistics, after the pass.
-        settled: fixed statistics of some layers, which are not normalized by the batch.
+        fixed_stats: fixed statistics of some layers, which are not normalized by the batch.
         real: (B,) bool, False for padding; None if there is none.
     """
 
     moments: Tree = field(default_factory=dict)
-    settled: Tree = field(default_factory=dict)
+    fixed_stats: Tree = field(default_factory=dict)
     real: Tensor | None = None
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize by the mean and variance of the batch, or by the fixed ones of this layer."""
-        if name in self.settled:
+        if name in self.fixed_stats:
             p = self.params[name]["norm"]
-            s = self.settled[name]
+            s = self.fixed_stats[name]
             return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
         return self.normalized(name, z)[0]
 

@@ -22,24 +22,25 @@ def names() -> list[str]:
 
 
 def make(name: str, channels: int, classes: int, size: tuple[int, int], norm: str, width: int | None) -> Network:
-    """Return the network of a name for such images; raise `UserError` where it cannot be made or carried."""
+    """Create the network of a name for given images; raise `UserError` if that is impossible."""
     if name in NETWORKS:
-        own: dict[str, Any] = {} if width is None else {"width": width}
+        width_option: dict[str, Any] = {} if width is None else {"width": width}
         if NETWORKS[name].fixed_norm:
-            norm = _own_norm(name, norm)
-        network = NETWORKS[name](channels=channels, classes=classes, norm=norm, **own)  # type: ignore[arg-type]
+            norm = _check_fixed_norm(name, norm)
+        network = NETWORKS[name](channels=channels, classes=classes, norm=norm, **width_option)  # type: ignore[arg-type]
         _check_size(name, network)
         return network
     if width is not None:
         raise UserError(f"width is {width}, but network {name} comes from outside and has its own: leave width out.")
-    _own_norm(name, norm)
+    _check_fixed_norm(name, norm)
     return from_factory(name, channels, classes, size)
 
 
 def count_parameters(network: Network) -> int:
-    """Return how many parameters a network of this package has, without building it.
+    """Count the parameters of a network of this package without building it.
 
-    The number is a quadratic of the width, so three narrow networks say it for a width whose tensors have no shape.
+    The number is a quadratic function of the width, so it is extrapolated from three narrow networks. A very wide one
+    would exceed the sizes that a tensor can have.
     """
     step = 192
     with torch.device("meta"):
@@ -60,19 +61,20 @@ def _check_size(name: str, network: Network) -> None:
 
 
 def describe(network: Network) -> dict[str, Any]:
-    """Return what `parsed` makes the network of again, ready for JSON."""
+    """Describe a network as JSON values, from which `from_description` recreates it."""
     if isinstance(network, ModuleNetwork):
         values = {"channels": network.channels, "classes": network.classes, "size": list(network.size)}
         return {"name": network.name, **values}
     (name,) = [name for name, kind in NETWORKS.items() if type(network) is kind]
     values = {each.name: getattr(network, each.name) for each in fields(network)}
-    del values["precision"]  # of training: what is described is tested and shipped
+    del values["precision"]  # only for training; the description is for evaluation and export
     return {"name": name, **values}
 
 
 def from_description(description: Mapping[str, Any]) -> Network:
-    """Return the network of a description; raise `UserError` where there is none, or it makes none."""
-    name, values = str(description.get("name")), {key: value for key, value in description.items() if key != "name"}
+    """Create the network of a description from `describe`; raise `UserError` if it is invalid."""
+    name = str(description.get("name"))
+    values = {key: value for key, value in description.items() if key != "name"}
     if name not in NETWORKS:
         return _from_outside(name, values)
     options = {each.name: each for each in fields(NETWORKS[name]) if each.name != "precision"}
@@ -86,7 +88,7 @@ def from_description(description: Mapping[str, Any]) -> Network:
     return NETWORKS[name](**values)
 
 
-def _own_norm(name: str, norm: str) -> Norm:
+def _check_fixed_norm(name: str, norm: str) -> Norm:
     if norm not in ("batch", "none"):
         raise UserError(f"norm is {norm!r}, but network {name} brings its own normalization: leave norm out.")
     return "none"
@@ -102,5 +104,5 @@ def _from_outside(name: str, values: Mapping[str, Any]) -> Network:
     if len(numbers) != 4 or not all(type(each) is int and each > 0 for each in numbers):
         raise UserError(f"channels, classes and size are {numbers}")
     if not named:
-        plugins.load(name, "network")  # asked even where this process has it already: may it be loaded?
+        plugins.load(name, "network")  # also if it is imported already, because this checks the permission to load it
     return from_factory(name, numbers[0], numbers[1], (numbers[2], numbers[3]))

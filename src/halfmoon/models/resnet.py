@@ -21,7 +21,7 @@ class WideResNet(Network):
 
     1,467,610 parameters for WRN-28-2 with 10 classes, 23,401,012 for WRN-28-8 with 100. Convolutions have no bias. A
     block is z + conv(relu(norm(conv(relu(norm(z)))))); where it changes the channels, a 1x1 convolution of its first
-    relu stands in for z, without a normalization of its own. The second and third group start with stride 2.
+    relu replaces z, without a normalization after it. The second and third group start with stride 2.
     Raises `UserError` for a depth that is not 6 n + 4.
     """
 
@@ -71,15 +71,15 @@ class WideResNet(Network):
         return run.linear("head", run.relu(run.norm("final", z)).mean((-2, -1)))
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        check_sides("A Wide ResNet", shape, multiple=4, least=8)
+        check_sides("A Wide ResNet", shape, multiple=4, minimum=8)
 
 
 def residual_blocks(inputs: int, width: int, groups: int, depth: int) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, inputs, outputs and stride of each block: groups of `depth`, each twice as wide as the last one."""
     for number in range(groups * depth):
-        group, place = divmod(number, depth)
+        group, index = divmod(number, depth)
         outputs = width * 2**group
-        yield f"block{number + 1}", inputs, outputs, 2 if group and not place else 1
+        yield f"block{number + 1}", inputs, outputs, 2 if group and not index else 1
         inputs = outputs
 
 
@@ -94,7 +94,7 @@ class ResidualNetwork(Network):
     """A stem of `width` channels and `groups` groups of `depth` residual blocks, each group twice as wide as the last.
 
     Convolutions have no bias. A block is relu(z + norm(conv(relu(norm(conv(z)))))); the first of each group but the
-    first halves the sides (rounded up), and a 1x1 convolution with its normalization stands in for z there. The
+    first halves the sides (rounded up), and a 1x1 convolution with normalization replaces z there. The
     features are means over the image.
     """
 
@@ -146,7 +146,7 @@ class ResidualNetwork(Network):
 class ResNet8(ResidualNetwork):
     """The ResNet-8 of SAGE and ProxyFL (CVPR 2025, 2026), four times as wide as He et al.'s for small images.
 
-    A stem of `width` channels and three residual blocks of width, 2 width and 4 width; 16 is He et al.'s own width.
+    A stem of `width` channels and three residual blocks of width, 2 width and 4 width; 16 is the width of He et al..
     1,227,594 parameters at width 64 with 3 channels and 10 classes: the 1.23 million of the papers.
     """
 
@@ -154,7 +154,7 @@ class ResNet8(ResidualNetwork):
     depth: ClassVar[int] = 1
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        check_sides("ResNet-8", shape, multiple=4, least=8)
+        check_sides("ResNet-8", shape, multiple=4, minimum=8)
 
 
 _UNITS = {
@@ -173,15 +173,15 @@ class ResNet18(ResidualNetwork):
     """ResNet-18 (He, Zhang, Ren and Sun, CVPR 2016).
 
     A stem of `width` channels and four groups of two residual blocks of width, 2, 4 and 8 times width. The stem is a
-    3x3 convolution that keeps 32x32 pixels: 11,173,962 parameters at width 64 with 3 channels and 10 classes.
+    3x3 convolution that preserves 32x32 pixels: 11,173,962 parameters at width 64 with 3 channels and 10 classes.
     """
 
     groups: ClassVar[int] = 4
     depth: ClassVar[int] = 2
-    least: ClassVar[int] = 8  # the least side of an image
+    least: ClassVar[int] = 8  # smallest height and width of an image
 
     def tree_path(self, name: str) -> str | None:
-        """Return where a tensor lies of a state dict of torchvision's or timm's ResNet-18, which name it alike."""
+        """Convert a name in a state dict of torchvision's or timm's ResNet-18, which use the same names, to a path."""
         path = super().tree_path(name)
         if path is None:
             return None

@@ -1,4 +1,4 @@
-"""Weights to start from: a safetensors file of halfmoon, or of a PyTorch state dict, and where its tensors belong."""
+"""Pretrained weights from a safetensors file of halfmoon or of a PyTorch state dict."""
 
 import json
 from collections.abc import Mapping
@@ -20,18 +20,22 @@ from halfmoon.models.network import Network
 
 @dataclass(frozen=True)
 class Weights:
-    """What a file of weights holds: its name, its SHA-256, its tensors, and the classes that its head knows."""
+    """The contents of a weights file: name, SHA-256, tensors, and the classes of its head."""
 
     name: str
     sha256: str
-    classes: tuple[str, ...] | None = None  # only a file of halfmoon says it
+    classes: tuple[str, ...] | None = None  # only in files of halfmoon
     tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
 
 def read(name: str) -> Weights:
-    """Return the weights of a file that a path, or the hash of an offered one, names.
+    """Read a weights file.
 
-    Raise `UserError` where there is no such file, or it is no safetensors file of finite numbers.
+    Args:
+        name: path of the file, or the hash of an offered one.
+
+    Raises:
+        UserError: if the file is missing or is no safetensors file of finite numbers.
     """
     path = weight_files.find(name)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
@@ -47,7 +51,7 @@ def _read(path: Path, sha256: str) -> Weights:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            # Copies: what is mapped would change with the file.
+            # Copy: mapped tensors would change with the file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except (OSError, SafetensorError) as error:
         raise UserError(f"weights {path}: it is no safetensors file ({one_line(error)[:160]}).") from error
@@ -62,43 +66,50 @@ def _read(path: Path, sha256: str) -> Weights:
 
 
 def fit_to_network(network: Network, weights: Weights, classes: tuple[str, ...]) -> tuple[Tree, bool]:
-    """Return the network's {"params", "stats"} from a file, and whether the head is left out, to be drawn anew.
+    """Convert weights to the network's tree {"params", "stats"}.
 
-    It is where the file has no head, one of another shape, or one for classes of other names. Raise `UserError` for
-    tensors that the network lacks, lacks a place for, or has in another shape.
+    The head is omitted if the file has no head, one of another shape, or one for classes of other names.
+
+    Returns:
+        The tree, and whether the head is omitted.
+
+    Raises:
+        UserError: if tensors are missing, unknown to the network, or of another shape.
     """
     with torch.device("meta"):
         shapes = tree.flatten(network.init(torch.Generator()))
-    tensors = _placed(network, weights)
+    tensors = _map_to_paths(network, weights)
     head = {
         path for path in shapes if path.startswith("params/") and is_head_path(network, path.removeprefix("params/"))
     }
     other = weights.classes is not None and weights.classes != classes
-    fresh = bool(head) and (other or any(p not in tensors or tensors[p].shape != shapes[p].shape for p in head))
-    leave = {path for path in {*shapes, *tensors} if fresh and is_head_path(network, path.removeprefix("params/"))}
-    for path in sorted(shapes.keys() - leave):
+    omit_head = bool(head) and (other or any(p not in tensors or tensors[p].shape != shapes[p].shape for p in head))
+    omitted = {
+        path for path in {*shapes, *tensors} if omit_head and is_head_path(network, path.removeprefix("params/"))
+    }
+    for path in sorted(shapes.keys() - omitted):
         if path not in tensors:
-            near = f"it has {', '.join(sorted(tensors)[:3])} ..." if tensors else "it has none of its tensors"
+            example = f"it has {', '.join(sorted(tensors)[:3])} ..." if tensors else "it has none of its tensors"
             raise UserError(
-                f"weights {weights.name} lack the tensor {_dotted(path)} of the network ({near}): give a file of this "
+                f"weights {weights.name} lack the tensor {_dotted(path)} of the network ({example}): give a file of this "
                 "network."
             )
         _check_shape(weights, path, tensors[path].shape, shapes[path].shape)
-    beyond = sorted(tensors.keys() - shapes.keys() - leave)
+    beyond = sorted(tensors.keys() - shapes.keys() - omitted)
     if beyond:
         raise UserError(
             f"weights {weights.name} have a tensor {_dotted(beyond[0])}, for which the network has no place: give a "
             "file of this network."
         )
-    flat = {path: tensors[path].float().contiguous() for path in shapes if path not in leave}
-    return {"params": {}, "stats": {}, **tree.unflatten(flat)}, fresh
+    flat = {path: tensors[path].float().contiguous() for path in shapes if path not in omitted}
+    return {"params": {}, "stats": {}, **tree.unflatten(flat)}, omit_head
 
 
 def is_head_path(network: Network, path: str) -> bool:
     return network.head is not None and path.startswith(f"{network.head}/")
 
 
-def _placed(network: Network, weights: Weights) -> dict[str, Tensor]:
+def _map_to_paths(network: Network, weights: Weights) -> dict[str, Tensor]:
     if any(name.startswith("params/") for name in weights.tensors):
         return dict(weights.tensors)
     named = dict(weights.tensors)
@@ -108,11 +119,11 @@ def _placed(network: Network, weights: Weights) -> dict[str, Tensor]:
             named = convert_names(network.name, module, named)
         with torch.device("meta"):
             stats = tree.flatten(network.init(torch.Generator())["stats"])
-        places = {f"stats/{path}" for path in stats}
-        constants = {name for name, _ in module.named_buffers() if network.tree_path(name) not in places}
+        stat_paths = {f"stats/{path}" for path in stats}
+        constants = {name for name, _ in module.named_buffers() if network.tree_path(name) not in stat_paths}
         named = {name: value for name, value in named.items() if name not in constants}
-    places = {name: network.tree_path(name) for name in named}
-    return {place: named[name] for name, place in places.items() if place is not None}
+    paths = {name: network.tree_path(name) for name in named}
+    return {path: named[name] for name, path in paths.items() if path is not None}
 
 
 def _check_shape(weights: Weights, path: str, have: torch.Size, want: torch.Size) -> None:
