@@ -1,4 +1,6 @@
-"""Time clients in programs of vmap against the loop, over networks: what `factory.MAX_VMAP_PRODUCTS` and `MAX_VMAPPED_CLIENTS_ON_CPU`.
+"""Time clients in programs of vmap against the loop, over networks.
+
+`factory.MAX_VMAP_PRODUCTS` and `factory.MAX_VMAPPED_CLIENTS_ON_CPU` are chosen by these numbers.
 
     python benchmarks/programs.py [--clients 20] [--together 5 10 20] [--turns 4] [--networks small:16:8:1 ...]
 

@@ -138,7 +138,7 @@ def test_probabilities_are_the_softmax_of_the_logits(monkeypatch: pytest.MonkeyP
 
 Change = Callable[[dict[str, str], dict[str, torch.Tensor]], object]
 DAMAGES: dict[str, tuple[Change, str]] = {
-    "no metadata": (lambda said, _: said.clear(), "says nothing of a model"),
+    "no metadata": (lambda said, _: said.clear(), "has no metadata of a model"),
     "older": (lambda said, _: said.pop("format"), "older halfmoon"),
     "newer": (lambda said, _: said.update(format="3"), "metadata of version 3, this halfmoon reads versions 1 and 2"),
     "no classes": (lambda said, _: said.pop("classes"), "lack 'classes'"),

@@ -1,4 +1,4 @@
-"""What a model file says of itself: enough to label images with nothing but the file."""
+"""Metadata of a model file: all that is needed to label images with the file."""
 
 import json
 import math
@@ -14,10 +14,11 @@ from halfmoon.models import Network
 from halfmoon.models import registry as networks
 from halfmoon.storage import toml
 
-PLAIN, SCALED = "1", "2"
-"""Versions of the metadata: an older halfmoon would leave out the temperature of a model that has one."""
+PLAIN = "1"
+SCALED = "2"
+"""Versions of the metadata. Models with a temperature have another one, because older versions would ignore it."""
 
-_KINDS: dict[str, Any] = {
+_REQUIRED_TYPES: dict[str, Any] = {
     "classes": tuple[str, ...],
     "image": tuple[int, int, int],
     "taken": tuple[int, int],
@@ -26,13 +27,13 @@ _KINDS: dict[str, Any] = {
     "std": tuple[float, ...],
     "network": dict[str, Any],
 }
-_WORDS = ("method", "config")
-_MAYBE: dict[str, Any] = {"crop": bool, "window": tuple[float, float], "temperature": float}
+_REQUIRED_TEXTS = ("method", "config")
+_OPTIONAL_TYPES: dict[str, Any] = {"crop": bool, "window": tuple[float, float], "temperature": float}
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a model is, how its images are made ready, and where it comes from.
+    """The metadata of a model: classes, preparation of images, network and origin.
 
     Images are resampled to `input_size` (height, width), with `crop` in proportion; they are averaged over blocks of
     `shrink` x `shrink`, padded with zeros to `image` (channels, height, width), and normalized by `mean` and `std` (of
@@ -62,7 +63,7 @@ class Card:
         return toml.parse_or_empty(self.config)
 
     def render(self) -> dict[str, str]:
-        """Return the metadata of a model file; `parse` reads it."""
+        """Render the metadata of a model file; `parse` reads it."""
         scaled = {} if self.temperature == 1 else {"temperature": json.dumps(self.temperature)}
         return {
             "format": SCALED if scaled else PLAIN,
@@ -81,62 +82,71 @@ class Card:
         }
 
     @classmethod
-    def parse(cls, metadata: Mapping[str, str], place: Path) -> "Card":
-        """Return the card of metadata; raise `UserError`, which names `place`, for what is missing or cannot be."""
-        _check_format(metadata, place)
-        missing = [name for name in (*_KINDS, *_WORDS) if name not in metadata]
+    def parse(cls, metadata: Mapping[str, str], path: Path) -> "Card":
+        """Parse the metadata of a model file.
+
+        Args:
+            metadata: the metadata.
+            path: the file, for messages.
+
+        Raises:
+            UserError: a value is missing, damaged or contradicts others, or the version is unknown.
+        """
+        _check_format(metadata, path)
+        missing = [name for name in (*_REQUIRED_TYPES, *_REQUIRED_TEXTS) if name not in metadata]
         if missing:
-            raise UserError(f"{place}: the model's metadata lack {missing[0]!r}; take an undamaged copy of the file.")
-        names = [name for name in (*_KINDS, *_MAYBE) if name in metadata]
-        fields = {name: _parsed(name, metadata[name], place) for name in names}
-        network, size = _network(fields.pop("network"), place), fields.pop("taken")
+            raise UserError(f"{path}: the model's metadata lack {missing[0]!r}; take an undamaged copy of the file.")
+        names = [name for name in (*_REQUIRED_TYPES, *_OPTIONAL_TYPES) if name in metadata]
+        fields = {name: _parse_field(name, metadata[name], path) for name in names}
+        network = _build_network(fields.pop("network"), path)
+        size = fields.pop("taken")
         card = cls(**fields, input_size=size, network=network, method=metadata["method"], config=metadata["config"])
-        problem = _problem(card)
+        problem = _find_contradiction(card)
         if problem:
-            raise UserError(f"{place}: the model's metadata disagree ({problem}); take an undamaged copy of the file.")
+            raise UserError(f"{path}: the model's metadata disagree ({problem}); take an undamaged copy of the file.")
         return card
 
 
-def _check_format(metadata: Mapping[str, str], place: Path) -> None:
+def _check_format(metadata: Mapping[str, str], path: Path) -> None:
     number = metadata.get("format")
     if number in (PLAIN, SCALED):
         return
     if number is None and {"classes", "network", "image"} <= metadata.keys():
         raise UserError(
-            f"{place} was written by an older halfmoon, which did not say how its images were made ready; "
+            f"{path} was written by an older halfmoon, which did not store the preparation of its images; "
             "train the model again."
         )
     if number is None:
         raise UserError(
-            f"{place} says nothing of a model; give the folder of a finished run, or its model.safetensors."
+            f"{path} has no metadata of a model; give the folder of a finished run, or its model.safetensors."
         )
     raise UserError(
-        f"{place} has metadata of version {number}, this halfmoon reads versions {PLAIN} and {SCALED}; "
+        f"{path} has metadata of version {number}, this halfmoon reads versions {PLAIN} and {SCALED}; "
         "use the halfmoon that trained the model, or a newer one."
     )
 
 
-def _parsed(name: str, words: str, place: Path) -> Any:
+def _parse_field(name: str, words: str, path: Path) -> Any:
     try:
-        return TypeAdapter({**_KINDS, **_MAYBE}[name]).validate_json(words, strict=True)
+        return TypeAdapter({**_REQUIRED_TYPES, **_OPTIONAL_TYPES}[name]).validate_json(words, strict=True)
     except ValidationError as error:
         raise UserError(
-            f"{place}: the model's metadata have no readable {name!r} ({error.errors()[0]['msg']}); "
+            f"{path}: the model's metadata have no readable {name!r} ({error.errors()[0]['msg']}); "
             "take an undamaged copy of the file."
         ) from error
 
 
-def _network(description: dict[str, Any], place: Path) -> Network:
+def _build_network(description: dict[str, Any], path: Path) -> Network:
     try:
         return networks.from_description(description)
     except (TypeError, UserError) as error:
         raise UserError(
-            f"{place}: the model's network {description.get('name')} cannot be made ({str(error).removesuffix('.')}); "
+            f"{path}: the model's network {description.get('name')} cannot be made ({str(error).removesuffix('.')}); "
             "take an undamaged copy of the file, or the halfmoon that made it."
         ) from error
 
 
-def _problem(card: Card) -> str:
+def _find_contradiction(card: Card) -> str:
     channels, height, width = card.image
     if channels not in (1, 3) or min(card.image) < 1 or min(card.input_size) < 1 or card.shrink < 1:
         return f"images of {card.input_size} are shrunk by {card.shrink} to {card.image}"
@@ -152,9 +162,9 @@ def _problem(card: Card) -> str:
         return f"a temperature of {card.temperature:g}"
     if any(side % card.shrink for side in card.input_size):
         return f"shrink {card.shrink} does not divide images of {card.input_size}"
-    small = tuple(side // card.shrink for side in card.input_size)
-    if small != (height, width) and (height != width or max(small) > height):
-        return f"images of {small} are padded to {(height, width)}"
+    shrunk = tuple(side // card.shrink for side in card.input_size)
+    if shrunk != (height, width) and (height != width or max(shrunk) > height):
+        return f"images of {shrunk} are padded to {(height, width)}"
     try:
         card.network.check(card.image)
     except UserError as error:

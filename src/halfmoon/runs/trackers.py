@@ -1,7 +1,6 @@
-"""Trackers: what metrics.jsonl says, shown by programs of others while a run is played or after it.
+"""Trackers: log metrics to TensorBoard, Weights & Biases or MLflow, during a run or after it.
 
-metrics.jsonl stays the source: a tracker is a `halfmoon.runs.callbacks.Callback` that writes a copy, in a folder of its
-own.
+A tracker is a `halfmoon.runs.callbacks.Callback` that writes a copy of metrics.jsonl, which remains the source.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 EVENTS = "tensorboard"
-"""The folder of a run's event files, in the run's own."""
+"""The folder of TensorBoard's event files, in the run folder."""
 
 
 class TensorBoard(NullCallback):
     """Write every run's rows for TensorBoard, into `tensorboard/` of the run's folder.
 
-    A number of a row becomes a scalar of the step `round`, under the names of its keys: `test/accuracy`, `train/loss`,
-    `cost/down`. Lists, such as accuracies of classes, and null stay out. The configuration is the text `config` at step
-    0. A run that goes on begins its event files anew, with the rows of metrics.jsonl up to its checkpoint, so that no
-    step is there twice and none is missing, whether or not the run was tracked before.
+    A number of a row becomes a scalar of the step `round`, named by its keys: `test/accuracy`, `train/loss`,
+    `cost/down`. Lists, such as accuracies of classes, and null are left out. The configuration is the text `config` at
+    step 0. If a run is resumed, its event files are rewritten with the rows of metrics.jsonl up to its checkpoint, so
+    that every step is there once, whether or not the run was tracked before.
     """
 
     def __init__(self) -> None:
@@ -41,9 +40,10 @@ class TensorBoard(NullCallback):
         self._writers: dict[Path, SummaryWriter] = {}
 
     def begin(self, run: RunInfo) -> None:
-        if run.folder in self._writers:  # it was stopped, and goes on in the same process
+        # A run that was stopped may resume in the same process.
+        if run.folder in self._writers:
             self._writers.pop(run.folder).close()
-        self._writers[run.folder] = _begun(self._open, run.folder)
+        self._writers[run.folder] = _start_writer(self._open, run.folder)
 
     def round(self, run: RunInfo, row: Row) -> None:
         writer = self._writers[run.folder]
@@ -57,19 +57,19 @@ class TensorBoard(NullCallback):
 class WandB(NullCallback):
     """Log every run's rows to Weights & Biases, in the project `halfmoon` or that of WANDB_PROJECT.
 
-    A run that goes on is the same run there. WANDB_MODE=offline writes into `wandb/` of the run's folder alone.
+    A resumed run is the same run there. WANDB_MODE=offline writes into `wandb/` of the run folder only.
     """
 
     def __init__(self) -> None:
-        _package("wandb")
+        _import_package("wandb")
         self._open: dict[Path, Any] = {}
 
     def begin(self, run: RunInfo) -> None:
-        """Begin the run with its configuration, or go on with it."""
-        self._open[run.folder] = _package("wandb").init(
+        """Start the run with its configuration, or resume it."""
+        self._open[run.folder] = _import_package("wandb").init(
             project=os.environ.get("WANDB_PROJECT", "halfmoon"),
             dir=run.folder,
-            id=_mark(run),
+            id=_tracker_id(run),
             resume="allow",
             name=run.folder.name,
             config=StoredRun.read(run.folder).options,
@@ -86,25 +86,25 @@ class WandB(NullCallback):
 class MLflow(NullCallback):
     """Log every run's rows to MLflow, in the experiment `halfmoon`, at MLFLOW_TRACKING_URI or into ./mlruns.
 
-    A run that goes on is the same run there.
+    A resumed run is the same run there.
     """
 
     def __init__(self) -> None:
-        _package("mlflow")
+        _import_package("mlflow")
         self._client: Any = None
         self._runs: dict[Path, str] = {}
 
     def begin(self, run: RunInfo) -> None:
-        """Begin the run with its configuration, or go on with it."""
+        """Start the run with its configuration, or resume it."""
         if self._client is None:
-            self._client = _package("mlflow").MlflowClient()
+            self._client = _import_package("mlflow").MlflowClient()
         record = self._client.get_experiment_by_name("halfmoon")
         experiment = record.experiment_id if record else self._client.create_experiment("halfmoon")
-        same = self._client.search_runs([experiment], f"tags.halfmoon = '{_mark(run)}'")
+        same = self._client.search_runs([experiment], f"tags.halfmoon = '{_tracker_id(run)}'")
         if same:
             self._runs[run.folder] = same[0].info.run_id
             return
-        begun = self._client.create_run(experiment, tags={"halfmoon": _mark(run)}, run_name=run.folder.name)
+        begun = self._client.create_run(experiment, tags={"halfmoon": _tracker_id(run)}, run_name=run.folder.name)
         self._runs[run.folder] = begun.info.run_id
         for name, value in StoredRun.read(run.folder).options.items():
             self._client.log_param(begun.info.run_id, name, value)
@@ -121,26 +121,26 @@ TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard, "wand
 """The trackers by their names on the command line."""
 
 
-def _package(name: str) -> Any:
+def _import_package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
         raise UserError(f"{name} is not installed; {install_command(name)} to use it.") from error
 
 
-def _mark(run: RunInfo) -> str:
-    """Return what a run is called for good: its folder and its configuration."""
+def _tracker_id(run: RunInfo) -> str:
+    """Compute an identifier from the folder and configuration of a run, equal when the run is resumed."""
     return atomic_io.sha256(f"{run.folder.resolve()} {identity(run.config, run.config.method)}".encode())[:16]
 
 
 def tracker(name: str) -> Callback:
-    """Return a tracker, for `watch`.
+    """Create a tracker, to pass as `watch`.
 
     Args:
         name: tensorboard, wandb or mlflow.
 
     Raises:
-        UserError: for another name, and where its package is not installed.
+        UserError: the name is unknown, or the package is not installed.
     """
     if name not in TRACKERS:
         raise UserError(f"unknown tracker {name!r}: {suggest(name, TRACKERS)}")
@@ -148,13 +148,15 @@ def tracker(name: str) -> Callback:
 
 
 def replay(folder: Path) -> Path:
-    """Write the event files of a run that was played, from its metrics.jsonl, and return their folder.
+    """Write TensorBoard's event files of a run from its metrics.jsonl, and return their folder.
 
-    Those that are there are emptied. Raise UserError where `folder` is no run or cannot be written, or TensorBoard is
-    not installed.
+    Existing event files are emptied.
+
+    Raises:
+        UserError: `folder` is no run folder or cannot be written, or TensorBoard is not installed.
     """
     try:
-        _begun(_writer_type(), folder).close()
+        _start_writer(_writer_type(), folder).close()
     except OSError as error:
         raise UserError(
             f"{folder / EVENTS}: the event files cannot be written ({atomic_io.error_reason(error)}); make the "
@@ -164,13 +166,13 @@ def replay(folder: Path) -> Path:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Return the numbers of a row of metrics.jsonl by their place in it: {"test/accuracy": 0.5}, without the round."""
+    """Flatten a row of metrics.jsonl to numbers by their keys, {"test/accuracy": 0.5}, without the round."""
     numbers: dict[str, float] = {}
-    waiting: list[tuple[str, Any]] = [(key, value) for key, value in row.items() if key != "round"]
-    while waiting:
-        name, value = waiting.pop(0)
+    pending: list[tuple[str, Any]] = [(key, value) for key, value in row.items() if key != "round"]
+    while pending:
+        name, value = pending.pop(0)
         if isinstance(value, dict):
-            waiting += [(f"{name}/{key}", inner) for key, inner in value.items()]
+            pending += [(f"{name}/{key}", inner) for key, inner in value.items()]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers[name] = float(value)
     return numbers
@@ -184,16 +186,16 @@ def _writer_type() -> type[SummaryWriter]:
     return SummaryWriter
 
 
-def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
+def _start_writer(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
     run = StoredRun.read(folder)
     events = folder / EVENTS
-    # Emptied, not removed: a TensorBoard that reads them would wait for them to come back. On the purge it drops
-    # what it has read.
+    # Files are emptied, not removed: a running TensorBoard would wait for removed ones. `purge_step` makes it drop
+    # the steps that it has read.
     for old in events.glob("events.out.tfevents.*"):
         os.truncate(old, 0)
     writer = writer_type(str(events), purge_step=0)
     writer.add_text("config", f"```toml\n{run.config}```", 0)
-    ends = _ends(folder)
+    ends = _round_ends(folder)
     for row in run.rows:
         _write(writer, row, ends.get(row["round"]))
     writer.flush()
@@ -205,13 +207,17 @@ def _write(writer: SummaryWriter, row: Row, when: float | None) -> None:
         writer.add_scalar(name, value, row["round"], when)
 
 
-def _ends(folder: Path) -> dict[int, float]:
-    """Return when each round ended, in seconds since 1970, as if all were played without a break up to the last."""
+def _round_ends(folder: Path) -> dict[int, float]:
+    """Estimate the end of each round, in seconds since 1970, as if there was no pause between rounds.
+
+    The last round ended when metrics.jsonl was written; the times before follow from the durations of the rounds.
+    """
     path = folder / METRICS
-    took = dict(atomic_io.read_number_pairs(folder / TIMINGS, "round", "seconds"))  # the latest of a round
+    # A round that was repeated after a crash has several durations; `dict` keeps the last.
+    durations = dict(atomic_io.read_number_pairs(folder / TIMINGS, "round", "seconds"))
     now = path.stat().st_mtime if path.exists() else 0.0
     ends = {}
-    for number in sorted(took, reverse=True):
+    for number in sorted(durations, reverse=True):
         ends[number] = now
-        now -= took[number]
+        now -= durations[number]
     return ends
