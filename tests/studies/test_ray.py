@@ -199,7 +199,7 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     notes, killed = tmp_path / "notes", list[tuple[int, Path, int]]()
     killer = threading.Thread(target=kill_the_doomed, args=(notes, killed))
     killer.start()
-    rays = RayExecutor(jobs=2, watch=Witness(notes))
+    rays = RayExecutor(jobs=2, callback=Witness(notes))
     folder, steps, _ = played(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
     killer.join()
     ((pid, victim, newest),) = killed
@@ -248,7 +248,7 @@ def test_a_mistake_and_a_worker_that_always_dies_are_sentences(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_executor, "MAX_ATTEMPTS", 2)
-    rays, done = RayExecutor(jobs=2, watch=Deadly()), dict[str, TaskResult]()
+    rays, done = RayExecutor(jobs=2, callback=Deadly()), dict[str, TaskResult]()
     tasks = [
         SweepTask(tmp_path / "wrong", 'method = "fedure"\n'),
         SweepTask(tmp_path / "dead", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\nseed = 1\ndevice = "cpu"\n'),

@@ -55,13 +55,18 @@ def parse_selection(recipe: Recipe, texts: Sequence[str]) -> Selection:
         axis, equal_sign, name = (piece.strip() for piece in pair.partition("="))
         if not equal_sign or not name:
             example = ",".join(f"{axis}={values[0].name}" for axis, values in list(recipe.axes.items())[:2])
-            raise UserError(f"--only {pair!r} is not AXIS=VALUE: write, for example, --only {example}.")
+            raise UserError(
+                f"{{only}} {pair!r} is not AXIS=VALUE: write, for example, {{only={example}}}.", option="only"
+            )
         if axis not in recipe.axes:
-            raise UserError(f"--only: recipe {recipe.name} has no axis {axis!r}: {suggest(axis, recipe.axes)}")
+            raise UserError(
+                f"{{only}}: recipe {recipe.name} has no axis {axis!r}: {suggest(axis, recipe.axes)}", option="only"
+            )
         values = [value.name for value in recipe.axes[axis]]
         if name not in values:
             raise UserError(
-                f"--only: axis {axis} of recipe {recipe.name} has no value {name!r}: {suggest(name, values)}"
+                f"{{only}}: axis {axis} of recipe {recipe.name} has no value {name!r}: {suggest(name, values)}",
+                option="only",
             )
         if name not in selection.setdefault(axis, []):
             selection[axis].append(name)
@@ -82,7 +87,9 @@ def select_values(recipe: Recipe, selection: Selection) -> dict[str, list[Value]
         else:
             selected = [value for value in values if not value.extra]
         if not selected:
-            raise UserError(f"recipe {recipe.name}: axis {axis} has no selected value; name some with --only.")
+            raise UserError(
+                f"recipe {recipe.name}: axis {axis} has no selected value", option="only", hint="name some with {only}."
+            )
         values_by_axis[axis] = selected
     return values_by_axis
 

@@ -139,7 +139,7 @@ def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None) -> 
         UserError: as `make_plan`, and for minutes that are not above 0.
     """
     if minutes is not None and not 0 < minutes < 1e6:
-        raise UserError(f"--minutes is {minutes}: it must be a number above 0.")
+        raise UserError("it must be a number above 0.", option="minutes", value=minutes)
     if EXPLICIT_OPTIONS & options.keys():
         return None
     contents = scan_folder(Path(options["data"]), options.get("group_pattern"))

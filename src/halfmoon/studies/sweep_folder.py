@@ -81,7 +81,9 @@ class SweepFolder:
             atomic_io.write_atomically(self.path / SWEEP_FILE, data)
         except OSError as error:
             raise UserError(
-                f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."
+                f"{self.path}: it cannot be written ({atomic_io.error_reason(error)})",
+                option="out",
+                hint="choose another {out}.",
             ) from error
 
     def _contents(self, cells: Sequence[RecipeCell]) -> dict[str, Any]:

@@ -176,7 +176,11 @@ def tune(
     study.sampler = optuna.samplers.TPESampler(seed=seed % 2**32)
     stored_id = study.user_attrs.setdefault("search", search_id)
     if _without_retired_options(stored_id) != _without_retired_options(search_id):
-        raise UserError(f"{folder} contains another search (other options, knobs or seeds); choose another --run-dir.")
+        raise UserError(
+            f"{folder} contains another search (other options, knobs or seeds)",
+            option="run_dir",
+            hint="choose another {run_dir}.",
+        )
     study.set_user_attr("search", search_id)
     # Optuna cannot resume a trial. Trials that were stopped count as failed, and their values are next in the queue:
     # the new trial has the same values, hence the same run folder, and its run resumes from the checkpoint.
