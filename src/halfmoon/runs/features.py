@@ -1,8 +1,8 @@
-"""Features of a frozen backbone, computed once: of each image the plain view, a labeled, weak and several strong ones.
+"""Features of a frozen backbone, computed once for several augmented views of each image.
 
-They lie in a cache folder, (N, views, 1, F) in half precision, and are mapped into memory. A file is named by the hash
-of the weights, the recipes of the views and the pixels. An image's views and features depend on its pixels alone, so
-that a site has those of the simulator.
+They are stored in a cache folder, (N, views, 1, F) in half precision, and memory-mapped. A file is named by the hash of
+the weights, the augmentations and the pixels. The views and features of an image depend on its pixels only, so that a
+site computes those of the simulation.
 """
 
 import hashlib
@@ -36,33 +36,38 @@ Progress = Callable[[int, int], None]
 Chunk = Callable[[int], tuple[int, np.ndarray]]
 
 CHUNK = 16
-"""Images that pass the backbone together, always as many: more exceed a processor's cache, fewer round otherwise."""
+"""Images in a batch of the backbone: more exceed a processor's cache. Constant, because rounding depends on it."""
 
 DRAWS = {"labeled": 2, "weak": 2, "strong": 2}
-"""How many views of an image are drawn of each recipe; a step takes one of them at random.
+"""Number of cached views of an image for each augmentation; a step draws one of them.
 
 Four strong ones gained nothing over two (`results/features.md`)."""
 
 
 @dataclass(frozen=True)
 class CachedView:
-    """One of the `count` views of a recipe that lie from `first` on among an image's features."""
+    """An augmentation that draws one of `count` cached views of an image, which begin at index `first`."""
 
     first: int
     count: int
 
     def draw(self, n: int, shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return which of the views each of n rows takes (n,)."""
+        """Draw the view of each of n rows, (n,)."""
         return {"view": torch.randint(self.count, (n,), generator=generator)}
 
     def apply(self, images: Tensor, draws: dict[str, Tensor], normalize: Normalize) -> Tensor:
-        """Return the features (n, F), float32."""
+        """Select the features of the drawn views, (n, F), float32."""
         views = self.first + draws["view"].to(images.device)
         return images[torch.arange(len(images), device=images.device), views, 0].float()
 
 
 def cached_views(used: Sequence[str], labeled: str = "labeled") -> Views:
-    """Return the recipes that take the `used` cached views, for labeled images that one, or plain ones without it."""
+    """Create the augmentations that draw cached views.
+
+    Args:
+        used: names of the cached augmentations, in the order of the file.
+        labeled: the augmentation of labeled images; plain views if it is not cached.
+    """
     views: dict[str, View] = {"plain": CachedView(0, 1)}
     first = 1
     for name in used:
@@ -73,7 +78,7 @@ def cached_views(used: Sequence[str], labeled: str = "labeled") -> Views:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run trains on: its task and views, and what brings images to that form, those to train on and others."""
+    """The task and views of a run, and functions that convert training and test images to the network's inputs."""
 
     task: Task
     views: Views
@@ -89,9 +94,15 @@ def inputs(
     methods: Sequence[str] = (),
     progress: Progress = lambda *_: None,
 ) -> Inputs:
-    """Return images as they are, or, where a configuration wants that, features that are kept in `folder`.
+    """Select the inputs of a run: images, or cached features of a frozen backbone if the configuration has them.
 
-    `methods` are all that play: views that none of them takes are not computed.
+    Args:
+        config: the configuration.
+        task: the task on images.
+        views: the augmentations of images.
+        folder: the cache folder.
+        methods: all methods that run; views that none of them needs are not computed. (): the configuration's.
+        progress: receives the number of images that have features, and the number of all images.
     """
     use_head = config.features or (config.features is None and config.network in hubs.PRETRAINED)
     head = feature_head(task.network) if use_head else None
@@ -126,9 +137,19 @@ def features(
     used: Sequence[str] = (),
     progress: Progress = lambda *_: None,
 ) -> Examples:
-    """Return the features of images in their place: of the plain view, and of those `used`, some of `DRAWS`.
+    """Load or compute the features of images, (N, views, 1, F).
 
-    Raise OSError where the cache folder cannot be written.
+    Args:
+        head: the network's head, which knows its backbone.
+        views: the augmentations of images.
+        normalize: the normalization of pixels.
+        folder: the cache folder.
+        examples: the images.
+        used: augmentations to cache besides the plain view: names in `DRAWS`.
+        progress: receives the number of images that have features, and the number of all images.
+
+    Raises:
+        OSError: the cache folder cannot be written.
     """
     named: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
     recipes = {"plain": Plain(), **{f"{name} {k}": named[name] for name in used for k in range(DRAWS[name])}}
@@ -146,7 +167,7 @@ def features(
 
 
 def _write(path: Path, chunk: Chunk, count: int, progress: Progress) -> None:
-    """Write the features of all images, chunk by chunk on all processors; the bytes do not depend on how many."""
+    """Write the features of all images, batch by batch on all processors; their number does not change the bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _, first = chunk(0)
     partial = path.with_name(f".{path.name}-{os.getpid()}")
@@ -161,9 +182,12 @@ def _write(path: Path, chunk: Chunk, count: int, progress: Progress) -> None:
 
 
 def measure_seconds_per_image(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
-    """Return the seconds that the plain view of an image takes on all processors: timed on two chunks for each.
+    """Measure the seconds per image of the plain view on all processors, with two batches for each processor.
 
-    `images` are repeated where there are fewer.
+    Args:
+        head: the network's head, which knows its backbone.
+        images: uint8 (N, C, H, W), repeated if there are too few.
+        normalize: the normalization of pixels.
     """
     count = len(processors())
     images = images.repeat(-(-2 * CHUNK * count // len(images)), 1, 1, 1)[: 2 * CHUNK * count]
@@ -175,7 +199,10 @@ def measure_seconds_per_image(head: FeatureHead, images: Tensor, normalize: Norm
 
 
 def _chunks(head: FeatureHead, images: Tensor, recipes: Mapping[str, View], normalize: Normalize) -> Chunk:
-    """Return what gives the features (n, views, 1, F) of the `CHUNK` images from a row on, and that row."""
+    """Create a function that computes the features (n, views, 1, F) of `CHUNK` images from a row on.
+
+    It returns the row as well, because several batches are computed at the same time.
+    """
     retain_freed_memory()
     represent = feature_function(*head.full_model(head.init(torch.Generator().manual_seed(0))))
     shape = (images.shape[1], images.shape[2], images.shape[3])
