@@ -226,7 +226,7 @@ def templates() -> list[re.Pattern[str]]:
 
 
 def sentences() -> list[str]:
-    text = chapter("When something goes wrong")
+    text = chapter("If something fails")
     rows = re.findall(r"^\| `(.*?)` \| \S", text, flags=re.MULTILINE)
     assert len(rows) > 15
     return rows

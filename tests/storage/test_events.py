@@ -37,3 +37,16 @@ def test_a_tail_reads_each_event_once_and_only_complete_ones(tmp_path: Path) -> 
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('xt": "second"}\n')
     assert [event.text for event in tail.read_events()] == ["second"]
+
+
+def test_a_resumed_server_loses_no_record_after_a_half_written_line(tmp_path: Path) -> None:
+    EventLog(tmp_path / "serve.log").record("started", "it starts")
+    tail = EventTail(tmp_path)
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write('{"time": "t", "event": "site_jo')
+    log = EventLog(tmp_path / "serve.log")
+    log.record("started", "it resumes")
+    log.record("site_joined", "north is there", site="north")
+    assert [event.text for event in read_events(tmp_path)] == ["it starts", "it resumes", "north is there"]
+    assert [event.text for event in tail.read_events()] == ["it resumes", "north is there"]
+    assert b"\n\n" not in (tmp_path / EVENTS_FILE).read_bytes()

@@ -82,7 +82,11 @@ class EventLog:
         """
         event = Event(name, " ".join(text.splitlines()), fields, time.strftime("%Y-%m-%d %H:%M:%S"))
         row = {"time": event.time, "event": event.name, "fields": dict(event.fields), "text": event.text}
-        atomic_io.append(self.path.with_name(EVENTS_FILE), (json.dumps(row) + "\n").encode())
+        records = self.path.with_name(EVENTS_FILE)
+        # A process that was killed while it wrote leaves half a line. It is closed first: a record appended to it would
+        # be skipped together with it.
+        separator = b"\n" if _ends_within_line(records) else b""
+        atomic_io.append(records, separator + (json.dumps(row) + "\n").encode())
         atomic_io.append(self.path, f"{event.line}\n".encode())
 
 
@@ -146,6 +150,17 @@ def read_events(folder: Path) -> list[Event]:
         return []
     # The first line may be cut off, and the last one may still be written: lines that are no records are skipped.
     return _parse_lines(text.splitlines())
+
+
+def _ends_within_line(path: Path) -> bool:
+    """Check whether a file's last line lacks its line break; False for missing and empty files."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            return size > 0 and file.read(1) != b"\n"
+    except FileNotFoundError:
+        return False
 
 
 def _parse_lines(lines: list[str]) -> list[Event]:
