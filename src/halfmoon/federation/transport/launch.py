@@ -354,7 +354,7 @@ class _Session:
             self._show()
             if outcome is not None:
                 if outcome == "app" and (reason := _last_line(errors.read_lines(), _ERROR)):
-                    self.log.record("program_failed", f"the server's program outcome with: {reason}", reason=reason)
+                    self.log.record("program_failed", f"the server's program ended with: {reason}", reason=reason)
                 return outcome
             time.sleep(POLL_SECONDS)
 
