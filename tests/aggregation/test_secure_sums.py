@@ -21,7 +21,7 @@ from test_contract import scene
 from halfmoon.aggregation.secure import signing
 from halfmoon.aggregation.secure.fixed_point import (
     SCALE,
-    Sums,
+    FixedPointMean,
     TooLarge,
     check_upload,
     contribution,
@@ -163,7 +163,7 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     k, weights = 5, torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
     upload = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
     upload = Upload(upload, weights)
-    places, got = Sums(even).uploads(question(broadcast, k), upload)
+    places, got = FixedPointMean(even).uploads(question(broadcast, k), upload)
     assert list(places) == list(range(k))
     assert got.update["stats"] == {}
     assert got.weight.tolist() == [1.0] * k
@@ -181,7 +181,7 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
 def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
     broadcast = {"params": {"w": torch.zeros(2)}}
     upload = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
-    aggregator = Sums(False)
+    aggregator = FixedPointMean(False)
     places, got = aggregator.uploads(question(broadcast, 3), upload)
     assert list(places) == [0]
     assert got.update["params"]["w"].tolist() == [[1.0, 2.0]]
@@ -207,7 +207,7 @@ def test_an_upload_with_more_than_an_update_is_refused() -> None:
 def test_the_mean_of_a_sum_does_for_a_method(name: str) -> None:
     """Its server does with it what it does with single uploads, to the bound of 3 clients, in double precision."""
     made, shared, plain = scene(name, "both")
-    _, _, summing = scene(name, "both", aggregators=[Sums(False)])
+    _, _, summing = scene(name, "both", aggregators=[FixedPointMean(False)])
     (one,), (two,) = (play(made, each, begin(made, shared), range(1)) for each in (plain, summing))
     weights = 3 if name == "fml" else sum(sum(SIZES[k]) for k in one.report.cohort)  # FML's are 1
     assert 0 < furthest(two.server, one.server) <= 3 * 2**-25 / weights + 1e-12
@@ -218,7 +218,7 @@ def test_lifted_clients_have_the_same_sum_to_rounding() -> None:
     """Loop and vmap differ in the last digits of float64; a unit of 2^-24 may turn with them, of 3 clients."""
     played = []
     for executor in ("loop", "vmap"):
-        made, shared, runtime = scene("fedavg", "both", executor=executor, aggregators=[Sums(False)])
+        made, shared, runtime = scene("fedavg", "both", executor=executor, aggregators=[FixedPointMean(False)])
         played.append(play(made, runtime, begin(made, shared), range(1))[0])
     loop, lifted = played
     weights = sum(sum(SIZES[k]) for k in loop.report.cohort)

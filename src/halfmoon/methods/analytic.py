@@ -40,7 +40,7 @@ CORRECTION_DECAY = 0.7
 
 
 @dataclass(frozen=True)
-class Sums(ClientUpdate):
+class SumsUpdate(ClientUpdate):
     """Upload sums over a client's images, without a training step; subclasses define the sums.
 
     The server sends zeros, and the sums are the update of these. So they can be masked and clipped like any update.
@@ -101,7 +101,7 @@ class Sums(ClientUpdate):
 
 
 @dataclass(frozen=True)
-class MeanSums(Sums):
+class MeanSums(SumsUpdate):
     """Upload the number of images and the sum of their q."""
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
@@ -110,7 +110,7 @@ class MeanSums(Sums):
 
 
 @dataclass(frozen=True)
-class MomentSums(Sums):
+class MomentSums(SumsUpdate):
     """Upload first and second moments of h over all images, and over the labeled ones by class.
 
     Of the symmetric sums of h h', only the upper triangle is sent.
@@ -133,7 +133,7 @@ class MomentSums(Sums):
 
 
 @dataclass(frozen=True)
-class SoftSums(Sums):
+class SoftSums(SumsUpdate):
     """Upload sums over the unlabeled images with soft labels r by the current head (E step): of r (K,), r h' (K, F)."""
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
@@ -311,7 +311,9 @@ class MixtureHead(RidgeHead):
         return {**server, "head": {**server["head"], **head}, "correction": correction}
 
 
-def sum_over_clients(update: Sums, query: str, server: Tree, federation: Federation, serving: bool = False) -> Tree:
+def sum_over_clients(
+    update: SumsUpdate, query: str, server: Tree, federation: Federation, serving: bool = False
+) -> Tree:
     """Query all clients, and add their sums.
 
     Args:

@@ -15,7 +15,7 @@ from halfmoon.aggregation.privacy import clipping
 from halfmoon.aggregation.privacy.dp import PrivacyPlan, Private
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger
 from halfmoon.aggregation.robust import Finite, Robust
-from halfmoon.aggregation.secure.fixed_point import Sums
+from halfmoon.aggregation.secure.fixed_point import FixedPointMean
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import Method, Task
@@ -222,7 +222,7 @@ def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = Fals
         # Without attacks uploads are finite: local training raises `Diverged` otherwise.
         stages.append(Finite(robust=not config.secure_aggregation and config.dp_clip is None))
     if config.secure_aggregation:
-        stages.append(Sums(even=config.dp_clip is not None, means=summed))
+        stages.append(FixedPointMean(even=config.dp_clip is not None, means=summed))
     if config.dp_clip is not None:
         stages.append(_private(config, secret, folder))
     return tuple(stages)

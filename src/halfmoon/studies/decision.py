@@ -16,7 +16,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.groups import drop_shared_groups
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.engine.evaluation import Examples, evaluate_model
-from halfmoon.methods.analytic import Sums
+from halfmoon.methods.analytic import SumsUpdate
 from halfmoon.report.paired import Difference, compare_paired
 
 MARGIN = 2.0
@@ -267,7 +267,7 @@ def solve_head(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
     unlabeled = torch.from_numpy(fold.unlabeled)
     counts = torch.tensor([len(labeled), len(unlabeled)])
     client_data = ClientData(data.images[labeled], data.labels[labeled], data.images[unlabeled], counts[0], counts[1])
-    updates = cast(Mapping[str, Sums], method.client_updates(task))
+    updates = cast(Mapping[str, SumsUpdate], method.client_updates(task))
     server = method.start(task, task.network.init(rng.generator(0, "head")))
     images = torch.cat([client_data.x, client_data.u])
     head = server["head"]

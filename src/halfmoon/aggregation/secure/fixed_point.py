@@ -123,7 +123,7 @@ def check_upload(upload: Upload, changes: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class Sums(Aggregator):
+class FixedPointMean(Aggregator):
     """An aggregator that replaces every upload by the fixed-point mean, with the same numbers as a masked sum.
 
     A simulation computes the mean without masks, which cancel anyway.
