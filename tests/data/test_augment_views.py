@@ -314,7 +314,7 @@ def test_magnitude_bounds_the_levels() -> None:
         (lambda: Shared(Weak(), 0), "Shared.rows is 0"),
         (lambda: Normalize((0.5,), (0.0,)), "must be positive"),
         (lambda: Normalize((0.5,), (0.5, 0.5)), "1 means and 2 standard deviations"),
-        (lambda: UNIT(noise(1)), "holds 1 channel(s), the images have 3"),
+        (lambda: UNIT(noise(1)), "has 1 channel(s), the images have 3"),
         (lambda: EXACT(noise(1).float()), "uint8"),
         (lambda: Weak().apply(noise(1).float(), Weak().draw(1, (3, 32, 32), seeded()), EXACT), "uint8"),
     ],

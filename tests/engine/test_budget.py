@@ -186,7 +186,10 @@ def test_comparison_has_the_same_budget_in_every_order(tmp_path):
         outcome = runner.compare(config, names)
         budgets[names[0]] = {each["method"]: each["cost"]["labeled_steps"] for each in outcome.summaries}
         assert {each["budget"]["reference"] for each in outcome.summaries} == {"FedAvg + FixMatch"}
-        assert "as many labeled steps for all as FedAvg + FixMatch" in outcome.tables[1].read_text()
+        assert (
+            "Budget: each method has as many labeled steps as FedAvg + FixMatch by its batch rule."
+            in outcome.tables[1].read_text()
+        )
     assert budgets["fedavg"] == budgets["fedavg-fixmatch"]
     chosen = Config(**few, reference="fedavg", data_share=0.2, run_dir=tmp_path / "own")
     own = runner.compare(chosen, ("fedavg-fixmatch", "fedavg"))

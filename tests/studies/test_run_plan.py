@@ -205,12 +205,12 @@ def test_in_python_a_folder_is_planned_too(place: Path, decision: Row, monkeypat
     assert decision["sentence"] in repr(results)
     assert results.model.classes == CLASSES
     model = (place / "python" / "model.safetensors").read_bytes()
-    with pytest.warns(RuntimeWarning, match="python holds a run on these images: it goes on, or is read"):
+    with pytest.warns(RuntimeWarning, match="python contains a run on these images: it is resumed or read"):
         again = halfmoon.run(data="ward", run_dir="python")
     for other in (again, halfmoon.resume("python"), halfmoon.load_run("python")):
         assert other.decision == decision
     assert (place / "python" / "model.safetensors").read_bytes() == model
-    with pytest.raises(UserError, match=r"^minutes goes with data=FOLDER"):
+    with pytest.raises(UserError, match=r"^minutes is only for data=FOLDER"):
         halfmoon.run(method="fedavg", minutes=1)
     with pytest.raises(UserError, match=r"^minutes is -1: it must be a number above 0"):
         halfmoon.run(data="ward", minutes=-1)

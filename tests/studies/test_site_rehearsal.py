@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from halfmoon import Config, UserError
-from halfmoon.cli import own as command
+from halfmoon.cli import studies as command
 from halfmoon.cli.main import main
 from halfmoon.config import schema as settings
 from halfmoon.core import hubs
@@ -156,11 +156,11 @@ def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
 
     def asked(config: Path | None = None, **said: object) -> Config:
         given = argparse.Namespace(config=config, sites=[tmp_path / "a", tmp_path / "b"])
-        return command.rehearsal_of(given, said, "the file")[0]
+        return command.rehearsal_config(given, said, "the file")[0]
 
     plain = asked()
-    recipe = {name: getattr(plain, name) for name in command.RECIPE}
-    assert recipe == command.RECIPE
+    recipe = {name: getattr(plain, name) for name in command.REHEARSAL_RECIPE}
+    assert recipe == command.REHEARSAL_RECIPE
     assert (plain.clients, plain.cohort) == (2, 2)
     assert asked(options={"ramp": 0.5}).options == {"threshold": 0.8, "ramp": 0.5}
     other = asked(method="feddure", network="small", epochs=2, rounds=3)
@@ -172,7 +172,7 @@ def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
 def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tmp_path: Path) -> None:
     file = tmp_path / "wards.toml"
     file.write_text('rounds = 2\n[federation]\nsites = ["a", "b"]\nclasses = ["0", "1"]\nimage = [1, 8, 8]\n')
-    with pytest.raises(UserError, match=r"halfmoon serve .*wards.toml` plays it.*halfmoon run --config .* --sites"):
+    with pytest.raises(UserError, match=r"halfmoon serve .*wards.toml` runs it.*halfmoon run --config .* --sites"):
         main(["run", "--config", str(file), "--debug"])
     folder = site(tmp_path / "a", 12, 14)
     for folders in ([folder], [folder, folder]):
@@ -187,10 +187,10 @@ def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
     file = tmp_path / "wards.toml"
     both = [tmp_path / "north", tmp_path / "south"]
-    assert command._of_federation([tmp_path], table, file) == both
-    assert command._of_federation(both, table, file) == both
-    assert command._form(table) == {"channels": 1, "resize": 8}
+    assert command._federation_folders([tmp_path], table, file) == both
+    assert command._federation_folders(both, table, file) == both
+    assert command._image_options(table) == {"channels": 1, "resize": 8}
     with pytest.raises(UserError, match=r"the name of .*nroth is not a site of wards\.toml: did you mean 'north'"):
-        command._of_federation([tmp_path / "nroth", tmp_path / "south"], table, file)
+        command._federation_folders([tmp_path / "nroth", tmp_path / "south"], table, file)
     with pytest.raises(UserError, match=r"has no folder east, which is a site of wards\.toml"):
-        command._of_federation([tmp_path], {**table, "sites": ["north", "east"]}, file)
+        command._federation_folders([tmp_path], {**table, "sites": ["north", "east"]}, file)

@@ -50,7 +50,7 @@ class Callback(Protocol):
         """Handle the end of a run; `summary` is its summary.json, which is already written."""
 
     def say(self, text: str) -> None:
-        """Show the user a message."""
+        """Show the user `text`, a message of one or more sentences."""
 
 
 class NullCallback(Callback):
@@ -72,15 +72,17 @@ class Callbacks:
     """Several callbacks as one, called in order. One that raises an exception is removed, and the run continues.
 
     An exception that is no `Exception`, such as KeyboardInterrupt, is not caught: with it a callback can stop a run,
-    which can be resumed.
-
-    Args:
-        watches: the callbacks; each receives every `run`, `row`, `summary` and `text`.
-        warn: receives the message about a callback that failed; by default it is a Python warning.
+    which can be resumed. Each method passes its `run`, `row`, `summary` or `text` on.
     """
 
-    def __init__(self, *watches: Callback, warn: Callable[[str], None] = _warn) -> None:
-        self._callbacks = list(watches)
+    def __init__(self, *callbacks: Callback, warn: Callable[[str], None] = _warn) -> None:
+        """Combine callbacks.
+
+        Args:
+            callbacks: these, in the order of the calls.
+            warn: receives the message about a callback that failed; by default it is a Python warning.
+        """
+        self._callbacks = list(callbacks)
         self._warn = warn
 
     def begin(self, run: RunInfo) -> None:
