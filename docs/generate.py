@@ -41,11 +41,15 @@ from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
+from halfmoon.federation.protocol.disclosure import MEANINGS
+from halfmoon.federation.protocol.log import format_bytes
+from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.plan import FederationTable, Rules, option_descriptions
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import Objective
 from halfmoon.models import SmallCNN
 from halfmoon.models.network import Normalize
+from halfmoon.runs.factory import ImageSpec
 from halfmoon.studies import grid, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -360,6 +364,32 @@ def leaves() -> str:
     return table(header, grouped(rows))
 
 
+def tells() -> str:
+    """Return each tensor that a site of a listed method sends, its size in bytes, and what it tells of one image.
+
+    Found as for the text that the people of a site agree to, for the network `small` on images of 28x28 and ten classes.
+    """
+    sizes: dict[str, set[int]] = {}
+    classes = tuple(map(str, range(10)))
+    image_spec = ImageSpec((1, 28, 28), classes, False, (0.5,), (0.25,))
+    for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
+        options = {"method": entry.name, "network": "small", "labels_at": entry.label_locations[0]}
+        sent = Terms.from_options("page", tuple(map(str, range(COHORT))), image_spec, options, "page").disclosure
+        for client_update in {tensor.client_update for tensor in sent.tensors}:
+            totals: dict[str, int] = {}
+            for tensor in sent.tensors:
+                if tensor.client_update == client_update:
+                    totals[tensor.section] = totals.get(tensor.section, 0) + tensor.nbytes
+            for section, total in totals.items():
+                sizes.setdefault(section, set()).add(total)
+    rows = []
+    for section, meaning in MEANINGS.items():
+        if section in sizes:
+            few, most = format_bytes(min(sizes[section])), format_bytes(max(sizes[section]))
+            rows.append([f"`{section}`", few if few == most else f"{few} to {most}", meaning])
+    return table(["tensors", "bytes", "what they tell about a single image"], rows)
+
+
 def learned() -> str:
     """Return what the server and other sites learn of a single site, by method: played, with what the catalog says."""
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -473,6 +503,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "passes": passes,
     "leaves": leaves,
     "learned": learned,
+    "tells": tells,
     "sums": sums,
     "federation": federation,
     "recipes": recipes,

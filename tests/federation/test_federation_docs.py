@@ -256,7 +256,7 @@ def test_the_pages_file_is_a_federation(tmp_path: Path):
 
 def test_every_part_that_leaves_a_site_is_explained():
     text = chapter("What leaves a site", "#")
-    table, below = text.split("<!-- /generated -->")
+    table, below = text.split("<!-- /generated -->", 1)
     columns = [line.split(" | ") for line in (*table.splitlines(), "end", *below.splitlines())]
     end = columns.index(["end"])
     sent = {name for row in columns[:end] if row[0].startswith("| `") for name in re.findall("`(.*?)`", row[1])}

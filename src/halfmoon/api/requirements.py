@@ -29,6 +29,8 @@ class Requirements:
             a query. Empty if there is none.
         period: number of rounds after which uploads and downloads repeat: 1 if every round is like the one before. A
             site uses it to find out which tensors a server may send.
+        min_class_images: fewest images of a class at a client that has any, and fewest unlabeled ones, because its
+            upload has sums over exactly these images. A site with fewer is refused, unless the sums are secure.
     """
 
     aggregation: Literal["sum", "individual"] = "individual"
@@ -37,6 +39,7 @@ class Requirements:
     personal: bool = False
     counts_statistics: str = ""
     period: int = 1
+    min_class_images: int = 0
 
 
 SUM = Requirements("sum", "")

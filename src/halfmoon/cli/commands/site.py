@@ -391,9 +391,12 @@ def _terms(args: argparse.Namespace) -> int:
     terms = load_plan(args.config).terms
     offered = terms.summary()
     if args.json:
-        print_json({"hash": offered.hash, "said": offered.sentence, "terms": json.loads(terms.text)})
+        record = {"hash": offered.hash, "said": offered.sentence, "terms": json.loads(terms.text)}
+        print_json({**record, "brief": offered.brief, "tensors": offered.tensors})
         return 0
     print_text(f"{offered.sentence}\n")
     print_table(["option", "value", "meaning"], offered.rows)
+    print_text("")
+    print_table(["sent", "size", "what it tells about a single image"], offered.tensors)
     print_text(f"\nhash: {offered.hash}")
     return 0

@@ -11,20 +11,29 @@ class TermsSummary:
         hash: the hash of the terms.
         sentence: the terms in one sentence.
         rows: a table of (option, value, meaning).
-        brief: ten lines about what a site sends, to whom and for how long.
+        brief: a few lines about what a site sends, to whom and for how long.
+        tensors: a table of (tensor that a site sends, size, what it tells about a single image).
     """
 
     hash: str
     sentence: str
     rows: tuple[tuple[str, str, str], ...]
     brief: tuple[str, ...] = ()
+    tensors: tuple[tuple[str, str, str], ...] = ()
 
     def format_lines(self) -> list[str]:
-        """Format all options as lines of text, in aligned columns."""
-        name_width = max((len(name) for name, _, _ in self.rows), default=0)
-        value_width = max((len(value) for _, value, _ in self.rows), default=0)
-        table = [f"  {name:{name_width}}  {value:{value_width}}  {meaning}" for name, value, meaning in self.rows]
-        return [self.sentence, *table, f"  hash: {self.hash}"]
+        """Format all options and tensors as lines of text, in aligned columns."""
+        options = _align(self.rows)
+        tensors = (
+            ["This site sends, and this tells about a single image:", *_align(self.tensors)] if self.tensors else []
+        )
+        return [self.sentence, *options, *tensors, f"  hash: {self.hash}"]
+
+
+def _align(rows: tuple[tuple[str, str, str], ...]) -> list[str]:
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    value_width = max((len(value) for _, value, _ in rows), default=0)
+    return [f"  {name:{name_width}}  {value:{value_width}}  {meaning}" for name, value, meaning in rows]
 
 
 def format_bytes(count: int) -> str:

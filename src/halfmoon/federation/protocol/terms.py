@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from halfmoon.api.requirements import requirements_of
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import ATTACK_OPTIONS, EXECUTION_OPTIONS, PARTITION_OPTIONS, SITE_NAME, Config
+from halfmoon.config.validation import effective_norm
 from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
 from halfmoon.federation.protocol import bundle, header, limits
+from halfmoon.federation.protocol.disclosure import Disclosure, describe_uploads
 from halfmoon.federation.protocol.log import TermsSummary, format_bytes
 from halfmoon.federation.protocol.messages import PermanentRefusal
 from halfmoon.methods import registry
@@ -173,7 +176,7 @@ class Terms:
         )
 
     def summary(self) -> TermsSummary:
-        """Summarize the terms for the people at a site: a sentence, ten lines, and a table of all options."""
+        """Summarize the terms for the people at a site: a sentence, a few lines, and a table of options and tensors."""
         helps = settings.option_helps()
         names = [name for name in settings.option_types() if name in shared_options() and name != "method"]
         rows = [(name, toml.format_text(getattr(self.config, name)), helps[name]) for name in names]
@@ -188,10 +191,25 @@ class Terms:
         rows.append(("numbers", f"{trained:,}", f"of the network that are trained ({format_bytes(trained_bytes)})"))
         if frozen:
             rows.append(("frozen", f"{frozen:,}", "numbers of the pretrained weights, which are never changed or sent"))
-        return TermsSummary(self.hash, self.sentence(), tuple(rows), self._format_brief(trained_bytes))
+        uploads = self.disclosure
+        tensors = [
+            (f"{tensor.client_update}: {tensor.path}", tensor.describe(), tensor.meaning) for tensor in uploads.tensors
+        ]
+        if uploads.secure:
+            tensors += [
+                (f"{tensor.client_update}: {tensor.path}", tensor.describe(), "all of these, under masks")
+                for tensor in uploads.transmitted()
+            ]
+        brief = self._format_brief(uploads)
+        return TermsSummary(self.hash, self.sentence(), tuple(rows), brief, tuple(tensors))
 
-    def _format_brief(self, upload_bytes: int) -> tuple[str, ...]:
-        """Format ten lines: what is sent, to whom, for how long, and which defenses there are."""
+    @cached_property
+    def disclosure(self) -> Disclosure:
+        """The tensors that a site sends. Finding them takes a few steps of training on random images."""
+        return describe_uploads(self.config, self.image_spec)
+
+    def _format_brief(self, uploads: Disclosure) -> tuple[str, ...]:
+        """Format a few lines: what is sent, to whom, for how long, and which defenses there are."""
         config = self.config
         channels, height, width = self.image_spec.image
         active_defenses = {
@@ -203,14 +221,16 @@ class Terms:
         rounds = settings.count_rounds(config)
         title = registry.entry(config.method).title
         plural = "s" if channels > 1 else ""
+        personal = requirements_of(method(config), effective_norm(config)).personal
+        shared = "averages, and models or sums made of few sites' uploads," if personal else "the average"
         plugins = ", ".join(str(plugin) for plugin in settings.plugin_origins(config))
         return (
             f"Federation {self.name} asks this site to train one classifier with {len(self.sites) - 1} others.",
             f"Classes: {', '.join(self.image_spec.classes)}.",
             f"Training: {title} on this site's images, resized to {height}x{width} with {channels} channel{plural}.",
-            f"What is sent: the trained network, about {format_bytes(upload_bytes)} a round, and counts of images.",
-            "What is never sent: images, labels of single images, names of files and folders.",
-            "To whom: the federation's server, which sends the average to all sites.",
+            *uploads.lines(),
+            "What is never sent: image files, and names of files and folders.",
+            f"To whom: the federation's server, which sends {shared} to all sites.",
             f"For how long: {rounds} rounds, {config.cohort} of {len(self.sites)} sites in each, then it ends.",
             f"Defenses: {defenses or 'only encryption; a trained network can reveal something about the images'}.",
             f"Code from outside halfmoon: {plugins or 'none'}.",

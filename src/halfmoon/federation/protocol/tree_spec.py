@@ -57,6 +57,7 @@ class UploadProbe:
         clients = np.zeros(2 * PROBE_IMAGES, np.int64)
         labeled = np.arange(2 * PROBE_IMAGES) < PROBE_IMAGES
         self.dataset = FederatedDataset(Examples(images, labels), Split(clients, labeled, 1))
+        self.metrics: set[str] = set()  # names of the measures that the updates reported
         self._cache: list[tuple[ClientUpdate, TreeSpec, TreeSpec | None]] = []
 
     def find_spec(self, context: ClientContext, broadcast: Tree) -> TreeSpec | None:
@@ -89,6 +90,7 @@ class UploadProbe:
             (result,) = local_clients.update(context, [0], None, tree.zeros_like(broadcast), {}, quality)
         except Diverged:
             return None
+        self.metrics.update(result.samples)
         return make_tree_spec(result.upload.tree)
 
 

@@ -140,6 +140,12 @@ def load_plan(path: Path) -> FederationPlan:
             f"{FEDERATION_TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be "
             "no more."
         )
+    explicit = settings.explicit_method_options(terms.config, terms.config.method)
+    if terms.config.secure_aggregation and "min_class_images" in explicit:
+        raise UserError(
+            f"min_class_images in {path.name} has no effect with secure_aggregation, which hides the sums of single sites: "
+            "leave it out."
+        )
     server_values = {
         **values,
         **{name: raw[name] for name in SERVER_OPTIONS if name in raw},

@@ -6,34 +6,19 @@ train a much larger network.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from halfmoon.aggregation.mean import mean_of
-from halfmoon.api.requirements import requirements_of
-from halfmoon.api.types import Method, StateStore, Task
-from halfmoon.api.uploads import Upload
-from halfmoon.core import rng, tree
-from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
-from halfmoon.engine.driver import ClientContext
+from halfmoon.api.types import Method, Task
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.header import DTYPES
-from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe, build_tree, make_tree_spec
-from halfmoon.storage.state_store import StateView, TreeStore
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe
+from halfmoon.federation.protocol.trial import TrialFailed, TrialFederation
 
 TRIAL_COHORTS = (1, 5)
 """Numbers of simulated clients. A first dimension that differs between them counts clients."""
-
-TRIAL_ROUNDS = 3
-"""Rounds that the simulated clients run, so that a method sends everything it may send.
-
-For a method that does something else every few rounds (`halfmoon.api.requirements`: `period`) the first three such
-rounds are run as well.
-"""
 
 ANY_COUNT = -1
 """Stands for a first dimension that counts something, such as the clients that have sent a model."""
@@ -77,10 +62,10 @@ class DownloadSpecs:
         probe = UploadProbe(task, views, image, seed)
         specs: dict[str, list[TreeSpec]] = {}
         for clients in TRIAL_COHORTS:
-            trial = _TrialFederation(probe, views, seed, clients)
+            trial = TrialFederation(probe, views, seed, clients)
             try:
                 trial.run_rounds(method, task)
-            except _TrialFailed:
+            except TrialFailed:
                 return cls({}, sites)
             for client_update, download_specs in trial.download_specs.items():
                 for spec in download_specs:
@@ -140,76 +125,6 @@ def _map_leaves(specs: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
         client_update: [{path: leaf and convert(leaf) for path, leaf in spec.items()} for spec in candidates]
         for client_update, candidates in specs.items()
     }
-
-
-class _TrialFailed(Exception):
-    """The uploads of simulated clients could not be computed."""
-
-
-@dataclass
-class _TrialFederation:
-    """A `halfmoon.api.types.Federation` of simulated clients, whose uploads consist of ones.
-
-    Attributes:
-        probe: finds the shapes of uploads.
-        views: views of images.
-        seed: seed of the federation.
-        clients: the number of simulated clients.
-        download_specs: for each client update the specs of the downloads that it was sent.
-    """
-
-    probe: UploadProbe
-    views: Views
-    seed: int
-    clients: int
-    download_specs: dict[str, list[TreeSpec]] = field(default_factory=dict)
-
-    def run_rounds(self, method: Method, task: Task) -> None:
-        """Run rounds of the method; raise `_TrialFailed` if that is not possible."""
-        self.state_store: StateStore = StateView(TreeStore(), "state/", torch.device("cpu"))
-        self.labeled = 0
-        try:
-            server = method.start(task, task.network.init(rng.generator(self.seed, "model")))
-            period = requirements_of(method, task.network.norm).period
-            rounds = list(range(TRIAL_ROUNDS))
-            if period > TRIAL_ROUNDS:
-                rounds += [period - 1, 2 * period - 1, 3 * period - 1]
-            for round in rounds:
-                # There is no learning rate beyond the last round, and shapes do not depend on it.
-                round_task = replace(task.at(min(round, task.rounds - 1)), round=round)
-                self.client_updates = method.client_updates(round_task)
-                self.round = round
-                self.cohort = torch.arange(self.clients)
-                self.responders = self.cohort
-                server = method.round(round_task, server, self)
-        except (UserError, RuntimeError, LookupError, ValueError) as error:
-            raise _TrialFailed from error
-
-    def query(
-        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
-    ) -> Upload:
-        """Record the downloads of a query, and make uploads of the right shapes, stacked over clients."""
-        self.responders = self.cohort if clients is None else clients
-        uploads: list[Tree] = []
-        for index in range(len(self.responders)):
-            download = {**broadcast, **tree.index(per_client or {}, index)}
-            self.download_specs.setdefault(client_update, []).append(make_tree_spec(download))
-            context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
-            spec = self.probe.find_spec(context, download)
-            if spec is None:
-                raise _TrialFailed
-            # Ones, so that no weight or count is 0 and the method can divide by it.
-            uploads.append(build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype)))
-        return Upload.from_tree(tree.stack(uploads))
-
-    def average(self, client_update: str, broadcast: Tree) -> Upload:
-        """Average the uploads of a query."""
-        upload_spec = self.client_updates[client_update].requirements.upload_spec
-        return mean_of(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
-
-    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
-        """Fail: the simulated server has no labeled images."""
-        raise _TrialFailed
 
 
 def _add_spec(specs: list[TreeSpec], spec: TreeSpec) -> None:

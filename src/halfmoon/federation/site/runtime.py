@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method, StateStore, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
@@ -22,6 +23,7 @@ from halfmoon.engine.evaluation import Examples, Quality, evaluate_model
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
+from halfmoon.federation.protocol.disclosure import check_class_counts
 from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.messages import (
     OTHER_VERSION,
@@ -225,6 +227,10 @@ class SiteRuntime:
         if config.labels_at == "server" and not entry.all_labels:
             labeled = np.zeros_like(labeled)
         _check_labels(terms, site_method, site_task, int(labeled.sum()), int((~labeled).sum()))
+        minimum = requirements_of(site_method, site_task.network.norm).min_class_images
+        if minimum and not config.secure_aggregation:
+            class_counts = np.bincount(labels[labeled], minlength=len(terms.image_spec.classes)).tolist()
+            _check_class_counts(class_counts, int((~labeled).sum()), minimum)
         # Unlabeled images need a number in the array of labels; it is never used.
         train = examples(Images(np.array(images), np.where(labeled, labels, 0)), device(config))
         # All images belong to this site; the other clients of the split have none here.
@@ -367,6 +373,17 @@ def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: i
     first_update = next(iter(site_method.client_updates(site_task).values()))
     if first_update.requirements.views and not unlabeled and not config.reuse_labeled:
         raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
+
+
+def _check_class_counts(class_counts: Sequence[int], unlabeled: int, minimum: int) -> None:
+    """Check that no sum over images would be of too few; raise `RefusalError`, whose cause has the numbers, if one is."""
+    try:
+        check_class_counts(class_counts, unlabeled, minimum)
+    except UserError as details:
+        # The refusal is sent to the server, so it has no numbers of this site; the cause is for the site's own log.
+        raise RefusalError(
+            f"a sum of features that it would send is of fewer than {minimum} images; its own log has the numbers."
+        ) from details
 
 
 def _make_progress(log: Callable[[str], None]) -> Progress:

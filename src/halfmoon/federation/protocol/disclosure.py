@@ -1,0 +1,254 @@
+"""The tensors that a site sends on the terms of a federation, and what each tells about a single image.
+
+They are found by rounds with simulated clients (`TrialFederation`), so the text that people consent to is made from what
+is sent.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from halfmoon.api.requirements import requirements_of
+from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol.log import format_bytes
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe
+from halfmoon.federation.protocol.trial import TrialFailed, TrialFederation
+from halfmoon.runs.factory import ImageSpec, method, task, views
+
+TRIAL_CLIENTS = 5
+"""Simulated clients: HeteroFL sends clients models of up to five sizes."""
+
+MODEL = (
+    "numbers of the trained network: one step on one image reveals it and its label, many steps on many images parts of "
+    "some"
+)
+
+MEANINGS = {
+    "params": MODEL,
+    "sigma": MODEL,
+    "psi": MODEL,
+    "stats": "means and variances of activations over the images of a step: of a step on one image, that image's",
+    "moments": "means and variances of activations over all images here: of a single image, that image's",
+    "weight": "how many images count in the average, or 1: nothing about a single image",
+    "appu": "the mean prediction over the unlabeled images: of a single image, its prediction",
+    "present": "whether there are labeled images of each class: nothing about a single image",
+    "labels": "whether there are labels here: nothing about a single image",
+    "own": (
+        "the mean feature vector of each class's labeled images: of a class with one label this IS that image's feature "
+        "vector, with its label"
+    ),
+    "share": "the share of each class in training: of a single image, its class",
+    "prior": "the distribution of labels and pseudo-labels over classes: of a single image, its class",
+    "relation": "mean predictions for the labeled images of each class: of a class with one labeled image, its prediction",
+    "related": "whether there are labels here: nothing about a single image",
+    "embedding": "the model's output for an image of noise: as for the trained network",
+    "changed": "how many numbers of the model differ from those received: nothing about a single image",
+    "sums/count": "the number of images: nothing about a single image",
+    "sums/q": "the sum of the feature vectors of all images: of a single image, its feature vector",
+    "sums/h": "the sum of the normalized feature vectors of all images: of a single image, its feature vector",
+    "sums/hh": (
+        "the sum of products of features over all images: of few images, the space that their feature vectors span"
+    ),
+    "sums/label_counts": "the number of labeled images of each class: of a single labeled image, its class",
+    "sums/label_h": "the sum of the feature vectors of the labeled images: of a single one, its feature vector",
+    "sums/label_hh": (
+        "the sum of products of features over the labeled images: of few images, the space that their feature vectors span"
+    ),
+    "sums/label_hy": (
+        "the sum of the feature vectors of each class: of a class with one label this IS that image's feature vector, with "
+        "its label"
+    ),
+    "sums/r": "the number of unlabeled images that the server's head predicts for each class: of one, its prediction",
+    "sums/rh": "sums of the feature vectors of the unlabeled images, weighted by prediction: of one, its feature vector",
+}
+"""What the tensors under a path tell about a single image. The longest matching path counts."""
+
+UNKNOWN_MEANING = "not described: its method is not halfmoon's, so read its source"
+
+MASKED = "sum"
+"""Path of the masked update of a secure sum."""
+
+
+class SentTensor(NamedTuple):
+    """A tensor that a site sends.
+
+    Attributes:
+        client_update: name of the client update that sends it.
+        path: its path in the upload, without "update/" and "aux/".
+        shape: its largest shape.
+        dtype: its type.
+    """
+
+    client_update: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def section(self) -> str:
+        """The path in `MEANINGS` that this tensor belongs to; the first name of its path if there is none."""
+        return _find_section(self.path) or self.path.split("/")[0]
+
+    @property
+    def meaning(self) -> str:
+        """What it tells about a single image."""
+        return MEANINGS.get(self.section, UNKNOWN_MEANING)
+
+    def describe(self) -> str:
+        """Describe its shape, type and size: (10, 64) float32, 2.6 kB."""
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}, {format_bytes(self.nbytes)}"
+
+
+@dataclass(frozen=True)
+class Disclosure:
+    """What a site sends.
+
+    Attributes:
+        tensors: the tensors of all client updates; of one in several shapes, the largest.
+        metrics: names of the measures that are sent as sums.
+        secure: whether the tensors are sent under masks, so that the server learns only their sum over sites.
+        min_class_images: fewest images of a class at a site, see `Requirements`.
+    """
+
+    tensors: tuple[SentTensor, ...]
+    metrics: tuple[str, ...]
+    secure: bool
+    min_class_images: int
+
+    def transmitted(self) -> tuple[SentTensor, ...]:
+        """Return the tensors in the form in which they are sent: one masked vector for each client update, if secure."""
+        if not self.secure:
+            return self.tensors
+        counts: dict[str, int] = {}
+        for tensor in self.tensors:
+            counts.setdefault(tensor.client_update, 1)  # the weight
+            if tensor.path != "weight" and tensor.dtype.is_floating_point:
+                counts[tensor.client_update] += math.prod(tensor.shape)
+        return tuple(SentTensor(name, MASKED, (count,), torch.int64) for name, count in counts.items())
+
+    def lines(self) -> tuple[str, ...]:
+        """Format for people: one line for each section of each client update."""
+        total = format_bytes(sum(tensor.nbytes for tensor in self.transmitted()))
+        if not self.tensors:
+            return ("What is sent: it cannot be computed in advance, because the method's rounds cannot be tried.",)
+        updates = dict.fromkeys(tensor.client_update for tensor in self.tensors)
+        queries = "in one reply" if len(updates) == 1 else f"in {len(updates)} kinds of replies"
+        lines = [f"What is sent: {total} {queries} (a round may need several), and what it tells about a single image:"]
+        if self.secure:
+            lines[0] = (
+                f"What is sent: {total} {queries}, under masks. The server can read only the sum over all sites of a "
+                "round, not this site's part of it. In the sum are:"
+            )
+        for update in updates:
+            sections: dict[str, list[SentTensor]] = {}
+            for tensor in self.tensors:
+                if tensor.client_update == update:
+                    sections.setdefault(tensor.section, []).append(tensor)
+            for section, tensors in sections.items():
+                size = format_bytes(sum(tensor.nbytes for tensor in tensors))
+                count = f"{len(tensors)} tensors, " if len(tensors) > 1 else ""
+                lines.append(f"- {update}: {section} ({count}{size}): {tensors[0].meaning}.")
+        lines += self._bound_lines()
+        measures = f", and sums of {', '.join(self.metrics)}" if self.metrics else ""
+        lines.append(
+            f"Also sent: counts of images, steps and bytes{measures}; counts of right predictions with --test."
+        )
+        return tuple(lines)
+
+    def _bound_lines(self) -> list[str]:
+        if not self.min_class_images:
+            return []
+        if self.secure:
+            return ["No site's sums can be checked: one hostile site can spoil the model unseen."]
+        if self.min_class_images == 1:
+            return [
+                "A class may have one labeled image here (min_class_images is 1): the server then gets its features."
+            ]
+        return [
+            f"A site takes part only with {self.min_class_images} labeled images or more of each class that it has, and as "
+            "many unlabeled ones, if any. The server checks each site's sums against its counts."
+        ]
+
+
+def describe_uploads(config: Config, image_spec: ImageSpec) -> Disclosure:
+    """Find what sites send on these terms, by rounds with simulated clients."""
+    wire_task = task(config, image_spec)
+    # The server computes in float32, whatever the precision of uploads.
+    server_task = replace(wire_task, upload_precision="float32")
+    image_views = views(config, image_spec)
+    probe = UploadProbe(server_task, image_views, image_spec.image, config.seed)
+    wire_probe = None
+    if server_task != wire_task:
+        wire_probe = UploadProbe(wire_task, image_views, image_spec.image, config.seed)
+    trial = TrialFederation(probe, image_views, config.seed, TRIAL_CLIENTS, transmission=wire_probe)
+    federated_method = method(config)
+    minimum = requirements_of(federated_method, wire_task.network.norm).min_class_images
+    try:
+        trial.run_rounds(federated_method, server_task)
+    except TrialFailed:
+        return Disclosure((), (), config.secure_aggregation, minimum)
+    tensors = tuple(
+        tensor for client_update, specs in trial.upload_specs.items() for tensor in _largest(client_update, specs)
+    )
+    return Disclosure(tensors, tuple(sorted(probe.metrics)), config.secure_aggregation, minimum)
+
+
+def sent_tensors(client_update: str, spec: TreeSpec) -> list[SentTensor]:
+    """List the tensors of an upload."""
+    return [
+        SentTensor(client_update, path.removeprefix("update/").removeprefix("aux/"), *leaf)
+        for path, leaf in spec.items()
+        if leaf is not None
+    ]
+
+
+def _largest(client_update: str, specs: Sequence[TreeSpec]) -> list[SentTensor]:
+    largest: dict[str, SentTensor] = {}
+    for spec in specs:
+        for tensor in sent_tensors(client_update, spec):
+            other = largest.get(tensor.path)
+            if other is None or tensor.nbytes > other.nbytes:
+                largest[tensor.path] = tensor
+    return list(largest.values())
+
+
+def _find_section(path: str) -> str | None:
+    matches = [section for section in MEANINGS if path == section or path.startswith(f"{section}/")]
+    return max(matches, key=len, default=None)
+
+
+def check_class_counts(class_counts: Sequence[int], unlabeled: int, minimum: int) -> None:
+    """Check that no sum that a site would send is of too few images.
+
+    Args:
+        class_counts: labeled images of each class.
+        unlabeled: unlabeled images.
+        minimum: fewest images of a class, and fewest unlabeled ones, if there are any.
+
+    Raises:
+        UserError: a sum is of too few images.
+    """
+    advice = (
+        "label more of them or remove these labels, or have the federation use secure_aggregation; the option "
+        "min_class_images of its method lowers the limit for all sites"
+    )
+    small = [count for count in class_counts if 0 < count < minimum]
+    if small:
+        raise UserError(
+            f"{len(small)} classes here have fewer than {minimum} labeled images ({min(small)} in one), and their features "
+            f"would be sent as one sum for each class: {advice}."
+        )
+    if 0 < unlabeled < minimum:
+        raise UserError(
+            f"{unlabeled} images here have no label, fewer than {minimum}, and their features would be sent as one sum: "
+            f"{advice}."
+        )

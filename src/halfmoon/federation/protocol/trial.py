@@ -1,0 +1,101 @@
+"""Rounds of a method with simulated clients, which reveal what a server and its sites send to each other."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from halfmoon.aggregation.mean import mean_of
+from halfmoon.api.requirements import requirements_of
+from halfmoon.api.types import Method, StateStore, Task
+from halfmoon.api.uploads import Upload
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.engine.driver import ClientContext
+from halfmoon.engine.sampling import Views
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe, build_tree, make_tree_spec
+from halfmoon.storage.state_store import StateView, TreeStore
+
+TRIAL_ROUNDS = 3
+"""Rounds that the simulated clients run, so that a method sends everything it may send.
+
+For a method that does something else every few rounds (`halfmoon.api.requirements`: `period`) the first three such
+rounds are run as well.
+"""
+
+
+class TrialFailed(Exception):
+    """The uploads of simulated clients could not be computed."""
+
+
+@dataclass
+class TrialFederation:
+    """A `halfmoon.api.types.Federation` of simulated clients, whose uploads consist of ones.
+
+    Attributes:
+        probe: finds the shapes of uploads.
+        views: views of images.
+        seed: seed of the federation.
+        clients: the number of simulated clients.
+        download_specs: for each client update the specs of the downloads that it was sent.
+        upload_specs: for each client update the specs of its uploads, as they are transmitted.
+        transmission: finds the specs of uploads in the precision of transmission; None to use `probe`.
+    """
+
+    probe: UploadProbe
+    views: Views
+    seed: int
+    clients: int
+    download_specs: dict[str, list[TreeSpec]] = field(default_factory=dict)
+    upload_specs: dict[str, list[TreeSpec]] = field(default_factory=dict)
+    transmission: UploadProbe | None = None
+
+    def run_rounds(self, method: Method, task: Task) -> None:
+        """Run rounds of the method; raise `TrialFailed` if that is not possible."""
+        self.state_store: StateStore = StateView(TreeStore(), "state/", torch.device("cpu"))
+        self.labeled = 0
+        try:
+            server = method.start(task, task.network.init(rng.generator(self.seed, "model")))
+            period = requirements_of(method, task.network.norm).period
+            rounds = list(range(TRIAL_ROUNDS))
+            if period > TRIAL_ROUNDS:
+                rounds += [period - 1, 2 * period - 1, 3 * period - 1]
+            for round in rounds:
+                # There is no learning rate beyond the last round, and shapes do not depend on it.
+                round_task = replace(task.at(min(round, task.rounds - 1)), round=round)
+                self.client_updates = method.client_updates(round_task)
+                self.round = round
+                self.cohort = torch.arange(self.clients)
+                self.responders = self.cohort
+                server = method.round(round_task, server, self)
+        except (UserError, RuntimeError, LookupError, ValueError) as error:
+            raise TrialFailed from error
+
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
+        """Record the downloads of a query, and make uploads of the right shapes, stacked over clients."""
+        self.responders = self.cohort if clients is None else clients
+        uploads: list[Tree] = []
+        for index in range(len(self.responders)):
+            download = {**broadcast, **tree.index(per_client or {}, index)}
+            self.download_specs.setdefault(client_update, []).append(make_tree_spec(download))
+            context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
+            spec = self.probe.find_spec(context, download)
+            transmitted = spec if self.transmission is None else self.transmission.find_spec(context, download)
+            if spec is None or transmitted is None:
+                raise TrialFailed
+            self.upload_specs.setdefault(client_update, []).append(transmitted)
+            # Ones, so that no weight or count is 0 and the method can divide by it.
+            uploads.append(build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype)))
+        return Upload.from_tree(tree.stack(uploads))
+
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
+        """Average the uploads of a query."""
+        upload_spec = self.client_updates[client_update].requirements.upload_spec
+        return mean_of(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
+
+    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
+        """Fail: the simulated server has no labeled images."""
+        raise TrialFailed
