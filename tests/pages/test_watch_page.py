@@ -70,7 +70,7 @@ def test_run_has_progress_and_remaining_time(tmp_path: Path):
     facts = run.describe(time.time())
     assert (facts["state"], facts["round"], facts["rounds"]) == ("running", 12, 20)
     assert facts["left"] == pytest.approx(8 * 0.5, abs=1)  # 8 rounds of half a second
-    drawn = run.plot()
+    drawn = run.collect_plot_data()
     assert drawn["lines"]["accuracy"]["x"] == [2, 4, 6, 8, 10, 12]
     assert drawn["lines"]["sent"]["y"] == [0.5] * 12
     assert drawn["rows"][-1]["cohort"] == 2
@@ -240,7 +240,7 @@ def test_accuracies_of_sites_are_drawn_with_their_mean(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*rows, {"round": 3})))
     run = FollowedRun(tmp_path, "r")
     run.update()
-    (west,) = run.plot()["sites"]
+    (west,) = run.collect_plot_data()["sites"]
     assert (west["look"]["title"], west["x"], west["y"]) == ("west", [1, 2], [25.0, 50.0])
 
 

@@ -234,7 +234,7 @@ class UpdateRequirements:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """ClientData update of one client: pure functions from tensors to tensors, written for ONE client.
+    """Local update of one client: pure functions from tensors to tensors, written for ONE client.
 
     A client update draws no random numbers, sees no hidden labels, and does nothing that `torch.func.vmap` refuses
     (no boolean indexing, no `.item()`, no `if` on a tensor). By default it trains the received model with an optimizer,
@@ -294,7 +294,7 @@ class ClientUpdate:
         """Take one step on a minibatch, and return the new carry."""
         raise NotImplementedError
 
-    def advance(
+    def optimizer_step(
         self, carry: Tree, gradient: Tree, moments: Sequence[Tree] = (), *, consume: bool = False, **new: Any
     ) -> Tree:
         """Take one step of the optimizer, and return the new carry.

@@ -52,7 +52,8 @@ def grad_and_value(function: Callable[..., tuple[Tensor, Any]], params: Tree, *r
         rest: further arguments.
 
     Returns:
-        The gradient, the loss and the other results, all detached.
+        The gradient, the loss and the other results. They are detached, except inside a transform of `torch.func` other
+        than one vmap over clients: there an outer transform may have to differentiate them.
     """
     batch = _current_batch()
     if batch is not None:
@@ -84,7 +85,8 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
 
     Returns:
         The outputs; `pull(cotangents, retain_graph)`, which computes the gradient of the sum of outputs * cotangents and
-        needs `retain_graph` if another pull follows; and aux. All results are detached.
+        needs `retain_graph` if another pull follows; and aux. Outputs and aux are detached, except inside a transform of
+        `torch.func` other than one vmap over clients: there an outer transform may have to differentiate them.
     """
     batch = _current_batch()
     if batch is not None:
@@ -117,6 +119,7 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
 
 
 def _as_tuple(values: Any) -> tuple[Any, ...]:
+    """Wrap a single tensor into a tuple."""
     return cast("tuple[Any, ...]", values if isinstance(values, tuple) else (values,))
 
 
@@ -127,14 +130,14 @@ def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def vectorized(*arguments: Any) -> Any:
-        leaves = list(nested_leaves(arguments))
+        leaves = list(iterate_tensors(arguments))
         size = len(leaves[0])
         lazy_load_decompositions()
         level = _vmap_increment_nesting(size, "error")
         try:
             wrapped = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
-            result = function(*nested_like(arguments, wrapped))
-            return nested_like(result, (_remove_batch_dim(leaf, level, size, 0) for leaf in nested_leaves(result)))
+            result = function(*rebuild_nested(arguments, wrapped))
+            return rebuild_nested(result, (_remove_batch_dim(leaf, level, size, 0) for leaf in iterate_tensors(result)))
         finally:
             _vmap_decrement_nesting()
 
@@ -170,7 +173,7 @@ def inside_transform() -> bool:
 
 
 class _ClientBatch(NamedTuple):
-    """The vmap over K clients around the current call.
+    """The vmap over K clients that encloses the current call. It has access to the tensors of all K clients.
 
     Attributes:
         level: the nesting level of the vmap.
@@ -214,7 +217,7 @@ class _ClientBatch(NamedTuple):
 
 
 def _current_batch() -> _ClientBatch | None:
-    """Find the vmap around this call; None if there is none, or another transform as well."""
+    """Find the vmap over clients around this call; None if there is none, or another transform as well."""
     stack = get_interpreter_stack() if inside_transform() else []
     if len(stack) != 1 or stack[0].key() != TransformType.Vmap:
         return None
@@ -229,6 +232,17 @@ def _make_variables(params: Tree) -> Tree:
 def _gradient(
     outputs: tuple[Tensor, ...], variables: Tree, cotangents: tuple[Any, ...] | None, retain_graph: bool = False
 ) -> Tree:
+    """Differentiate the sum of outputs with respect to variables with autograd.
+
+    Args:
+        outputs: scalars, or tensors of any shape if there are cotangents.
+        variables: a tree of leaf tensors that the outputs were computed from.
+        cotangents: a weight tensor for each output; None if every weight is 1.
+        retain_graph: whether the graph is needed for another gradient.
+
+    Returns:
+        A tree like `variables`; zeros where no output depends on a variable.
+    """
     active = [k for k, output in enumerate(outputs) if output.requires_grad]
     if not active:
         return tree.zeros_like(tree.map(Tensor.detach, variables))
@@ -241,32 +255,33 @@ def _gradient(
     gradients = torch.autograd.grad(
         differentiated, leaves, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
     )
-    return nested_like(variables, iter(gradients))
+    return rebuild_nested(variables, iter(gradients))
 
 
 def _detach(value: Any) -> Any:
-    return nested_like(value, (leaf.detach() for leaf in nested_leaves(value)))
+    """Detach all tensors of nested dicts and tuples from the graph."""
+    return rebuild_nested(value, (leaf.detach() for leaf in iterate_tensors(value)))
 
 
-def nested_leaves(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested dicts and tuples in order."""
     if isinstance(value, Tensor):
         yield value
     else:
         children = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
         for child in children:
-            yield from nested_leaves(child)
+            yield from iterate_tensors(child)
 
 
-def nested_like(like: Any, leaves: Iterator[Tensor]) -> Any:
-    """Build a structure like `like` (nested dicts and tuples) with other leaves."""
-    if isinstance(like, Tensor):
+def rebuild_nested(template: Any, leaves: Iterator[Tensor]) -> Any:
+    """Build a structure like `template` (nested dicts and tuples) with other leaves."""
+    if isinstance(template, Tensor):
         return next(leaves)
-    if isinstance(like, dict):
-        return {key: nested_like(value, leaves) for key, value in cast(Tree, like).items()}
-    children: Iterable[Any] = (nested_like(child, leaves) for child in like)
-    is_named_tuple = hasattr(like, "_fields")
-    return type(like)(*children) if is_named_tuple else type(like)(children)
+    if isinstance(template, dict):
+        return {key: rebuild_nested(value, leaves) for key, value in cast(Tree, template).items()}
+    children: Iterable[Any] = (rebuild_nested(child, leaves) for child in template)
+    is_named_tuple = hasattr(template, "_fields")
+    return type(template)(*children) if is_named_tuple else type(template)(children)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, reduction: Literal["mean", "none"] = "mean") -> Tensor:

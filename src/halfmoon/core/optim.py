@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.core import tree
-from halfmoon.core.autodiff import inside_transform, nested_like
+from halfmoon.core.autodiff import inside_transform, rebuild_nested
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 
@@ -134,7 +134,7 @@ class Adam:
         calls._foreach_mul_(denominator, scale.to(dtype))
         calls._foreach_add_(denominator, shift.to(dtype))
         new = calls._foreach_addcdiv(p, first, denominator, value=-lr)
-        trees = (nested_like(params, iter(each)) for each in (new, first, second))
+        trees = (rebuild_nested(params, iter(each)) for each in (new, first, second))
         return next(trees), {"first": next(trees), "second": next(trees), "steps": steps}
 
     def _leaf_by_leaf(
@@ -152,7 +152,7 @@ class Adam:
             second.lerp_(torch.mul(slope, slope, out=leaf), 1 - self.beta2)
             torch.sqrt(second, out=leaf).mul_(scale.to(leaf.dtype)).add_(shift.to(leaf.dtype))
             new.append(torch.addcdiv(old, first, leaf, value=-lr, out=leaf))
-        return nested_like(params, iter(new)), {**state, "steps": steps}
+        return rebuild_nested(params, iter(new)), {**state, "steps": steps}
 
 
 def _leaves(params: Tree, gradient: Tree, state: Tree) -> list[list[Tensor]]:

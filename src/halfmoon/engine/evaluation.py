@@ -202,31 +202,43 @@ def _compute_logits(network: Network, params: Tree, stats: Tree, normalize: Norm
 
 
 def prediction_bias(
-    app_u: np.ndarray, labeled: np.ndarray, unlabeled: np.ndarray, per_class: Sequence[float]
+    predicted_shares: np.ndarray,
+    labeled_counts: np.ndarray,
+    unlabeled_counts: np.ndarray,
+    class_accuracies: Sequence[float],
 ) -> dict[str, Any]:
     """Compare a model's accuracy by class with its mean prediction and with the class shares of its labels.
 
-    FedDB (IJCAI 2024), Figures 1 and 3.
+    It shows whether classes that a model predicts often, or has many labels of, are also those that it recognizes well:
+    Figures 1 and 3 of FedDB (IJCAI 2024). The returned keys are those of metrics.jsonl, where "app_u" is the paper's name
+    for the average prediction probability of the unlabeled images.
 
     Args:
-        app_u: the model's mean prediction of unlabeled images, (classes,).
-        labeled: labeled rows by class, (classes,).
-        unlabeled: unlabeled rows by class, (classes,).
-        per_class: the model's test accuracy by class, (classes,).
+        predicted_shares: the model's mean class probabilities on unlabeled images (`mean_prediction`), (classes,). They
+            sum to 1; NaN if there are no unlabeled images.
+        labeled_counts: labeled rows by class, (classes,).
+        unlabeled_counts: unlabeled rows by class, (classes,).
+        class_accuracies: the model's test accuracy by class, (classes,).
 
     Returns:
-        "app_u", "labeled", "unlabeled" and "accuracy", each scaled to sum 1, None if all values are zero; and the
-        Jensen-Shannon divergences (bits, 0 to 1) of "accuracy" from "app_u" (js_app_u) and "labeled" (js_labeled).
+        "app_u" (`predicted_shares`), and "labeled", "unlabeled" and "accuracy", which are scaled to sum 1 and None if all
+        values are zero; "js_app_u" and "js_labeled", the Jensen-Shannon divergences (bits, 0 to 1) of "accuracy" from
+        "app_u" and from "labeled", None if one of the two is missing. Numbers are rounded to six digits.
     """
-    accuracy_shares = class_shares(np.asarray(per_class, np.float64))
-    labeled_shares = class_shares(np.asarray(labeled, np.float64))
-    unlabeled_shares = class_shares(np.asarray(unlabeled, np.float64))
+    accuracy_shares = class_shares(np.asarray(class_accuracies, np.float64))
+    labeled_shares = class_shares(np.asarray(labeled_counts, np.float64))
+    unlabeled_shares = class_shares(np.asarray(unlabeled_counts, np.float64))
     row: dict[str, Any] = {}
-    shares = {"app_u": app_u, "labeled": labeled_shares, "unlabeled": unlabeled_shares, "accuracy": accuracy_shares}
+    shares = {
+        "app_u": predicted_shares,
+        "labeled": labeled_shares,
+        "unlabeled": unlabeled_shares,
+        "accuracy": accuracy_shares,
+    }
     for name, values in shares.items():
         row[name] = None if np.isnan(values).any() else values.round(6).tolist()
     divergences = {
-        "js_app_u": jensen_shannon(accuracy_shares, app_u),
+        "js_app_u": jensen_shannon(accuracy_shares, predicted_shares),
         "js_labeled": jensen_shannon(accuracy_shares, labeled_shares),
     }
     for name, divergence in divergences.items():

@@ -7,9 +7,9 @@ pseudo-labels of all clients together. With r(c) = share(c) C / 10,
     T(c) = min(threshold_most, r(c) + threshold - std(r)).
 
 If the most likely class of a row does not pass, the second one is accepted if it is in the tail (r < tail). Residual
-weights slow the model down: every `residual_every` rounds the server moves the model back, by the share `residual`, to
-the model that it stored the last time. A client with labels does the same every `local_residual_every` epochs of a
-client update, with the share `local_residual`.
+weights slow the model down: every `residual_every` rounds the server replaces the model by residual * saved +
+(1 - residual) * new, where "saved" is the blend of the last time. A client with labels does the same every
+`local_residual_every` epochs of a client update, with the share `local_residual`.
 
 server: params, stats, share (classes,), saved (params, stats).  broadcast: params, stats, share.  memory: the
 optimizer's state.  upload: params, stats, share (that of the client's training labels), and weight, the number of
@@ -95,7 +95,7 @@ class CBAFed(ModelAveraging):
         return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Train the cohort, average, and move back towards the saved model every few rounds."""
+        """Train the cohort, average, and blend the average with the saved model every few rounds."""
         broadcast: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "saved"}}
         new = federation.average("train", broadcast).update
         saved: Tree = {"stats": {}, **server["saved"]}
@@ -154,12 +154,17 @@ class CBAFedClient(RoundLabelingClient):
         # During the warm-up clients train on labels only.
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
-        carry = {**super().begin(broadcast, memory, data), **pseudo._asdict(), "real": data.real}
-        carry |= {"labeled": data.labeled.double(), "images": torch.zeros_like(data.labeled, dtype=torch.float64)}
-        carry["saved"] = {}
+        saved: Tree = {}
         if self.options.local_residual:
-            carry["saved"] = {"params": broadcast["params"], "stats": broadcast["stats"]}
-        return carry
+            saved = {"params": broadcast["params"], "stats": broadcast["stats"]}
+        return {
+            **super().begin(broadcast, memory, data),  # "params", "stats" and "optimizer"
+            **pseudo._asdict(),  # "label", "confidence" and "weight" of every unlabeled row, (U,)
+            "real": data.real,  # masks of the rows that are not padding
+            "labeled": data.labeled.double(),  # number of labeled images
+            "images": torch.zeros_like(data.labeled, dtype=torch.float64),  # labeled images of all steps so far
+            "saved": saved,  # the model of the last blend
+        }
 
     def pseudo_label(self, p: Tensor, share: Tensor) -> PseudoLabels:
         """Compute the pseudo-labels of predictions.
@@ -182,18 +187,28 @@ class CBAFedClient(RoundLabelingClient):
         return PseudoLabels(label, confidence, accepted.to(p.dtype))
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, and move back to the saved model every few epochs of the labeled images."""
+        """Take one optimizer step, and every few epochs of the labeled images blend the model with the saved one.
+
+        Args:
+            broadcast: the server's tree.
+            carry: the entries that `begin` creates.
+            batch: the minibatch.
+        """
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
-        new = self.advance(carry, gradient, moments)
+        new = self.optimizer_step(carry, gradient, moments)
         images = carry["images"] + padding.count(batch.x, batch.x_real)
         if saved := carry["saved"]:
             model = select_model(new)
-            # Counted in images: a step may cross the end of an epoch at any image.
+            # Blend if the number of seen images passes a multiple of the interval. It is counted in images and not in
+            # steps, because an epoch may end in the middle of a batch. Both models are computed and one is selected,
+            # because clients of a vmap cannot branch.
             interval = (carry["labeled"] * self.options.local_residual_every).clamp_min(1)
             interval_ends = (images / interval).floor() > (carry["images"] / interval).floor()
             blend = blend_with_saved(model, saved, self.options.local_residual)
             new |= {**tree.select(interval_ends, blend, model), "saved": tree.select(interval_ends, blend, saved)}
-        samples = {"kept": weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))}
+        # The metric "kept" is the share of the unlabeled rows whose pseudo-label was accepted.
+        accepted = (carry["weight"] > 0).to(loss.dtype)
+        samples = {"kept": weighted_metric(accepted, carry["real"].get("u"))}
         return {**new, "images": images}, StepMetrics(loss, samples, (pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:

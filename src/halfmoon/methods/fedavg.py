@@ -82,7 +82,7 @@ class LocalTraining(ClientUpdate):
             gradient = tree.map(
                 lambda g, new, old: add_proximal(g, new - old), gradient, carry["params"], broadcast["params"]
             )
-        new = self.advance(carry, gradient, result.moments, consume=True, **result.aux)
+        new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
         return {**new, **self.objective.after_step(carry, new["params"])}, StepMetrics(loss, {}, result.pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:

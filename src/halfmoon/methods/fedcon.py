@@ -104,7 +104,7 @@ class FedConServerUpdate(MeanTeacherClient):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
-        new = self.advance(carry, gradient, moments)
+        new = self.optimizer_step(carry, gradient, moments)
         return {**new, **update_teacher(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
@@ -150,7 +150,7 @@ class FedConClient(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
-        new = self.advance(carry, gradient, moments)
+        new = self.optimizer_step(carry, gradient, moments)
         rate = 1 - self.options.target_decay
         target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], _network_params(new["params"]))
         return {**new, "target": target}, StepMetrics(loss, {}, ())

@@ -166,7 +166,7 @@ class FedDBClient(LocalTraining):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and update APP-U with the model before the step."""
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
-        new = self.advance(carry, gradient, result.moments, consume=True, **result.aux)
+        new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
         new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
             new["appu"] = self._update_appu(carry, batch, result.pseudo[0].weight)

@@ -396,7 +396,7 @@ class FedDureClient(ClientUpdate):
         samples["mean_logit"] = weighted_metric(strong.mean(-1), batch.u_real)
         samples |= {name: weighted_metric(norm) for name, norm in regulation.norms.items()}
         metrics = StepMetrics(value, samples, (PseudoLabels(pseudo.label, pseudo.confidence, trust),))
-        return self.advance(carry, gradient, moments, consume=True, **thresholds, **new_regulators), metrics
+        return self.optimizer_step(carry, gradient, moments, consume=True, **thresholds, **new_regulators), metrics
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, memory = super().finish(broadcast, carry, data)

@@ -127,7 +127,7 @@ class FedIRMClient(MeanTeacherClient):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, pseudo, matrix) = grad_and_value(self._loss, carry["params"], broadcast, carry, batch)
-        new = self.advance(carry, gradient, moments)
+        new = self.optimizer_step(carry, gradient, moments)
         new |= update_teacher(carry, new["params"], self.options.decay)
         # A sum over the steps; `finish` divides it by their number.
         new |= {"relation": carry["relation"] + matrix, "steps": carry["steps"] + 1}

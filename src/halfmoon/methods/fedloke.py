@@ -155,10 +155,10 @@ class FedLoKeClient(ClientUpdate):
 
         new: Tree = {}
         global_loss = mutual_loss(local.prediction, used["local"], ramp)
-        new["global"], loss = mutual.advance(self, carry["global"], main, global_loss)
+        new["global"], loss = mutual.optimizer_step(self, carry["global"], main, global_loss)
         if options.local:
             local_loss = mutual_loss(main.prediction, used["global"], ramp if options.global_labels else 0.0)
-            new["local"], local_value = mutual.advance(self, carry["local"], local, local_loss)
+            new["local"], local_value = mutual.optimizer_step(self, carry["local"], local, local_loss)
             loss = loss + local_value
         # Pseudo-labels are reported with the weight that they have in the other model's loss.
         names = ("global", "local") if options.local else ("global",)

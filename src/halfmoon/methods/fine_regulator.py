@@ -60,7 +60,7 @@ class WeightedLoss:
     Attributes:
         inputs: F-reg's inputs, (n, classes).
         loss: cross-entropy of each image, (n,).
-        error: gradient of the cross-entropy in the logits, (n, classes).
+        probability_error: softmax(z) - onehot(y), the gradient of the cross-entropy in the logits, (n, classes).
         kind: transform of the logits that F-reg gets as its input.
         gradient_path: whether gradients also pass through F-reg's input.
         count: the number of images, n.
@@ -68,7 +68,7 @@ class WeightedLoss:
 
     inputs: Tensor
     loss: Tensor
-    error: Tensor
+    probability_error: Tensor
     kind: RegulatorInput
     gradient_path: GradientPath
     count: Tensor | int
@@ -93,21 +93,21 @@ class WeightedLoss:
         """
         log_probabilities = logits.log_softmax(-1)
         loss = -log_probabilities.gather(-1, pseudo_labels[:, None])[:, 0]
-        error = log_probabilities.exp() - F.one_hot(pseudo_labels, logits.shape[-1])
+        probability_error = log_probabilities.exp() - F.one_hot(pseudo_labels, logits.shape[-1])
         count: Tensor | int = len(loss)
         if mask is not None:
-            # Every derivative below is linear in `loss` and `error`, so zeroing these two removes the padding rows.
+            # Every derivative below is linear in `loss` and `probability_error`, so zeroing these two removes the padding rows.
             loss = loss * mask
-            error = error * mask[:, None]
+            probability_error = probability_error * mask[:, None]
             count = mask.sum()
-        return cls(_regulator_input(logits, kind), loss, error, kind, gradient_path, count)
+        return cls(_regulator_input(logits, kind), loss, probability_error, kind, gradient_path, count)
 
     def logit_gradient(self, regulator: Tree) -> Tensor:
         """Compute dL/dz, (n, classes). An empty `regulator` means that all weights are 1."""
         if not regulator:
-            return self.error / self.count
+            return self.probability_error / self.count
         hidden, weights = _forward(regulator, self.inputs)
-        gradient = weights[:, None] * self.error
+        gradient = weights[:, None] * self.probability_error
         if self.gradient_path == "product":
             score_gradient = self.loss * weights * (1 - weights)
             hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
@@ -116,7 +116,11 @@ class WeightedLoss:
         return gradient / self.count
 
     def regulator_gradient(self, regulator: Tree, logit_tangent: Tensor) -> Tree:
-        """Compute the gradient, in F-reg's parameters, of the loss's directional derivative (Eq. 5).
+        """Compute the gradient, in F-reg's parameters, of the loss's directional derivative D L.
+
+        Times the negative learning rate of the virtual step, it is the hypergradient in Eq. 5 of FedDure (AAAI 2024), if
+        `logit_tangent` is the derivative of the logits along the gradient of the labeled loss. The module's docstring has
+        the formulas; comments below name their terms.
 
         Args:
             regulator: F-reg's parameters.
@@ -126,8 +130,9 @@ class WeightedLoss:
             A tree like `regulator`.
         """
         hidden, weights = _forward(regulator, self.inputs)
-        sigmoid_slope = weights * (1 - weights) / self.count
-        score_gradient = sigmoid_slope * (self.error * logit_tangent).sum(-1)
+        sigmoid_slope = weights * (1 - weights) / self.count  # H' / n
+        loss_tangent = (self.probability_error * logit_tangent).sum(-1)  # Dc
+        score_gradient = sigmoid_slope * loss_tangent
         if self.gradient_path == "detached":
             hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
             return _as_tree(
@@ -136,19 +141,20 @@ class WeightedLoss:
                 out_weight=score_gradient @ hidden,
                 out_bias=score_gradient.sum(),
             )
-        # The tangent also moves F-reg's input, and with it the hidden layer and the score.
+        # The tangent also moves F-reg's input, and with it the hidden layer and the score: the terms in brackets.
         input_tangent = self._input_transform(logit_tangent)
         hidden_tangent = torch.where(hidden > 0, F.linear(input_tangent, regulator["hidden"]["weight"]), 0.0)
-        score_tangent = hidden_tangent @ regulator["out"]["weight"][0]
-        score_tangent_gradient = self.loss * sigmoid_slope
-        score_gradient = score_gradient + score_tangent_gradient * (1 - 2 * weights) * score_tangent
-        hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
+        score_tangent = hidden_tangent @ regulator["out"]["weight"][0]  # Da
+        score_tangent_gradient = self.loss * sigmoid_slope  # d(D L)/dDa
+        full_score_gradient = score_gradient + score_tangent_gradient * (1 - 2 * weights) * score_tangent  # d(D L)/da
+        hidden_gradient = _backward_through_relu(full_score_gradient, regulator, hidden)
         hidden_tangent_gradient = _backward_through_relu(score_tangent_gradient, regulator, hidden)
+        # A layer's weight acts on its input and on the input's tangent, so its gradient has a term for each.
         return _as_tree(
             hidden_weight=hidden_gradient.mT @ self.inputs + hidden_tangent_gradient.mT @ input_tangent,
             hidden_bias=hidden_gradient.sum(0),
-            out_weight=score_gradient @ hidden + score_tangent_gradient @ hidden_tangent,
-            out_bias=score_gradient.sum(),
+            out_weight=full_score_gradient @ hidden + score_tangent_gradient @ hidden_tangent,
+            out_bias=full_score_gradient.sum(),
         )
 
     def _input_transform(self, direction: Tensor) -> Tensor:

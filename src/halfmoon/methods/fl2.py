@@ -201,7 +201,9 @@ class FL2Client(RoundLabelingClient):
             )
             loss = loss + options.sharpness_weight * sharpness
             samples["sharpness"] = weighted_metric(sharpness)
-        return self.advance(carry, gradient), StepMetrics(loss, samples, (PseudoLabels(label, confidence, used),))
+        return self.optimizer_step(carry, gradient), StepMetrics(
+            loss, samples, (PseudoLabels(label, confidence, used),)
+        )
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         drawable = self.drawable_rows(carry, data)

@@ -103,8 +103,8 @@ class FMLClient(ClientUpdate):
         private = self._run_model(carry["private"], batch)
         meme_loss = self._mutual_loss(private, batch, options.meme_share)
         private_loss = self._mutual_loss(meme, batch, options.private_share)
-        new_meme, meme_value = mutual.advance(self, carry["meme"], meme, meme_loss)
-        new_private, private_value = mutual.advance(self, carry["private"], private, private_loss)
+        new_meme, meme_value = mutual.optimizer_step(self, carry["meme"], meme, meme_loss)
+        new_private, private_value = mutual.optimizer_step(self, carry["private"], private, private_loss)
         new = {"meme": new_meme, "private": new_private}
         loss = meme_value + private_value
         if not self.requirements.views:

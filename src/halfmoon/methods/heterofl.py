@@ -152,7 +152,7 @@ class HeteroFLClient(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], carry["present"], batch)
-        return self.advance(carry, gradient), StepMetrics(loss, {}, ())
+        return self.optimizer_step(carry, gradient), StepMetrics(loss, {}, ())
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         weight = (data.labeled > 0).double()

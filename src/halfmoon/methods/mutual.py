@@ -74,7 +74,7 @@ def run_model(forward: Callable[[Tree], Outputs], params: Tree) -> ModelOutputs:
     return ModelOutputs(labeled, unlabeled, prediction, moments, backward)
 
 
-def advance(
+def optimizer_step(
     update: ClientUpdate, model: Tree, outputs: ModelOutputs, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tree, Tensor]:
     """Take one step of a model on loss(labeled, unlabeled), a function of its logits.
@@ -87,7 +87,7 @@ def advance(
     logits = {"labeled": outputs.labeled, "unlabeled": outputs.unlabeled}
     logit_gradient, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
     gradient = outputs.backward((logit_gradient["labeled"], logit_gradient["unlabeled"]), False)
-    return update.advance(model, gradient, outputs.moments, consume=True), value
+    return update.optimizer_step(model, gradient, outputs.moments, consume=True), value
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:

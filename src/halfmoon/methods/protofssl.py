@@ -131,7 +131,7 @@ class ProtoFSSLClient(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], broadcast, batch)
-        return self.advance(carry, gradient, moments), StepMetrics(loss, {}, (pseudo,))
+        return self.optimizer_step(carry, gradient, moments), StepMetrics(loss, {}, (pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         head = carry["params"]["head"]["weight"]

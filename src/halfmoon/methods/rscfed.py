@@ -142,7 +142,7 @@ class RSCFedClient(MeanTeacherClient):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
-        new = self.advance(carry, gradient, moments)
+        new = self.optimizer_step(carry, gradient, moments)
         new |= update_teacher(carry, new["params"], self.options.decay)
         return new, StepMetrics(loss, {}, (as_pseudo_labels(target),))
 

@@ -168,7 +168,7 @@ class SemiFedClient(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
-        return self.advance(carry, gradient, moments), StepMetrics(loss, {}, pseudo)
+        return self.optimizer_step(carry, gradient, moments), StepMetrics(loss, {}, pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, _ = super().finish(broadcast, carry, data)

@@ -225,7 +225,7 @@ class SigmaTraining(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], broadcast, batch)
-        return self.advance(carry, gradient), StepMetrics(loss, {}, ())
+        return self.optimizer_step(carry, gradient), StepMetrics(loss, {}, ())
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         _, memory = super().finish(broadcast, carry, data)
@@ -292,7 +292,7 @@ class SemiFLClient(RoundLabelingClient):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step; with labels "step", skip it if there are neither labels nor confident images."""
         gradient, loss, (pseudo, state) = grad_and_value(self._loss, carry["params"], broadcast, carry, batch)
-        new = self.advance(carry, gradient, thresholds=state)
+        new = self.optimizer_step(carry, gradient, thresholds=state)
         unlabeled = not len(batch.x)
         if self.options.labels == "step" and (unlabeled or batch.x_real is not None):
             # A step with a gradient of 0 would still apply momentum and weight decay. The thresholds move all the same.

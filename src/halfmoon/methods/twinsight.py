@@ -115,7 +115,7 @@ class TwinSightClient(ClientUpdate):
         # The classifier makes the first pass; all further passes are the second network's.
         classifier_stats = track(_classifier_only(carry["stats"]), passes[0])
         second_stats = reduce(track, passes[1:], carry["stats"].get(SECOND, {}))
-        new = self.advance(carry, gradient, stats={**classifier_stats, **_second_stats(second_stats)})
+        new = self.optimizer_step(carry, gradient, stats={**classifier_stats, **_second_stats(second_stats)})
         samples = {name: weighted_metric(value) for name, value in terms.items()}
         return new, StepMetrics(loss, samples, (as_pseudo_labels(predictions),))
 

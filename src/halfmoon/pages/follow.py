@@ -257,8 +257,13 @@ class FollowedRun:
             "version": self.version,
         }
 
-    def plot(self) -> dict[str, Any]:
-        """Collect the curves of the run, those of its sites, and the last rows of its table."""
+    def collect_plot_data(self) -> dict[str, Any]:
+        """Collect what the page draws for this run.
+
+        Returns:
+            "lines": a curve {"x": rounds, "y": values} for each quantity that has values; "sites": the accuracy curve of
+            each site, with its style; "rows": the last `MAX_TABLE_ROWS` rows of the table.
+        """
         uploads = _uploaded_megabytes(self.metrics.rows)
         seconds = self.seconds()
         curves = {key: self.series(key) for key in QUANTITIES} | {"sent": uploads, "seconds": seconds}
@@ -275,12 +280,14 @@ class FollowedRun:
 
 
 def _quantity(row: Mapping[str, Any], key: str) -> float | None:
+    """Read a quantity of `QUANTITIES` from a row of metrics.jsonl; None if the row does not have it."""
     group, name, factor = QUANTITIES[key]
     value = row[group].get(name) if isinstance(row.get(group), dict) else None
     return value * factor if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _line(values: Mapping[int, float]) -> dict[str, Any]:
+    """Convert the values of a quantity by round to a curve, with fewer points if there are too many to draw."""
     rounds = pick_evenly(list(values))
     return {"x": rounds, "y": [six_digits(values[round]) for round in rounds]}
 

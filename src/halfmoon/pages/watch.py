@@ -83,7 +83,7 @@ class WatchPage:
                 view["title"] = self._titles.get(run.method, view["title"])
                 view["look"] = style_to_json(styles[variants[number]])
                 if have.get(str(number)) != str(run.version):
-                    view |= run.plot()
+                    view |= run.collect_plot_data()
                 run_views.append(view)
             # A server is its own run; its rows have the cohorts.
             rows = next((run.metrics.rows for run in runs if run.path == self.root.resolve()), ())

@@ -35,9 +35,9 @@ class FinalAccuracy(NamedTuple):
 
 
 def write_headline(study: Study) -> str:
-    """Describe the best row, its lead, and its gain relative to that of all labels; "" for studies of splits.
+    """Describe the best row, its lead, and its gain relative to that of all labels.
 
-    Rows that train on all labels are upper bounds and do not compete.
+    Studies of splits have no accuracy, so their headline is "". Rows that train on all labels are upper bounds and do not compete.
     """
     if study.sweep.kind == "splits":
         return ""
@@ -141,7 +141,19 @@ def _describe_columns(study: Study, columns: Sequence[Sequence[FinalAccuracy]]) 
 
 
 def _describe_mean_lead(study: Study, columns: Sequence[Sequence[FinalAccuracy]], title: str) -> str:
-    """Describe the lead of a row over the next one in the mean of the columns; "" if a column lacks one of them."""
+    """Describe how far a row is above or below the best other row in the mean of the columns.
+
+    The row with the most wins may have a lower mean than another row, so its "lead" can be negative.
+
+    Args:
+        study: the study.
+        columns: the rows of every column.
+        title: title of the row to describe.
+
+    Returns:
+        A sentence; "" if the row is missing in a column, or no other row is in every column.
+    """
+    # Only rows that are in every column have a comparable mean.
     column_counts = Counter(row.name for rows in columns for row in rows)
     means: dict[str, float] = {}
     for rows in columns:
@@ -149,12 +161,12 @@ def _describe_mean_lead(study: Study, columns: Sequence[Sequence[FinalAccuracy]]
             if column_counts[row.name] == len(columns):
                 means[row.name] = means.get(row.name, 0.0) + row.accuracy.mean / len(columns)
     titles = {row.name: row.title for rows in columns for row in rows}
-    winner = next((name for name in means if titles[name] == title), None)
-    ranking = sorted((name for name in means if name != winner), key=lambda name: -means[name])
-    if winner is None or not ranking:
+    subject = next((name for name in means if titles[name] == title), None)
+    ranking = sorted((name for name in means if name != subject), key=lambda name: -means[name])
+    if subject is None or not ranking:
         return ""
-    second = ranking[0]
-    lead = means[winner] - means[second]
-    interval = _describe_interval(study, winner, second, len(columns))
+    runner_up = ranking[0]
+    lead = means[subject] - means[runner_up]
+    interval = _describe_interval(study, subject, runner_up, len(columns))
     position = "above" if lead >= 0 else "below"
-    return f" In the mean of the columns it is {abs(lead):.1f} points {position} {titles[second]}{interval}."
+    return f" In the mean of the columns it is {abs(lead):.1f} points {position} {titles[runner_up]}{interval}."

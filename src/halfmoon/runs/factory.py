@@ -52,7 +52,7 @@ from halfmoon.models.finetuned import backbone_paths, feature_head, fine_tune
 from halfmoon.models.hubs import weights_file as published
 from halfmoon.models.network import Normalize
 from halfmoon.models.weights import read as read_weights
-from halfmoon.runs.features import Progress, inputs
+from halfmoon.runs.features import Progress, select_inputs
 
 MAX_VMAP_PRODUCTS = 500_000
 """Largest number of multiplications per image of a network for which vmap is faster on a CPU than the loop."""
@@ -146,7 +146,7 @@ def problem(
     validation = None if data.validation is None else examples(data.validation, compute_device)
     _, height, width, _ = raw.train.images.shape
     # With a frozen backbone, clients train on cached features instead of images.
-    model_inputs = inputs(
+    model_inputs = select_inputs(
         config,
         task(config, image_spec),
         views(config, image_spec),

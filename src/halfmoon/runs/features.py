@@ -61,17 +61,18 @@ class CachedView:
         return images[torch.arange(len(images), device=images.device), views, 0].float()
 
 
-def cached_views(used: Sequence[str], labeled: str = "labeled") -> Views:
-    """Create the augmentations that draw cached views.
+def make_cached_augmentations(cached_names: Sequence[str], labeled: str = "labeled") -> Views:
+    """Create augmentations that, instead of transforming an image, draw one of its precomputed views.
 
     Args:
-        used: names of the cached augmentations, in the order of the file.
+        cached_names: names of the cached augmentations, in the order of the file.
         labeled: the augmentation of labeled images; plain views if it is not cached.
     """
-    views: dict[str, View] = {"plain": CachedView(0, 1)}
+    # The cache file has, along its second dimension, one plain view and then DRAWS[name] views of each name.
+    views: dict[str, View] = {"plain": CachedView(first=0, count=1)}
     first = 1
-    for name in used:
-        views[name] = CachedView(first, DRAWS[name])
+    for name in cached_names:
+        views[name] = CachedView(first=first, count=DRAWS[name])
         first += DRAWS[name]
     return Views(views.get(labeled, views["plain"]), views)
 
@@ -86,7 +87,7 @@ class Inputs:
     prepare_test: Callable[[Examples], Examples] = lambda images: images
 
 
-def inputs(
+def select_inputs(
     config: Config,
     task: Task,
     views: Views,
@@ -108,33 +109,39 @@ def inputs(
     head = feature_head(task.network) if use_head else None
     if head is None:
         return Inputs(task, views)
-    of = partial(features, head, views, task.normalize, folder, progress=progress)
+    compute_features = partial(load_or_compute_features, head, views, task.normalize, folder, progress=progress)
     view_names = set[str]()
-    labeled = "weak" if views.labeled == views.unlabeled.get("weak") else "labeled"  # the same recipe, once
+    # If labeled images have the same augmentation as weak views, the cache stores it once.
+    labeled = "weak" if views.labeled == views.unlabeled.get("weak") else "labeled"
     for name in methods or (config.method,):
         for update in registry.make(name, explicit_method_options(config, name)).client_updates(task).values():
             requirements = update.requirements
-            named = (
+            required_views = (
                 *requirements.views,
                 *requirements.labeled_views,
                 *requirements.second_batch,
                 *requirements.precomputed_views,
             )
-            view_names |= {view.rstrip("0123456789") for view in named}
+            # "weak2" is a second draw of "weak", from the same cached views.
+            view_names |= {view.rstrip("0123456789") for view in required_views}
             if requirements.trains and not isinstance(views.labeled, Plain):
                 view_names.add(labeled)
-    used = [name for name in DRAWS if name in view_names]
-    on_head, own = replace(task, network=head, normalize=FirstView()), cached_views(used, labeled)
-    return Inputs(on_head, own, partial(of, used=used), of)
+    cached_names = [name for name in DRAWS if name in view_names]
+    # Only the head is trained. Test images have one view, the plain one, which `FirstView` selects.
+    task_on_head = replace(task, network=head, normalize=FirstView())
+    cached_augmentations = make_cached_augmentations(cached_names, labeled)
+    return Inputs(
+        task_on_head, cached_augmentations, partial(compute_features, cached_names=cached_names), compute_features
+    )
 
 
-def features(
+def load_or_compute_features(
     head: FeatureHead,
     views: Views,
     normalize: Normalize,
     folder: Path,
     examples: Examples,
-    used: Sequence[str] = (),
+    cached_names: Sequence[str] = (),
     progress: Progress = lambda *_: None,
 ) -> Examples:
     """Load or compute the features of images, (N, views, 1, F).
@@ -145,39 +152,45 @@ def features(
         normalize: the normalization of pixels.
         folder: the cache folder.
         examples: the images.
-        used: augmentations to cache besides the plain view: names in `DRAWS`.
+        cached_names: augmentations to cache besides the plain view: names in `DRAWS`.
         progress: receives the number of images that have features, and the number of all images.
 
     Raises:
         OSError: the cache folder cannot be written.
     """
-    named: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
-    recipes = {"plain": Plain(), **{f"{name} {k}": named[name] for name in used for k in range(DRAWS[name])}}
+    augmentations: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
+    recipes: dict[str, View] = {"plain": Plain()}
+    for name in cached_names:
+        for k in range(DRAWS[name]):
+            recipes[f"{name} {k}"] = augmentations[name]
     images = examples.images
-    words = f"4 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
-    digest = hashlib.sha256(words.encode())
-    for part in images.split(4096):
-        digest.update(part.contiguous().cpu().numpy().tobytes())
+    recipe_text = (
+        f"4 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
+    )
+    digest = hashlib.sha256(recipe_text.encode())
+    # In chunks, so that only one of them is copied from a GPU at a time.
+    for image_chunk in images.split(4096):
+        digest.update(image_chunk.contiguous().cpu().numpy().tobytes())
     path = folder / f"{digest.hexdigest()[:32]}.npy"
     if not path.is_file():
-        _write(path, _chunks(head, images, recipes, normalize), len(images), progress)
-    os.utime(path)
+        _write(path, _make_chunk_function(head, images, recipes, normalize), len(images), progress)
+    os.utime(path)  # `trim` removes the files that were not used for the longest time
     values = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
     return Examples(values.to(images.device), examples.labels)
 
 
-def _write(path: Path, chunk: Chunk, count: int, progress: Progress) -> None:
+def _write(path: Path, compute_chunk: Chunk, count: int, progress: Progress) -> None:
     """Write the features of all images, batch by batch on all processors; their number does not change the bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _, first = chunk(0)
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
-    out = np.lib.format.open_memmap(partial, "w+", np.float16, (count, *first.shape[1:]))
-    with ThreadPoolExecutor(len(processors())) as pool:
-        for number, (start, values) in enumerate(pool.map(chunk, range(0, count, CHUNK)), start=1):
-            out[start : start + CHUNK] = values
+    _, first = compute_chunk(0)  # only for the shape of an image's features
+    temporary_path = path.with_name(f".{path.name}-{os.getpid()}")
+    array = np.lib.format.open_memmap(temporary_path, "w+", np.float16, (count, *first.shape[1:]))
+    with ThreadPoolExecutor(len(processors())) as threads:
+        for number, (start, values) in enumerate(threads.map(compute_chunk, range(0, count, CHUNK)), start=1):
+            array[start : start + CHUNK] = values
             progress(min(count, number * CHUNK), count)
-    out.flush()
-    os.replace(partial, path)
+    array.flush()
+    os.replace(temporary_path, path)
     trim(path.parent, path.stem)
 
 
@@ -190,33 +203,49 @@ def measure_seconds_per_image(head: FeatureHead, images: Tensor, normalize: Norm
         normalize: the normalization of pixels.
     """
     count = len(processors())
-    images = images.repeat(-(-2 * CHUNK * count // len(images)), 1, 1, 1)[: 2 * CHUNK * count]
-    chunk = _chunks(head, images, {"plain": Plain()}, normalize)
+    needed = 2 * CHUNK * count
+    repeats = -(-needed // len(images))  # rounded up
+    images = images.repeat(repeats, 1, 1, 1)[:needed]
+    compute_chunk = _make_chunk_function(head, images, {"plain": Plain()}, normalize)
     began = time.perf_counter()
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(chunk, range(0, len(images), CHUNK)))
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(compute_chunk, range(0, len(images), CHUNK)))
     return (time.perf_counter() - began) / len(images)
 
 
-def _chunks(head: FeatureHead, images: Tensor, recipes: Mapping[str, View], normalize: Normalize) -> Chunk:
-    """Create a function that computes the features (n, views, 1, F) of `CHUNK` images from a row on.
+def _make_chunk_function(
+    head: FeatureHead, images: Tensor, augmentations: Mapping[str, View], normalize: Normalize
+) -> Chunk:
+    """Create a function that computes the features of `CHUNK` consecutive images.
 
-    It returns the row as well, because several batches are computed at the same time.
+    Args:
+        head: the network's head, which knows its backbone.
+        images: uint8 (N, C, H, W).
+        augmentations: the augmentation of every view to compute, in the order of the file.
+        normalize: the normalization of pixels.
+
+    Returns:
+        A function of the first row, which returns this row and the features (n, views, 1, F), n <= CHUNK. It returns the
+        row because several chunks are computed at the same time.
     """
     retain_freed_memory()
     represent = feature_function(*head.full_model(head.init(torch.Generator().manual_seed(0))))
     shape = (images.shape[1], images.shape[2], images.shape[3])
 
     def chunk(start: int) -> tuple[int, np.ndarray]:
+        # The last chunk is filled up with copies of the last image, because rounding depends on the size of a batch.
         rows = torch.arange(start, start + CHUNK).clamp_max(len(images) - 1)
         pixels = images[rows.to(images.device)]
-        names = [hashlib.sha256(image.contiguous().cpu().numpy().tobytes()).hexdigest() for image in pixels]
-        parts = []
+        # Random numbers are seeded by the pixels, so that an image has the same views at a site and in a simulation.
+        image_hashes = [hashlib.sha256(image.contiguous().cpu().numpy().tobytes()).hexdigest() for image in pixels]
+        view_features = []
         with torch.no_grad():
-            for view, recipe in recipes.items():
-                draws = [recipe.draw(1, shape, rng.generator(0, "features", view, name)) for name in names]
-                numbers = {each: torch.cat([own[each] for own in draws]) for each in draws[0]}
-                parts.append(represent(recipe.apply(pixels, numbers, normalize)))
-        return start, torch.stack(parts, 1)[: len(images) - start, :, None].half().cpu().numpy()
+            for view, augmentation in augmentations.items():
+                draws = [augmentation.draw(1, shape, rng.generator(0, "features", view, name)) for name in image_hashes]
+                batched_draws = {
+                    draw_name: torch.cat([image_draws[draw_name] for image_draws in draws]) for draw_name in draws[0]
+                }
+                view_features.append(represent(augmentation.apply(pixels, batched_draws, normalize)))
+        return start, torch.stack(view_features, 1)[: len(images) - start, :, None].half().cpu().numpy()
 
     return chunk

@@ -25,7 +25,7 @@ from halfmoon.methods.analytic import principal_directions
 from halfmoon.models.efficientnet import MEAN, STD, centered
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
-from halfmoon.runs.features import features
+from halfmoon.runs.features import load_or_compute_features
 from halfmoon.runs.pools import processors
 from halfmoon.studies.decision import (
     FOLDS,
@@ -120,7 +120,7 @@ def folder_features(folder: Path, paths: Sequence[str], report_progress: Progres
         pixels, rows = decode_images(contents, rows, factory.preparation(config), lambda line: None)
         if pixels:
             images = factory.examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
-            values.append(features(head, views, normalize, cache, images).images)
+            values.append(load_or_compute_features(head, views, normalize, cache, images).images)
             readable_rows.append(rows)
     if not readable_rows:
         raise UserError(f"{folder}: none of its images can be read; see halfmoon site check.")

@@ -65,24 +65,26 @@ def is_plausible_sum(total: Tensor) -> bool:
     return bool((total.double().abs() < SUM_LIMIT).all()) and bool(total[-1] >= 0)
 
 
-def mean(total: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+def mean(scaled_sum: Tensor, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
     """Compute the weighted mean of the updates from the sum of their contributions.
 
     Args:
-        total: The sum, int64 (n + 1,).
-        like: A leaf with the shape and dtype of the result for each path, in the order of the contributions.
+        scaled_sum: The sum of the clients' `contribution`, in fixed-point units, int64 (n + 1,): n sums of weight times
+            value, and last the sum of the weights.
+        templates: A leaf with the shape and dtype of the result for each path, in the order of the contributions.
 
     Returns:
         The mean by path, and the sum of the weights. If all weights are 0, so is the mean.
     """
-    weight = float(total[-1].double() / SCALE)
-    flat_mean = (
-        total[:-1].double() / total[-1].double() if weight else torch.zeros_like(total[:-1], dtype=torch.float64)
-    )
-    sections = flat_mean.split([prod(leaf.shape) for leaf in like.values()])
+    scaled_weight = scaled_sum[-1].double()
+    weight = float(scaled_weight / SCALE)
+    weighted_values = scaled_sum[:-1].double()
+    # Values and weight have the same unit, which cancels in the quotient.
+    flat_mean = weighted_values / scaled_weight if weight else torch.zeros_like(weighted_values)
+    sections = flat_mean.split([prod(leaf.shape) for leaf in templates.values()])
     shaped = {
         path: section.reshape(leaf.shape).to(leaf.dtype)
-        for (path, leaf), section in zip(like.items(), sections, strict=True)
+        for (path, leaf), section in zip(templates.items(), sections, strict=True)
     }
     return shaped, weight
 

@@ -68,24 +68,24 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
     return amounts
 
 
-def draw_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+def draw_labeled(labels: np.ndarray, counts: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Draw the labeled rows, bool (N,): the first counts[c] of a permutation of the rows of each class c."""
     labeled = np.zeros(len(labels), bool)
     for label, count in enumerate(counts):
-        labeled[draw.permutation(np.flatnonzero(labels == label))[:count]] = True
+        labeled[generator.permutation(np.flatnonzero(labels == label))[:count]] = True
     return labeled
 
 
-def deal_evenly(labels: np.ndarray, clients: int, draw: np.random.Generator) -> np.ndarray:
+def deal_evenly(labels: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
     """Assign rows to clients evenly in every class; return the client of each row, int64 (N,).
 
     Rows, sorted by class and shuffled inside each class, are dealt to the clients in turn, like cards. Any two clients
     differ by at most one row in every class, and by at most one row in total.
     """
-    order = np.concatenate([draw.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)])
-    holder = np.empty(len(labels), np.int64)
-    holder[order] = draw.permutation(clients)[np.arange(len(labels)) % clients]
-    return holder
+    order = np.concatenate([generator.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)])
+    client_of_row = np.empty(len(labels), np.int64)
+    client_of_row[order] = generator.permutation(clients)[np.arange(len(labels)) % clients]
+    return client_of_row
 
 
 def rows_by_client(client: np.ndarray, clients: int) -> list[np.ndarray]:
@@ -109,12 +109,12 @@ def spread_by_dirichlet(
     labels: np.ndarray,
     clients: int,
     dirichlet_alpha: float,
-    draw: np.random.Generator,
+    generator: np.random.Generator,
     *,
     min_size: int,
     cap: bool = True,
     tries: int = 100,
-    what: str = "rows",
+    row_kind: str = "rows",
 ) -> np.ndarray:
     """Partition each class among clients by Dirichlet(alpha); return the client of each row, int64 (N,).
 
@@ -125,11 +125,11 @@ def spread_by_dirichlet(
         labels: The label of each row, int (N,).
         clients: The number of clients.
         dirichlet_alpha: The concentration; smaller is more uneven.
-        draw: The generator.
+        generator: The generator.
         min_size: The fewest rows of a client. All classes are redrawn until each client has as many.
         cap: True to give no further class to clients with an even share.
         tries: The largest number of draws; three, if `MAX_SHORT_CLIENTS` or more clients are too small in each.
-        what: The rows in error messages, such as "labeled images".
+        row_kind: What error messages call the rows, such as "labeled images".
 
     Raises:
         UserError: If no draw gives each client `min_size` rows; the message suggests values that would succeed.
@@ -138,11 +138,11 @@ def spread_by_dirichlet(
     fewest_short = clients
     number = 0
     for number in range(1, tries + 1):
-        holder = _spread_once(labels, clients, dirichlet_alpha, draw, cap)
-        sizes = np.bincount(holder, minlength=clients)
+        client_of_row = _spread_once(labels, clients, dirichlet_alpha, generator, cap)
+        sizes = np.bincount(client_of_row, minlength=clients)
         short = int((sizes < min_size).sum())
         if not short:
-            return holder
+            return client_of_row
         best_minimum = max(best_minimum, int(sizes.min()))
         fewest_short = min(fewest_short, short)
         if number >= 3 and fewest_short >= MAX_SHORT_CLIENTS:
@@ -152,49 +152,62 @@ def spread_by_dirichlet(
         suggestions.append(f"set min_size to {best_minimum} or less")
     raise UserError(
         f"in {number} draws no split with dirichlet_alpha {dirichlet_alpha:g} gave each of {clients} clients "
-        f"{min_size} {what}; the best minimum was {best_minimum}, and {fewest_short} or more had fewer. "
+        f"{min_size} {row_kind}; the best minimum was {best_minimum}, and {fewest_short} or more had fewer. "
         f"{_join_suggestions(suggestions)}."
     )
 
 
 def _suggest_changes(labels: np.ndarray, clients: int, dirichlet_alpha: float, min_size: int, cap: bool) -> list[str]:
-    """Search a larger alpha, and a smaller number of clients, for which one of three draws gives each client enough."""
+    """Suggest a larger alpha and a smaller number of clients, for an error message.
 
-    def succeeds(count: int, alpha: float) -> bool:
-        draw = named_generator(0, "what would")
+    Each is the value closest to the user's, in steps of a factor 2, for which one of three trial draws gives every client
+    at least `min_size` rows. A value that is not found is not suggested.
+
+    Args:
+        labels: The label of each row, int (N,).
+        clients: The number of clients for which no draw succeeded.
+        dirichlet_alpha: The concentration for which no draw succeeded.
+        min_size: The fewest rows of a client.
+        cap: See `spread_by_dirichlet`.
+    """
+
+    def succeeds(candidate_clients: int, candidate_alpha: float) -> bool:
+        # A generator of its own: trial draws must not depend on the seed of the run.
+        generator = named_generator(0, "what would")  # the name of the stream; do not change, it selects the numbers
         for _ in range(3):
-            holder = _spread_once(labels, count, alpha, draw, cap)
-            if int(np.bincount(holder, minlength=count).min()) >= min_size:
+            client_of_row = _spread_once(labels, candidate_clients, candidate_alpha, generator, cap)
+            if int(np.bincount(client_of_row, minlength=candidate_clients).min()) >= min_size:
                 return True
         return False
 
     alphas = (dirichlet_alpha * 2**k for k in range(1, 8))
     counts = (clients >> k for k in range(1, clients.bit_length() - 1))
-    alpha = next((candidate for candidate in alphas if succeeds(clients, candidate)), None)
-    count = next((candidate for candidate in counts if succeeds(candidate, dirichlet_alpha)), None)
+    larger_alpha = next((candidate for candidate in alphas if succeeds(clients, candidate)), None)
+    fewer_clients = next((candidate for candidate in counts if succeeds(candidate, dirichlet_alpha)), None)
     suggestions = []
-    if alpha is not None:
-        suggestions.append(f"raise dirichlet_alpha to {alpha:g}")
-    if count is not None:
-        suggestions.append(f"ask for {count} clients")
+    if larger_alpha is not None:
+        suggestions.append(f"raise dirichlet_alpha to {larger_alpha:g}")
+    if fewer_clients is not None:
+        suggestions.append(f"ask for {fewer_clients} clients")
     return suggestions
 
 
 def _join_suggestions(suggestions: list[str]) -> str:
+    """Join suggestions to the beginning of a sentence: "Raise ..., ask for ..., or set ..."."""
     *all_but_last, last = suggestions or ["ask for fewer clients"]
     text = f"{', '.join(all_but_last)}, or {last}" if all_but_last else last
     return text[0].upper() + text[1:]
 
 
 def _spread_once(
-    labels: np.ndarray, clients: int, dirichlet_alpha: float, draw: np.random.Generator, cap: bool
+    labels: np.ndarray, clients: int, dirichlet_alpha: float, generator: np.random.Generator, cap: bool
 ) -> np.ndarray:
     """Draw one partition, without the check of the smallest size: the client of each row, int64 (N,)."""
-    holder = np.empty(len(labels), np.int64)
+    client_of_row = np.empty(len(labels), np.int64)
     sizes = np.zeros(clients, np.int64)
     for label in np.unique(labels):
-        rows = draw.permutation(np.flatnonzero(labels == label))
-        shares = draw.dirichlet(np.full(clients, dirichlet_alpha))
+        rows = generator.permutation(np.flatnonzero(labels == label))
+        shares = generator.dirichlet(np.full(clients, dirichlet_alpha))
         # In integers: size < N / clients. While rows remain, at least one client is below its even share.
         below_cap = sizes * clients < len(labels) if cap else np.ones(clients, bool)
         shares = np.where(below_cap, shares, 0.0)
@@ -205,10 +218,10 @@ def _spread_once(
             # With a small alpha, the shares of all clients below the cap can underflow to 0. The normalized shares of a
             # subset of clients have a Dirichlet distribution too, so drawing for the subset is the same rule.
             shares = np.zeros(clients)
-            shares[below_cap] = draw.dirichlet(np.full(int(below_cap.sum()), dirichlet_alpha))
+            shares[below_cap] = generator.dirichlet(np.full(int(below_cap.sum()), dirichlet_alpha))
         # Rounding can make the sum of the shares exceed 1: the minimum keeps the cuts inside the class.
         cuts = (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
         counts = np.diff(np.concatenate(([0], np.minimum(cuts, len(rows)), [len(rows)])))
-        holder[rows] = np.repeat(np.arange(clients), counts)
+        client_of_row[rows] = np.repeat(np.arange(clients), counts)
         sizes += counts
-    return holder
+    return client_of_row

@@ -175,10 +175,10 @@ def pair_blocks(options: SplitOptions, row_pool: RowPool, min_size: int, tries: 
             labels[rows],
             clients=2,
             dirichlet_alpha=options.dirichlet_alpha,
-            draw=draw,
+            generator=draw,
             min_size=min_size,
             tries=tries,
-            what=f"{row_pool.what} images",
+            row_kind=f"{row_pool.what} images",
         )
         larger = int(side.mean() > 0.5)
         larger_rows = np.flatnonzero(side == larger)

@@ -191,7 +191,7 @@ def _share_by_dirichlet(scenario: Scenario, row_pool: RowPool, default_min_size:
         min_size=min_size,
         cap=scenario.cap,
         tries=scenario.tries,
-        what=f"{row_pool.what} images",
+        row_kind=f"{row_pool.what} images",
     )
 
 

@@ -37,7 +37,8 @@ def apply_operations(
 ) -> Tensor:
     """Apply to each image its operations, one after another.
 
-    Leave all arguments except the images on the CPU: sorting them there does not wait for the images' device.
+    For each of them the batch is sorted by operation, so that all images with the same operation are one slice, and are
+    computed together. Leave all arguments except the images on the CPU: sorting there does not wait for a GPU.
 
     Args:
         images: uint8 (n, C, H, W). On gray images (C = 1) Color is the identity.
@@ -53,42 +54,46 @@ def apply_operations(
     Raises:
         UserError: If the pool has Cutout and `corner` is None.
     """
-    kinds, levels, negatives = (leaf.cpu().numpy() for leaf in (operation, level, negative))
+    operations, level_numbers, is_negative = (leaf.cpu().numpy() for leaf in (operation, level, negative))
     if corner is None and pool.box:
         raise UserError("apply_operations got no corners: draw the corners of Cutout's boxes, which the pool contains.")
     corners = None if corner is None else corner.cpu().numpy()
-    current_rows = np.arange(len(kinds))  # the original row of each image in its present position
-    for slot in range(kinds.shape[1]):
-        order = np.argsort(kinds[current_rows, slot], kind="stable")
-        current_rows = current_rows[order]
+    original_rows = np.arange(len(operations))  # the row in the argument of the image at each position
+    for slot in range(operations.shape[1]):
+        order = np.argsort(operations[original_rows, slot], kind="stable")
+        original_rows = original_rows[order]
         images = images.index_select(0, _to_device(order, images))
-        kind = kinds[current_rows, slot]
-        _apply_sorted_(images, kind, levels[current_rows, slot], negatives[current_rows, slot], pool)
-        # Cutout has the highest number: its images are last.
-        first_cutout = int(np.searchsorted(kind, CUTOUT))
-        if corners is not None and first_cutout < len(kind):
-            cutout_corners = _to_device(corners[current_rows[first_cutout:], slot], images)
+        sorted_operations = operations[original_rows, slot]
+        _apply_sorted_(
+            images, sorted_operations, level_numbers[original_rows, slot], is_negative[original_rows, slot], pool
+        )
+        # Not part of `_apply_sorted_`, because it needs corners. Its number is the highest, so its images are last.
+        first_cutout = int(np.searchsorted(sorted_operations, CUTOUT))
+        if corners is not None and first_cutout < len(sorted_operations):
+            cutout_corners = _to_device(corners[original_rows[first_cutout:], slot], images)
             tables.paint_gray_boxes_(images[first_cutout:], cutout_corners, pool.box + 1)
-    # The inverse permutation restores the original order.
-    inverse = np.empty_like(current_rows)
-    inverse[current_rows] = np.arange(len(current_rows))
-    return images.index_select(0, _to_device(inverse, images))
+    # Restore the order of the argument: position_of_row is the inverse permutation of original_rows.
+    position_of_row = np.empty_like(original_rows)
+    position_of_row[original_rows] = np.arange(len(original_rows))
+    return images.index_select(0, _to_device(position_of_row, images))
 
 
 def _apply_sorted_(
-    images: Tensor, kind: np.ndarray, level: np.ndarray, negative: np.ndarray, pool: OperationPool
+    images: Tensor, operation: np.ndarray, level: np.ndarray, negative: np.ndarray, pool: OperationPool
 ) -> None:
-    """Apply one operation to each image in place; images (n, C, H, W) are sorted by `kind`; kind, level, negative (n,)."""
-    first = np.searchsorted(kind, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
+    """Apply one operation to each image in place; images (n, C, H, W) are sorted by `operation`; kind, level, negative (n,)."""
+    first = np.searchsorted(operation, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
     variant = negative * pool.levels + level
     if (stop := first[POSTERIZE]) > 0:
-        images[:stop] = _apply_geometric(images[:stop], kind[:stop] * 2 * pool.levels + variant[:stop], first, pool)
+        images[:stop] = _apply_geometric(
+            images[:stop], operation[:stop] * 2 * pool.levels + variant[:stop], first, pool
+        )
     start = first[POSTERIZE]
     stop = first[COLOR]
     if start < stop:
         rows = slice(start, stop)
         table_number = tables.first_tone_tables(pool)[
-            kind[rows] - POSTERIZE, negative[rows].astype(np.int64), level[rows]
+            operation[rows] - POSTERIZE, negative[rows].astype(np.int64), level[rows]
         ]
         images[rows] = _apply_tonal(images[rows], table_number, [row - start for row in first], pool)
     start = first[COLOR]

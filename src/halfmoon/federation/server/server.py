@@ -48,7 +48,7 @@ from halfmoon.federation.server.secure_sum import lasting_keys
 from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.methods import registry
 from halfmoon.runs import assembly, budgets, factory
-from halfmoon.runs.features import inputs
+from halfmoon.runs.features import select_inputs
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.inference.load import load_model
@@ -221,7 +221,7 @@ class FederationServer:
         terms = self.plan.terms
         config = self.plan.config
         task = factory.task(config, terms.image_spec)
-        model_inputs = inputs(config, task, factory.views(config, terms.image_spec), user_cache("features"))
+        model_inputs = select_inputs(config, task, factory.views(config, terms.image_spec), user_cache("features"))
         store = TreeStore(cap=config.memory_cap * 1_000_000)
         device = factory.device(config)
         test = None

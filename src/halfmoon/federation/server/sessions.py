@@ -68,7 +68,7 @@ class _Pending:
         name: the site.
         node: its node.
         since: when the node's process connected, or "" if that is not known.
-        what: description of the exchange for the log.
+        description: the exchange, in the words of the log.
         end: when its timeout ends.
         last_contact: when the node was last seen connected.
     """
@@ -76,7 +76,7 @@ class _Pending:
     name: str
     node: int
     since: str
-    what: str
+    description: str
     end: float
     last_contact: float
 
@@ -179,14 +179,14 @@ class ClientManager:
             text = f"{joined_count} of {total} sites are there"
             self.log.record("sites_ready", text, joined=joined_count, total=total)
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> dict[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], description: str) -> dict[str, SiteResponse]:
         """Send each site its request and wait for all responses.
 
         A site that disconnects and returns within its timeout gets its request again.
 
         Args:
             requests: serialized requests by site.
-            what: description of the exchange for the log.
+            description: description of the exchange for the log.
 
         Returns:
             The responses, in the order of the requests.
@@ -201,15 +201,15 @@ class ClientManager:
             waiting[name] = -math.inf if absent else start
         pending: dict[str, _Pending] = {}
         responses: dict[str, SiteResponse] = {}
-        sends: dict[str, int] = dict.fromkeys(requests, 0)
+        send_count: dict[str, int] = dict.fromkeys(requests, 0)
         while len(responses) < len(requests):
             self.members.poll()
             now = self.clock.now()
             self._requeue_restarted(waiting, pending, now)
             responses |= self._expire(waiting, pending, now, start)
-            self._send_waiting(requests, what, start, now, waiting, pending, sends)
+            self._send_waiting(requests, description, start, now, waiting, pending, send_count)
             for name, response in self._receive(pending).items():
-                if response.data is None and sends[name] <= MAX_RESENDS:
+                if response.data is None and send_count[name] <= MAX_RESENDS:
                     # Not `now`: receiving may have taken minutes.
                     waiting[name] = self.clock.now()
                 else:
@@ -218,8 +218,8 @@ class ClientManager:
                 open_names = ", ".join(name for name in requests if name not in responses)
                 if responses and now - start > RETRY_SECONDS and open_names != logged_names:
                     logged_names = open_names
-                    text = f"waiting for {open_names}: {what}"
-                    self.log.record("waiting_for_replies", text, whom=open_names, detail=what)
+                    text = f"waiting for {open_names}: {description}"
+                    self.log.record("waiting_for_replies", text, whom=open_names, detail=description)
                 self._pause(start, now)
         absent = {name for name in requests if responses[name].reason.startswith(NOT_CONNECTED)}
         self._absent = (self._absent - set(requests)) | (absent - self.members.nodes.keys())
@@ -228,23 +228,23 @@ class ClientManager:
     def _send_waiting(
         self,
         requests: Mapping[str, bytes],
-        what: str,
+        description: str,
         start: float,
         now: float,
         waiting: dict[str, float],
         pending: dict[str, _Pending],
-        sends: dict[str, int],
+        send_count: dict[str, int],
     ) -> None:
         """Send the requests of waiting sites that are connected."""
         names = {self.members.nodes[name]: name for name in waiting if name in self.members.nodes}
-        mail = {node: requests[name] for node, name in names.items()}
-        message_ids = self.connection.send(mail, TIMEOUTS_ALIVE * self.timeout, False)
+        messages_by_node = {node: requests[name] for node, name in names.items()}
+        message_ids = self.connection.send(messages_by_node, TIMEOUTS_ALIVE * self.timeout, False)
         for node, message_id in message_ids.items():
             name = names[node]
             del waiting[name]
-            sends[name] += 1
+            send_count[name] += 1
             since = self.members.process(node)
-            pending[message_id] = _Pending(name, node, since, what, start + self.timeout, now)
+            pending[message_id] = _Pending(name, node, since, description, start + self.timeout, now)
 
     def _pause(self, start: float, poll: float) -> None:
         """Sleep until the next poll.
@@ -311,7 +311,7 @@ class ClientManager:
                 request = self._late.pop(message_id)
                 if data is not None:
                     seconds = self.clock.now() - request.end
-                    text = f"{request.name} answered {request.what} {seconds:.0f} s too late: discarded"
+                    text = f"{request.name} answered {request.description} {seconds:.0f} s too late: discarded"
                     self.log.record("reply_late", text, site=request.name)
             elif message_id in pending:
                 request = pending.pop(message_id)
@@ -332,7 +332,7 @@ class ClientManager:
     def _forget_node(self, request: _Pending, problem: str) -> None:
         self.members.forget(request.name, request.node)
         if problem:
-            text = f"{request.name} did not answer {request.what}: {problem}"
+            text = f"{request.name} did not answer {request.description}: {problem}"
             self.log.record("reply_failed", text, site=request.name)
 
 

@@ -46,7 +46,7 @@ from halfmoon.federation.site.download_spec import DownloadSpecs
 from halfmoon.methods import registry
 from halfmoon.runs.budgets import budget
 from halfmoon.runs.factory import batch_rules, device, examples, method, task, views
-from halfmoon.runs.features import Progress, inputs
+from halfmoon.runs.features import Progress, select_inputs
 from halfmoon.sites.folders.prepare import open_prepared_site
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
@@ -433,7 +433,7 @@ class SiteImages:
         site = SiteRuntime.from_terms(terms, number, folder.images, labels, version, self.device)
         local_clients = site.local_clients
         # With a frozen feature extractor, images are replaced by features, and network and views with them.
-        converted = inputs(
+        converted = select_inputs(
             terms.config, site.task, local_clients.views, self.state_folder / "features", progress=_make_progress(log)
         )
         train = converted.prepare_training(local_clients.dataset.train)

@@ -122,7 +122,7 @@ class MessageList:
         if self.client is not None:
             from flwr.superlink.grid import http_grid
 
-            http_grid.pull_objects = pull_objects_soon  # pyright: ignore[reportPrivateImportUsage]
+            http_grid.pull_objects = pull_objects_with_short_retries  # pyright: ignore[reportPrivateImportUsage]
             self._pull_messages = self.client.PullMessages
             self.client.PullMessages = self._pull_listed_messages
 
@@ -156,12 +156,14 @@ class MessageList:
         )
 
 
-def pull_objects_soon(object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
+def pull_objects_with_short_retries(
+    object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]
+) -> dict[str, bytes]:
     """Pull objects. One that has not arrived yet is retried after 0.02 s to 1 s, where Flower waits 1 s to 10 s."""
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
-    names = list(dict.fromkeys(object_ids))
-    return pull_objects(names, pull_object_fn, max_tries_per_object=None, initial_backoff=0.02, backoff_cap=1.0)
+    unique_ids = list(dict.fromkeys(object_ids))  # equal tensors are one object
+    return pull_objects(unique_ids, pull_object_fn, max_tries_per_object=None, initial_backoff=0.02, backoff_cap=1.0)
 
 
 def runtime_client(grid: Any) -> Any:
@@ -231,25 +233,30 @@ class Fleet:
         _, self._pull, self._push, self._run, self._fab, self._pull_object, self._push_object, self._confirm = functions
 
     def receive(self) -> Packet | None:
-        """Receive the next message; None if there is none or it cannot be fetched completely."""
+        """Receive the next message, and confirm it to the server.
+
+        Returns:
+            The message with all its objects; None if there is no message, its run is over, or an object is missing.
+        """
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
         from flwr.supercore.run import RunNotRunningException
 
         try:
-            pair = self._pull()
+            message_and_tree = self._pull()
         except RunNotRunningException:
             return None
-        if pair is None:
+        if message_and_tree is None:
             return None
-        message, tree = pair
-        run = message.metadata.run_id
-        name = message.metadata.message_id
+        # The message arrives without content. Its content is a tree of objects, which are fetched one by one.
+        message, tree = message_and_tree
+        run_id = message.metadata.run_id
+        message_id = message.metadata.message_id
         try:
-            names = [node.object_id for node in iterate_object_tree(tree)]
-            objects = pull_objects_soon(names, partial(self._pull_object, run))
-            self._confirm(run, name)
-        except Exception as error:  # its run is over, or the server has lost an object of it
-            print_line(f"cannot receive the message {name}: {type(error).__name__}: {error}")
+            object_ids = [node.object_id for node in iterate_object_tree(tree)]
+            objects = pull_objects_with_short_retries(object_ids, partial(self._pull_object, run_id))
+            self._confirm(run_id, message_id)
+        except Exception as error:  # the run of the message is over, or the server has lost one of its objects
+            print_line(f"cannot receive the message {message_id}: {type(error).__name__}: {error}")
             return None
         return Packet(message, tree, objects)
 

@@ -170,15 +170,18 @@ def _folder_contents(source: Source, split: Split) -> list[_FolderContents]:
 
 
 def _check_exportable(source: Source, split: Split, folders: Sequence[_FolderContents], out: Path) -> None:
-    """Raise UserError if folders of images cannot express the data set and the split."""
+    """Raise UserError if folders of images cannot express the data set and the split, or `out` is a file.
+
+    `_claim_folder` checks later that a folder is empty, when it can tell an unfinished export from other contents.
+    """
     if split.stages > 1:
         raise UserError(f"the split has {split.stages} stages, but a folder of images has no time; set stages to 1.")
     for folder in folders:
         if not folder.rows.size:
             raise UserError(f"{folder.name} would have no image; ask for fewer sites or another split.")
     for name in source.classes:
-        stripped = " ".join(name.split(" ")).strip()
-        if name != stripped or not name.isprintable() or source.classes.count(name) > 1:
+        # The file has one name on each line, and readers strip the white space around it.
+        if name != name.strip() or not name.isprintable() or source.classes.count(name) > 1:
             raise UserError(
                 f"class name {name!r} cannot be written into {CLASSES_FILE}: names need to differ and be one line each."
             )
