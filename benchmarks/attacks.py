@@ -1,17 +1,23 @@
 """Attacks by sites that know the rule, against the mean and a federation's default: accuracy on test images.
 
     python benchmarks/attacks.py [--data digits --data-dir DIR] [--labels 50] [--sites 5 10 ...] [--methods NAME ...]
-        [--seeds 0 1 ...] [--rules mean cosine] [--out results/attacks]
+        [--seeds 0 1 ...] [--rules mean cosine ...] [--out results/attacks]
+    python benchmarks/attacks.py --search [--tries 200] [...] [--out results/attack_search]
 
 One site in five is hostile, and all hostile sites work together: they see the honest updates of a round before they
-send theirs. Each also claims twice the median number of images, which is the most that a server's cap lets through. A
-finished cell is a line of OUT.jsonl and is not played again; OUT.md is written after each cell.
+send theirs. Each also claims twice the median number of images, which is the most that a server's cap lets through.
+
+`--search` draws random attacks instead of the fixed ones (`attack_search.py`), each with one of the seeds, and reports
+the worst for each rule. A finished run is a line of OUT.jsonl and is not repeated; OUT.md is written after each run.
 """
 
 import argparse
 import json
 import math
+import os
+import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from attack_search import NAMED, Attack, apply_attack, draw_attack, format_search
 from torch import Tensor
 
 from halfmoon import Config
@@ -39,13 +46,15 @@ from halfmoon.runs.budgets import budget
 from halfmoon.runs.pools import retain_freed_memory
 
 METHODS = ("fedavg-soft-labels", "fedavg-fixmatch", "feddure")
-RULES = ("mean", "cosine")
+RULES = ("mean", "cosine", "cosine-trimmed")
 SETTINGS = ("iid-dir", "uneven")
-ROUNDS, LABELS, BOUND = (
-    15,
-    50,
-    9.9,
-)  # LABELS: of all sites together; BOUND: a server refuses updates of ten median norms
+ROUNDS = 15
+STEPS = 6
+LABELS = 50
+"""Labels of all sites together."""
+
+BOUND = 9.9
+"""Norm of an update in medians: a server refuses ten."""
 
 Forge = Callable[[Tensor, Tensor], Tensor]
 """(honest updates (k, D), the hostile site's own (D,)) -> what it sends."""
@@ -90,7 +99,7 @@ FORGED: dict[str, tuple[str, Forge]] = {
 LEFT_OUT = "(left out by hand)"
 """No attack: who would be hostile is left out, so that its images and labels alone are missing."""
 
-ATTACKS = ("none", LEFT_OUT, *FORGED, "label flip", "back door")
+ATTACKS = ("none", LEFT_OUT, *FORGED, *NAMED, "label flip", "back door")
 
 
 class Cell(NamedTuple):
@@ -106,11 +115,20 @@ class Cell(NamedTuple):
     labels: int = LABELS
 
 
+def find_drawn(attack: str) -> Attack | None:
+    """Return the terms of a named attack or of a try of the search; None for all others."""
+    if attack.startswith("try "):
+        return draw_attack(int(attack.removeprefix("try ")), ROUNDS)
+    return NAMED.get(attack)
+
+
 class Forgers:
     """The first aggregator: the uploads of the first `hostile` clients become what `attack` makes of them."""
 
     def __init__(self, attack: str, hostile: int) -> None:
-        self.attack, self.hostile = attack, hostile
+        self.attack = attack
+        self.hostile = hostile
+        self.drawn = find_drawn(attack)
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         everyone = range(len(context.clients))
@@ -118,6 +136,8 @@ class Forgers:
             return everyone, upload
         if self.attack == LEFT_OUT:
             return everyone[self.hostile :], upload.map(lambda leaf: leaf[self.hostile :])
+        if self.drawn is not None:
+            return everyone, apply_attack(self.drawn, self.hostile, context, upload)
         weight = upload.weight.clone()
         weight[: self.hostile] = FACTOR * weight[self.hostile :].median()
         upload = upload._replace(weight=weight)
@@ -167,7 +187,7 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
     config = Config(
         method=cell.method, data=cell.data, data_dir=folder, clients=n, cohort=n, dirichlet_alpha=0.5,
         labels_per_class=cell.labels / classes / n,
-        setting="iid-dir" if cell.setting == "iid-dir" else "dir-dir", steps=6, rounds=ROUNDS, seed=cell.seed,
+        setting="iid-dir" if cell.setting == "iid-dir" else "dir-dir", steps=STEPS, rounds=ROUNDS, seed=cell.seed,
         split_seed=cell.seed, device="cpu", threads=1, network="small",
     )  # fmt: skip
     shared, method = factory.problem(config), factory.method(config)
@@ -252,6 +272,42 @@ def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, int, str, int], 
     return " / ".join(parts)
 
 
+def search(options: argparse.Namespace) -> None:
+    """Run every try of a search under every rule, and write the lines and the page."""
+    lines = options.out.with_suffix(".jsonl")
+    page = options.out.with_suffix(".md")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    done = {Cell(*(row[name] for name in Cell._fields)) for row in rows}
+    runs = [(seed, "none") for seed in options.seeds]
+    runs += [(options.seeds[number % len(options.seeds)], f"try {number}") for number in range(options.tries)]
+    head = [
+        "# Search for attacks", "",
+        f"    python benchmarks/attacks.py {' '.join(sys.argv[1:])}", "",
+        f"Each try is a random attack by one site in five, the same one under every rule ({lines.name} has every run). "
+        f"Seeds {' '.join(map(str, options.seeds))}, one of them a try. Points of test accuracy lost, compared with the "
+        f"mean of the same seed without an attack. {ROUNDS} rounds of {STEPS} steps. {os.cpu_count()} cores "
+        f"({platform.machine()}), PyTorch {torch.__version__}, one thread a run.", "",
+    ]  # fmt: skip
+    for seed, attack in runs:
+        # Losses are compared with the mean without an attack.
+        rules = dict.fromkeys(["mean", *options.rules] if attack == "none" else options.rules)
+        for sites in options.sites:
+            for method in options.methods:
+                for setting in options.settings:
+                    for rule in rules:
+                        cell = Cell(seed, method, setting, sites, attack, rule, options.data, options.labels)
+                        if cell in done:
+                            continue
+                        row = played(cell, options.data_dir)
+                        if attack != "none":
+                            number = int(attack.removeprefix("try "))
+                            row |= {"try": number, "description": draw_attack(number, ROUNDS).describe()}
+                        rows.append(row)
+                        with lines.open("a") as file:
+                            file.write(json.dumps(row) + "\n")
+        page.write_text("\n".join(head) + "\n" + format_search(rows, options.rules))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attack federations by sites that know the rule.")
     parser.add_argument("--data", default="digits")
@@ -263,15 +319,21 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--rules", nargs="+", default=list(RULES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--out", type=Path, default=Path("results/attacks"))
+    parser.add_argument("--out", type=Path, help="default: results/attacks, or results/attack_search")
+    parser.add_argument("--search", action="store_true", help="draw random attacks instead of the fixed ones")
+    parser.add_argument("--tries", type=int, default=200, help="attacks that --search draws")
     parser.add_argument("--factors", type=float, nargs="*", default=[], help="more factors of flipped updates")
     options = parser.parse_args()
     for factor in options.factors:
         names = {f"sign flip x{factor:g}": "params", f"statistics flip x{factor:g}": "stats"}
         FORGED.update({name: flip(part, factor) for name, part in names.items()})
         options.attacks += [name for name in names if name not in options.attacks]
+    options.out = options.out or Path("results/attack_search" if options.search else "results/attacks")
     retain_freed_memory()
     torch.set_num_threads(1)
+    if options.search:
+        search(options)
+        return
     kept, page = options.out.with_suffix(".jsonl"), options.out.with_suffix(".md")
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {Cell(*(row[name] for name in Cell._fields if name in row)) for row in rows}

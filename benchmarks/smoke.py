@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 420
 """Seconds until a script counts as stuck."""
 
-IMPORTED = {"disturbed", "federation_stock", "peer_rounds", "peer_side", "smoke"}
+IMPORTED = {"attack_search", "disturbed", "federation_stock", "peer_rounds", "peer_side", "smoke"}
 """Modules of benchmarks/ that other scripts import or start."""
 
 SHARED = [
@@ -75,7 +75,9 @@ def export(sites: int) -> tuple[str, ...]:
 SMALLEST: dict[str, Small] = {
     "accountants": ("", {"PLANS": ((10, 10, 8.0),), "ROUNDS": (1,)}),
     "attacks": (
-        "--seeds 0 --sites 4 --methods fedavg-fixmatch --settings uneven --attacks none --out {out}/attacks",
+        "--seeds 0 --sites 4 --methods fedavg-fixmatch --settings uneven --attacks none --out {out}/attacks && "
+        "--search --tries 9 --seeds 0 --sites 5 --methods fedavg-fixmatch --settings uneven --rules cosine-trimmed "
+        "--out {out}/search",
         {"ROUNDS": 1},
     ),
     "calibration": ("{data}/pneumonia_mnist {run}", {}),
@@ -182,7 +184,7 @@ SMALLEST: dict[str, Small] = {
     "unequal_clients": ("--methods fedavg --cohorts 2 --turns 1", {}),
     "upload_precision": ("--rounds 1 --seeds 40", {"VARIANTS": {"float16": None}}),
 }
-"""The command line of each script of benchmarks/, and the constants that make it small."""
+"""The command line of each script of benchmarks/ (several are separated by "&&"), and the constants that make it small."""
 
 RESULTS: dict[str, Small] = {
     "choosing": (
@@ -345,7 +347,7 @@ def started(name: str, folder: Path) -> tuple[float, str]:
         shutil.copytree(ROOT / "docs", out / "docs")
         shutil.copy(ROOT / "README.md", out)
     begin = time.perf_counter()
-    for line in [words, "report"] if words.startswith("play ") else [words]:
+    for line in [words, "report"] if words.startswith("play ") else words.split(" && "):
         given = (str(home), name, line.format(**places).split(), constants, str(out))
         process = SERVER.Process(target=child, args=given)
         process.start()

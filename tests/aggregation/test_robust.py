@@ -18,7 +18,17 @@ from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.agreement import alignment, gram, median
-from halfmoon.aggregation.robust import COSINE_MAX_NORM, Robust, Rule, distances, finite, krum, tolerated, trimmed
+from halfmoon.aggregation.robust import (
+    COSINE_MAX_NORM,
+    Robust,
+    Rule,
+    distances,
+    finite,
+    krum,
+    replace_extremes,
+    tolerated,
+    trimmed,
+)
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
@@ -29,7 +39,7 @@ from halfmoon.runs.factory import aggregators, method
 from halfmoon.storage.checkpoints import METRICS
 from halfmoon.storage.state_store import StateView, TreeStore
 
-RULES: tuple[Rule, ...] = ("clip", "cosine", "median", "trimmed", "krum")
+RULES: tuple[Rule, ...] = ("clip", "cosine", "cosine-trimmed", "median", "trimmed", "krum")
 EVERY = pytest.mark.parametrize("rule", RULES)
 ONE: tuple[Rule, ...] = ("median", "trimmed", "krum")  # the rules that make one aggregate
 ROUNDS = range(2)
@@ -44,13 +54,17 @@ def ask(count: int, broadcast: Tree) -> AggregationContext:
     return AggregationContext(0, 0, 0, "train", broadcast, {}, tuple(range(0, 10 * count, 10)), count, True)
 
 
-def models(values: Sequence[Sequence[float]], stats: Sequence[Sequence[float]] | None = None) -> tuple[Tree, Upload]:
-    """Return a model of ones and zeros that was sent, and uploads that changed it by these rows."""
+def models(
+    values: Sequence[Sequence[float]],
+    stats: Sequence[Sequence[float]] | None = None,
+    weights: Sequence[float] | None = None,
+) -> tuple[Tree, Upload]:
+    """Return a model of ones and zeros that was sent, and uploads that changed it by these rows; weights are 1, 2, ..."""
     change = torch.tensor(values, dtype=torch.float64)
     more = torch.zeros_like(change) if stats is None else torch.tensor(stats, dtype=torch.float64)
     broadcast = {"params": {"w": torch.ones_like(change[0])}, "stats": {"mean": torch.zeros_like(more[0])}}
     parts = {"params": {"w": 1 + change}, "stats": {"mean": more}}
-    return broadcast, Upload(parts, torch.arange(1, len(change) + 1).double())
+    return broadcast, Upload(parts, torch.tensor(weights or range(1, len(change) + 1)).double())
 
 
 def ruled(
@@ -159,6 +173,65 @@ def test_trimmed_leaves_out_a_share_at_both_ends():
     assert ruled("trimmed", [[4], [100], [1], [3]])[0] == [pytest.approx([27])] * 4
 
 
+def test_extremes_of_each_coordinate_become_the_weighted_mean_of_the_others():
+    """Five clients of weights 1 to 5. First coordinate (7, 8, 6, 9, 90): 6 and 90 become (7 * 1 + 8 * 2 + 9 * 4) / 7 =
+    59 / 7. Second (8, 6, 7, 9, 9): of the two 9 the later one is the highest, and it and 6 become (8 * 1 + 7 * 3 +
+    9 * 4) / 8 = 65 / 8. The lengths, 10.6 to 11.7 without a coordinate of 90, are below 1.5 medians."""
+    new, row = ruled("cosine-trimmed", [[7, 8], [8, 6], [6, 7], [9, 9], [90, 9]])
+    a, b = 59 / 7, 65 / 8
+    assert new == [pytest.approx(each) for each in ([7, 8], [8, b], [a, 7], [9, 9], [a, b])]
+    assert (row["trimmed"], row["counted"], row["clipped"]) == (2, 5, 0)
+    # The weighted mean is the weighted trimmed mean: the method's mean sees the extremes no more.
+    weights = np.arange(1, 6)
+    assert np.average(np.array(new), axis=0, weights=weights) == pytest.approx([a, b])
+
+
+def test_a_change_of_one_bias_passes_the_directions_and_not_the_trimming():
+    """Four honest updates (3, 4, 0) or so, and one with 7 in the last coordinate: its cosine with the others is about
+    0.58, so that "cosine" averages it. Trimmed, the last coordinate is 0 at every client."""
+    values = [[3, 4, 0], [3, 4, 0], [4, 3, 0], [4, 3, 0], [3, 4, 7]]
+    assert ruled("cosine", values)[0][4][2] == pytest.approx(7 * 7.5 / 74**0.5)
+    new, _ = ruled("cosine-trimmed", values)
+    assert [each[2] for each in new] == [0, 0, 0, 0, 0]
+
+
+def test_two_of_ten_are_trimmed_and_of_four_one_is():
+    """Values 1 to 10: 1, 2, 9 and 10 become the mean of 3 to 8 with weights 3 to 8, 199 / 33. Of four, 1 and 4 become
+    (2 * 2 + 3 * 3) / 5; of three none is trimmed, and of any number none if no client is expected to be hostile."""
+    mean = 199 / 33
+    new, row = ruled("cosine-trimmed", [[k] for k in range(1, 11)])
+    assert [each[0] for each in new] == pytest.approx([mean, mean, 3, 4, 5, 6, 7, 8, mean, mean])
+    assert row["trimmed"] == 4
+    assert [each[0] for each in ruled("cosine-trimmed", [[1], [2], [3], [4]])[0]] == pytest.approx([2.6, 2, 3, 2.6])
+    assert ruled("cosine-trimmed", [[2], [3], [4]])[0] == [[2], [3], [4]]
+    assert ruled("cosine-trimmed", [[2], [3], [4], [4]], byzantine=0.0)[0] == [[2], [3], [4], [4]]
+
+
+def test_an_outlier_is_left_out_before_coordinates_are_trimmed():
+    """The last of five points away and is removed. Of the others, weights 1 to 4, one extreme a side is replaced."""
+    broadcast, upload = models([[2, 3], [3, 4], [4, 3], [3, 3.5], [-9, 0]])
+    places, new = Robust("cosine-trimmed", 0.2).uploads(ask(5, broadcast), upload)
+    assert list(places) == [0, 1, 2, 3]
+    # (2, 3, 4, 3): of the equal ones both remain, weights 2 and 4. (3, 4, 3, 3.5): 3 of weight 3 and 3.5 of weight 4.
+    second = (3 * 3 + 3.5 * 4) / 7
+    wanted = [[3, second], [3, second], [3, 3], [3, 3.5]]
+    assert (new.update["params"]["w"] - 1).tolist() == [pytest.approx(each) for each in wanted]
+
+
+def test_clients_without_images_are_neither_trimmed_nor_counted():
+    broadcast, upload = models([[1], [2], [3], [4], [0]])
+    upload = upload._replace(weight=torch.tensor([1.0, 2, 3, 4, 0]).double())
+    _, new = Robust("cosine-trimmed", 0.2).uploads(ask(5, broadcast), upload)
+    assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2.6, 2, 3, 2.6, 0])
+
+
+def test_large_values_and_counts_do_not_overflow():
+    """Of 3e38 in float32 with counts of 1e300 the mean is 3e38, not infinite."""
+    leaf = torch.tensor([[1e38], [3e38], [3e38], [3.2e38]])
+    new = replace_extremes(leaf, 1, torch.full((4,), 1e300, dtype=torch.float64))
+    assert new.flatten().tolist() == pytest.approx([3e38] * 4)
+
+
 def test_krum_chooses_the_update_nearest_to_its_neighbors():
     """Five on a line at 0, 1, 3, 4 and 100, one hostile: each has 5 - 1 - 2 = 2 neighbors. Squared distances to the
     nearest two: 1 + 9, 1 + 4, 1 + 4, 1 + 9, 96^2 + 97^2. Of the equal ones the first is taken."""
@@ -256,7 +329,7 @@ def test_the_order_of_clients_changes_nothing(rule: Rule):
     values = (2 + torch.randn(5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).tolist()
     first, _ = ruled(rule, values)
     for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 17):
-        new, _ = ruled(rule, [values[k] for k in order])
+        new, _ = ruled(rule, [values[k] for k in order], weights=[k + 1 for k in order])
         assert [new[order.index(k)] for k in range(5)] == [pytest.approx(each) for each in first]
 
 
@@ -366,6 +439,7 @@ def test_the_methods_that_a_rule_cannot_stand_before(rule: Rule):
 PLAYED: dict[Rule, tuple[str, ...]] = {
     "clip": ("feddb", "fedmatch", "semifed", "fml"),
     "cosine": ("feddb", "fedmatch"),
+    "cosine-trimmed": ("feddb", "fedavg-fixmatch"),
     "median": ("fedavg-fixmatch", "feddb", "fedrgd"),
     "trimmed": ("fedavg-fixmatch", "feddb"),
     "krum": ("feddure", "feddb", "fedrgd"),
@@ -385,7 +459,7 @@ def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
         assert one.report.aggregator.get("chosen") == many.report.aggregator.get("chosen")
     _, _, plain = scene(name, "both")
     (first, *_) = play(made, plain, begin(made, shared), range(1))
-    if rule != "cosine":  # of three clients it leaves out nobody, and none of these is long
+    if not rule.startswith("cosine"):  # of three clients it leaves out nobody, and none of these is long
         assert furthest(played[0][0].server, first.server) > 1e-6  # the rule has done something
 
 

@@ -331,7 +331,16 @@ image = [1, 16, 16]
 @pytest.mark.parametrize(
     ("text", "rule", "words"),
     [
-        (SEVEN, "cosine", None),
+        (SEVEN, "cosine-trimmed", None),
+        ("cohort = 5\n" + SEVEN, "cosine-trimmed", None),
+        ("cohort = 4\n" + SEVEN, "cosine-trimmed", "of 4 sites a round one hostile site is a larger share"),
+        ('aggregation = "clip"\ncohort = 2\n' + SEVEN, "clip", "of 2 sites a round one hostile site is a larger share"),
+        (
+            'aggregation = "cosine"\n' + SEVEN,
+            "cosine",
+            "its file says aggregation cosine; cosine-trimmed is the default",
+        ),
+        ('method = "semifed"\n' + SEVEN, "cosine", "with semifed "),
         ('aggregation = "mean"\n' + SEVEN, "mean", "its file says aggregation mean"),
         ('aggregation = "median"\n' + SEVEN, "median", None),
         ("cohort = 3\n" + SEVEN, "mean", "of fewer than 4 sites a round no rule can tell which one is wrong"),

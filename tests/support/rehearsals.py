@@ -125,9 +125,9 @@ class Town:
             shutil.rmtree(self.folder / name / ".halfmoon" / "federations", ignore_errors=True)
 
 
-def found(place: str, folder: Path) -> Town:
-    """Write three sites with labels at this place."""
-    config = settings.resolve({**SMALL, **SHORT, **PLACES[place]}, {})
+def found(place: str, folder: Path, clients: int = 3) -> Town:
+    """Write sites, three by default, with labels at this place."""
+    config = settings.resolve({**SMALL, **SHORT, **PLACES[place], "clients": clients}, {})
     data = source(config)
     split = split_of(config, data)
     # Of other names: "0" to "9" are everywhere.

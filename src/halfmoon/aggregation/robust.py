@@ -7,11 +7,16 @@ All rules process updates, the differences between uploaded and downloaded value
 - "cosine" removes clients that point away from the rest (`halfmoon.aggregation.agreement`), and scales the remaining
   updates down to `COSINE_MAX_NORM` times the median norm. A tighter bound would shorten honest updates that are only a
   little longer.
+- "cosine-trimmed", the default of federations, removes the same clients as "cosine". Then it trims each coordinate: the
+  lowest and the highest of the remaining values are replaced by the mean of the others, weighted like the method's mean.
+  Last, it scales updates down as "cosine" does. A direction over all coordinates says little about a single one: a client
+  that changes only one bias of the classifier is almost orthogonal to all others and passes "cosine", but not the
+  trimming. Unlike "trimmed", it keeps weights, so that a client with most of the images still counts more.
 - "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al. 2018, Definitions 1 and 2).
 - "krum" selects the one update that is closest to its neighbors (Blanchard et al. 2017, "Machine Learning with
   Adversaries: Byzantine Tolerant Gradient Descent", Section 4).
 
-The last three give every client the same aggregate, so that a method's weights have no effect: they are unweighted, as
+"median", "trimmed" and "krum" give every client the same aggregate, so that a method's weights have no effect: they are unweighted, as
 published.
 
 Two kinds of clients do not take part in a rule: clients whose upload is not finite, which are removed, and clients of
@@ -19,9 +24,11 @@ weight 0, which had no data and returned what they received.
 
 Values other than an update:
 
-- Image counts ("weight") remain each client's. They matter under "clip" and "cosine" only.
+- Image counts ("weight") remain each client's. They matter under "clip", "cosine" and "cosine-trimmed"
+  only.
 - FedDB's mean predictions ("appu") remain too. Under "clip" they determine the weights as usual; if all clients have the
-  same aggregate, FedDB's debiased averaging has no effect. "cosine" also compares auxiliary sums and means.
+  same aggregate, FedDB's debiased averaging has no effect. "cosine" and "cosine-trimmed" also compare auxiliary sums and
+  means.
 - FedRGD averages its groups as usual; with a single aggregate, all groups change by the same amount.
 - FedMatch, SemiFed and HeteroFL need the models of single clients: only "clip" and "cosine" are possible. SemiFL
   and HeteroFL also compute statistics in a separate query (`methods.static`), which is no update and would pass
@@ -36,16 +43,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.agreement import Change, find_outliers, gram, median, split_paths
+from halfmoon.aggregation.agreement import MIN_CLIENTS, Change, find_outliers, gram, median, split_paths
 from halfmoon.aggregation.base import AggregationContext, Aggregator, along, changed, mixed, update
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 
-Rule = Literal["clip", "cosine", "median", "trimmed", "krum"]
+Rule = Literal["clip", "cosine", "cosine-trimmed", "median", "trimmed", "krum"]
 
 COSINE_MAX_NORM = 1.5
-"""Largest norm of an update under "cosine", in multiples of the cohort's median norm."""
+"""Largest norm of an update under "cosine" and "cosine-trimmed", in multiples of the cohort's median norm."""
 
 
 class Robust(Aggregator):
@@ -56,7 +63,7 @@ class Robust(Aggregator):
 
     Args:
         rule: The rule.
-        byzantine: The share of hostile clients that "trimmed" and "krum" expect.
+        byzantine: The share of hostile clients that "trimmed", "cosine-trimmed" and "krum" expect.
     """
 
     def __init__(self, rule: Rule, byzantine: float) -> None:
@@ -73,7 +80,8 @@ class Robust(Aggregator):
         if not_finite:
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *not_finite})
             context, upload, change = select_clients(indices, context, upload, change)
-        if self.rule == "cosine":
+        cut = cosine_cut(self.byzantine, int((upload.weight > 0).sum()))
+        if self.rule in ("cosine", "cosine-trimmed"):
             outliers = find_outliers(context, upload, change)
             if outliers:
                 self._row["outside"] = [*self._row.get("outside", ()), *outliers.values()]
@@ -83,7 +91,10 @@ class Robust(Aggregator):
                 indices = [indices[index] for index in inliers]
         voters = (upload.weight > 0).nonzero().flatten().tolist()
         if change and voters:
-            upload, metrics = self._apply_rule(context, upload, change, voters)
+            if self.rule == "cosine-trimmed":
+                upload, metrics = trim_and_clip(context, upload, change, voters, cut)
+            else:
+                upload, metrics = self._apply_rule(context, upload, change, voters)
             self._row |= metrics
         return indices, upload
 
@@ -135,7 +146,7 @@ class Finite(Aggregator):
         indices = finite(list(tree.leaves(upload.tree)))
         not_finite = [client for index, client in enumerate(context.clients) if index not in indices]
         if not_finite:
-            advice = "leave it out with --aggregation cosine, clip, median, trimmed or krum"
+            advice = "leave it out with --aggregation cosine-trimmed, cosine, clip, median, trimmed or krum"
             if not self.robust:
                 advice = (
                     "an aggregation that would leave it out cannot be combined with secure_aggregation or dp_clip; run "
@@ -212,6 +223,67 @@ def clip_to_median(
         scaled_down = {path: change[path] * along(scale, change[path]) for path in paths}
         upload = mixed(exceeds, changed(upload, context, scaled_down), upload)
     return upload, {"clipped": int(is_clipped.sum()), "counted": len(context.clients), "median_norm": medians}
+
+
+def trim_and_clip(
+    context: AggregationContext, upload: Upload, change: Change, voters: Sequence[int], cut: int
+) -> tuple[Upload, dict[str, Any]]:
+    """Replace the extreme values of each coordinate, then scale long updates down to `COSINE_MAX_NORM` median norms.
+
+    Args:
+        context: The query.
+        upload: The uploads, leaves (k, ...).
+        change: The updates.
+        voters: The indices of the clients that are compared; the updates of all others remain unchanged.
+        cut: The number of smallest values, and of largest ones, that are replaced in each coordinate.
+
+    Returns:
+        The uploads, and the metrics: those of `clip_to_median`, and the number of values replaced in each coordinate.
+    """
+    # At least one value of each coordinate must remain.
+    cut = min(cut, (len(voters) - 1) // 2)
+    if cut:
+        weight = upload.weight[voters]
+        new = {path: leaf.clone() for path, leaf in change.items()}
+        for path, leaf in change.items():
+            new[path][voters] = replace_extremes(leaf[voters], cut, weight)
+        change = new
+        upload = changed(upload, context, change)
+    upload, metrics = clip_to_median(context, upload, change, voters, COSINE_MAX_NORM)
+    return upload, {"trimmed": 2 * cut, **metrics}
+
+
+def cosine_cut(byzantine: float, count: int) -> int:
+    """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces among `count` clients.
+
+    The expected number of hostile clients, but at least one: of four clients a fifth is less than one client. Cohorts
+    that are too small for outliers are not trimmed either.
+    """
+    if not byzantine or count < MIN_CLIENTS:
+        return 0
+    return max(1, expected_hostile(byzantine, count))
+
+
+def replace_extremes(leaf: Tensor, cut: int, weight: Tensor) -> Tensor:
+    """Replace the `cut` smallest and `cut` largest values of each coordinate by the weighted mean of the others.
+
+    The weighted mean of the result is the weighted trimmed mean. Equal values are in the order of the clients.
+
+    Args:
+        leaf: The values (k, ...).
+        cut: At least 1, and below k / 2.
+        weight: The weights (k,) of the means.
+
+    Returns:
+        The new values (k, ...).
+    """
+    ordered, order = leaf.sort(dim=0, stable=True)
+    inner = slice(cut, len(leaf) - cut)
+    inner_weight = weight.to(leaf.device, torch.float64)[order[inner]]
+    # Divide the weights first: the product of a large value and a large count may overflow.
+    mean = (ordered[inner].double() * (inner_weight / inner_weight.sum(0))).sum(0).to(leaf.dtype)
+    extremes = torch.cat([order[:cut], order[len(leaf) - cut :]])
+    return leaf.scatter(0, extremes, mean.expand_as(extremes))
 
 
 def trimmed(leaf: Tensor, cut: int) -> Tensor:

@@ -232,11 +232,13 @@ class AggregationOptions:
     """Aggregation of uploads by the server, and attacks of hostile clients in a simulation."""
 
     aggregation: Annotated[
-        Literal["mean", "clip", "cosine", "median", "trimmed", "krum"],
+        Literal["mean", "clip", "cosine", "cosine-trimmed", "median", "trimmed", "krum"],
         "how the server aggregates uploads; clip: to the cohort's median norm; cosine: also leave out updates that "
-        "point away from the others, the default of a federation's server",
+        "point away from the others; cosine-trimmed: also trim coordinates, the default of a federation",
     ] = "mean"
-    byzantine: Annotated[float, "share of a cohort that trimmed and krum expect to be hostile", BELOW_HALF] = 0.2
+    byzantine: Annotated[
+        float, "share of a cohort that trimmed, cosine-trimmed and krum expect to be hostile", BELOW_HALF
+    ] = 0.2
     upload_precision: Annotated[
         Literal["float32", "float16", "int8"],
         "number format of updates that clients send; float16 needs half the bytes, int8 a quarter",

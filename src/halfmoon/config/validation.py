@@ -8,11 +8,14 @@ from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
-DEFAULT_DEFENSE = "cosine"
-"""The aggregation of a federation whose file does not set one."""
+DEFAULT_DEFENSES = ("cosine-trimmed", "cosine")
+"""The aggregation of a federation whose file does not set one: the first rule that its method can be combined with."""
 
 MIN_COHORT_FOR_DEFENSE = 4
 """The smallest cohort in which a robust aggregation can help."""
+
+MEASURED_COHORT = 5
+"""The smallest cohort in which the losses under the default rule were measured to be small."""
 
 
 def default_aggregation(config: Any, method_entry: Callable[[str], Any]) -> str:
@@ -26,9 +29,9 @@ def default_aggregation(config: Any, method_entry: Callable[[str], Any]) -> str:
     hides_uploads = config.secure_aggregation or config.dp_clip is not None
     if hides_uploads or config.cohort < MIN_COHORT_FOR_DEFENSE:
         return "mean"
-    if method_entry(config.method).robust_rule_conflict(DEFAULT_DEFENSE, effective_norm(config)):
-        return "mean"
-    return DEFAULT_DEFENSE
+    entry = method_entry(config.method)
+    norm = effective_norm(config)
+    return next((rule for rule in DEFAULT_DEFENSES if not entry.robust_rule_conflict(rule, norm)), "mean")
 
 
 def effective_norm(config: Any) -> str:
