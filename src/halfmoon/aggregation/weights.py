@@ -86,9 +86,15 @@ class WeightCap(Aggregator):
 
 
 def capped(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> Upload:
-    """Scale the weights of uploads (k, ...), and sums that have them as a factor; a scale of 1 changes no bit."""
+    """Scale the weights of uploads (k, ...), and sums that have them as a factor; a scale of 1 changes no bit.
+
+    Where sections of the update are sums over images, these are scaled and the weights are not: all of them are one.
+    """
     if all(multiplier == 1 for multiplier in scale):
         return upload
+    if upload_spec.sums:
+        section_sums = {name: scaled(upload.update[name], scale) for name in upload_spec.sums}
+        return upload._replace(update={**upload.update, **section_sums})
     sums = {name: scaled(upload.aux[name], scale) for name in upload_spec.names(reduce="sum")}
     return Upload(upload.update, scaled(upload.weight, scale), {**upload.aux, **sums})
 

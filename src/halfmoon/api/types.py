@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -250,6 +250,9 @@ class ClientUpdate:
 
     task: Task  # shared by all methods of a comparison
 
+    max_norm_ratio: ClassVar[float] = float("inf")
+    """Largest norm of an upload in medians of the cohort's, if it is below the bound of the server's operator."""
+
     @property
     def requirements(self) -> UpdateRequirements:
         """Data that the update needs from the engine; by default labeled images only."""
@@ -315,6 +318,25 @@ class ClientUpdate:
         memory = {"optimizer": carry["optimizer"]} if self.requirements.keep_optimizer else {}
         return Upload({"params": carry["params"], "stats": carry["stats"]}, data.rows), memory
 
+    def find_fault(self, upload: Upload, labeled: int, unlabeled: int) -> str | None:
+        """Find what no honest client can send, in an upload of the declared names and shapes.
+
+        The server of a federation calls this for each upload that it can see, and refuses one with a fault.
+
+        Args:
+            upload: the upload of one client, with finite values.
+            labeled: number of labeled images that the client has declared.
+            unlabeled: number of unlabeled images that it has declared.
+
+        Returns:
+            The first fault as text that does not name the client; None if there is none.
+        """
+        return None
+
+    def upload_norm(self, upload: Upload) -> float | None:
+        """Compute the norm that a server compares with the cohort's median; None for that of the update."""
+        return None
+
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images that a step on `labeled` + `unlabeled` images sends through the classifier."""
         images = labeled + len(self.requirements.views) * unlabeled
@@ -354,6 +376,7 @@ class Federation(Protocol):
     """Interface through which a method reaches clients. `client_update` is a name in `Method.client_updates`."""
 
     clients: int  # number of registered clients, numbered from 0
+    size: int  # number of clients that are sampled for a round
     cohort: Tensor  # (K,) int64, the clients of this round; clients that do not respond are removed
     responders: Tensor  # (k,) int64, clients that responded to the last query, in the order of its uploads
     state_store: StateStore  # the server's store, for trees that are too large for its state

@@ -102,12 +102,15 @@ class UploadSpec:
             the norm of the update.
         weight: largest weight of a client: its number of images (labeled images may count twice), or one.
         aux: declarations of the auxiliary tensors, by name.
+        sums: names of the sections of the update that are sums over the client's images. A server scales those of a
+            client that declares far more images than the others.
     """
 
     update: tuple[str, ...] = ("params", "stats")
     statistics: tuple[str, ...] = ("stats",)
     weight: Literal["rows", "one"] = "rows"
     aux: Mapping[str, Aux] = field(default_factory=dict[str, Aux])
+    sums: tuple[str, ...] = ()
 
     def names(self, *values: Values, reduce: Reduction | None = None) -> list[str]:
         """List the auxiliary tensors of these kinds.

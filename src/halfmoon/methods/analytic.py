@@ -14,10 +14,10 @@ Departures: AFL and Fed3R regress on f itself without an intercept; AFL adds the
 at the server. Here the server adds it once, to the sum, so clients need not have full-rank data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,14 @@ SHARPNESS = (4.0, 6.0)
 CORRECTION_DECAY = 0.7
 """Share of the correction of the class totals that is retained from round to round."""
 
+TOLERANCE = 1e-6
+"""Rounding error of a sum, for each image, that the server's checks of sums allow."""
+
+NO_SOLUTION = (
+    "the head cannot be solved: the sites' sums are of no possible images, so at least one site's are wrong. The server "
+    "checks each site's sums unless secure_aggregation or noise hides them: leave these out to find the site."
+)
+
 
 @dataclass(frozen=True)
 class SumsUpdate(ClientUpdate):
@@ -54,7 +62,11 @@ class SumsUpdate(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        return UpdateRequirements(trains=False, all_rows=True, upload_spec=UploadSpec(("sums",), ("sums",), "one"))
+        return UpdateRequirements(trains=False, all_rows=True, upload_spec=self.upload_spec)
+
+    @property
+    def upload_spec(self) -> UploadSpec:
+        return UploadSpec(("sums",), ("sums",), "one", sums=("sums",))
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
         """Compute the sums by name, float64."""
@@ -74,6 +86,14 @@ class SumsUpdate(ClientUpdate):
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         return Upload({"sums": carry}, torch.ones_like(data.labeled, dtype=torch.float64)), {}
+
+    def find_fault(self, upload: Upload, labeled: int, unlabeled: int) -> str | None:
+        """Find the first bound that these sums exceed for every set of so many images."""
+        return next(self.faults(upload.update["sums"], labeled, unlabeled), None)
+
+    def faults(self, sums: Tree, labeled: int, unlabeled: int) -> Iterator[str]:
+        """Yield the bounds that sums exceed."""
+        raise NotImplementedError
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(0, 0)
@@ -104,9 +124,24 @@ class SumsUpdate(ClientUpdate):
 class MeanSums(SumsUpdate):
     """Upload the number of images and the sum of their q."""
 
+    # The sites' images differ, but their mean feature vectors have similar lengths: the networks are the same.
+    max_norm_ratio: ClassVar[float] = 2.0
+
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
         q = self.roots(broadcast, torch.cat([data.x, data.u]))
         return {"count": (data.labeled + data.unlabeled).to(q.dtype), "q": q.sum(0)}
+
+    def faults(self, sums: Tree, labeled: int, unlabeled: int) -> Iterator[str]:
+        count = float(sums["count"])
+        yield from count_faults("count", count, labeled + unlabeled)
+        if float(sums["q"].min()) < -TOLERANCE:
+            yield "its sum q of square roots is negative"
+        if not count and bool(sums["q"].any()):
+            yield "its sum q is of no image"
+
+    def upload_norm(self, upload: Upload) -> float | None:
+        sums = upload.update["sums"]
+        return float(torch.linalg.vector_norm(sums["q"]) / sums["count"].clamp_min(1))
 
 
 @dataclass(frozen=True)
@@ -131,6 +166,36 @@ class MomentSums(SumsUpdate):
             "label_hy": x.T @ y,
         }
 
+    def faults(self, sums: Tree, labeled: int, unlabeled: int) -> Iterator[str]:
+        """Compare the sums with the counts: every h has norm 1, so that no sum of vectors is longer than its count.
+
+        Second moments minus those of the means are positive semidefinite, with a trace of the count at most; this bounds
+        every entry (Cauchy-Schwarz).
+        """
+        count = float(sums["count"])
+        label_counts = sums["label_counts"]
+        label_count = float(label_counts.sum())
+        yield from count_faults("count", count, labeled + unlabeled)
+        yield from count_faults("label_counts", label_count, labeled)
+        if float(label_counts.min()) < 0:
+            yield f"its label_counts have {float(label_counts.min()):g} images of a class"
+        if label_count > count + TOLERANCE:
+            yield f"it counts {label_count:g} labeled images of {count:g}"
+        unlabeled_count = max(0.0, count - label_count)
+        unlabeled_h = sums["h"] - sums["label_h"]
+        yield from length_faults("label_hy", sums["label_hy"].T, label_counts)
+        yield from length_faults("h without label_h", unlabeled_h[None], label_counts.new_tensor([unlabeled_count]))
+        allowed = TOLERANCE * max(1.0, label_count)
+        if float((sums["label_hy"].sum(1) - sums["label_h"]).abs().max()) > allowed:
+            yield "its label_h is not the sum of label_hy over the classes"
+        side = len(sums["h"])
+        label_hh = symmetric_matrix(sums["label_hh"], side)
+        unlabeled_hh = symmetric_matrix(sums["hh"] - sums["label_hh"], side)
+        means = sums["label_hy"] / label_counts.clamp_min(1e-9).sqrt()
+        yield from moment_faults("label_hh", label_hh, means, label_count)
+        mean = unlabeled_h[:, None] / max(unlabeled_count, 1e-9) ** 0.5
+        yield from moment_faults("hh without label_hh", unlabeled_hh, mean, unlabeled_count)
+
 
 @dataclass(frozen=True)
 class SoftSums(SumsUpdate):
@@ -141,6 +206,12 @@ class SoftSums(SumsUpdate):
         head = broadcast["head"]
         r = (h @ head["weight"].T + head["bias"]).softmax(1)
         return {"r": r.sum(0), "rh": r.T @ h}
+
+    def faults(self, sums: Tree, labeled: int, unlabeled: int) -> Iterator[str]:
+        yield from count_faults("r", float(sums["r"].sum()), unlabeled)
+        if float(sums["r"].min()) < 0:
+            yield f"its r counts {float(sums['r'].min()):g} images of a class"
+        yield from length_faults("rh", sums["rh"], sums["r"])
 
 
 @dataclass(frozen=True)
@@ -306,6 +377,7 @@ class MixtureHead(RidgeHead):
         covariance = (moments["scatter"] + label_weight * moments["label_scatter"] - between) / mass.sum()
         identity = torch.eye(len(covariance), dtype=r.dtype, device=r.device)
         covariance = torch.lerp(covariance, covariance.trace() / len(covariance) * identity, self.shrinkage)
+        covariance = positive_definite(covariance)
         # Linear discriminant analysis: weight S^-1 mu_c, bias -mu_c' S^-1 mu_c / 2, without class priors.
         slopes = solve_linear(covariance, means.T)
         mixture = {"weight": (basis @ slopes).T, "bias": -0.5 * (means.T * slopes).sum(0)}
@@ -337,10 +409,11 @@ def sum_over_clients(
     Raises:
         UserError: if the cohort does not include all clients.
     """
-    if len(federation.cohort) != federation.clients:
+    # The cohort lacks clients that have not replied, or that were refused: the head is solved without these.
+    if federation.size != federation.clients:
         raise UserError(
             f"the head is solved from the sums of all {federation.clients} clients, and a round has "
-            f"{len(federation.cohort)}: set cohort to {federation.clients}."
+            f"{federation.size}: set cohort to {federation.clients}."
         )
     broadcast = {"params": server["params"], "head": server["head"]}
     broadcast["sums"] = update.zeros(broadcast)
@@ -369,13 +442,74 @@ def solve(sums: Tree, strength: float) -> Tree:
 
 
 def solve_linear(matrix: Tensor, right: Tensor) -> Tensor:
-    """Solve matrix x = right for x (F, K)."""
-    return cast(Tensor, torch.linalg.solve(matrix, right))  # pyright: ignore[reportUnknownMemberType]
+    """Solve matrix x = right for x (F, K); raise UserError if there is no finite solution."""
+    try:
+        solution = cast(Tensor, torch.linalg.solve(matrix, right))  # pyright: ignore[reportUnknownMemberType]
+    except RuntimeError as error:  # LinAlgError, of a singular matrix
+        raise UserError(NO_SOLUTION) from error
+    if not bool(solution.isfinite().all()):
+        raise UserError(NO_SOLUTION)
+    return solution
+
+
+def positive_definite(matrix: Tensor) -> Tensor:
+    """Return a symmetric matrix unchanged if it is positive definite; else with its eigenvalues raised to be positive.
+
+    Sums that contradict one another, of sites that were refused in one query only, can make it indefinite.
+    """
+    if int(torch.linalg.cholesky_ex(matrix)[1]) == 0:
+        return matrix
+    values, vectors = eigen_decomposition(matrix)
+    floor = (values.abs().max() * 1e-3).clamp_min(1e-12)
+    return (vectors * values.clamp_min(floor)) @ vectors.T
+
+
+def eigen_decomposition(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the eigenvalues (F,), ascending, and eigenvectors (F, F); raise UserError if there are none."""
+    if not bool(matrix.isfinite().all()):
+        raise UserError(NO_SOLUTION)
+    values, vectors = torch.linalg.eigh(matrix)  # pyright: ignore[reportUnknownMemberType]
+    return cast(Tensor, values), cast(Tensor, vectors)
+
+
+def count_faults(name: str, count: float, declared: int) -> Iterator[str]:
+    """Yield a fault if a count is negative or above the declared one."""
+    if not -TOLERANCE <= count <= declared + TOLERANCE * max(1, declared):
+        yield f"its {name} is of {count:g} images, and it has declared {declared}"
+
+
+def length_faults(name: str, vectors: Tensor, counts: Tensor) -> Iterator[str]:
+    """Yield a fault if a sum of vectors of norm 1, a row of `vectors` (n, F), is longer than its count (n,)."""
+    lengths = torch.linalg.vector_norm(vectors, dim=1)
+    excess = lengths - counts * (1 + TOLERANCE) - TOLERANCE
+    if bool((excess > 0).any()):
+        row = int(excess.argmax())
+        yield f"its {name} has the length {float(lengths[row]):g}, of {float(counts[row]):g} vectors of length 1"
+
+
+def moment_faults(name: str, moments: Tensor, means: Tensor, count: float) -> Iterator[str]:
+    """Yield a fault if second moments (F, F) are of no `count` vectors of norm 1 with these means.
+
+    Args:
+        name: name of the moments.
+        moments: sum of h h'.
+        means: sums of groups of the vectors (F, n), each divided by the root of the group's size.
+        count: number of vectors.
+    """
+    allowed = TOLERANCE * max(1.0, count)
+    trace = float(moments.trace())
+    if trace > count + allowed:
+        yield f"its {name} has the trace {trace:g}, of {count:g} vectors of length 1"
+    # Cholesky's factorization exists for positive definite matrices only.
+    within = moments - means @ means.T
+    within = within + allowed * torch.eye(len(within), dtype=within.dtype, device=within.device)
+    if int(torch.linalg.cholesky_ex(within)[1]) != 0:
+        yield f"its {name} are no second moments of vectors with the sums that it sends"
 
 
 def principal_directions(second: Tensor, count: int) -> Tensor:
     """Compute the `count` leading eigenvectors (F, count) of a matrix of second moments (F, F)."""
-    vectors = cast(Tensor, torch.linalg.eigh(second)[1])  # pyright: ignore[reportUnknownMemberType]
+    vectors = eigen_decomposition(second)[1]
     # `eigh` sorts eigenvalues in ascending order.
     return vectors.flip(1)[:, :count].contiguous()
 

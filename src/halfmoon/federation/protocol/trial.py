@@ -55,6 +55,7 @@ class TrialFederation:
         """Run rounds of the method; raise `TrialFailed` if that is not possible."""
         self.state_store: StateStore = StateView(TreeStore(), "state/", torch.device("cpu"))
         self.labeled = 0
+        self.size = self.clients
         try:
             server = method.start(task, task.network.init(rng.generator(self.seed, "model")))
             period = requirements_of(method, task.network.norm).period

@@ -10,9 +10,10 @@ from torch import Tensor
 from halfmoon.aggregation.precision import decoded
 from halfmoon.aggregation.weights import WeightCap, caps
 from halfmoon.api.types import ClientUpdate
-from halfmoon.api.uploads import Upload
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
+from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.evaluation import ModelEvaluation
 from halfmoon.engine.sampling import Amount
@@ -142,6 +143,7 @@ class Inspection:
         keys: long-term keys of the sites. With keys, uploads are masked, and only their sum can be read.
         cap: cap on the weights; None if the server cannot see the weight of a single site.
         shared: whether a site allows its own accuracy to be shown.
+        declared: numbers of labeled and of unlabeled images that a site has declared.
     """
 
     patterns: UploadProbe | None = None
@@ -151,6 +153,7 @@ class Inspection:
     keys: Callable[[], Mapping[str, bytes]] | None = None
     cap: WeightCap | None = None
     shared: Callable[[str], bool] = lambda _: False
+    declared: Callable[[str], ClientSize] = lambda _: ClientSize(0, 0)
 
 
 @dataclass(frozen=True)
@@ -341,7 +344,8 @@ class SiteCalls:
                 replies[site] = reply
         # Masked uploads have no norm of their own (0), so this check does not reject any of them.
         norms = {site: reply.norm for site, reply in replies.items()}
-        too_large = check_norm(norms, self.rules.norm_bound)
+        bound = min(self.rules.norm_bound, context.client_update.max_norm_ratio)
+        too_large = check_norm(norms, bound)
         for site, fault in too_large.items():
             self.reject(site, fault, context.round)
         return {site: reply for site, reply in replies.items() if site not in too_large}
@@ -385,16 +389,34 @@ class SiteCalls:
                     fault = check_schema(upload.tree, {}, None)
                     if fault is not None:
                         return self.reject(site, fault, context.round)
+                declared = self.inspection.declared(site)
+                fault = context.client_update.find_fault(upload, declared.labeled, declared.unlabeled)
+                if fault is not None:
+                    return self.reject(site, fault, context.round)
                 weight = float(upload.weight)
-                norm = update_norm(upload, down, upload_spec)
+                custom_norm = context.client_update.upload_norm(upload)
+                norm = update_norm(upload, down, upload_spec) if custom_norm is None else custom_norm
         return CheckedReply(replace(reply, upload={}), response.data, layout, weight, norm)
 
-    def weight_scale(self, replies: Mapping[int, CheckedReply]) -> dict[int, float]:
-        """Compute the factor that brings each client's weight below the cap, by client number."""
+    def weight_scale(self, replies: Mapping[int, CheckedReply], upload_spec: UploadSpec) -> dict[int, float]:
+        """Compute the factor that brings each client's weight below the cap, by client number.
+
+        The weight in a sum over images is the number of images, and apart from it that of labeled images: a client with
+        far more labels than the others would determine a head, however many images they have.
+        """
         clients = list(replies)
-        if self.inspection.cap is None:
+        cap = self.inspection.cap
+        if cap is None:
             return dict.fromkeys(clients, 1.0)
-        scale = self.inspection.cap.scale(clients, [replies[client].weight for client in clients])
+        if not upload_spec.sums:
+            scale = cap.scale(clients, [replies[client].weight for client in clients])
+            return dict(zip(clients, scale, strict=True))
+        sizes = [self.inspection.declared(self.names[client]) for client in clients]
+        scale = cap.scale(clients, [float(size.labeled + size.unlabeled) for size in sizes])
+        labeled = [float(size.labeled) for size in sizes]
+        for row, limit in enumerate(caps(labeled, cap.factor)):
+            if labeled[row] > limit:
+                scale[row] = min(scale[row], limit / labeled[row])
         return dict(zip(clients, scale, strict=True))
 
     def reject(self, site: str, reason: str, round: int) -> None:

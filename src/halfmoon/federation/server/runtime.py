@@ -199,7 +199,7 @@ class RemoteRuntime(ServerRuntime):
             return
         upload_spec = context.client_update.requirements.upload_spec
         present = {client: replies.pop(self.names[client]) for client in clients if self.names[client] in replies}
-        scale = self.calls.weight_scale(present)
+        scale = self.calls.weight_scale(present, upload_spec)
         # Popping a reply deletes its spooled file once its result was used.
         for client in list(present):
             yield (
