@@ -19,11 +19,11 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Scenario, Source, Split, load
 from halfmoon.data.partition.primitives import (
     apportion,
-    deal_evenly,
     draw_labeled,
     named_generator,
     rows_by_client,
     spread_by_dirichlet,
+    spread_evenly,
 )
 from halfmoon.data.partition.split import SplitOrigin, hash_labels
 
@@ -66,7 +66,7 @@ def test_a_larger_pool_contains_the_smaller() -> None:
 @given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 40), st.integers(0, 99))
 def test_dealing_is_even_in_every_class_and_in_all(count: int, classes: int, clients: int, seed: int) -> None:
     labels = mixed(count, classes, seed)
-    holder = deal_evenly(labels, clients, named_generator(seed, "deal"))
+    holder = spread_evenly(labels, clients, named_generator(seed, "deal"))
     sizes = np.bincount(holder, minlength=clients)
     assert sizes.max() - sizes.min() <= 1
     for label in range(classes):
@@ -76,7 +76,7 @@ def test_dealing_is_even_in_every_class_and_in_all(count: int, classes: int, cli
 
 def test_dealing_is_random_inside_a_class() -> None:
     labels = np.zeros(1000, np.int64)
-    a, b = (deal_evenly(labels, 10, named_generator(seed, "deal")) for seed in (0, 1))
+    a, b = (spread_evenly(labels, 10, named_generator(seed, "deal")) for seed in (0, 1))
     # Two independent even deals agree on a tenth of the rows: 100, with a standard deviation near 9.5.
     assert 50 < (a == b).sum() < 150
 

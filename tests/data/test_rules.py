@@ -38,21 +38,21 @@ def alpha(value: float) -> SplitOptions:
 
 @given(st.integers(20, 200), st.integers(1, 20), st.integers(0, 99))
 def test_equal_sizes_leave_the_remainder_to_nobody(rows: int, clients: int, seed: int) -> None:
-    holder = rules.cut_evenly(SplitOptions(), part(np.zeros(rows, np.int64), 1, clients, seed))
+    holder = rules.assign_equal_sizes(SplitOptions(), part(np.zeros(rows, np.int64), 1, clients, seed))
     assert np.bincount(holder + 1, minlength=clients + 1).tolist() == [rows % clients] + [rows // clients] * clients
 
 
 def test_equal_sizes_are_not_balanced_by_class() -> None:
     """460 random rows of 10 classes: a class count has a standard deviation of sqrt(460 * 0.1 * 0.9) = 6.4."""
     labels = CIFAR[:46_000]
-    counts = table(rules.cut_evenly(SplitOptions(), part(labels, 10, 100)), labels, 100, 10)
+    counts = table(rules.assign_equal_sizes(SplitOptions(), part(labels, 10, 100)), labels, 100, 10)
     assert 5.5 < (counts - 46).std() < 7.3
 
 
 def test_shards_are_contiguous_and_their_leftovers_come_first() -> None:
     """Two classes, 4 clients with 2 shards: 4 shards a class. 11 rows are cut into 3, 3, 3, 2, 8 into 2, 2, 2, 2."""
     labels = np.array([0] * 5 + [1] * 4 + [0] * 6 + [1] * 4)
-    holder = rules.cut_shards(SplitOptions(), part(labels, 2, 4))
+    holder = rules.assign_shards(SplitOptions(), part(labels, 2, 4))
     for label, sizes in ((0, (3, 3, 3, 2)), (1, (2, 2, 2, 2))):
         of_class = holder[labels == label]
         for shard in np.split(of_class, np.cumsum(sizes)[:-1]):
@@ -66,7 +66,7 @@ def test_a_client_draws_a_class_twice_as_often_as_the_multiset_says() -> None:
     labels = mixed(46_000, 10)
     doubles = 0
     for seed in range(60):
-        counts = table(rules.cut_shards(SplitOptions(), part(labels, 10, 100, seed)), labels, 100, 10)
+        counts = table(rules.assign_shards(SplitOptions(), part(labels, 10, 100, seed)), labels, 100, 10)
         assert set(np.unique(counts)) <= {0, 230, 460}
         assert (counts.sum(1) == 460).all()
         doubles += int((counts == 460).sum())
@@ -77,10 +77,10 @@ def test_shards_that_do_not_come_out_even_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"7 clients with 2 shards each make 14 shards, which 10 classes cannot .* of 5,"
     ):
-        rules.cut_shards(SplitOptions(), part(mixed(500, 10), 10, 7))
-    rules.cut_shards(SplitOptions(), part(mixed(500, 10), 10, 15))
+        rules.assign_shards(SplitOptions(), part(mixed(500, 10), 10, 7))
+    rules.assign_shards(SplitOptions(), part(mixed(500, 10), 10, 15))
     with pytest.raises(UserError, match="class b has 3 labeled images to share, fewer than its 4 shards"):
-        rules.cut_shards(SplitOptions(), part(np.array([0] * 9 + [1] * 3), 2, 4))
+        rules.assign_shards(SplitOptions(), part(np.array([0] * 9 + [1] * 3), 2, 4))
 
 
 def in_words(labels, classes, clients, dirichlet_alpha, draw):
@@ -111,7 +111,7 @@ def in_words(labels, classes, clients, dirichlet_alpha, draw):
 @pytest.mark.parametrize(("dirichlet_alpha", "clients"), [(0.01, 9), (0.1, 20), (0.5, 23), (50.0, 7)])
 def test_filling_in_turn_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, clients: int) -> None:
     labels = mixed(1000, 10, seed)
-    holder = rules.fill_in_turn(alpha(dirichlet_alpha), part(labels, 10, clients, seed))
+    holder = rules.assign_sequentially(alpha(dirichlet_alpha), part(labels, 10, clients, seed))
     held, rest, _ = in_words(labels, 10, clients, dirichlet_alpha, named_generator(seed, "x"))
     for k in range(clients):
         assert np.flatnonzero(holder == k).tolist() == sorted(held[k])
@@ -138,12 +138,12 @@ def test_a_rounding_error_larger_than_the_largest_count() -> None:
     then takes the 10 largest remainders, at most one row of a class."""
     labels = mixed(160, 16)
     for seed in range(5):
-        counts = table(rules.fill_in_turn(alpha(1e5), part(labels, 16, 16, seed)), labels, 16, 16)
+        counts = table(rules.assign_sequentially(alpha(1e5), part(labels, 16, 16, seed)), labels, 16, 16)
         assert (counts.sum(1) == 10).all()
         assert counts[:8].max() == 1
 
 
-@pytest.mark.parametrize("fill", [rules.fill_in_turn, rules.fill_together])
+@pytest.mark.parametrize("fill", [rules.assign_sequentially, rules.assign_jointly])
 @pytest.mark.parametrize("dirichlet_alpha", [1e-320, 1e-5, 1e9])
 def test_gammas_without_bounds(fill: Fill, dirichlet_alpha: float) -> None:
     """Eight classes and eight clients: the first client is of one class, or even."""
@@ -152,7 +152,7 @@ def test_gammas_without_bounds(fill: Fill, dirichlet_alpha: float) -> None:
     assert (counts.sum(1) == 80).all()
     if dirichlet_alpha == 1e9:
         assert (counts == 10).all()
-    elif fill is rules.fill_in_turn:
+    elif fill is rules.assign_sequentially:
         assert counts[0].max() == 80
     else:
         # Mixes of one class each cannot be met where two clients want the same one; what is left goes round.
@@ -176,10 +176,10 @@ def test_late_clients_are_dirichlet_draws_only_where_all_are_fitted_together() -
     """E sum q^2 = (gamma + 1) / (10 gamma + 1) = 0.25 for ten classes at gamma 0.5, with a spread of 0.09 a client,
     0.0064 in a mean of 200. In turn, what is left makes the last clients far more concentrated; together, early and
     late ones agree, and both are near the Dirichlet's own value."""
-    first, last = concentration(rules.fill_in_turn, 0.5)
+    first, last = concentration(rules.assign_sequentially, 0.5)
     assert abs(first - 0.25) < 0.02
     assert last - first > 0.05
-    first, last = concentration(rules.fill_together, 0.5)
+    first, last = concentration(rules.assign_jointly, 0.5)
     assert abs(first - last) < 0.02
     assert abs((first + last) / 2 - 0.25) < 0.03
 
@@ -215,7 +215,7 @@ def test_a_fit_favors_no_client_in_rounding() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([rules.fill_in_turn, rules.fill_together]),
+    st.sampled_from([rules.assign_sequentially, rules.assign_jointly]),
     st.integers(1, 15),
     st.integers(1, 12),
     st.floats(-4, 4),
@@ -265,7 +265,7 @@ def test_peaked_clients_of_cifar() -> None:
     """450 rows each: 225 of the own class, 67.5 of both neighbors, 9 of the opposite class, 13.5 of the others;
     ten types use each pool of 4,500 up."""
     labels = mixed(45_000, 10)
-    counts = table(rules.give_peaked(SplitOptions(), part(labels, 10, 100)), labels, 100, 10)
+    counts = table(rules.assign_peaked_classes(SplitOptions(), part(labels, 10, 100)), labels, 100, 10)
     assert (counts.sum(1) == 450).all()
     assert (counts.sum(0) == 4500).all()
     for k in range(100):
@@ -276,7 +276,7 @@ def test_peaked_clients_of_cifar() -> None:
 def test_peaked_clients_of_uneven_classes_stay_within_the_pools() -> None:
     """A class of 50 rows cannot give half of 4 clients' 47 to each of them; nobody gets the 2 rows left over."""
     labels = np.repeat([0, 1, 2], [50, 100, 40])
-    counts = table(rules.give_peaked(SplitOptions(), part(labels, 3, 4)), labels, 4, 3)
+    counts = table(rules.assign_peaked_classes(SplitOptions(), part(labels, 3, 4)), labels, 4, 3)
     assert (counts.sum(1) == 47).all()
     assert (counts.sum(0) <= [50, 100, 40]).all()
     assert counts.sum() == 188
@@ -289,24 +289,24 @@ def test_peaked_clients_of_uneven_classes_stay_within_the_pools() -> None:
 def test_equal_classes_take_what_the_smallest_allows() -> None:
     """Of 50, 100 and 40 rows, four clients take 10 of each class, and nobody the other 70."""
     labels = np.repeat([0, 1, 2], [50, 100, 40])
-    holder = rules.give_equal_classes(SplitOptions(), part(labels, 3, 4))
+    holder = rules.assign_equal_classes(SplitOptions(), part(labels, 3, 4))
     assert (table(holder, labels, 4, 3) == 10).all()
     assert (holder == -1).sum() == 70
     with pytest.raises(
         UserError, match="class c has 40 labeled images to share, fewer than one for each of 41 clients"
     ):
-        rules.give_equal_classes(SplitOptions(), part(labels, 3, 41))
+        rules.assign_equal_classes(SplitOptions(), part(labels, 3, 41))
 
 
 def test_thinning_keeps_a_share_of_each_clients_unlabeled_rows() -> None:
     """Three clients of 10, 20, 30 unlabeled and 4 labeled rows: a quarter is 2.5 -> 2, 5, 7.5 -> 8 (half to even)."""
     client = np.repeat([0, 1, 2, -2], [14, 24, 34, 5])
     labeled = np.concatenate([np.arange(n) < 4 for n in (14, 24, 34)] + [np.ones(5, bool)])
-    thin = rules.drop_unlabeled(client, labeled, 0.25, named_generator(0, "thin"))
+    thin = rules.reduce_unlabeled(client, labeled, 0.25, named_generator(0, "thin"))
     assert [int((thin[~labeled] == k).sum()) for k in range(3)] == [2, 5, 8]
     assert (thin[labeled] == client[labeled]).all(), "labeled rows stay, the server's too"
     assert set(thin[~labeled]) == {-1, 0, 1, 2}
-    more = rules.drop_unlabeled(client, labeled, 0.5, named_generator(0, "thin"))
+    more = rules.reduce_unlabeled(client, labeled, 0.5, named_generator(0, "thin"))
     assert ((thin == -1) | (more == client)).all(), "the smaller share is inside the larger one"
-    least = rules.drop_unlabeled(client, labeled, 0.001, named_generator(0, "thin"))
+    least = rules.reduce_unlabeled(client, labeled, 0.001, named_generator(0, "thin"))
     assert [int((least[~labeled] == k).sum()) for k in range(3)] == [1, 1, 1]

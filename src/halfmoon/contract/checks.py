@@ -1,13 +1,14 @@
 """The checks of the contract: each raises `BrokenPromise`, in one sentence, for a method that does not pass."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.types import Method, Task
+from halfmoon.api.types import Method, Task, WeightedMetric
 from halfmoon.contract.sites import make_remote_runtime
 from halfmoon.contract.small_federation import (
     NETWORK,
@@ -83,7 +84,10 @@ def run_experiment(entry: MethodEntry, rule: str, executor: str = "loop", networ
 
 
 def flatten_numbers(row: Any) -> list[float]:
-    """Return the numbers of a nested row in the order of its keys; None becomes a number that no metric has."""
+    """List the numbers of a nested row of metrics, with sorted keys, so that rows can be compared.
+
+    None becomes a number that no metric has.
+    """
     if isinstance(row, dict):
         return [value for key in sorted(row) for value in flatten_numbers(row[key])]
     if isinstance(row, list | tuple):
@@ -116,9 +120,11 @@ def compare_executors(loop: list[Snapshot], vmap: list[Snapshot]) -> float:
 
 
 def _compare_metrics(number: int, vmap: Any, loop: Any) -> None:
-    for a, b in zip(flatten_numbers(vmap), flatten_numbers(loop), strict=True):
-        if not abs(a - b) <= TOLERANCE * max(1.0, abs(b)):
-            raise BrokenPromise(f"in round {number} loop and vmap report {a} and {b}")
+    """Raise `BrokenPromise` if two rows of metrics of round `number` differ by more than rounding."""
+    for vmap_value, loop_value in zip(flatten_numbers(vmap), flatten_numbers(loop), strict=True):
+        # Negated, so that NaN fails too.
+        if not abs(vmap_value - loop_value) <= TOLERANCE * max(1.0, abs(loop_value)):
+            raise BrokenPromise(f"in round {number} loop and vmap report {vmap_value} and {loop_value}")
 
 
 def _comparable_quality(pseudo: dict[str, Any] | None) -> dict[str, Any]:
@@ -135,6 +141,7 @@ def _comparable_quality(pseudo: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _compare_names(subject: str, first: Tree, second: Tree) -> None:
+    """Raise `BrokenPromise` if two trees have different names; `subject` is what the message calls them."""
     differing = sorted(tree.flatten(first).keys() ^ tree.flatten(second).keys())
     if differing:
         raise BrokenPromise(f"the {subject} has {differing[0]!r} in one run and not in the other")
@@ -213,7 +220,18 @@ def check_stateless(entry: MethodEntry, simulation: Simulation, client_updates: 
 
 
 def check_tensors(method: Method, task: Task, server: Tree, model: Tree) -> None:
-    """Check that the server's tree has only detached tensors, and that its solution has the shapes of `model`."""
+    """Check the server's state: it must be stored in checkpoints, and give a model of the network.
+
+    Args:
+        method: the method.
+        task: its task.
+        server: the server's tree, before the first round or after a round.
+        model: any model {"params", "stats"} of the network.
+
+    Raises:
+        BrokenPromise: a leaf is not a tensor or requires a gradient, or `Method.solution` returns a tree whose names or
+            shapes differ from those of `model`.
+    """
     for path, leaf in tree.flatten(server).items():
         if not isinstance(leaf, torch.Tensor):
             raise BrokenPromise(f"the server's {path!r} is a {type(leaf).__name__}, no tensor")
@@ -244,6 +262,11 @@ def check_passes(method: Method, task: Task) -> None:
             raise BrokenPromise(f"its client update {name!r} counts {passes} for a step of 4 + 6 images")
 
 
+def _to_numbers(samples: Mapping[str, WeightedMetric]) -> dict[str, list[float]]:
+    """Convert the sums of each metric from tensors to numbers, which can be compared with `==`."""
+    return {name: [float(value) for value in metric] for name, metric in samples.items()}
+
+
 def check_sites(
     entry: MethodEntry, rule: str, run: list[Snapshot], network: Network = NETWORK
 ) -> tuple[list[bytes], list[Reply]]:
@@ -265,14 +288,10 @@ def check_sites(
         remote.open(number)
         server = method.round(remote.task, server, remote)
         report = remote.close()
-        samples, simulated_samples = (
-            {name: [float(value) for value in sample] for name, sample in each.samples.items()}
-            for each in (report, simulated.report)
-        )
         same_report = (
             report.cohort == simulated.report.cohort
             and report.cost == simulated.report.cost
-            and samples == simulated_samples
+            and _to_numbers(report.samples) == _to_numbers(simulated.report.samples)
         )
         if not trees_equal(server, simulated.server):
             raise BrokenPromise(

@@ -42,9 +42,9 @@ class PromiseResult:
     """The result of one check.
 
     Attributes:
-        promise: what was checked.
-        kept: whether the method passes.
-        said: a measurement, or what is wrong.
+        promise: the checked property, such as "trains".
+        kept: whether the method has the property.
+        said: a measurement, or a sentence about the fault.
         trace: the traceback of an error in the author's code.
     """
 

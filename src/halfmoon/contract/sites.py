@@ -59,7 +59,7 @@ class Wire:
         self.sites = sites
         self.messages: list[bytes] = []
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], description: str) -> Mapping[str, SiteResponse]:
         """Deliver requests and return the replies, last site first: the server must not rely on their order."""
         self.messages += requests.values()
         replies: dict[str, bytes] = {}

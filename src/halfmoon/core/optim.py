@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from halfmoon.core.tree import Tree
 
 Number = float | Tensor
 """A learning rate: a number or a tensor ()."""
+
+SMALL_MODEL_BYTES = 2**24
+"""Size of the parameters below which a step of Adam processes all leaves at once, which needs more memory."""
 
 
 class Optimizer(Protocol):
@@ -31,9 +34,16 @@ class Optimizer(Protocol):
         ...
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
-        """Return (params, state) after one step.
+        """Take one step.
 
-        With `consume`, `gradient` and `state` may be overwritten, or empty afterwards: a large model saves memory.
+        Args:
+            params: the parameters, which are not changed.
+            gradient: a tree like `params`.
+            state: the optimizer's state.
+            consume: whether `gradient` and `state` may be overwritten or emptied, which saves a large model memory.
+
+        Returns:
+            The new parameters and the new state.
         """
         ...
 
@@ -62,6 +72,7 @@ class SGD:
         gradient = add_weight_decay(params, gradient, self.weight_decay)
         if not self.momentum:
             return gradient_step(params, gradient, self.lr), state
+        # The buffer follows PyTorch: momentum * buffer + gradient, without dampening.
         buffer = tree.map(lambda g, b: torch.add(g, b, alpha=self.momentum), gradient, state["momentum"])
         if self.nesterov:
             gradient = tree.map(lambda g, b: torch.add(g, b, alpha=self.momentum), gradient, buffer)
@@ -94,76 +105,103 @@ class Adam:
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
         gradient = add_weight_decay(params, gradient, self.weight_decay)
-        steps = state["steps"] + 1
-        # lr m/c1 / (sqrt(v)/c2 + eps) = lr m / (sqrt(v) c1/c2 + eps c1): on a CPU a step costs the memory it walks over
-        c1, c2 = 1 - self.beta1**steps, (1 - self.beta2**steps).sqrt()
-        scale, shift = c1 / c2, c1 * self.eps
+        terms = self._bias_correction(state["steps"] + 1)
         lr = self.lr
+        # Three implementations with the same bits. The faster ones change tensors in place or use kernels for lists of
+        # tensors, for which vmap has no rules.
         if not inside_transform() and not isinstance(lr, Tensor):
-            terms = (steps, c1 * self.eps, c1 / c2)
-            if tree.nbytes(params) < 2**24:
-                return self._at_once(params, gradient, state, terms, lr)
+            if tree.nbytes(params) < SMALL_MODEL_BYTES:
+                return self._step_all_leaves(params, gradient, state, terms, lr)
             if consume:
-                return self._leaf_by_leaf(params, gradient, state, terms, lr)
+                return self._step_in_place(params, gradient, state, terms, lr)
         first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
         # lerp, not addcmul_ or lerp_: vmap has no batching rule for these
         second = tree.map(lambda v, g: torch.lerp(v, g * g, 1 - self.beta2), state["second"], gradient)
 
-        def moved(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-            denominator = v.sqrt().mul_(scale.to(v.dtype)).add_(shift.to(v.dtype))
+        def update_leaf(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            denominator = v.sqrt().mul_(terms.scale.to(v.dtype)).add_(terms.shift.to(v.dtype))
             if isinstance(lr, Tensor):
                 return p - lr * (m / denominator)
             return torch.addcdiv(p, m, denominator, value=-lr)
 
-        return tree.map(moved, params, first, second), {"first": first, "second": second, "steps": steps}
+        new_state = {"first": first, "second": second, "steps": terms.steps}
+        return tree.map(update_leaf, params, first, second), new_state
 
-    def _at_once(
-        self, params: Tree, gradient: Tree, state: Tree, terms: tuple[Tensor, Tensor, Tensor], lr: float
-    ) -> tuple[Tree, Tree]:
-        """Do what `step` does with one call for all leaves, which no transform of `torch.func` could see through.
+    def _bias_correction(self, steps: Tensor) -> "BiasCorrection":
+        """Compute the bias correction of both moments as changes of the denominator only.
 
-        The same kernels on each leaf, and so the same bits: a step on a small network costs more calls than arithmetic.
+        With c1 = 1 - beta1^t and c2 = sqrt(1 - beta2^t), Adam's step is
+
+            lr (m / c1) / (sqrt(v) / c2 + eps) = lr m / (sqrt(v) c1 / c2 + eps c1).
+
+        The right side reads and writes the leaves fewer times, and memory traffic is the cost of a step on a CPU.
         """
-        steps, shift, scale = terms
-        p, g, m, v = _leaves(params, gradient, state)
-        calls: Any = torch  # its calls for lists of tensors, which torch.optim makes as well, are not exported
-        dtype = v[0].dtype
-        first = calls._foreach_lerp(m, g, 1 - self.beta1)
-        second = calls._foreach_lerp(v, calls._foreach_mul(g, g), 1 - self.beta2)
-        denominator = calls._foreach_sqrt(second)
-        calls._foreach_mul_(denominator, scale.to(dtype))
-        calls._foreach_add_(denominator, shift.to(dtype))
-        new = calls._foreach_addcdiv(p, first, denominator, value=-lr)
-        trees = (rebuild_nested(params, iter(each)) for each in (new, first, second))
-        return next(trees), {"first": next(trees), "second": next(trees), "steps": steps}
+        c1 = 1 - self.beta1**steps
+        c2 = (1 - self.beta2**steps).sqrt()
+        return BiasCorrection(steps=steps, scale=c1 / c2, shift=c1 * self.eps)
 
-    def _leaf_by_leaf(
-        self, params: Tree, gradient: Tree, state: Tree, terms: tuple[Tensor, Tensor, Tensor], lr: float
+    def _step_all_leaves(
+        self, params: Tree, gradient: Tree, state: Tree, terms: "BiasCorrection", lr: float
     ) -> tuple[Tree, Tree]:
-        """Do what `step` does and hold one leaf more: the moments are overwritten, the gradient's leaves are freed."""
-        steps, shift, scale = terms
-        p, g, m, v = _leaves(params, gradient, state)
+        """Take the step with one call for all leaves, because calls cost more than arithmetic in a small network."""
+        param_leaves, gradient_leaves, first_leaves, second_leaves = _list_leaves(params, gradient, state)
+        # The functions for lists of tensors, which torch.optim uses too, are not in PyTorch's type stubs.
+        foreach: Any = torch
+        dtype = second_leaves[0].dtype
+        first = foreach._foreach_lerp(first_leaves, gradient_leaves, 1 - self.beta1)
+        squares = foreach._foreach_mul(gradient_leaves, gradient_leaves)
+        second = foreach._foreach_lerp(second_leaves, squares, 1 - self.beta2)
+        denominator = foreach._foreach_sqrt(second)
+        foreach._foreach_mul_(denominator, terms.scale.to(dtype))
+        foreach._foreach_add_(denominator, terms.shift.to(dtype))
+        new = foreach._foreach_addcdiv(param_leaves, first, denominator, value=-lr)
+        new_state = {
+            "first": rebuild_nested(params, iter(first)),
+            "second": rebuild_nested(params, iter(second)),
+            "steps": terms.steps,
+        }
+        return rebuild_nested(params, iter(new)), new_state
+
+    def _step_in_place(
+        self, params: Tree, gradient: Tree, state: Tree, terms: "BiasCorrection", lr: float
+    ) -> tuple[Tree, Tree]:
+        """Take the step with the memory of one additional leaf: overwrite the moments, and free the gradient's leaves."""
+        param_leaves, gradient_leaves, first_leaves, second_leaves = _list_leaves(params, gradient, state)
+        # Drop the tree's references, so that popping a leaf from the list below frees it.
         gradient.clear()
-        g.reverse()
-        new: list[Tensor] = []
-        for old, first, second in zip(p, m, v, strict=True):
-            slope, leaf = g.pop(), torch.empty_like(old)
+        gradient_leaves.reverse()
+        new_leaves: list[Tensor] = []
+        for param, first, second in zip(param_leaves, first_leaves, second_leaves, strict=True):
+            slope = gradient_leaves.pop()
+            # One buffer is the squared gradient, then the denominator, and at last the new parameter.
+            buffer = torch.empty_like(param)
             first.lerp_(slope, 1 - self.beta1)
-            second.lerp_(torch.mul(slope, slope, out=leaf), 1 - self.beta2)
-            torch.sqrt(second, out=leaf).mul_(scale.to(leaf.dtype)).add_(shift.to(leaf.dtype))
-            new.append(torch.addcdiv(old, first, leaf, value=-lr, out=leaf))
-        return rebuild_nested(params, iter(new)), {**state, "steps": steps}
+            second.lerp_(torch.mul(slope, slope, out=buffer), 1 - self.beta2)
+            torch.sqrt(second, out=buffer).mul_(terms.scale.to(buffer.dtype)).add_(terms.shift.to(buffer.dtype))
+            new_leaves.append(torch.addcdiv(param, first, buffer, value=-lr, out=buffer))
+        return rebuild_nested(params, iter(new_leaves)), {**state, "steps": terms.steps}
 
 
-def _leaves(params: Tree, gradient: Tree, state: Tree) -> list[list[Tensor]]:
-    """Return the leaves of params, gradient and both moments in one order: from a file they may come in another."""
+class BiasCorrection(NamedTuple):
+    """Adam's bias correction after `steps` steps: the denominator is sqrt(v) * scale + shift, all ()."""
+
+    steps: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+def _list_leaves(params: Tree, gradient: Tree, state: Tree) -> list[list[Tensor]]:
+    """List the leaves of params, gradient, first and second moment, all in the order of params.
+
+    Trees that were loaded from a file may have another order of keys.
+    """
     trees = (params, gradient, state["first"], state["second"])
     return [list(tree.leaves_like(params, each)) for each in trees]
 
 
 @dataclass(frozen=True)
 class OptimizerWrapper:
-    """Another optimizer, with its learning rate and its state."""
+    """Base of classes that change the step of another optimizer, and have its learning rate and state."""
 
     optimizer: Optimizer
 
@@ -180,9 +218,13 @@ class OptimizerWrapper:
 
 @dataclass(frozen=True)
 class GradientClipping(OptimizerWrapper):
-    """Clip the gradient, then step: `value` bounds every entry, `norm` the Euclidean norm of the whole tree.
+    """Clip the gradient before the step, like `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_`.
 
-    As `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_` before the optimizer's step (weight decay comes after).
+    The optimizer adds weight decay to the clipped gradient.
+
+    Attributes:
+        norm: bound of the Euclidean norm of the whole gradient.
+        value: bound of the absolute value of every entry.
     """
 
     norm: float | None = None
@@ -194,6 +236,7 @@ class GradientClipping(OptimizerWrapper):
             bound = self.value
             gradient = tree.map(lambda g: g.clamp(-bound, bound), gradient)
         if self.norm is not None:
+            # 1e-6 as in clip_grad_norm_: no division by zero.
             scale = (self.norm / (tree.squared_norm(gradient).sqrt() + 1e-6)).clamp_max(1.0)
             gradient = tree.map(lambda g: g * scale, gradient)
         return self.optimizer.step(params, gradient, state, consume)
@@ -201,10 +244,14 @@ class GradientClipping(OptimizerWrapper):
 
 @dataclass(frozen=True)
 class LayerwiseLearningRate(OptimizerWrapper):
-    """Step, but move the parameters of `paths` by `factor` of the step: parameter groups with two learning rates.
+    """Train some parameters with a smaller learning rate, like a parameter group of `torch.optim`.
 
-    The steps of SGD and Adam are proportional to the learning rate and their states do not depend on it, so this is
-    the step at `factor` times the rate.
+    The steps of SGD and Adam are proportional to the learning rate, and their states do not depend on it. So taking the
+    share `factor` of a step is the same as a step with `factor` times the rate.
+
+    Attributes:
+        factor: factor on the learning rate of these parameters.
+        paths: their paths in the tree, such as "backbone/conv1/weight".
     """
 
     factor: float
@@ -212,29 +259,32 @@ class LayerwiseLearningRate(OptimizerWrapper):
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
         new, state = self.optimizer.step(params, gradient, state, consume)
-        return self._held_back(params, new, ""), state
+        return self._shorten_steps(params, new, ""), state
 
-    def _held_back(self, old: Tree, new: Tree, place: str) -> Tree:
+    def _shorten_steps(self, old: Tree, new: Tree, prefix: str) -> Tree:
+        """Reduce the step from `old` to `new` at `paths`; `prefix` is the path of both trees, with a slash at its end."""
         result: Tree = {}
         for key, value in new.items():
-            path = f"{place}{key}"
+            path = f"{prefix}{key}"
             if isinstance(value, dict):
-                result[key] = self._held_back(old[key], cast(Tree, value), f"{path}/")
+                result[key] = self._shorten_steps(old[key], cast(Tree, value), f"{path}/")
             else:
                 result[key] = torch.lerp(old[key], value, self.factor) if path in self.paths else value
         return result
 
 
 def at_most_one(number: Number) -> Number:
+    """Compute min(number, 1)."""
     return number.clamp_max(1.0) if isinstance(number, Tensor) else min(1.0, number)
 
 
 def exp(number: Number) -> Number:
+    """Compute the exponential function."""
     return number.exp() if isinstance(number, Tensor) else math.exp(number)
 
 
 class Schedule(Protocol):
-    """How the learning rate moves over the rounds; all steps of a round share it."""
+    """Learning rate schedule over the rounds; all steps of a round have the same rate."""
 
     def factor(self, round: int, rounds: int) -> float:
         """Return the factor of the learning rate in `round` (from 0) of `rounds`."""
@@ -243,7 +293,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class ConstantSchedule:
-    """The learning rate stays."""
+    """Constant learning rate."""
 
     def factor(self, round: int, rounds: int) -> float:
         return 1.0
@@ -251,7 +301,7 @@ class ConstantSchedule:
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """Half a cosine from 1 to `floor` over the run (Loshchilov and Hutter 2017, Eq. 5, without restarts)."""
+    """Learning rate that falls from 1 to `floor` times its initial value along half a cosine (Loshchilov and Hutter 2017, Eq. 5, without restarts)."""
 
     floor: float = 0.0
 
@@ -261,7 +311,7 @@ class CosineSchedule:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """Multiply by `gamma` whenever one of the shares `at` (of the run) is passed."""
+    """Learning rate that is multiplied by `gamma` at the shares `at` of the run."""
 
     at: tuple[float, ...] = (0.5, 0.75)
     gamma: float = 0.1
@@ -278,6 +328,7 @@ def gradient_step(params: Tree, gradient: Tree, lr: Number) -> Tree:
 
 
 def add_weight_decay(params: Tree, gradient: Tree, weight_decay: float) -> Tree:
+    """Return gradient + weight_decay * params (coupled weight decay, L2 regularization)."""
     if not weight_decay:
         return gradient
     return tree.map(lambda p, g: torch.add(g, p, alpha=weight_decay), params, gradient)

@@ -37,9 +37,9 @@ def row_mean(values: Tensor, real: Tensor | None) -> Tensor:
     return values.mean(0) if real is None else row_weights(real, values) @ values
 
 
-def row_weights(real: Tensor, like: Tensor) -> Tensor:
-    """Compute the weight of each row (n,) in a mean over the real rows, with the dtype of `like`; 0 if none is real."""
-    return real.to(like.dtype) / real.sum().clamp_min(1)
+def row_weights(real: Tensor, values: Tensor) -> Tensor:
+    """Compute the weight of each row (n,) in a mean over the real rows, with the dtype of `values`; 0 if none is real."""
+    return real.to(values.dtype) / real.sum().clamp_min(1)
 
 
 def concat(real: tuple[Tensor, ...]) -> Tensor | None:

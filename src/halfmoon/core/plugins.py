@@ -40,24 +40,24 @@ class PluginOrigin:
     """Origin of a plugin.
 
     Attributes:
-        part: its name.
+        name: its name.
         module: its module, or its package.
         version: version of the package.
         sha256: hash of the source.
     """
 
-    part: str
+    name: str
     module: str
     version: str
     sha256: str
 
     def __str__(self) -> str:
-        return f"{self.part} from {self.module} {self.version} sha256 {self.sha256}"
+        return f"{self.name} from {self.module} {self.version} sha256 {self.sha256}"
 
 
-def register(kind: Kind, name: str, part: Any) -> None:
+def register(kind: Kind, name: str, plugin: Any) -> None:
     """Register a plugin under a name in this process; an earlier one of that name is replaced."""
-    _REGISTERED[kind, name] = part
+    _REGISTERED[kind, name] = plugin
 
 
 @cache
@@ -88,12 +88,12 @@ def load(name: str, kind: Kind) -> Any:
     """
     if (kind, name) in _REGISTERED:
         return _REGISTERED[kind, name]
-    point = entry_points(kind).get(name)
-    if point is not None:
+    entry_point = entry_points(kind).get(name)
+    if entry_point is not None:
         try:
-            return point.load()
+            return entry_point.load()
         except Exception as error:  # code of another package may raise anything
-            raise UserError(f"{kind} {name}: {point.value} cannot be loaded ({_describe(error)}).") from error
+            raise UserError(f"{kind} {name}: {entry_point.value} cannot be loaded ({_describe(error)}).") from error
     if not SPEC.fullmatch(name):
         raise UserError(f"{kind} {name!r} is not the name of a plugin: write my_module:Name.")
     if _TRUSTED and name not in _TRUSTED[-1]:
@@ -133,19 +133,21 @@ def describe_origin(name: str, kind: Kind) -> PluginOrigin:
         digest = hashlib.sha256(f"{package} {version} {portable}".encode())
         return PluginOrigin(hubs.short_name(portable), package, version, digest.hexdigest())
     plugin = load(name, kind)
-    point = entry_points(kind).get(name)
+    entry_point = entry_points(kind).get(name)
     module = getattr(plugin, "__module__", None) or type(plugin).__module__
     if (kind, name) not in _REGISTERED:
-        module = (point.module if point is not None else name.partition(":")[0]) or module
+        module = (entry_point.module if entry_point is not None else name.partition(":")[0]) or module
     return PluginOrigin(name, module, _package_version(module), _source_digest(module))
 
 
-def instantiate_method(name: str, part: Any) -> Any:
+def instantiate_method(name: str, plugin: Any) -> Any:
     """Call a method's class, or a function that makes a method; an object that is a method is returned unchanged."""
-    if not isinstance(part, type) and not (callable(part) and not hasattr(part, "client_updates")):
-        return part
+    is_class = isinstance(plugin, type)
+    is_factory = callable(plugin) and not hasattr(plugin, "client_updates")
+    if not is_class and not is_factory:
+        return plugin
     try:
-        return part()
+        return plugin()
     except Exception as error:  # code of another package may raise anything
         raise UserError(
             f"method {name}: calling it without arguments failed ({_describe(error)}); every field of a method needs a "
@@ -162,21 +164,22 @@ def check_method(name: str, method: Any) -> None:
         raise UserError(f"method {name} cannot be used: {type(method).__name__} {fault} (see halfmoon.Method).")
 
 
-def class_attribute(kind: type, name: str) -> Any:
-    """Get an attribute of a dataclass that is not a field (an option); None if there is none."""
-    return None if name in {option.name for option in fields(kind)} else getattr(kind, name, None)
+def class_attribute(method_class: type, name: str) -> Any:
+    """Get an attribute of a method's dataclass; None if there is none, or if it is a field and so an option."""
+    option_names = {option.name for option in fields(method_class)}
+    return None if name in option_names else getattr(method_class, name, None)
 
 
-def catalog_fields(kind: type) -> dict[str, Any]:
+def catalog_fields(method_class: type) -> dict[str, Any]:
     """Collect a method's entries in tables from its class: title, paper, and the first line of its docstring."""
-    about = (kind.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+    about = (method_class.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     texts = {
-        "title": str(class_attribute(kind, "title") or kind.__name__),
-        "paper": str(class_attribute(kind, "paper") or ""),
+        "title": str(class_attribute(method_class, "title") or method_class.__name__),
+        "paper": str(class_attribute(method_class, "paper") or ""),
     }
     flags = {}
     for flag in ("all_labels", "pooled"):
-        value = class_attribute(kind, flag)
+        value = class_attribute(method_class, flag)
         if value is not None:
             flags[flag] = value
     return {"about": about, **texts, **flags}

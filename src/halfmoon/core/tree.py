@@ -51,9 +51,9 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
             yield value
 
 
-def leaves_like(like: Tree, tree: Tree) -> Iterator[Tensor]:
-    """Yield the leaves of a tree in the order of those of `like`, which has the same keys."""
-    for key, value in like.items():
+def leaves_like(template: Tree, tree: Tree) -> Iterator[Tensor]:
+    """Yield the leaves of a tree in the order of those of `template`, which has the same keys."""
+    for key, value in template.items():
         if isinstance(value, dict):
             yield from leaves_like(value, tree[key])  # pyright: ignore[reportUnknownArgumentType]
         else:
@@ -175,8 +175,10 @@ def moving_average(average: Tree, model: Tree, round: int, keep: float) -> Tree:
         round: number of the round, from 0.
         keep: share that the average retains.
     """
-    new = 1 - min(keep, round / (round + 1))
-    return map(lambda old, now: old + new * (now - old), average, model) if new < 1 else model
+    new_share = 1 - min(keep, round / (round + 1))
+    if new_share >= 1:
+        return model  # in round 0, also if the average has values that are not finite
+    return map(lambda old, new: old + new_share * (new - old), average, model)
 
 
 def squared_norm(tree: Tree) -> Tensor:

@@ -9,7 +9,7 @@ MAX_BYTES = 10 * 2**30
 
 
 def user_cache(kind: str) -> Path:
-    """Path of the cache for a kind of files, which need not exist."""
+    """Return the path of the cache for a kind of files. The folder may not exist yet."""
     cache_home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
     return Path(cache_home) / "halfmoon" / kind
 
@@ -32,6 +32,7 @@ def trim(folder: Path, keep: str = "", cap: int = MAX_BYTES) -> None:
             group = groups.setdefault(path.name.partition(".")[0], [])
             group.append((status.st_mtime, status.st_size, path))
     total = sum(size for files in groups.values() for _, size, _ in files)
+    # A group is as recent as its newest file: tuples compare by their first entry, the time of change.
     for name in sorted(groups, key=lambda name: max(groups[name])):
         if total <= cap:
             return

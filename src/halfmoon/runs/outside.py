@@ -102,9 +102,9 @@ def check_origins(config: Config, text: str, root: Path) -> None:
     for origin in plugin_origins(config):
         if str(origin) in recorded:
             continue
-        first = next((line for line in sorted(recorded) if line.startswith(f"{origin.part} from ")), None)
+        first = next((line for line in sorted(recorded) if line.startswith(f"{origin.name} from ")), None)
         if first is None:
-            difference = f"does not say which {origin.part} it had"
+            difference = f"does not say which {origin.name} it had"
         else:
             difference = f"was begun with {first.rpartition(' from ')[2]}"
         current = str(origin).rpartition(" from ")[2]

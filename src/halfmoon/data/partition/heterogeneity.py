@@ -112,6 +112,7 @@ def _distances(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _count_stages(split: Split) -> list[int]:
+    """Count the clients' unlabeled rows of each stage."""
     mask = (split.client >= 0) & ~split.labeled
     if split.stage is None:
         return [int(mask.sum())]
@@ -119,6 +120,7 @@ def _count_stages(split: Split) -> list[int]:
 
 
 def _entropy(p: np.ndarray) -> np.ndarray:
+    """Compute the entropy of class shares (..., classes) in bits."""
     # 0 log 0 = 0 by convention; NaN remains NaN.
     return -(p * np.log2(np.where(p > 0, p, 1.0))).sum(-1)
 

@@ -76,7 +76,7 @@ def draw_labeled(labels: np.ndarray, counts: np.ndarray, generator: np.random.Ge
     return labeled
 
 
-def deal_evenly(labels: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
+def spread_evenly(labels: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
     """Assign rows to clients evenly in every class; return the client of each row, int64 (N,).
 
     Rows, sorted by class and shuffled inside each class, are dealt to the clients in turn, like cards. Any two clients

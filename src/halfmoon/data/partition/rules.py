@@ -31,15 +31,15 @@ class RowPool(NamedTuple):
         labels: The label of each row, int (N,).
         names: The class names, by label.
         clients: The number of clients.
-        draw: The generator of all random draws.
-        what: An adjective for the rows in error messages, such as "labeled".
+        generator: The generator of all random draws.
+        kind: The kind of rows in error messages: "labeled", "unlabeled" or "shared" (both).
     """
 
     labels: np.ndarray
     names: Sequence[str]
     clients: int
-    draw: np.random.Generator
-    what: str
+    generator: np.random.Generator
+    kind: str
 
     def check(self, min_rows: int = 1) -> None:
         """Raise UserError if there are fewer than `min_rows` rows for each client."""
@@ -47,12 +47,12 @@ class RowPool(NamedTuple):
         clients = self.clients
         if min_rows * clients > rows:
             raise UserError(
-                f"{clients} clients with at least {min_rows} {self.what} images each need {min_rows * clients}, but "
+                f"{clients} clients with at least {min_rows} {self.kind} images each need {min_rows * clients}, but "
                 f"there are {rows}; ask for fewer clients, a smaller min_size or another share of labels."
             )
 
 
-def cut_evenly(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+def assign_equal_sizes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give floor(rows / clients) random rows to each client, and the remainder to no client (SemiFL, NeurIPS 2022, IID).
 
     Classes are not balanced inside a client, as in the authors' code.
@@ -60,13 +60,13 @@ def cut_evenly(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     row_pool.check()
     rows = len(row_pool.labels)
     size = rows // row_pool.clients
-    assigned_rows = row_pool.draw.permutation(rows)[: size * row_pool.clients]
-    holder = np.full(rows, -1, np.int64)
-    holder[assigned_rows] = np.repeat(np.arange(row_pool.clients), size)
-    return holder
+    assigned_rows = row_pool.generator.permutation(rows)[: size * row_pool.clients]
+    client_of_row = np.full(rows, -1, np.int64)
+    client_of_row[assigned_rows] = np.repeat(np.arange(row_pool.clients), size)
+    return client_of_row
 
 
-def cut_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+def assign_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give each client `classes_per_client` random shards of one class each (SemiFL, NeurIPS 2022, "K classes").
 
     A class, in the order of the rows, is cut into clients * classes_per_client / classes contiguous shards; rows left
@@ -78,7 +78,7 @@ def cut_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     labels = row_pool.labels
     names = row_pool.names
     clients = row_pool.clients
-    draw = row_pool.draw
+    generator = row_pool.generator
     per_client = options.classes_per_client
     classes = len(names)
     shards, remainder = divmod(clients * per_client, classes)
@@ -88,23 +88,23 @@ def cut_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
             f"{clients} clients with {per_client} shards each make {clients * per_client} shards, which {classes} "
             f"classes cannot supply evenly; choose clients as a multiple of {step}, or another classes_per_client."
         )
-    order = draw.permutation(classes * shards)
-    holder = np.empty(len(labels), np.int64)
+    order = generator.permutation(classes * shards)
+    client_of_row = np.empty(len(labels), np.int64)
     for label, name in enumerate(names):
         rows = np.flatnonzero(labels == label)
         if len(rows) < shards:
             raise UserError(
-                f"class {name} has {len(rows)} {row_pool.what} images to share, fewer than its {shards} shards; ask for fewer "
+                f"class {name} has {len(rows)} {row_pool.kind} images to share, fewer than its {shards} shards; ask for fewer "
                 "clients, a smaller classes_per_client or another number of labels."
             )
         # Client k gets the shards at positions k * per_client to (k + 1) * per_client - 1 of the permutation.
         shard_clients = order[label * shards : (label + 1) * shards] // per_client
         sizes = len(rows) // shards + (np.arange(shards) < len(rows) % shards)
-        holder[rows] = np.repeat(shard_clients, sizes)
-    return holder
+        client_of_row[rows] = np.repeat(shard_clients, sizes)
+    return client_of_row
 
 
-def fill_in_turn(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+def assign_sequentially(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Fill clients one after another with floor(N / clients) rows from class pools (FedLoKe, CIKM 2023, authors' code).
 
     For each client: draw q ~ Dirichlet(alpha) over the classes and take round(q * size) rows of each class; the rounding
@@ -114,44 +114,44 @@ def fill_in_turn(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     row_pool.check()
     labels = row_pool.labels
     clients = row_pool.clients
-    draw = row_pool.draw
+    generator = row_pool.generator
     pools = _shuffle_by_class(row_pool)
     remaining = np.array([len(pool) for pool in pools])
     size = len(labels) // clients
     counts = np.zeros((clients, len(pools)), np.int64)
-    for k in range(clients - 1):
-        shares = draw.dirichlet(np.full(len(pools), options.dirichlet_alpha))
+    for client in range(clients - 1):
+        shares = generator.dirichlet(np.full(len(pools), options.dirichlet_alpha))
         quota = np.round(shares * size).astype(np.int64)
         quota[shares.argmax()] += size - quota.sum()
         if quota.min() < 0:
             # A few rows over many classes can round up to more than the largest class can take back.
             quota = apportion(shares, size).astype(np.int64)
-        amounts = np.minimum(quota, remaining)
-        # Fill up from the lowest class: the cumulative sum, capped at the missing rows, is what classes 0 to c supply
-        # together; its differences are what each class supplies.
-        spare = np.cumsum(remaining - amounts)
-        top_up = np.diff(np.minimum(spare, size - amounts.sum()), prepend=0)
-        counts[k] = amounts + top_up
-        remaining -= counts[k]
+        supplied = np.minimum(quota, remaining)
+        # Replace missing rows by rows of the lowest classes that have any left. The cumulative sum, capped at the number
+        # of missing rows, is what classes 0 to c supply together, so its differences are what each class supplies.
+        spare_rows = np.cumsum(remaining - supplied)
+        replacements = np.diff(np.minimum(spare_rows, size - supplied.sum()), prepend=0)
+        counts[client] = supplied + replacements
+        remaining -= counts[client]
     counts[-1] = remaining
-    holder = _assign_counts(counts, pools, len(labels))
+    client_of_row = _assign_counts(counts, pools, len(labels))
     # Drop random rows of the last client, which has more than `size` if clients do not divide the rows.
-    holder[draw.permutation(np.flatnonzero(holder == clients - 1))[size:]] = -1
-    return holder
+    client_of_row[generator.permutation(np.flatnonzero(client_of_row == clients - 1))[size:]] = -1
+    return client_of_row
 
 
-def fill_together(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+def assign_jointly(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give each client floor(N / clients) rows, with Dirichlet(alpha) mixes fitted jointly to the class pools.
 
-    Unlike `fill_in_turn`, the result does not depend on the order of the clients: all mixes are drawn first, and then
+    Unlike `assign_sequentially`, the result does not depend on the order of the clients: all mixes are drawn first, and then
     changed as little as the pools require (`fit_counts`). Fewer than `clients` rows remain without a client.
     """
     row_pool.check()
     shape = (row_pool.clients, len(row_pool.names))
-    return _assign_fitted(row_pool, _log_dirichlet(options.dirichlet_alpha, shape, row_pool.draw))
+    return _assign_fitted(row_pool, _log_dirichlet(options.dirichlet_alpha, shape, row_pool.generator))
 
 
-def pair_blocks(options: SplitOptions, row_pool: RowPool, min_size: int, tries: int) -> np.ndarray:
+def assign_paired_blocks(options: SplitOptions, row_pool: RowPool, min_size: int, tries: int) -> np.ndarray:
     """Cut the rows into random blocks of equal size, each divided by Dirichlet(alpha) between two clients (SAGE, CVPR 2025).
 
     Inside a block each class is divided by `primitives.spread_by_dirichlet`, with its cap. Then both clients get the same
@@ -163,32 +163,34 @@ def pair_blocks(options: SplitOptions, row_pool: RowPool, min_size: int, tries: 
     row_pool.check(max(1, min_size))
     labels = row_pool.labels
     clients = row_pool.clients
-    draw = row_pool.draw
+    generator = row_pool.generator
     size = len(labels) // clients
-    holder = np.full(len(labels), -1, np.int64)
-    order = draw.permutation(len(labels))
-    # Empty if the number of clients is even.
-    holder[order[2 * size * (clients // 2) : size * clients]] = clients - 1
+    client_of_row = np.full(len(labels), -1, np.int64)
+    shuffled_rows = generator.permutation(len(labels))
+    # Half a block for the last client of an odd number; an empty slice if the number is even.
+    client_of_row[shuffled_rows[2 * size * (clients // 2) : size * clients]] = clients - 1
     for block in range(clients // 2):
-        rows = order[2 * size * block : 2 * size * (block + 1)]
-        side = spread_by_dirichlet(
+        rows = shuffled_rows[2 * size * block : 2 * size * (block + 1)]
+        # 0 or 1 for each row of the block: the first or the second of its two clients.
+        member = spread_by_dirichlet(
             labels[rows],
             clients=2,
             dirichlet_alpha=options.dirichlet_alpha,
-            generator=draw,
+            generator=generator,
             min_size=min_size,
             tries=tries,
-            row_kind=f"{row_pool.what} images",
+            row_kind=f"{row_pool.kind} images",
         )
-        larger = int(side.mean() > 0.5)
-        larger_rows = np.flatnonzero(side == larger)
+        larger = int(member.mean() > 0.5)
+        larger_rows = np.flatnonzero(member == larger)
+        # Sorted by class: the client retains `size` rows of the lowest classes.
         surplus = larger_rows[np.argsort(labels[rows][larger_rows], kind="stable")][size:]
-        side[surplus] = 1 - larger
-        holder[rows] = 2 * block + side
-    return holder
+        member[surplus] = 1 - larger
+        client_of_row[rows] = 2 * block + member
+    return client_of_row
 
 
-def give_equal_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+def assign_equal_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give every client the same number of rows of every class (FedMatch, ICLR 2021, batch IID).
 
     The smallest class determines this number. Other rows get no client.
@@ -200,7 +202,7 @@ def give_equal_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     rows_per_class = int(totals.min()) // row_pool.clients
     if not rows_per_class:
         raise UserError(
-            f"class {row_pool.names[int(totals.argmin())]} has {totals.min()} {row_pool.what} images to share, fewer than one "
+            f"class {row_pool.names[int(totals.argmin())]} has {totals.min()} {row_pool.kind} images to share, fewer than one "
             f"for each of {row_pool.clients} clients; ask for fewer clients or another number of labels, or choose setting "
             "iid-iid."
         )
@@ -209,7 +211,7 @@ def give_equal_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     )
 
 
-def give_peaked(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+def assign_peaked_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give client k floor(N / clients) rows with half of them from class k mod classes (FedMatch, batch non-IID).
 
     Counts are the expected ones of `fedmatch_class_probabilities`, fitted to the class pools if these are uneven. The
@@ -218,6 +220,7 @@ def give_peaked(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     row_pool.check()
     classes = len(row_pool.names)
     types = np.arange(row_pool.clients) % classes
+    # Row t of the table is the vector of type 0, shifted by t classes.
     shares = fedmatch_class_probabilities(classes)[(np.arange(classes) - types[:, None]) % classes]
     return _assign_fitted(row_pool, np.log(shares))
 
@@ -237,81 +240,85 @@ def fedmatch_class_probabilities(classes: int) -> np.ndarray:
     return weights / weights.sum()
 
 
-def fit_counts(logs: np.ndarray, size: int, pools: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+def fit_counts(log_mixes: np.ndarray, size: int, pool_sizes: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Compute integer counts of rows, close to the mixes exp(logs), that the class pools can supply.
 
     Iterative proportional fitting (Deming and Stephan 1940) finds the table closest to exp(logs) in relative entropy
-    whose rows sum to `size` and whose columns are proportional to `pools`. It works on logarithms, because the mixes of a
+    whose rows sum to `size` and whose columns are proportional to `pool_sizes`. It works on logarithms, because the mixes of a
     small alpha underflow. The table is then rounded, one client after another in random order; the rounding error of a
     class is carried over to the next client.
 
     Args:
-        logs: The logarithms of the clients' mixes, (clients, classes), each row up to a constant.
+        log_mixes: The logarithms of the clients' mixes, (clients, classes), each row up to a constant.
         size: The number of rows of each client.
-        pools: The number of rows of each class, (classes,).
-        draw: The generator for the order of the clients.
+        pool_sizes: The number of rows of each class, (classes,).
+        generator: The generator for the order of the clients.
 
     Returns:
-        int64 (clients, classes), with row sums `size` and column sums of at most `pools`.
+        int64 (clients, classes), with row sums `size` and column sums of at most `pool_sizes`.
     """
     with np.errstate(divide="ignore"):  # an empty pool gives minus infinity, a share of 0
-        target = np.log(pools * (size * len(logs) / pools.sum()))
-    scale = np.where(pools > 0, 0.0, -np.inf)
-    exact = np.zeros(logs.shape)
+        log_target = np.log(pool_sizes * (size * len(log_mixes) / pool_sizes.sum()))
+    log_scale = np.where(pool_sizes > 0, 0.0, -np.inf)
+    exact = np.zeros(log_mixes.shape)
     # The softmax scales the rows exactly; `scale` moves the columns until they are off by less than a tenth of a row.
     for _ in range(_MAX_FITTING_STEPS):
-        exact = size * _softmax(logs + scale)
-        columns = exact.sum(0)
-        if np.abs(columns - np.exp(target)).max() < 0.1:
+        exact = size * _softmax(log_mixes + log_scale)
+        class_totals = exact.sum(0)
+        if np.abs(class_totals - np.exp(log_target)).max() < 0.1:
             break
         # The maximum avoids an infinite step for a class of which all clients have a share of 0.
-        scale = scale + target - np.log(np.maximum(columns, 1e-100))
-    return _round_counts(exact, pools, draw)
+        log_scale = log_scale + log_target - np.log(np.maximum(class_totals, 1e-100))
+    return _round_counts(exact, pool_sizes, generator)
 
 
-def _round_counts(exact: np.ndarray, pools: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Round a table (clients, classes) to integers; preserve its row sums, and keep column sums within `pools`."""
+def _round_counts(exact: np.ndarray, pool_sizes: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Round a table (clients, classes) to integers; preserve its row sums, and keep column sums within `pool_sizes`."""
     counts = np.zeros(exact.shape, np.int64)
-    remaining = pools.copy()
-    owed = np.zeros(exact.shape[1])  # rounded down for earlier clients, by class
+    remaining = pool_sizes.copy()
+    carried_error = np.zeros(exact.shape[1])  # rounded down for earlier clients, by class
     sizes = np.round(exact.sum(1)).astype(np.int64)
-    for k in draw.permutation(len(exact)):
-        amounts = np.minimum(np.floor(exact[k]).astype(np.int64), remaining)
-        fraction = exact[k] - amounts
-        while (missing := int(sizes[k] - amounts.sum())) > 0:
+    for client in generator.permutation(len(exact)):
+        amounts = np.minimum(np.floor(exact[client]).astype(np.int64), remaining)
+        fraction = exact[client] - amounts
+        while (missing := int(sizes[client] - amounts.sum())) > 0:
             # Round up the classes of which the client has a fraction first, in the order of the largest carried error.
-            urgency = np.where(fraction > _MIN_FRACTION, owed + fraction, -len(exact) + owed)
+            priority = np.where(fraction > _MIN_FRACTION, carried_error + fraction, -len(exact) + carried_error)
             available = np.flatnonzero(amounts < remaining)
-            amounts[available[np.argsort(-urgency[available], kind="stable")[:missing]]] += 1
-            fraction = exact[k] - amounts
-        owed += fraction
+            amounts[available[np.argsort(-priority[available], kind="stable")[:missing]]] += 1
+            fraction = exact[client] - amounts
+        carried_error += fraction
         remaining -= amounts
-        counts[k] = amounts
+        counts[client] = amounts
     return counts
 
 
-def _assign_fitted(row_pool: RowPool, logs: np.ndarray) -> np.ndarray:
+def _assign_fitted(row_pool: RowPool, log_mixes: np.ndarray) -> np.ndarray:
     """Fit the mixes exp(logs) (clients, classes) to the pool, and assign random rows of each class."""
     pools = _shuffle_by_class(row_pool)
     rows = len(row_pool.labels)
-    counts = fit_counts(logs, rows // row_pool.clients, np.array([len(pool) for pool in pools]), row_pool.draw)
+    counts = fit_counts(
+        log_mixes, rows // row_pool.clients, np.array([len(pool) for pool in pools]), row_pool.generator
+    )
     return _assign_counts(counts, pools, rows)
 
 
 def _shuffle_by_class(row_pool: RowPool) -> list[np.ndarray]:
     """Shuffle the rows of each class: a list of int64 arrays, by label."""
-    return [row_pool.draw.permutation(np.flatnonzero(row_pool.labels == label)) for label in range(len(row_pool.names))]
+    return [
+        row_pool.generator.permutation(np.flatnonzero(row_pool.labels == label)) for label in range(len(row_pool.names))
+    ]
 
 
 def _assign_counts(counts: np.ndarray, pools: list[np.ndarray], rows: int) -> np.ndarray:
     """Assign rows from the front of each class pool to clients 0, 1, ...: counts (clients, classes), -1 for the rest."""
-    holder = np.full(rows, -1, np.int64)
-    for column, pool in zip(counts.T, pools, strict=True):
-        holder[pool[: column.sum()]] = np.repeat(np.arange(len(counts)), column)
-    return holder
+    client_of_row = np.full(rows, -1, np.int64)
+    for class_counts, pool in zip(counts.T, pools, strict=True):
+        client_of_row[pool[: class_counts.sum()]] = np.repeat(np.arange(len(counts)), class_counts)
+    return client_of_row
 
 
-def _log_dirichlet(dirichlet_alpha: float, shape: tuple[int, int], draw: np.random.Generator) -> np.ndarray:
+def _log_dirichlet(dirichlet_alpha: float, shape: tuple[int, int], generator: np.random.Generator) -> np.ndarray:
     """Draw logarithms of Dirichlet(alpha) rows, each up to an additive constant.
 
     A Dirichlet row is a normalized row of gamma variates G(alpha). For a small alpha these underflow, so they are drawn
@@ -320,8 +327,8 @@ def _log_dirichlet(dirichlet_alpha: float, shape: tuple[int, int], draw: np.rand
     dirichlet_alpha = max(
         dirichlet_alpha, 1e-9
     )  # keeps the division finite; a mix is a single class far above this alpha
-    boost = np.log1p(-draw.random(shape)) / dirichlet_alpha  # 1 - U is never 0
-    return np.log(draw.standard_gamma(dirichlet_alpha + 1, shape)) + boost
+    boost = np.log1p(-generator.random(shape)) / dirichlet_alpha  # 1 - U is never 0
+    return np.log(generator.standard_gamma(dirichlet_alpha + 1, shape)) + boost
 
 
 def _softmax(logs: np.ndarray) -> np.ndarray:
@@ -329,21 +336,23 @@ def _softmax(logs: np.ndarray) -> np.ndarray:
     return shares / shares.sum(1, keepdims=True)
 
 
-def drop_unlabeled(client: np.ndarray, labeled: np.ndarray, share: float, draw: np.random.Generator) -> np.ndarray:
+def reduce_unlabeled(
+    client: np.ndarray, labeled: np.ndarray, share: float, generator: np.random.Generator
+) -> np.ndarray:
     """Reduce each client's unlabeled rows to a random share, at least one row; the rows of a smaller share are a subset.
 
     Args:
         client: The client of each row, int64 (N,).
         labeled: The labeled rows, bool (N,).
         share: The share of unlabeled rows to retain.
-        draw: The generator of the order in which rows are dropped.
+        generator: The generator of the order in which rows are dropped.
 
     Returns:
         The client of each row, int64 (N,), with -1 for dropped rows.
     """
     reduced = client.copy()
-    order = draw.permutation(len(client))
-    for k in np.unique(client[client >= 0]):
-        unlabeled_rows = order[(client[order] == k) & ~labeled[order]]
+    order = generator.permutation(len(client))
+    for client_number in np.unique(client[client >= 0]):
+        unlabeled_rows = order[(client[order] == client_number) & ~labeled[order]]
         reduced[unlabeled_rows[max(1, round(share * len(unlabeled_rows))) :]] = -1
     return reduced

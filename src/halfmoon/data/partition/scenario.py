@@ -19,11 +19,11 @@ from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data.partition import rules
 from halfmoon.data.partition.primitives import (
-    deal_evenly,
     draw_labeled,
     named_generator,
     rows_by_client,
     spread_by_dirichlet,
+    spread_evenly,
 )
 from halfmoon.data.partition.rules import RowPool
 from halfmoon.data.partition.split import SERVER, Split, SplitOrigin, hash_labels
@@ -112,7 +112,7 @@ class Scenario(SplitOptions):
         else:
             client, labeled = _apply_custom_rule(self, labels, len(names))
         if self.unlabeled_share < 1:
-            client = rules.drop_unlabeled(
+            client = rules.reduce_unlabeled(
                 client, labeled, self.unlabeled_share, named_generator(self.seed, "split", "share")
             )
         origin = SplitOrigin(asdict(self), source, hash_labels(labels))
@@ -135,31 +135,34 @@ class Scenario(SplitOptions):
             labels, _count_labeled_pool(self, totals, names), named_generator(self.seed, "split", "pool")
         )
         client = np.full(len(labels), SERVER, np.int64)
-        by_labeled, by_unlabeled = _SETTING_RULES[self.setting]
+        labeled_rule, unlabeled_rule = _SETTING_RULES[self.setting]
         if self.labels_at != "server":
-            assert by_labeled is not None
+            assert labeled_rule is not None
             labeled_clients = _draw_labeled_clients(self)
-            draw = named_generator(self.seed, "split", "labeled")
-            positions = by_labeled(self, RowPool(labels[labeled], names, len(labeled_clients), draw, "labeled"))
-            # Positions in `labeled_clients`. The appended element translates -1 (no client) to itself.
+            generator = named_generator(self.seed, "split", "labeled")
+            positions = labeled_rule(self, RowPool(labels[labeled], names, len(labeled_clients), generator, "labeled"))
+            # The rule numbers the clients that have labels from 0: translate these numbers to client numbers. Index -1
+            # (no client) selects the appended last element, which is -1 again.
             client[labeled] = np.append(labeled_clients, -1)[positions]
         if not labeled.all():
-            draw = named_generator(self.seed, "split", "unlabeled")
-            client[~labeled] = by_unlabeled(self, RowPool(labels[~labeled], names, self.clients, draw, "unlabeled"))
+            generator = named_generator(self.seed, "split", "unlabeled")
+            client[~labeled] = unlabeled_rule(
+                self, RowPool(labels[~labeled], names, self.clients, generator, "unlabeled")
+            )
         return client, labeled
 
     def _draw_jointly(self, labels: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Partition all rows, then label some of each client's: both kinds of rows have the same distribution."""
         size = len(labels) // self.clients
         labels_per_client = _count_labels_per_client(self, size, len(names))
-        draw = named_generator(self.seed, "split", "shared")
-        client = _SETTING_RULES[self.setting].unlabeled(self, RowPool(labels, names, self.clients, draw, "shared"))
+        generator = named_generator(self.seed, "split", "shared")
+        client = _SETTING_RULES[self.setting].unlabeled(self, RowPool(labels, names, self.clients, generator, "shared"))
         labeled = np.zeros(len(labels), bool)
-        draw = named_generator(self.seed, "split", "marks")
+        generator = named_generator(self.seed, "split", "marks")
         labeled_clients = set(_draw_labeled_clients(self).tolist())
         for k, client_rows in enumerate(rows_by_client(client, self.clients)):
             # Drawn for every client, so that the rows of one do not depend on which other clients have labels.
-            rows = draw.permutation(client_rows)
+            rows = generator.permutation(client_rows)
             labeled[rows[: labels_per_client if k in labeled_clients else 0]] = True
         return client, labeled
 
@@ -174,12 +177,13 @@ class _SettingRules(NamedTuple):
     unlabeled: _Rule
 
 
-def _share_evenly(scenario: Scenario, row_pool: RowPool) -> np.ndarray:
+def _partition_evenly(scenario: Scenario, row_pool: RowPool) -> np.ndarray:
+    """Partition a pool evenly in every class."""
     row_pool.check()
-    return deal_evenly(row_pool.labels, row_pool.clients, row_pool.draw)
+    return spread_evenly(row_pool.labels, row_pool.clients, row_pool.generator)
 
 
-def _share_by_dirichlet(scenario: Scenario, row_pool: RowPool, default_min_size: int = 10) -> np.ndarray:
+def _partition_by_dirichlet(scenario: Scenario, row_pool: RowPool, default_min_size: int = 10) -> np.ndarray:
     """Partition a pool by Dirichlet; `default_min_size` applies if the scenario has no min_size."""
     min_size = _min_size(scenario, row_pool, default_min_size)
     row_pool.check(min_size)
@@ -187,42 +191,44 @@ def _share_by_dirichlet(scenario: Scenario, row_pool: RowPool, default_min_size:
         row_pool.labels,
         row_pool.clients,
         scenario.dirichlet_alpha,
-        row_pool.draw,
+        row_pool.generator,
         min_size=min_size,
         cap=scenario.cap,
         tries=scenario.tries,
-        row_kind=f"{row_pool.what} images",
+        row_kind=f"{row_pool.kind} images",
     )
 
 
 def _min_size(scenario: Scenario, row_pool: RowPool, default: int) -> int:
+    """Choose the fewest rows of a client: the scenario's min_size, or at most `default`."""
     if scenario.min_size is not None:
         return scenario.min_size
     # The papers require 10 at a mean of 50. Smaller pools cannot fulfill a fixed 10, so it is a fifth of the mean there.
     return max(1, min(default, len(row_pool.labels) // (5 * row_pool.clients)))
 
 
-def _share_in_pairs(scenario: Scenario, row_pool: RowPool) -> np.ndarray:
-    return rules.pair_blocks(scenario, row_pool, _min_size(scenario, row_pool, 10), scenario.tries)
+def _partition_in_pairs(scenario: Scenario, row_pool: RowPool) -> np.ndarray:
+    """Partition a pool in blocks of two clients (SAGE)."""
+    return rules.assign_paired_blocks(scenario, row_pool, _min_size(scenario, row_pool, 10), scenario.tries)
 
 
 _SETTING_RULES: dict[str, _SettingRules] = {
-    "iid-iid": _SettingRules(_share_evenly, _share_evenly),
-    "iid-dir": _SettingRules(_share_evenly, _share_by_dirichlet),
-    "dir-dir": _SettingRules(_share_by_dirichlet, _share_by_dirichlet),
-    "semifl-iid": _SettingRules(rules.cut_evenly, rules.cut_evenly),
-    "semifl-shards": _SettingRules(rules.cut_shards, rules.cut_shards),
-    "semifl-dir": _SettingRules(_share_by_dirichlet, _share_by_dirichlet),
-    "feddb-iid": _SettingRules(rules.cut_evenly, rules.cut_evenly),
+    "iid-iid": _SettingRules(_partition_evenly, _partition_evenly),
+    "iid-dir": _SettingRules(_partition_evenly, _partition_by_dirichlet),
+    "dir-dir": _SettingRules(_partition_by_dirichlet, _partition_by_dirichlet),
+    "semifl-iid": _SettingRules(rules.assign_equal_sizes, rules.assign_equal_sizes),
+    "semifl-shards": _SettingRules(rules.assign_shards, rules.assign_shards),
+    "semifl-dir": _SettingRules(_partition_by_dirichlet, _partition_by_dirichlet),
+    "feddb-iid": _SettingRules(rules.assign_equal_sizes, rules.assign_equal_sizes),
     "feddb-dir": _SettingRules(
-        partial(_share_by_dirichlet, default_min_size=1), partial(_share_by_dirichlet, default_min_size=1)
+        partial(_partition_by_dirichlet, default_min_size=1), partial(_partition_by_dirichlet, default_min_size=1)
     ),
-    "fedloke": _SettingRules(None, rules.fill_in_turn),
-    "fedloke-balanced": _SettingRules(None, rules.fill_together),
-    "pair-dir": _SettingRules(_share_in_pairs, _share_in_pairs),
-    "fedmatch-iid": _SettingRules(_share_evenly, rules.give_equal_classes),
-    "fedmatch-noniid": _SettingRules(_share_evenly, rules.give_peaked),
-    "fedmatch-stream": _SettingRules(_share_evenly, rules.give_peaked),
+    "fedloke": _SettingRules(None, rules.assign_sequentially),
+    "fedloke-balanced": _SettingRules(None, rules.assign_jointly),
+    "pair-dir": _SettingRules(_partition_in_pairs, _partition_in_pairs),
+    "fedmatch-iid": _SettingRules(_partition_evenly, rules.assign_equal_classes),
+    "fedmatch-noniid": _SettingRules(_partition_evenly, rules.assign_peaked_classes),
+    "fedmatch-stream": _SettingRules(_partition_evenly, rules.assign_peaked_classes),
 }
 
 
@@ -241,10 +247,10 @@ def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> 
         raise
     except Exception as error:  # custom code can raise anything
         raise UserError(f"setting {name} failed ({type(error).__name__}: {one_line(error)[:200]}).") from error
-    for what, array, kind in (("client", client, "iu"), ("labeled", labeled, "b")):
-        if array.shape != labels.shape or array.dtype.kind not in kind:
+    for field_name, array, allowed_kinds in (("client", client, "iu"), ("labeled", labeled, "b")):
+        if array.shape != labels.shape or array.dtype.kind not in allowed_kinds:
             raise UserError(
-                f"setting {name}: its {what} is {array.dtype} {array.shape}; it must return client, int "
+                f"setting {name}: its {field_name} is {array.dtype} {array.shape}; it must return client, int "
                 f"({len(labels)},), and labeled, bool ({len(labels)},)."
             )
     if client.min() < SERVER or client.max() >= scenario.clients:
@@ -256,35 +262,38 @@ def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> 
 
 
 def _check_fields(scenario: Scenario) -> None:
-    s = scenario
-    if s.setting not in _SETTING_RULES and not plugins.is_plugin(s.setting, "split"):
+    """Raise UserError if a field, taken alone, has an invalid value."""
+    scenario = scenario
+    if scenario.setting not in _SETTING_RULES and not plugins.is_plugin(scenario.setting, "split"):
         *all_but_last, last = _SETTING_RULES
-        raise UserError(f"setting {s.setting!r} is unknown; choose {', '.join(all_but_last)} or {last}.")
+        raise UserError(f"setting {scenario.setting!r} is unknown; choose {', '.join(all_but_last)} or {last}.")
     for name, hint in get_type_hints(SplitOptions, include_extras=True).items():
         for annotation in getattr(hint, "__metadata__", ()):
             if isinstance(annotation, Range):
-                annotation.check(name, getattr(s, name))
-    at_least(1).check("tries", s.tries)
-    if s.setting == "fedmatch-stream" and s.stages == 1:
+                annotation.check(name, getattr(scenario, name))
+    at_least(1).check("tries", scenario.tries)
+    if scenario.setting == "fedmatch-stream" and scenario.stages == 1:
         raise UserError("fedmatch-stream has only one stage, which is fedmatch-noniid; set stages to 2 or more.")
 
 
 def _check_labels(scenario: Scenario) -> None:
-    s = scenario
-    if sum(amount is not None for amount in (s.labels_per_class, s.label_ratio, s.labels)) != 1:
+    """Raise UserError if the fields that set the number and the location of labels contradict each other."""
+    if sum(amount is not None for amount in (scenario.labels_per_class, scenario.label_ratio, scenario.labels)) != 1:
         raise UserError("give exactly one of labels_per_class, label_ratio and labels.")
-    if s.labels_at not in get_args(LabelLocation):
-        raise UserError(f"labels_at {s.labels_at!r} is unknown; choose clients, server or some.")
-    if (s.labels_at == "some") != (s.labeled_clients is not None):
+    if scenario.labels_at not in get_args(LabelLocation):
+        raise UserError(f"labels_at {scenario.labels_at!r} is unknown; choose clients, server or some.")
+    if (scenario.labels_at == "some") != (scenario.labeled_clients is not None):
         raise UserError(
-            f"labeled_clients is {s.labeled_clients} and labels_at is {s.labels_at!r}; give labeled_clients a number "
+            f"labeled_clients is {scenario.labeled_clients} and labels_at is {scenario.labels_at!r}; give labeled_clients a number "
             "where labels_at is 'some', and nowhere else."
         )
-    if s.labeled_clients is not None and not s.labeled_clients <= s.clients:
-        raise UserError(f"labeled_clients is {s.labeled_clients}; it must be from 1 to the {s.clients} clients.")
-    if s.labels is not None and s._joint:
+    if scenario.labeled_clients is not None and not scenario.labeled_clients <= scenario.clients:
         raise UserError(
-            f"{s.setting} labels random rows of each client, so labels cannot be counted out by class; give "
+            f"labeled_clients is {scenario.labeled_clients}; it must be from 1 to the {scenario.clients} clients."
+        )
+    if scenario.labels is not None and scenario._joint:
+        raise UserError(
+            f"{scenario.setting} labels random rows of each client, so labels cannot be counted out by class; give "
             "label_ratio or labels_per_class, or set labels_at to 'server'."
         )
 
@@ -356,10 +365,11 @@ def _count_labels_per_client(scenario: Scenario, size: int, classes: int) -> int
 
 
 def _draw_labeled_clients(scenario: Scenario) -> np.ndarray:
+    """Draw the clients that have labels, ascending; all clients unless `labeled_clients` is set."""
     if scenario.labeled_clients is None:
         return np.arange(scenario.clients)
-    draw = named_generator(scenario.seed, "split", "holders")
-    return np.sort(draw.permutation(scenario.clients)[: scenario.labeled_clients])
+    generator = named_generator(scenario.seed, "split", "holders")
+    return np.sort(generator.permutation(scenario.clients)[: scenario.labeled_clients])
 
 
 def _draw_stages(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.ndarray | None:
@@ -367,18 +377,20 @@ def _draw_stages(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) ->
     stages = scenario.stages
     if stages == 1:
         return None
-    draw = named_generator(scenario.seed, "split", "stages")
+    generator = named_generator(scenario.seed, "split", "stages")
     stage = np.zeros(len(client), np.int64)
     for k, client_rows in enumerate(rows_by_client(client, scenario.clients)):
-        rows = draw.permutation(client_rows[~labeled[client_rows]])
+        rows = generator.permutation(client_rows[~labeled[client_rows]])
         if len(rows) < stages:
             raise UserError(
                 f"client {k} has {len(rows)} unlabeled images, fewer than {stages} stages; ask for fewer stages, fewer "
                 "clients or fewer labels."
             )
+        # Position i of n gets stage floor(i * stages / n), so that the sizes of stages differ by at most one.
         stage[rows] = np.arange(len(rows)) * stages // len(rows)
     return stage
 
 
 def _format_decimal(value: float) -> str:
+    """Format a number with up to four decimals, without trailing zeros."""
     return f"{value:.4f}".rstrip("0").rstrip(".")

@@ -140,10 +140,10 @@ class RandomOperations(ABC):
                 f"{type(self).__name__} got images of {shape[0]} channels: give gray (1) or RGB (3) images."
             )
         crop = _draw_crop(n, shape, self.flip, self.pad, generator)
-        return crop | self.drawn_operations((n, self.operations), shape, generator)
+        return crop | self.draw_operations((n, self.operations), shape, generator)
 
     @abstractmethod
-    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
+    def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         """Draw the operations and their parameters.
 
         Args:
@@ -158,7 +158,7 @@ class RandomOperations(ABC):
         """
 
     @abstractmethod
-    def operated(self, views: Tensor, draws: Draws) -> Tensor:
+    def transform_pixels(self, views: Tensor, draws: Draws) -> Tensor:
         """Apply the operations to mirrored and cropped images, uint8 (n, C, H, W)."""
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
@@ -166,7 +166,7 @@ class RandomOperations(ABC):
 
     def pixels(self, images: Tensor, draws: Draws) -> Tensor:
         """Compute the view before normalization, uint8 (n, C, H, W)."""
-        return self.operated(_crop(images, _move_draws(draws, images.device), self.pad, reflect=True), draws)
+        return self.transform_pixels(_crop(images, _move_draws(draws, images.device), self.pad, reflect=True), draws)
 
 
 @dataclass(frozen=True)
@@ -189,15 +189,15 @@ class Strong(RandomOperations):
         super().__post_init__()
         _check_cutout("Strong", self.cutout)
 
-    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
+    def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         """Draw operation, level, negative (n, operations); corner (n, 2) of the box."""
-        operation = _skip_half(_draw_operation(FEDDURE_POOL, slots, generator), generator)
+        operation = _replace_half_by_identity(_draw_operation_numbers(FEDDURE_POOL, slots, generator), generator)
         level = torch.randint(1, self.magnitude, slots, generator=generator)
         negative = torch.rand(slots, generator=generator) < 0.5
         corner = _draw_corner(slots[:1], shape, _cutout_side(self.cutout, (0, *shape)), generator)
         return {"operation": operation, "level": level, "negative": negative, "corner": corner}
 
-    def operated(self, views: Tensor, draws: Draws) -> Tensor:
+    def transform_pixels(self, views: Tensor, draws: Draws) -> Tensor:
         views = apply_operations(views, draws["operation"], draws["level"], draws["negative"])
         side = _cutout_side(self.cutout, views.shape)
         return views if side == 0 else paint_gray_boxes_(views, draws["corner"].to(views.device), side + 1)
@@ -213,14 +213,14 @@ class StrongSemiFL(RandomOperations):
     `flip=False` for SVHN.
     """
 
-    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
+    def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         """Draw operation, negative (n, operations); corner (n, operations, 2) of Cutout's box."""
-        operation = _skip_half(_draw_operation(SEMIFL_POOL, slots, generator), generator)
+        operation = _replace_half_by_identity(_draw_operation_numbers(SEMIFL_POOL, slots, generator), generator)
         negative = torch.rand(slots, generator=generator) < 0.5
         corner = _draw_corner(slots, shape, SEMIFL_POOL.box, generator)
         return {"operation": operation, "negative": negative, "corner": corner}
 
-    def operated(self, views: Tensor, draws: Draws) -> Tensor:
+    def transform_pixels(self, views: Tensor, draws: Draws) -> Tensor:
         level = torch.zeros_like(draws["operation"])
         return apply_operations(views, draws["operation"], level, draws["negative"], SEMIFL_POOL, draws["corner"])
 
@@ -245,11 +245,11 @@ class StrongFedLoKe(RandomOperations):
         super().__post_init__()
         fedloke_pool(self.magnitude)
 
-    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        operation = _draw_operation(fedloke_pool(self.magnitude), slots, generator)
+    def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
+        operation = _draw_operation_numbers(fedloke_pool(self.magnitude), slots, generator)
         return {"operation": operation, "negative": torch.rand(slots, generator=generator) < 0.5}
 
-    def operated(self, views: Tensor, draws: Draws) -> Tensor:
+    def transform_pixels(self, views: Tensor, draws: Draws) -> Tensor:
         level = torch.zeros_like(draws["operation"])
         return apply_operations(views, draws["operation"], level, draws["negative"], fedloke_pool(self.magnitude))
 
@@ -282,13 +282,14 @@ class Shared:
         return self.view.apply(images, draws, normalize)
 
 
-def _draw_operation(pool: OperationPool, slots: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _draw_operation_numbers(pool: OperationPool, slots: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Draw operations of a pool uniformly: numbers in `OPERATION_NAMES`, of shape `slots`."""
     numbers = torch.tensor([OPERATION_NAMES.index(name) for name in pool.operations])
     return numbers[torch.randint(len(numbers), slots, generator=generator)]
 
 
-def _skip_half(operation: Tensor, generator: torch.Generator) -> Tensor:
+def _replace_half_by_identity(operation: Tensor, generator: torch.Generator) -> Tensor:
+    """Replace each operation by Identity with probability 1/2, in place: RandAugment's chance to skip an operation."""
     return operation.masked_fill_(torch.rand(operation.shape, generator=generator) < 0.5, IDENTITY)
 
 
@@ -300,6 +301,7 @@ def _draw_corner(slots: tuple[int, ...], shape: Shape, side: int, generator: tor
 
 
 def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: torch.Generator) -> Draws:
+    """Draw whether n images are mirrored ("flip"), and the first row and column of their crops ("top", "left"), (n,)."""
     pad = _pad_size(pad, (n, *shape))
     return {
         # Drawn even where it is not used, so that `flip` changes no other draw.
@@ -310,6 +312,7 @@ def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: tor
 
 
 def _crop(images: Tensor, draws: Draws, pad: int | None, reflect: bool) -> Tensor:
+    """Crop and mirror images uint8 (n, C, H, W) as `_draw_crop` has drawn; `reflect` selects the padding (`crop_maps`)."""
     if images.dtype is not torch.uint8:
         raise UserError(f"a view got images of {images.dtype}: give uint8 pixels, 0 to 255.")
     size = (images.shape[2], images.shape[3])
@@ -323,6 +326,7 @@ def _move_draws(draws: Draws, device: torch.device) -> Draws:
 
 
 def _pad_size(pad: int | None, shape: tuple[int, ...]) -> int:
+    """Compute the padding of images of shape (n, C, H, W) in pixels; None: an eighth of the shorter side."""
     side = min(shape[2:])
     if pad is None:
         return side // 8
@@ -337,4 +341,5 @@ def _check_cutout(view: str, cutout: int | None) -> None:
 
 
 def _cutout_side(cutout: int | None, shape: tuple[int, ...]) -> int:
+    """Compute the side of the box on images of shape (n, C, H, W) in pixels; None: half of the shorter side."""
     return min(shape[2:]) // 2 if cutout is None else cutout

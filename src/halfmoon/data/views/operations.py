@@ -81,9 +81,19 @@ def apply_operations(
 def _apply_sorted_(
     images: Tensor, operation: np.ndarray, level: np.ndarray, negative: np.ndarray, pool: OperationPool
 ) -> None:
-    """Apply one operation to each image in place; images (n, C, H, W) are sorted by `operation`; kind, level, negative (n,)."""
+    """Apply one operation to each image, in place; Identity and Cutout change nothing here.
+
+    Args:
+        images: uint8 (n, C, H, W), sorted by operation.
+        operation: The operation of each image, ascending, (n,).
+        level: Its level, (n,).
+        negative: True for its negative direction, (n,).
+        pool: The magnitudes.
+    """
+    # Families of operations have consecutive numbers, so that one slice has all images of a family:
+    # geometric < POSTERIZE <= tonal < COLOR < SHARPNESS < IDENTITY < CUTOUT.
     first = np.searchsorted(operation, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
-    variant = negative * pool.levels + level
+    variant = negative * pool.levels + level  # index in tables by direction and level
     if (stop := first[POSTERIZE]) > 0:
         images[:stop] = _apply_geometric(
             images[:stop], operation[:stop] * 2 * pool.levels + variant[:stop], first, pool
@@ -172,6 +182,7 @@ def _equalize_tables(pixels: Tensor) -> Tensor:
 
 
 def _blend(degenerate: Tensor, images: Tensor, variant: np.ndarray, pool: OperationPool) -> Tensor:
+    """Blend images with degenerate ones, by the factor of each image's direction and level."""
     factor = tables.blend_factors(pool, images.device).index_select(0, _to_device(variant, images))
     return tables.blend(degenerate, images, factor.view(-1, 1, 1, 1))
 

@@ -140,7 +140,7 @@ class Terms:
     @cached_property
     def program(self) -> dict[str, Any]:
         """The program that the server and the sites run, as of `bundle.describe_program`."""
-        return bundle.describe_program({plugin.part: plugin.sha256 for plugin in settings.plugin_origins(self.config)})
+        return bundle.describe_program({plugin.name: plugin.sha256 for plugin in settings.plugin_origins(self.config)})
 
     @cached_property
     def text(self) -> str:
@@ -247,9 +247,9 @@ def _describe_plugins(config: Config, server_plugins: Any) -> str:
     """Describe the plugins of these options whose local file differs from the server's."""
     server_hashes = server_plugins if isinstance(server_plugins, dict) else {}
     differences = [
-        f"{plugin} at this site, {str(server_hashes.get(plugin.part))[:64]} at the server"
+        f"{plugin} at this site, {str(server_hashes.get(plugin.name))[:64]} at the server"
         for plugin in settings.plugin_origins(config)
-        if server_hashes.get(plugin.part) != plugin.sha256
+        if server_hashes.get(plugin.name) != plugin.sha256
     ]
     return f"its plugins differ ({'; '.join(differences) or 'in number'})"
 

@@ -126,8 +126,8 @@ class RunIdentity(NamedTuple):
 class Link(Protocol):
     """Carries messages to sites and back, without reading them."""
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
-        """Send each site its request and return the responses by site; `what` describes the exchange in the log."""
+    def exchange(self, requests: Mapping[str, bytes], description: str) -> Mapping[str, SiteResponse]:
+        """Send each site its request and return the responses by site; `description` names the exchange in the log."""
         ...
 
 
@@ -207,21 +207,21 @@ class SiteCalls:
         if self.quarantine is None:
             self.quarantine = Quarantine(self.names, self.rules.strikes, None)
 
-    def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, SiteResponse]:
-        """Send each site its request and return the unchecked responses; `what` describes the exchange in the log."""
-        return self.link.exchange(_serialize(requests), what)
+    def exchange(self, requests: Mapping[str, Request], description: str) -> Mapping[str, SiteResponse]:
+        """Send each site its request and return the unchecked responses; `description` names the exchange in the log."""
+        return self.link.exchange(_serialize(requests), description)
 
-    def collect_masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
+    def collect_masked(self, requests: Mapping[str, Request], spec: TreeSpec, description: str) -> dict[str, Reply]:
         """Send requests that belong to a masked sum and return the usable replies.
 
         Args:
             requests: one for each site.
             spec: the spec that `Reply.upload` must have.
-            what: description of the exchange for the log.
+            description: the exchange, in the words of the log.
         """
         replies: dict[str, Reply] = {}
         max_bytes = limits.max_message_bytes([spec])
-        for site, response in self.exchange(requests, what).items():
+        for site, response in self.exchange(requests, description).items():
             reply = self.read_reply(site, response, requests[site], max_bytes)
             if reply is None:
                 continue

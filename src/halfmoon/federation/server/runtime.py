@@ -156,7 +156,7 @@ class RemoteRuntime(ServerRuntime):
             yield SERVER, result
             return
         name = next(name for name, update in self.client_updates.items() if update is context.client_update)
-        what = f"round {context.round + 1}, query {context.query + 1} ({name})"
+        description = f"round {context.round + 1}, query {context.query + 1} ({name})"
         # A method may query clients outside its cohort, so quarantined sites are left out here as well.
         downloads = {
             self.names[client]: {**broadcast, **tree.index(per_client, row)}
@@ -174,10 +174,10 @@ class RemoteRuntime(ServerRuntime):
         masked = None
         if self.calls.inspection.keys is not None:
             numbers = {self.names[client]: client for client in clients}
-            masked = MaskedSum(requests, numbers, self.calls.inspection.keys(), self._query_masked, what)
+            masked = MaskedSum(requests, numbers, self.calls.inspection.keys(), self._query_masked, description)
             requests = masked.start()
         network = self.base.network
-        responses = self.calls.exchange(requests, what)
+        responses = self.calls.exchange(requests, description)
         replies = self.calls.check_replies(responses, requests, context, downloads, network)
         # The responses are not needed any more; without this they would be in memory until the last result is used.
         del responses
@@ -185,7 +185,7 @@ class RemoteRuntime(ServerRuntime):
             self._evaluations = Evaluations.with_cap(self.calls.rules.weight_cap)
             for site, reply in replies.items():
                 self.calls.add_evaluation(self._evaluations, site, reply.reply, network)
-        self._check_quorum(clients, replies, what)
+        self._check_quorum(clients, replies, description)
         total = None
         masked_replies: dict[str, Reply] = {}
         if masked is not None:
@@ -207,18 +207,18 @@ class RemoteRuntime(ServerRuntime):
                 _to_device(present.pop(client).load_upload().to_result(), self.device, upload_spec, scale[client]),
             )
 
-    def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], what: str) -> None:
+    def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], description: str) -> None:
         """Raise `TooFewReplies` if too few clients of the cohort are left. Clients outside the cohort do not count."""
         self.cohorts.mark_failed(client for client in clients if self.names[client] not in replies)
         size = self.cohorts.size
         left = len(self.cohorts.remaining)
         needed = self.calls.rules.quorum(size)
         if left < needed:
-            raise TooFewReplies(f"{what} has {left} usable replies of {size}, and {needed} are needed.")
+            raise TooFewReplies(f"{description} has {left} usable replies of {size}, and {needed} are needed.")
 
-    def _query_masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
+    def _query_masked(self, requests: Mapping[str, Request], spec: TreeSpec, description: str) -> dict[str, Reply]:
         """Send requests of a masked sum and return the usable replies; the other sites have failed."""
-        replies = self.calls.collect_masked(requests, spec, what)
+        replies = self.calls.collect_masked(requests, spec, description)
         failed = [site for site in requests if site not in replies]
         self.cohorts.mark_failed(self.names.index(site) for site in failed)
         return replies

@@ -52,14 +52,14 @@ class MaskedSum:
         numbers: client numbers, by site.
         keys: long-term public keys of the sites, for their signatures.
         query_sites: sends requests and returns usable replies.
-        what: description of the query for the log.
+        description: the query, in the words of the log.
     """
 
     requests: Mapping[str, Request]
     numbers: Mapping[str, int]
     keys: Mapping[str, bytes]
     query_sites: QuerySites
-    what: str
+    description: str
     _masking: masking.Masking | None = None
     _shares: dict[str, list[bytes]] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class MaskedSum:
         }
         spec: TreeSpec = {"shares": ((len(names), masking.SEALED), torch.uint8)}
         requests = {site: self._sum_request(site, {DEAL_SHARES: tensors}) for site in names}
-        replies = self.query_sites(requests, spec, f"{self.what}, shares")
+        replies = self.query_sites(requests, spec, f"{self.description}, shares")
         self._require(len(replies), "that have dealt shares", cohort.threshold)
         dealers = [site for site in names if site in replies]
         self._shares = {site: split_rows(replies[site].upload["shares"]) for site in dealers}
@@ -102,7 +102,7 @@ class MaskedSum:
         question = {ANNOUNCE_KEYS: {"session": stack_rows([session])[0]}}
         spec: TreeSpec = {"keys": ((masking.PUBLIC,), torch.uint8), "signature": ((SIGNATURE,), torch.uint8)}
         requests = {site: self._sum_request(site, question) for site in with_key}
-        replies = self.query_sites(requests, spec, f"{self.what}, keys")
+        replies = self.query_sites(requests, spec, f"{self.description}, keys")
 
         names: list[str] = []
         keys: list[bytes] = []
@@ -151,7 +151,7 @@ class MaskedSum:
             shares = stack_rows([dealt[column] for dealt in self._shares.values()])
             requests[site] = self._sum_request(site, {REVEAL_SHARES: {"survived": survived, "shares": shares}})
         spec: TreeSpec = {"shares": ((len(parties.numbers), masking.WIDE), torch.uint8)}
-        revealed = self.query_sites(requests, spec, f"{self.what}, unmasking")
+        revealed = self.query_sites(requests, spec, f"{self.description}, unmasking")
         self._require(len(revealed), "that have helped to take the masks off", threshold)
         shares_by_client: dict[int, dict[int, int]] = {}
         for site, reply in revealed.items():
@@ -161,9 +161,11 @@ class MaskedSum:
         try:
             total = torch.from_numpy(masking.unmask(parties, vectors, shares_by_client))
         except masking.UnreadableShare as error:
-            raise TooFewReplies(f"{self.what} has a sum that cannot be read: {error}") from error
+            raise TooFewReplies(f"{self.description} has a sum that cannot be read: {error}") from error
         if not is_plausible_sum(total):
-            raise TooFewReplies(f"{self.what} has a sum that cannot be unmasked: a site did not follow the protocol.")
+            raise TooFewReplies(
+                f"{self.description} has a sum that cannot be unmasked: a site did not follow the protocol."
+            )
         return total
 
     def _sum_request(self, site: str, masks: Tree) -> Request:
@@ -176,7 +178,7 @@ class MaskedSum:
         """Raise `TooFewReplies` if fewer sites than needed are left."""
         if count < needed:
             raise TooFewReplies(
-                f"{self.what} has {count} sites of {len(self.requests)} {which}, and a sum needs {needed}."
+                f"{self.description} has {count} sites of {len(self.requests)} {which}, and a sum needs {needed}."
             )
 
 

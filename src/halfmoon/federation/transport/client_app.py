@@ -70,5 +70,5 @@ def _rehearsal_options(federation: str, sites: str, number: str) -> dict[str, st
     # The file is on this machine, so the plugins that it names are trusted.
     terms = load_plan(Path(federation)).terms
     name = terms.sites[int(number)]
-    trusted = [plugin.part for plugin in plugin_origins(terms.config)]
+    trusted = [plugin.name for plugin in plugin_origins(terms.config)]
     return {"name": name, "folder": str(Path(sites) / name), "terms": ANY_TERMS, "trusted": " ".join(trusted)}
