@@ -17,12 +17,15 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
 from halfmoon.engine.evaluation import (
     Examples,
+    ModelEvaluation,
     Quality,
+    accuracy_by_client,
     evaluate_model,
     images_per_pass,
     mean_prediction,
     prediction_bias,
     roc_auc,
+    summarize_clients,
 )
 from halfmoon.engine.loop import measured
 from halfmoon.models import SmallCNN, track
@@ -294,3 +297,21 @@ def test_a_cpu_sends_few_images_through_the_network_in_one_pass(monkeypatch: pyt
     loss = torch.nn.functional.cross_entropy(logits, test.labels, reduction="sum")
     assert said.loss == float(loss.double()) / 150
     assert torch.equal(torch.from_numpy(said.correct), logits.argmax(-1) == test.labels)
+
+
+def test_balanced_accuracy_leaves_out_classes_without_images():
+    """Recalls of 3/4 and 0/1, and a class without an image: their mean is 3/8, the accuracy 3/5."""
+    row = ModelEvaluation(torch.tensor([[3, 1, 0], [1, 0, 0], [0, 0, 0]]), 0.0).row()
+    assert (row["balanced_accuracy"], row["accuracy"]) == (0.375, 0.6)
+
+
+def test_accuracy_by_client_counts_the_images_of_each():
+    correct = np.array([True, False, True, True, False, True])
+    owners = np.array([0, 0, 2, 2, 2, -1])
+    assert accuracy_by_client(correct, owners) == {0: 0.5, 2: 0.666667}
+
+
+def test_summary_of_clients():
+    """Of 11 clients with 0, 0.1, ..., 1 the worst tenth is two clients: 0 and 0.1."""
+    row = summarize_clients([step / 10 for step in range(11)])
+    assert row == {"clients": 11, "mean": 0.5, "deviation": round(10**0.5 / 10, 6), "worst": 0.05}

@@ -72,10 +72,53 @@ class ModelEvaluation(NamedTuple):
         shares = self.confusion.diagonal() / self.confusion.sum(1).clamp_min(1)
         return [round(value, 6) for value in to_floats(shares)]
 
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean accuracy over the classes that have images, as in scikit-learn's `balanced_accuracy_score`."""
+        images = self.confusion.sum(1)
+        present = images > 0
+        shares = self.confusion.diagonal()[present].double() / images[present].double()
+        return round(float(shares.mean()), 6)
+
     def row(self) -> dict[str, float | list[float]]:
-        """Return accuracy, loss and accuracy by class, as metrics.jsonl stores them."""
+        """Return accuracy, loss, accuracy by class and balanced accuracy, as metrics.jsonl stores them."""
         accuracy = int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
-        return {"accuracy": accuracy, "loss": self.loss, "per_class": self.per_class}
+        return {
+            "accuracy": accuracy,
+            "loss": self.loss,
+            "per_class": self.per_class,
+            "balanced_accuracy": self.balanced_accuracy,
+        }
+
+
+def accuracy_by_client(correct: np.ndarray, owners: np.ndarray) -> dict[int, float]:
+    """Compute the accuracy of each client that has test images, to six digits.
+
+    Args:
+        correct: which test images are classified correctly, bool (N,).
+        owners: the client of each test image, int64 (N,); below 0 for none.
+    """
+    dealt = owners >= 0
+    counts = np.bincount(owners[dealt])
+    hits = np.bincount(owners[dealt & correct], minlength=len(counts))
+    return {int(client): round(float(hits[client] / counts[client]), 6) for client in np.flatnonzero(counts)}
+
+
+def summarize_clients(accuracies: Sequence[float]) -> dict[str, float | int]:
+    """Summarize the accuracies of one or more clients, each of which counts the same.
+
+    Returns:
+        "clients": their number; "mean"; "deviation": the population standard deviation; "worst": the mean of the
+        lowest tenth, rounded up to whole clients (q-FFL, ICLR 2020, Section 4).
+    """
+    ordered = np.sort(np.asarray(accuracies, np.float64))
+    lowest = ordered[: math.ceil(len(ordered) / 10)]
+    return {
+        "clients": len(ordered),
+        "mean": round(float(ordered.mean()), 6),
+        "deviation": round(float(ordered.std()), 6),
+        "worst": round(float(lowest.mean()), 6),
+    }
 
 
 def images_per_pass(images: Tensor, limit: int, pixels: int = MAX_CPU_PIXELS) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from halfmoon.api.types import Method, Task
@@ -16,7 +17,14 @@ from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import Diverged
-from halfmoon.engine.evaluation import Examples, ModelEvaluation, ParallelMap, evaluate_model
+from halfmoon.engine.evaluation import (
+    Examples,
+    ModelEvaluation,
+    ParallelMap,
+    accuracy_by_client,
+    evaluate_model,
+    summarize_clients,
+)
 from halfmoon.engine.runtime import RoundReport, Row, ServerRuntime, TooFewReplies
 from halfmoon.storage.checkpoints import METRICS, LoadedCheckpoint
 from halfmoon.storage.run_folder import RunFolder
@@ -43,6 +51,8 @@ class Experiment:
         ema: decay of the exponential moving average of the server's models, which is evaluated instead of the
             latest one (`tree.moving_average`); 0: no average.
         parallel_map: computes batches of test images.
+        test_clients: the client of each test image (`halfmoon.data.partition.client_tests`), int64 (N,), by which
+            accuracies by client are computed; None if the images are not those of clients.
     """
 
     method: Method
@@ -55,6 +65,7 @@ class Experiment:
     validation: Examples | None = None
     ema: float = 0.0
     parallel_map: ParallelMap = map
+    test_clients: np.ndarray | None = None
 
 
 class _State(NamedTuple):
@@ -104,6 +115,7 @@ def run_rounds(
         - "accuracy": test accuracies (last, best, chosen); None without a test set;
         - "concluded": the clients' test results for the last model, where clients' validation images chose the round;
         - "chosen": {"round", "accuracy"} of that round, None elsewhere;
+        - "client_accuracy": `summarize_clients` of that model, with "each" by client number; None if unknown;
         - "measured", "cost", "aggregation": see `measured`, and the last row of the metrics;
         - "ended": a sentence on why the run stopped before its last round, or None.
 
@@ -172,6 +184,7 @@ def _conclude(
         "chosen": best and {"round": best.round, "accuracy": best.accuracy},
         **_summarize_rows(folder.verified_rows(), scores),
         "correct": None if test is None else test.packed,
+        "client_accuracy": _final_client_accuracy(experiment, test),
         "ended": stop_reason,
     }
 
@@ -196,6 +209,22 @@ def _update_average(experiment: Experiment, number: int, server: Tree, average: 
         return {}
     model = experiment.method.solution(experiment.task, server)
     return tree.moving_average(average, model, number, experiment.ema) if average else model
+
+
+def _client_accuracies(experiment: Experiment, test: ModelEvaluation) -> dict[int, float]:
+    """Compute the accuracy of each client on its test images; {} if the images are not those of clients."""
+    if experiment.test_clients is None or test.correct is None:
+        return {}
+    return accuracy_by_client(test.correct, experiment.test_clients)
+
+
+def _final_client_accuracy(experiment: Experiment, test: ModelEvaluation | None) -> Row | None:
+    """Return the summary of the clients' accuracies with the value of each client; None if there are none."""
+    accuracies = {} if test is None else _client_accuracies(experiment, test)
+    if not accuracies:
+        return None
+    each = {str(client): accuracy for client, accuracy in accuracies.items()}
+    return {**summarize_clients([*accuracies.values()]), "each": each}
 
 
 def _evaluate_images(experiment: Experiment, model: Tree, images: Examples) -> ModelEvaluation:
@@ -237,6 +266,9 @@ def _evaluate(
         if not math.isfinite(test.loss):
             raise Diverged(row["round"] - 1, None, None, test.loss, "test loss")
         row["test"] = test.row()
+        client_accuracies = _client_accuracies(experiment, test)
+        if client_accuracies:
+            row["test"]["clients"] = summarize_clients([*client_accuracies.values()])
         row["prior"] = experiment.runtime.prediction_bias(model, test.per_class)
         client_bias = experiment.runtime.client_prediction_bias(
             model, test.per_class, lambda client_model: _evaluate_images(experiment, client_model, images).per_class

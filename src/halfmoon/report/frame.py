@@ -46,6 +46,7 @@ VALUE_COLUMNS = (
     *("published_percent", "published_deviation", "published_note", "equal_labeled_steps", "equal_steps_percent"),
     *COST_COLUMNS,
     *("seconds", "identity"),
+    *("clients_percent", "clients_spread", "clients_worst_percent"),
 )
 """Columns that describe a run."""
 
@@ -128,6 +129,11 @@ def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
         values["best_percent"] = None if best is None else 100 * best
         values["best_round"] = entry.accuracy.best_round
     run = study.run(entry)
+    clients = (run.summary or {}).get("client_accuracy") if run else None
+    if clients:
+        values["clients_percent"] = 100 * clients["mean"]
+        values["clients_spread"] = 100 * clients["deviation"]
+        values["clients_worst_percent"] = 100 * clients["worst"]
     values["rounds"] = run.rows[-1]["round"] if run and run.rows else None
     cost = entry.cost or {}
     traffic = cost.get("bytes_down"), cost.get("bytes_up")

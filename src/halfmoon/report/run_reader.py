@@ -74,6 +74,12 @@ class _Row(BaseModel):
     cost: _Cost | None = None
 
 
+class _ClientAccuracy(BaseModel):
+    mean: FiniteNumber
+    deviation: FiniteNumber
+    worst: FiniteNumber
+
+
 class _Summary(BaseModel):
     title: str
     seed: Annotated[int, Field(le=2**63, ge=-(2**63))]
@@ -82,6 +88,7 @@ class _Summary(BaseModel):
     classes: list[str] = []
     confusion: list[list[Count]] | None = None
     seconds: FiniteNumber | None = None
+    client_accuracy: _ClientAccuracy | None = None
 
 
 class _FinalCost(BaseModel):

@@ -95,6 +95,9 @@ class CellScore:
         seeds: number of finished seeds.
         planned: number of planned seeds.
         note: a note for the table.
+        clients: mean accuracy over clients, each on its test images.
+        spread: standard deviation over clients.
+        worst: mean of the lowest tenth of the clients.
     """
 
     last: MeanDeviation | None = None
@@ -104,6 +107,9 @@ class CellScore:
     seeds: int = 0
     planned: int = 0
     note: str = ""
+    clients: MeanDeviation | None = None
+    spread: MeanDeviation | None = None
+    worst: MeanDeviation | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,9 @@ def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], 
             seeds=len(finished),
             planned=int(runs["seed"].notna().sum()),
             note="no evaluation up to this number of steps is known" if is_unknown else "",
+            clients=None if equal else mean_if_complete(finished["clients_percent"]),
+            spread=None if equal else mean_if_complete(finished["clients_spread"]),
+            worst=None if equal else mean_if_complete(finished["clients_worst_percent"]),
         )
     return scores
 

@@ -64,7 +64,7 @@ class _QuantityColumn(NamedTuple):
     def values(self, summaries: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Collect the quantity of every run in the unit of the heading; None for runs that did not measure it."""
         numbers = [summary.get(self.group, {}).get(self.name) for summary in summaries]
-        if self.group in ("accuracy", "pseudo_labels"):
+        if self.group in ("accuracy", "client_accuracy", "pseudo_labels"):
             return [None if share is None else 100 * share for share in numbers]
         if self.key.startswith("megabytes"):  # 10^6 bytes
             return [None if count is None else count / 1e6 for count in numbers]
@@ -76,6 +76,9 @@ _COLUMNS = (
     _QuantityColumn("last_percent", "last %", "accuracy", "last", 2, narrow=True),
     _QuantityColumn("chosen_percent", "chosen %", "accuracy", "chosen", 2, narrow=True, optional=True),
     _QuantityColumn("best_percent", "best %", "accuracy", "best", 2),
+    _QuantityColumn("clients_percent", "clients %", "client_accuracy", "mean", 2, "", optional=True),
+    _QuantityColumn("clients_spread", "std over clients", "client_accuracy", "deviation", 2, "", optional=True),
+    _QuantityColumn("clients_worst_percent", "worst tenth %", "client_accuracy", "worst", 2, "", optional=True),
     _QuantityColumn("used_percent", "used %", "pseudo_labels", "used", 1, "", narrow=True, optional=True),
     _QuantityColumn("labeled_steps", "labeled steps", "cost", "labeled_steps", 0, narrow=True),
     _QuantityColumn("forward_images", "forward (images)", "cost", "forward", 0),

@@ -114,8 +114,8 @@ def build_summary(
     defenses = settings.security_options(config)
     if defenses:
         summary["defenses"] = defenses
-    for name in ("aggregation", "ended"):
-        if results[name] is not None:
+    for name in ("aggregation", "client_accuracy", "ended"):
+        if results.get(name) is not None:
             summary[name] = results[name]
     summary["finished"] = True
     return summary

@@ -22,6 +22,7 @@ from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.plugins import folder_name
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
+from halfmoon.data.partition.client_tests import deal_test_images
 from halfmoon.engine import evaluation
 from halfmoon.engine.evaluation import ParallelMap
 from halfmoon.engine.local_clients import FederatedDataset, Training
@@ -506,4 +507,12 @@ def _build_experiment(
     if interval > 1 and config.evaluate_every is None:
         watch.say(f"Test images are evaluated every {interval} rounds (--evaluate-every 1: after each).")
     experiment = assembly.build_experiment(config, task, runtime, shared.test, shared.validation)
-    return replace(experiment, parallel_map=parallel_map, evaluate_every=interval)
+    test_clients = None
+    if shared.test is not None:
+        test_clients = deal_test_images(
+            shared.split,
+            shared.train.labels.cpu().numpy(),
+            shared.test.labels.cpu().numpy(),
+            len(shared.source.classes),
+        )
+    return replace(experiment, parallel_map=parallel_map, evaluate_every=interval, test_clients=test_clients)

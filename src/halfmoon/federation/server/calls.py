@@ -15,7 +15,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.driver import ClientContext
-from halfmoon.engine.evaluation import ModelEvaluation
+from halfmoon.engine.evaluation import ModelEvaluation, summarize_clients
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits, messages
 from halfmoon.federation.protocol.messages import ECHOED_FIELDS, MalformedMessage, Refusal, Reply, Request
@@ -87,14 +87,18 @@ class FederatedEvaluation:
         """Build the metrics row of the model of a round.
 
         Returns:
-            {"round", "sites", "accuracy", "loss", "per_class"}, with "by_site" if a site shows its accuracy. None
-            without results.
+            {"round", "sites", "accuracy", "loss", "per_class", "balanced_accuracy"}, with "by_site" if a site shows
+            its accuracy, and "clients", their mean and spread, if two sites or more do. None without results.
         """
         tally = self.tally()
         if tally is None:
             return None
-        by_site = {"by_site": dict(self.by_site)} if self.by_site else {}
-        return {"round": round, "sites": len(self.results), **tally.row(), **by_site}
+        row = {"round": round, "sites": len(self.results), **tally.row()}
+        if self.by_site:
+            row["by_site"] = dict(self.by_site)
+        if len(self.by_site) > 1:
+            row["clients"] = summarize_clients([*self.by_site.values()])
+        return row
 
 
 class Evaluations(NamedTuple):

@@ -14,14 +14,13 @@ from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.driver import ClientContext, ClientResult
-from halfmoon.engine.evaluation import ModelEvaluation
 from halfmoon.engine.local_clients import LocalClients
 from halfmoon.engine.loop import RoundReport, Row, TooFewReplies
 from halfmoon.engine.runtime import ClientResults, RuntimeSettings, ServerRuntime
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.messages import Reply, Request, RoundKey
 from halfmoon.federation.protocol.tree_spec import TreeSpec
-from halfmoon.federation.server.calls import CheckedReply, Evaluations, SiteCalls
+from halfmoon.federation.server.calls import CheckedReply, Evaluations, FederatedEvaluation, SiteCalls
 from halfmoon.federation.server.cohorts import CohortSampler
 from halfmoon.federation.server.secure_sum import MaskedSum, mean_uploads, sum_layout
 from halfmoon.storage.manifest import StoreContents
@@ -106,10 +105,10 @@ class RemoteRuntime(ServerRuntime):
         tests, validations = self._evaluate(model, self.calls.evaluators())
         return tests.row(self._round + 1), validations.row(self._round + 1)
 
-    def evaluate_last(self, model: Tree) -> ModelEvaluation | None:
+    def evaluate_last(self, model: Tree) -> FederatedEvaluation:
         """Evaluate a model on the test images of the sites."""
         names = [name for name in self.calls.evaluators() if self.calls.inspection.tests(name)]
-        return self._evaluate(model, names).tests.tally()
+        return self._evaluate(model, names).tests
 
     def _evaluate(self, model: Tree, names: Sequence[str]) -> Evaluations:
         requests = {name: self._request(name, self.task.rounds - 1, self._query, "", {}, model) for name in names}

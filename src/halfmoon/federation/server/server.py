@@ -29,7 +29,7 @@ from halfmoon.core.user_cache import user_cache
 from halfmoon.data import Images, Split
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget, ClientSize
-from halfmoon.engine.evaluation import ModelEvaluation
+from halfmoon.engine.evaluation import ModelEvaluation, summarize_clients
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.loop import Experiment, Row, run_rounds
 from halfmoon.engine.runtime import RuntimeSettings
@@ -173,12 +173,16 @@ class FederationServer:
         manager.wait_for_sites(self.plan.rules.quorum(config.cohort), patience)
         results = run_rounds(experiment, folder, checkpoint, self._record_round)
         if isinstance(experiment.runtime, RemoteRuntime) and experiment.test is None:
-            tally = experiment.runtime.evaluate_last(results["model"])
+            evaluation = experiment.runtime.evaluate_last(results["model"])
+            tally = evaluation.tally()
             if tally is not None:
                 accuracy = tally.row()["accuracy"]
                 text = f"the sites' own test images: accuracy {accuracy:.2%}"
                 log.record("final_evaluation", text, accuracy=accuracy)
                 results |= {"confusion": tally.confusion.tolist(), "accuracy": _accuracy(folder, tally, results)}
+            if len(evaluation.by_site) > 1:
+                shares = evaluation.by_site
+                results["client_accuracy"] = {**summarize_clients([*shares.values()]), "each": dict(shares)}
 
         identity = {"federation": terms.hash, "sites": list(terms.sites)}
         summary = assembly.build_summary(config, identity, terms.image_spec.classes, folder, results)
