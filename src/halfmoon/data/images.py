@@ -24,6 +24,7 @@ class Images:
         spread: The `channel_statistics` of the images if they are known already.
         remark: A note on the selection of these images, if the files do not define it.
         groups: The group of each image, such as a patient; "" for none.
+        clients: The client of each image, int64 (N,), if the data set defines it.
 
     Raises:
         UserError: If an array has another type or shape.
@@ -34,6 +35,7 @@ class Images:
     spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     remark: str = ""
     groups: Sequence[str] | None = None
+    clients: np.ndarray | None = None
 
     def rows(self, selection: np.ndarray) -> "Images":
         """Select images.
@@ -42,7 +44,8 @@ class Images:
             selection: row numbers, or a mask, bool (N,).
         """
         groups = None if self.groups is None else np.array(self.groups)[selection].tolist()
-        return Images(self.images[selection], self.labels[selection], groups=groups)
+        clients = None if self.clients is None else self.clients[selection]
+        return Images(self.images[selection], self.labels[selection], groups=groups, clients=clients)
 
     def __post_init__(self) -> None:
         shape = self.images.shape

@@ -109,7 +109,31 @@ def decode_to_shape(
 
 def decode_prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
     """Decode an image and convert it as `how` defines, uint8 (H, W, C); raise UserError like `decode_to_shape`."""
-    image = open_upright(data, place)
+    return _convert(open_upright(data, place), place, how)
+
+
+def prepare_image(image: Image.Image, place: str, how: Preparation) -> np.ndarray:
+    """Convert an image that is open already as `decode_prepared` does; the image itself is not changed.
+
+    Args:
+        image: The image, of any size and mode.
+        place: Its origin, for messages.
+        how: The conversion.
+
+    Raises:
+        UserError: If its pixels cannot be decoded, or their range is unknown.
+    """
+    try:
+        image.load()
+        upright = image
+        if "exif" in image.info:
+            upright = _apply_orientation(image.copy())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{place}: the image cannot be decoded ({one_line(error)}).") from error
+    return _convert(upright, place, how)
+
+
+def _convert(image: Image.Image, place: str, how: Preparation) -> np.ndarray:
     if image.mode not in MODES or how.channels is not None:
         gray = ImageMode.getmode(image.mode).basemode == "L" or is_deep(image)
         image = convert_channels(image, place, how.channels or (1 if gray else 3), how.window)

@@ -1,0 +1,184 @@
+"""Data sets that a Python program passes as objects: a registry by digest, in place of a folder.
+
+A configuration stores a name such as "memory:1f3a9c07b2d4", whose digits are a hash of images, labels, classes and
+clients. `halfmoon.notebook.data_types` makes collections from arrays, PIL images, and data sets of other libraries.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from halfmoon.core.errors import UserError
+from halfmoon.data.images import UNKNOWN, Images, Source, channel_statistics
+from halfmoon.data.partition.primitives import named_generator
+from halfmoon.data.preparation import UNCHANGED, Preparation
+from halfmoon.data.readers.class_folders import HELD_OUT_SHARE
+
+PREFIX = "memory:"
+"""Start of the names of data sets in memory."""
+
+DIGEST_LENGTH = 12
+"""Hexadecimal digits of a name."""
+
+TITLE = "arrays"
+"""Name of a data set in memory, for messages and tables."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageCollection:
+    """N images with labels, which are decoded when they are needed and may have several sizes.
+
+    Attributes:
+        read: decodes the image of a row: uint8 (H, W, 1 or 3).
+        labels: int64 (N,), `UNKNOWN` for an unlabeled image.
+        classes: class names by label.
+        name: the argument that the images come from, for messages.
+        pixels: the images as one array, uint8 (N, H, W, 1 or 3), if they are one already.
+    """
+
+    read: Callable[[int, Preparation], np.ndarray]
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    name: str = "data"
+    pixels: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def is_fully_labeled(self) -> bool:
+        """True if every image has a label."""
+        return bool((self.labels != UNKNOWN).all())
+
+    def load(self, preparation: Preparation = UNCHANGED) -> np.ndarray:
+        """Decode and prepare all images, uint8 (N, H, W, C).
+
+        Raises:
+            UserError: the prepared images have different shapes.
+        """
+        if self.pixels is not None:
+            return preparation.applied(self.pixels)
+        images: np.ndarray | None = None
+        for row in range(len(self)):
+            image = self.read(row, preparation)
+            if images is None:
+                images = np.empty((len(self), *image.shape), np.uint8)
+            if image.shape != images.shape[1:]:
+                raise UserError(
+                    f"{self.name}: image {row} is {_describe_shape(image.shape)}, but image 0 is "
+                    f"{_describe_shape(images.shape[1:])}; give --resize N and --channels 1 or 3."
+                )
+            images[row] = image
+        assert images is not None, "a collection has at least one image"
+        return images
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryData:
+    """A data set of a Python program.
+
+    Attributes:
+        train: the training images; some may be unlabeled.
+        test: the test images; None to hold out `HELD_OUT_SHARE` of the labeled training images of every class.
+        clients: the client of each training image, int64 (N,), from 0; None if a scenario assigns them.
+        mirror: True if a mirrored image has the same class.
+    """
+
+    train: ImageCollection
+    test: ImageCollection | None = None
+    clients: np.ndarray | None = None
+    mirror: bool = True
+
+    def compute_digest(self) -> str:
+        """Compute a SHA-256 of images, labels, class names and clients."""
+        digest = hashlib.sha256("\0".join(self.train.classes).encode())
+        for collection in (self.train, self.test):
+            if collection is None:
+                digest.update(b"no test")
+                continue
+            digest.update(np.ascontiguousarray(collection.labels, "<i8").tobytes())
+            for row in range(len(collection)):
+                image = collection.read(row, UNCHANGED)
+                digest.update(str(image.shape).encode())
+                digest.update(np.ascontiguousarray(image).tobytes())
+        if self.clients is not None:
+            digest.update(np.ascontiguousarray(self.clients, "<i8").tobytes())
+        return digest.hexdigest()
+
+
+_registered: dict[str, MemoryData] = {}
+
+
+def register(data: MemoryData) -> str:
+    """Register a data set for the rest of this process, and return its name for the option `data`."""
+    name = f"{PREFIX}{data.compute_digest()[:DIGEST_LENGTH]}"
+    _registered[name] = data
+    return name
+
+
+def is_memory_name(name: str) -> bool:
+    """Check whether the value of the option `data` is the name of a data set in memory."""
+    return name.startswith(PREFIX)
+
+
+def find(name: str) -> MemoryData:
+    """Return the registered data set of a name.
+
+    Raises:
+        UserError: this process has registered no data set with this digest.
+    """
+    if name not in _registered:
+        raise UserError(
+            f"{name} is a data set of a Python program, which halfmoon does not store: pass the same data (and test, "
+            "clients) again, as halfmoon.resume(FOLDER, data=...) or in the call that started the run."
+        )
+    return _registered[name]
+
+
+def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
+    """Load a registered data set.
+
+    Without test images, `HELD_OUT_SHARE` of the labeled images of every class are the test, drawn as for class folders.
+
+    Raises:
+        UserError: there is no such data set, or images have different sizes.
+    """
+    data = find(name)
+    train = Images(data.train.load(preparation), data.train.labels, clients=data.clients)
+    remark = ""
+    if data.test is not None:
+        test = Images(data.test.load(preparation), data.test.labels)
+        if test.images.shape[3] != train.images.shape[3]:
+            raise UserError("data and test have different numbers of channels; give --channels 1 or 3.")
+    else:
+        is_test = _draw_test_rows(data.train)
+        remark = (
+            f"no test was given, so {HELD_OUT_SHARE:.0%} of the labeled images of every class, {is_test.sum():,} in "
+            "all, are held out as the test; where images share a patient or an object, give test yourself"
+        )
+        test = replace(train.rows(is_test), clients=None)
+        train = train.rows(~is_test)
+    mean, std = channel_statistics(train.images)
+    return Source(TITLE, train, test, data.train.classes, data.mirror, mean, std, remark=remark)
+
+
+def _draw_test_rows(collection: ImageCollection) -> np.ndarray:
+    """Draw the rows that are held out as the test, bool (N,), with the draws of class folders."""
+    is_test = np.zeros(len(collection), bool)
+    for label, name in enumerate(collection.classes):
+        rows = np.flatnonzero(collection.labels == label)
+        if len(rows) < 2:
+            raise UserError(
+                f"{collection.name}: class {name!r} has {len(rows)} labeled image{'s' if len(rows) != 1 else ''}, "
+                "too few to train and test on; add some, or give test."
+            )
+        order = named_generator(0, "held out", name).permutation(len(rows))
+        is_test[rows[order[: max(1, round(HELD_OUT_SHARE * len(rows)))]]] = True
+    return is_test
+
+
+def _describe_shape(shape: tuple[int, ...]) -> str:
+    height, width, channels = shape
+    return f"{width}x{height} with {channels} channel{'s' if channels > 1 else ''}"

@@ -1,0 +1,494 @@
+"""Convert the images of a Python program, of any of the usual types, into arrays, labels and class names.
+
+Types: a pair (X, y) of NumPy arrays, torch tensors or lists of images; a torch `Dataset` or a list of (image, label)
+pairs; a `Dataset` or `DatasetDict` of Hugging Face's `datasets`; `halfmoon.Images` and `halfmoon.Source`.
+
+An image is an array or tensor, a PIL image, or the path of a file. A batch of images is (N, H, W), (N, H, W, C) or
+(N, C, H, W), one image (H, W), (H, W, C) or (C, H, W), where C is 1 or 3. Values are uint8, or floats from 0 to 1, which
+are multiplied by 255 and rounded.
+
+Labels are whole numbers or strings. `-1` (in strings also "-1") and None mean "unlabeled", as in scikit-learn. Class names
+are the sorted different labels as text, unless the data set names its classes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from halfmoon.core.errors import UserError, one_line
+from halfmoon.data import Images, Source
+from halfmoon.data.images import UNKNOWN
+from halfmoon.data.memory import ImageCollection, MemoryData
+from halfmoon.data.preparation import UNCHANGED, Preparation
+from halfmoon.data.readers.decode import decode_prepared, prepare_image
+from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, find_column
+
+CHANNELS = (1, 3)
+"""Numbers of channels of an image: gray and RGB."""
+
+ACCEPTED_TYPES = (
+    "(X, y) of arrays or of a list of images and their labels, a torch Dataset of (image, label), or a Dataset or "
+    "DatasetDict of Hugging Face"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LabeledImages:
+    """Images of one size, with labels and class names.
+
+    Attributes:
+        images: uint8 (N, H, W, C), C = 1 or 3.
+        labels: int64 (N,), -1 for an unlabeled image.
+        classes: class names by label.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    classes: tuple[str, ...]
+
+
+def convert_images(
+    data: Any,
+    *,
+    classes: Sequence[str] | None = None,
+    preparation: Preparation = UNCHANGED,
+    name: str = "data",
+) -> LabeledImages:
+    """Convert labeled images of any supported type (see this module) into one array, labels and class names.
+
+    Args:
+        data: the images with their labels. Of a `DatasetDict` or a `Source`, the part "train" is used.
+        classes: the class names; None: those of the data.
+        preparation: resizing and channels; images of different sizes need a size.
+        name: the argument that `data` is, for errors.
+
+    Raises:
+        UserError: the type, a shape, a value, a length or a label is wrong.
+    """
+    collection = open_images(data, classes=classes, name=name)
+    return LabeledImages(collection.load(preparation), collection.labels, collection.classes)
+
+
+def open_images(data: Any, *, classes: Sequence[str] | None = None, name: str = "data") -> ImageCollection:
+    """Convert labeled images as `convert_images` does, but decode them only when they are needed.
+
+    Args:
+        data: the images with their labels.
+        classes: the class names; None: those of the data.
+        name: the argument that `data` is, for errors.
+
+    Raises:
+        UserError: the type, a shape, a value, a length or a label is wrong.
+    """
+    if isinstance(data, Source):
+        return open_images(data.train, classes=data.classes, name=name)
+    if isinstance(data, Images):
+        if classes is None:
+            numbers = np.arange(int(data.labels.max(initial=0)) + 1)
+            classes = [str(number) for number in numbers]
+        labels = _number_labels(data.labels.tolist(), classes, name)
+        return _array_collection(data.images, labels, tuple(classes), name)
+    if isinstance(data, tuple) and len(data) == 2:
+        return _open_pair(data[0], data[1], classes, name)
+    if _is_hugging_face(data):
+        return _open_hugging_face(data, classes, name)
+    if isinstance(data, Mapping):
+        if "train" not in data:
+            parts = ", ".join(map(str, data)) or "no parts"
+            raise UserError(f"{name} has {parts}, but no part 'train'; rename the part of the training images.")
+        return open_images(data["train"], classes=classes, name=name)
+    if (
+        hasattr(data, "__getitem__")
+        and isinstance(data, Sized)
+        and not isinstance(data, str | np.ndarray | torch.Tensor)
+    ):
+        return _open_pairs(data, classes, name)
+    if isinstance(data, torch.utils.data.IterableDataset):
+        raise UserError(
+            f"{name} is an iterable data set without a length: give list({name}) of its (image, label) pairs."
+        )
+    raise UserError(f"{name} is {_describe_type(data)}: it must be a name, a folder, {ACCEPTED_TYPES}.")
+
+
+def make_memory_data(data: Any, test: Any = None, clients: Any = None) -> MemoryData:
+    """Convert training images, test images and clients into a data set in memory.
+
+    Args:
+        data: training images with labels, of any type of `convert_images`. Of a `DatasetDict` the part "test" (or
+            "validation") is the test, and so is that of a `Source`.
+        test: test images with labels, of any of these types; None: those in `data`, or held-out training images.
+        clients: the client of each training image, numbers or strings; None: a scenario assigns them.
+
+    Raises:
+        UserError: an argument has a wrong type, shape, value or length, or there are fewer than two classes.
+    """
+    train_images = open_images(data, name="data")
+    labels = train_images.labels
+    present = np.unique(labels[labels != UNKNOWN])
+    if len(present) == 0:
+        raise UserError("data has no labeled image: every label is -1; label a few images of each class.")
+    if len(train_images.classes) < 2 or len(present) < 2:
+        only = train_images.classes[int(present[0])]
+        raise UserError(f"data has labels of one class only, {only!r}: a classifier needs images of two or more.")
+    if test is None:
+        test = _find_test(data)
+    test_images = None
+    if test is not None:
+        test_images = open_images(test, classes=train_images.classes, name="test")
+        unlabeled = np.flatnonzero(test_images.labels == UNKNOWN)
+        if len(unlabeled):
+            raise UserError(f"test: image {unlabeled[0]} has no label, but only training images can go without one.")
+    client_numbers = None if clients is None else _number_clients(clients, len(train_images))
+    mirror = data.mirror if isinstance(data, Source) else True
+    return MemoryData(train_images, test_images, client_numbers, mirror)
+
+
+def read_unlabeled(
+    images: Any, preparation: Preparation, channels: int, name: str = "images"
+) -> tuple[np.ndarray, bool]:
+    """Convert images without labels: an array, a list, or one image; labels of a labeled type are ignored.
+
+    Args:
+        images: a batch or list of images, one image, or a type of `convert_images`.
+        preparation: resizing and channels.
+        channels: the channels of the model: an array of this length and two more axes is one image (C, H, W).
+        name: the argument that they are, for errors.
+
+    Returns:
+        The images, uint8 (N, H, W, C), and True if one image was given.
+
+    Raises:
+        UserError: the type, a shape or a value is wrong, or there are none.
+    """
+    if isinstance(images, Images):
+        return preparation.applied(images.images), False
+    if isinstance(images, Image.Image):
+        return _read_image(images, preparation, name)[None], True
+    if isinstance(images, np.ndarray | torch.Tensor):
+        array = _to_numpy(images)
+        if array.ndim == 2 or (array.ndim == 3 and (array.shape[2] in CHANNELS or array.shape[0] == channels)):
+            return _read_image(array, preparation, name)[None], True
+        return preparation.applied(_read_batch(array, name)), False
+    is_list = isinstance(images, Sequence) and not isinstance(images, str | tuple)
+    if (is_list or (isinstance(images, tuple) and len(images) != 2)) and not _is_hugging_face(images):
+        if not len(images):
+            raise UserError(f"{name} is empty: give at least one image.")
+        if not isinstance(images[0], tuple):
+            labels = np.full(len(images), UNKNOWN)
+            return ImageCollection(_make_reader(images, name), labels, (), name).load(preparation), False
+    return open_images(images, name=name).load(preparation), False
+
+
+# Types
+
+
+def _open_pair(images: Any, labels: Any, classes: Sequence[str] | None, name: str) -> ImageCollection:
+    """Open a pair (X, y)."""
+    values = _list_labels(labels, name)
+    if isinstance(images, np.ndarray | torch.Tensor):
+        pixels = _read_batch(_to_numpy(images), name)
+        _check_lengths(len(pixels), len(values), name)
+        numbers, names = _classify(values, classes, None, name)
+        return _array_collection(pixels, numbers, names, name)
+    if isinstance(images, str | Path) or not isinstance(images, Sequence):
+        raise UserError(
+            f"{name} is a pair whose first element is {_describe_type(images)}: it must be an array, a tensor or a list "
+            "of images."
+        )
+    _check_lengths(len(images), len(values), name)
+    numbers, names = _classify(values, classes, None, name)
+    return ImageCollection(_make_reader(images, name), numbers, names, name)
+
+
+def _open_pairs(data: Any, classes: Sequence[str] | None, name: str) -> ImageCollection:
+    """Open a torch `Dataset` or a list of (image, label) pairs: each pair is read once, and its image is stored."""
+    images: list[np.ndarray] = []
+    values: list[Any] = []
+    for row in range(len(data)):
+        pair = data[row]
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise UserError(
+                f"{name}: item {row} is {_describe_type(pair)}, not a pair (image, label); give a data set of such pairs."
+            )
+        images.append(_read_image(pair[0], UNCHANGED, f"{name}, image {row}"))
+        label = pair[1]
+        values.append(label.item() if isinstance(label, torch.Tensor | np.generic) else label)
+    _check_lengths(len(images), len(values), name)
+    class_names = getattr(data, "classes", None)
+    if not isinstance(class_names, Sequence) or isinstance(class_names, str):
+        class_names = None
+    numbers, names = _classify(values, classes, class_names, name)
+    return ImageCollection(_make_reader(images, name), numbers, names, name)
+
+
+def _is_hugging_face(data: Any) -> bool:
+    """Check for a `datasets.Dataset` without importing the library, which is optional."""
+    return (
+        isinstance(getattr(data, "column_names", None), list) and hasattr(data, "features") and hasattr(data, "__len__")
+    )
+
+
+def _open_hugging_face(data: Any, classes: Sequence[str] | None, name: str) -> ImageCollection:
+    """Open a `datasets.Dataset` with a column of images and a column of labels."""
+    image_column = find_column(name, data.column_names, IMAGE_COLUMNS)
+    label_column = find_column(name, data.column_names, LABEL_COLUMNS)
+    values = _list_labels(list(data[label_column]), name)
+    _check_lengths(len(data), len(values), name)
+    class_names = getattr(data.features[label_column], "names", None)
+    numbers, names = _classify(values, classes, class_names, name)
+
+    def read(row: int, preparation: Preparation) -> np.ndarray:
+        return _read_image(data[row][image_column], preparation, f"{name}, image {row}")
+
+    return ImageCollection(read, numbers, names, name)
+
+
+def _find_test(data: Any) -> Any:
+    """Return the test images that a data set contains; None if there are none."""
+    if isinstance(data, Source):
+        return data.test
+    if isinstance(data, Mapping):
+        return next((data[part] for part in ("test", "validation") if part in data), None)
+    return None
+
+
+# Images
+
+
+def _array_collection(pixels: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], name: str) -> ImageCollection:
+    def read(row: int, preparation: Preparation) -> np.ndarray:
+        return preparation.applied(pixels[row : row + 1])[0]
+
+    return ImageCollection(read, labels, classes, name, pixels)
+
+
+def _make_reader(images: Sequence[Any], name: str) -> Callable[[int, Preparation], np.ndarray]:
+    """Make the function that decodes the image of a row."""
+
+    def read(row: int, preparation: Preparation) -> np.ndarray:
+        return _read_image(images[row], preparation, f"{name}, image {row}")
+
+    return read
+
+
+def _read_batch(array: np.ndarray, name: str) -> np.ndarray:
+    """Convert a batch of images (N, H, W), (N, H, W, C) or (N, C, H, W) into uint8 (N, H, W, C)."""
+    shape = array.shape
+    if not array.size:
+        raise UserError(f"{name} has no images: its array has the shape {shape}.")
+    if array.ndim == 3:
+        array = array[..., None]
+    elif array.ndim == 4:
+        array = _move_channels(array, name, "N, ")
+    elif array.ndim == 2:
+        raise UserError(
+            f"{name} has the shape {shape}, a row of numbers for each image: reshape it to (N, H, W) or (N, H, W, C)."
+        )
+    else:
+        raise UserError(f"{name} has the shape {shape}: images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
+    return _to_bytes(array, name)
+
+
+def _read_image(image: Any, preparation: Preparation, name: str) -> np.ndarray:
+    """Convert one image into uint8 (H, W, C)."""
+    if isinstance(image, Image.Image):
+        return prepare_image(image, name, preparation)
+    if isinstance(image, str | Path):
+        try:
+            return decode_prepared(Path(image).read_bytes(), str(image), preparation)
+        except OSError as error:
+            raise UserError(f"{image}: the file cannot be read ({error.strerror}).") from error
+    if isinstance(image, Mapping) and image.get("bytes"):  # Hugging Face's images that are not decoded
+        return decode_prepared(image["bytes"], name, preparation)
+    if not isinstance(image, np.ndarray | torch.Tensor | list):
+        raise UserError(f"{name} is {_describe_type(image)}: it must be a PIL image, an array, a tensor or a path.")
+    try:
+        array = _to_numpy(image)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} is no image ({one_line(error)}).") from error
+    if array.ndim == 2:
+        array = array[..., None]
+    elif array.ndim == 3:
+        array = _move_channels(array, name, "")
+    else:
+        raise UserError(f"{name} has the shape {array.shape}: an image is (H, W), (H, W, C) or (C, H, W).")
+    if not array.size:
+        raise UserError(f"{name} has no pixels: its shape is {array.shape}.")
+    return preparation.applied(_to_bytes(array, name)[None])[0]
+
+
+def _move_channels(array: np.ndarray, name: str, batch: str) -> np.ndarray:
+    """Move the channels to the last axis, if the third axis from the end has them; `batch` starts the shapes in errors."""
+    last = array.shape[-1] in CHANNELS
+    first = array.shape[-3] in CHANNELS
+    if last and not first:
+        return array
+    if first and not last:
+        return np.moveaxis(array, -3, -1)
+    if first and last:
+        raise UserError(
+            f"{name} has the shape {array.shape}, which may be ({batch}H, W, C) or ({batch}C, H, W); "
+            "drop the axis of one channel, or resize the images."
+        )
+    raise UserError(
+        f"{name} has the shape {array.shape}: images are ({batch}H, W), or ({batch}H, W, C) or ({batch}C, H, W) with 1 or "
+        "3 channels."
+    )
+
+
+def _to_bytes(array: np.ndarray, name: str) -> np.ndarray:
+    """Convert pixels to uint8; floats from 0 to 1 are multiplied by 255 and rounded to nearest."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype.kind != "f":
+        raise UserError(
+            f"{name} has pixels of type {array.dtype}: they must be uint8 (0 to 255) or floats from 0 to 1; convert them "
+            "with .astype('uint8')."
+        )
+    low = float(array.min())
+    high = float(array.max())
+    if not (low >= 0 and high <= 1):  # also for nan
+        raise UserError(
+            f"{name} has pixels from {low:g} to {high:g}: floats must be from 0 to 1; scale them, or give uint8."
+        )
+    result = np.empty(array.shape, np.uint8)
+    for row in range(len(array)):  # one by one, because float64 takes eight times the memory
+        result[row] = np.floor(array[row].astype(np.float64) * 255 + 0.5)
+    return result
+
+
+def _to_numpy(values: Any) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
+# Labels and clients
+
+
+def _list_labels(labels: Any, name: str) -> list[Any]:
+    """List labels as Python values."""
+    if isinstance(labels, str) or not (isinstance(labels, Sized) and hasattr(labels, "__iter__")):
+        raise UserError(
+            f"{name}: the labels are {_describe_type(labels)}: give one number or string for each image, -1 for an "
+            "unlabeled one."
+        )
+    if isinstance(labels, np.ndarray | torch.Tensor):
+        array = _to_numpy(labels)
+    else:
+        items = [item.item() if isinstance(item, torch.Tensor | np.generic) else item for item in labels]
+        array = np.empty(len(items), object)
+        array[:] = items
+    if array.ndim != 1:
+        raise UserError(
+            f"{name}: the labels have the shape {array.shape}: give one number or string for each image, such as "
+            "y.argmax(1) for one-hot labels."
+        )
+    return array.tolist()
+
+
+def _classify(
+    values: Sequence[Any], classes: Sequence[str] | None, names: Sequence[str] | None, name: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Number labels.
+
+    Args:
+        values: the labels.
+        classes: the class names that are required; None if the labels define them.
+        names: class names of the data set by number; None if it has none.
+        name: the argument, for errors.
+
+    Returns:
+        Labels, int64 (N,), and class names.
+    """
+    texts = [_label_text(value, row, name) for row, value in enumerate(values)]
+    if names:
+        # Numbers count the data set's own names.
+        own_names = tuple(str(each) for each in names)
+        named = [
+            own_names[int(text)] if isinstance(text, int) and 0 <= text < len(own_names) else text for text in texts
+        ]
+        texts = [str(text) if isinstance(text, int) and text != UNKNOWN else text for text in named]
+        if classes is None:
+            classes = own_names
+    if classes is None:
+        present = {text for text in texts if text != UNKNOWN}
+        if len({type(text) for text in present}) > 1:
+            raise UserError(f"{name}: some labels are numbers and some are strings; give one kind.")
+        classes = [str(text) for text in sorted(present)]  # type: ignore[type-var]
+    return _number_labels(texts, classes, name), tuple(classes)
+
+
+def _number_labels(texts: Sequence[int | str], classes: Sequence[str], name: str) -> np.ndarray:
+    """Number labels by the class names; numbers count the classes if no class name is a number."""
+    number_of = {class_name: number for number, class_name in enumerate(classes)}
+    counts_classes = not any(class_name.isdecimal() for class_name in classes)
+    labels = np.empty(len(texts), np.int64)
+    for row, text in enumerate(texts):
+        if text == UNKNOWN:
+            labels[row] = UNKNOWN
+        elif str(text) in number_of:
+            labels[row] = number_of[str(text)]
+        elif isinstance(text, int) and counts_classes and 0 <= text < len(classes):
+            labels[row] = text
+        else:
+            listing = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
+            raise UserError(f"{name}: image {row} has the label {text!r}, but the classes are {listing}.")
+    return labels
+
+
+def _label_text(value: Any, row: int, name: str) -> int | str:
+    """Convert a label to a whole number or a string; `UNKNOWN` for an unlabeled image."""
+    if value is None or value == "-1":
+        return UNKNOWN
+    if isinstance(value, str):
+        if not value.strip():
+            raise UserError(f"{name}: image {row} has an empty label; an unlabeled image has -1 or None.")
+        return value
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, Integral) or value < UNKNOWN:
+        raise UserError(
+            f"{name}: image {row} has the label {value!r}: labels are whole numbers from 0 or strings, -1 for unlabeled."
+        )
+    return int(value)
+
+
+def _number_clients(clients: Any, count: int) -> np.ndarray:
+    """Number the clients of images from 0, in the order of their sorted ids."""
+    try:
+        ids = _to_numpy(clients)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"clients cannot be read as one id for each image ({one_line(error)}).") from error
+    if ids.ndim != 1 or len(ids) != count:
+        raise UserError(
+            f"clients has the shape {ids.shape}, but data has {count:,} images; give a number of clients, or one id for "
+            "each image."
+        )
+    if ids.dtype.kind == "f" or (ids.dtype == object and any(each is None for each in ids)):
+        raise UserError(
+            "clients has ids that are missing or not whole numbers; give a number or a string for each image."
+        )
+    return np.unique(ids.astype(str) if ids.dtype == object else ids, return_inverse=True)[1].astype(np.int64)
+
+
+def _check_lengths(images: int, labels: int, name: str) -> None:
+    if not images:
+        raise UserError(f"{name} has no images.")
+    if images != labels:
+        raise UserError(
+            f"{name} has {images:,} images, but {labels:,} labels; give one for each image, -1 for unlabeled."
+        )
+
+
+def _describe_type(value: Any) -> str:
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]}."
+    length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{module}{kind.__qualname__}{length}"
