@@ -1,5 +1,7 @@
 """Images as they are: sizes, modes, depths and DICOM brought to one form while they are decoded, kept as maps."""
 
+import io
+import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,6 +21,7 @@ from halfmoon.data import load
 from halfmoon.data.images import Images, channel_statistics
 from halfmoon.data.preparation import Preparation, center_box, parse_window, to_eight_bits
 from halfmoon.data.readers.decode import decode_image, decode_prepared, decode_to_shape, read_header
+from halfmoon.data.stream_size import stream_sizes
 from halfmoon.runs import factory
 
 rng = np.random.default_rng(0)
@@ -376,3 +379,86 @@ def test_a_deflated_dicom_is_read_and_a_bomb_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(dicom_reader, "MAX_UNPACKED_BYTES", 2**20)
     with pytest.raises(UserError, match="it unpacks to over 1,048,576 bytes"):
         decode_image(deflated_dicom(bytes(2**20), 2), "a")
+
+
+def compressed(codec: str, pixels: np.ndarray) -> bytes:
+    """Return a compressed stream of gray pixels."""
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, codec, **({"no_jp2": True} if codec == "JPEG2000" else {}))
+    return out.getvalue()
+
+
+JPEG_LS = (
+    bytes.fromhex("ffd8fff7000b08") + (900).to_bytes(2, "big") + (700).to_bytes(2, "big") + bytes.fromhex("01011100")
+)
+
+
+@pytest.mark.parametrize(
+    ("codec", "syntax"),
+    [
+        ("JPEG", "1.2.840.10008.1.2.4.50"),
+        ("JPEG2000", "1.2.840.10008.1.2.4.90"),
+        ("JPEG-LS", "1.2.840.10008.1.2.4.80"),
+        ("PNG", "1.2.840.10008.1.2.4.50"),
+        ("TIFF", "1.2.840.10008.1.2.4.50"),
+        ("WEBP", "1.2.840.10008.1.2.4.50"),
+    ],
+)
+def test_a_stream_that_is_larger_than_its_header_is_refused_before_it_is_decoded(
+    codec: str, syntax: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 kB of JPEG 2000 took 1.7 GB: a decoder allocates what the stream declares, not what the header does."""
+    pytest.importorskip("pydicom")
+    from pydicom import encaps, pixels, uid
+
+    stream = JPEG_LS if codec == "JPEG-LS" else compressed(codec, np.zeros((900, 700), np.uint8))
+    assert {size[:2] for size in stream_sizes(stream)} == {(900, 700)}
+    plain = dicom_file(np.zeros((16, 16), np.uint8), Rows=16, Columns=16, BitsAllocated=8, BitsStored=8, HighBit=7)
+    file = pydicom_read(plain)
+    file.PixelData = encaps.encapsulate([stream])
+    file.file_meta.TransferSyntaxUID = uid.UID(syntax)
+    out = io.BytesIO()
+    file.save_as(out, enforce_file_format=True)
+
+    def decode(*args: object, **options: object) -> None:
+        raise AssertionError("it was decoded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pixels, "pixel_array", decode)
+        with pytest.raises(UserError, match=r"a: its header states 16x16 pixels .* has 700x900 pixels"):
+            decode_image(out.getvalue(), "a")
+    if codec not in ("JPEG", "JPEG2000"):
+        return
+    file.Rows, file.Columns = 900, 700
+    out = io.BytesIO()
+    file.save_as(out, enforce_file_format=True)
+    assert decode_image(out.getvalue(), "a").shape == (900, 700, 1)
+
+
+def pydicom_read(data: bytes) -> Any:
+    import pydicom
+
+    return pydicom.dcmread(io.BytesIO(data))
+
+
+def test_false_sizes_before_the_true_one_do_not_hide_it() -> None:
+    small = compressed("JPEG2000", np.zeros((8, 8), np.uint8))
+    large = compressed("JPEG2000", np.zeros((90, 70), np.uint8))
+    assert {size[:2] for size in stream_sizes(small[:60] + large)} == {(8, 8), (90, 70)}
+    header = bytes.fromhex("ffc0000b0800080008010111 00")
+    jpeg = compressed("JPEG", np.zeros((90, 70), np.uint8))
+    assert {size[:2] for size in stream_sizes(jpeg[:2] + header + jpeg[2:])} == {(8, 8), (90, 70)}
+    for cut in range(len(jpeg[:200])):
+        assert stream_sizes(jpeg[:cut]) in (set(), {(90, 70, 1)})
+    assert stream_sizes(b"") == stream_sizes(b"\x89PNG") == set()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e+308", "1e-300"])
+@pytest.mark.parametrize("name", ["RescaleSlope", "RescaleIntercept", "WindowWidth", "WindowCenter"])
+def test_a_scale_that_no_image_has_is_refused(name: str, value: str, tmp_path: Path) -> None:
+    """The image was all black, and counted as readable."""
+    stored = np.array([[0, 1000, 2000]])
+    others = {"RescaleSlope": 1, "RescaleIntercept": 0, "WindowCenter": 5, "WindowWidth": 10}
+    data = dicom(tmp_path / "a.dcm", stored, **{**others, name: float(value)})
+    with pytest.raises(UserError, match=re.escape(f"a: its {name} is {value}, which no image has")):
+        decode_image(data, "a")

@@ -17,6 +17,7 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError, install_command, one_line
 from halfmoon.data.preparation import MAX_PIXELS, ROWS_PER_STRIP, estimate_window
+from halfmoon.data.stream_size import stream_sizes
 
 SUFFIXES = (".dcm", ".dicom")
 MAGIC = b"DICM"
@@ -28,6 +29,12 @@ _DEFLATED, _NOT_DEFLATED = b"1.2.840.10008.1.2.1.99", b"1.2.840.10008.1.2.1\0\0\
 
 MAX_UNPACKED_BYTES = 2**28
 """Largest size of an inflated file, because deflated data can be a thousand times smaller."""
+
+MAX_VALUE = 1e15
+"""Largest rescale slope, intercept and window of a file: larger ones make every pixel black, or are no numbers."""
+
+_PIXEL_ELEMENT_BYTES = 12
+"""Tag, type and length of the element with compressed pixels, before its items."""
 
 _STORAGE_CLASS = b"1.2.840.10008.5.1.4.1.1."
 _CLASSES_WITHOUT_PIXELS = (
@@ -65,26 +72,28 @@ def read(data: BinaryIO, place: str) -> Image.Image:
     """
     data = _inflate(data, place)
     file = _read_dataset(data, place)
+    pixels_start = data.tell()
     try:
         if not file.get("Rows") or not file.get("Columns"):
             raise UserError(f"{place}: a DICOM file without an image; remove it.")
         if int(file.Rows) * int(file.Columns) > MAX_PIXELS:
             size = f"{file.Columns}x{file.Rows}"
             raise UserError(f"{place}: the image has {size} pixels, of {MAX_PIXELS:,} at most; make it smaller.")
-        return _decode_frame(file, data, place)
+        return _decode_frame(file, data, place, pixels_start)
     except (MemoryError, UserError):
         raise
     except Exception as error:  # a damaged header makes pydicom and its decoders raise undocumented exceptions
         raise UserError(_describe_failure(file, place, error)) from error
 
 
-def _decode_frame(file: Any, data: BinaryIO, place: str) -> Image.Image:
+def _decode_frame(file: Any, data: BinaryIO, place: str, pixels_start: int) -> Image.Image:
     tools: Any = import_module("pydicom.pixels")
     count = _count_frames(file)
     representative = file.get("RepresentativeFrameNumber")  # from 1
     has_representative = representative and 1 <= int(representative) <= count
     frame = int(representative) - 1 if has_representative else count // 2
     kind = str(file.get("PhotometricInterpretation", ""))
+    _check_stream_size(file, data, place, pixels_start, frame)
     data.seek(0)
     pixels = tools.pixel_array(data, index=frame)
     if kind == "PALETTE COLOR":
@@ -101,9 +110,44 @@ def _decode_frame(file: Any, data: BinaryIO, place: str) -> Image.Image:
     return _make_gray_image(file, frame, np.asarray(pixels), kind == "MONOCHROME1", place)
 
 
+def _check_stream_size(file: Any, data: BinaryIO, place: str, pixels_start: int, frame: int) -> None:
+    """Compare the size in a frame's compressed stream with the header's; raise UserError if they differ.
+
+    Args:
+        file: the header.
+        data: the file.
+        place: the file, for messages.
+        pixels_start: position of the element with the pixels.
+        frame: number of the frame, from 0.
+    """
+    syntax = file.file_meta.get("TransferSyntaxUID")
+    if not (syntax and syntax.is_encapsulated):
+        return
+    offsets = file.get("ExtendedOffsetTable"), file.get("ExtendedOffsetTableLengths")
+    data.seek(pixels_start + _PIXEL_ELEMENT_BYTES)
+    stream = import_module("pydicom.encaps").get_frame(
+        data,
+        frame,
+        number_of_frames=_count_frames(file),
+        extended_offsets=offsets if offsets[0] and offsets[1] else None,
+    )
+    declared = int(file.Rows), int(file.Columns), int(file.get("SamplesPerPixel") or 1)
+    for size in stream_sizes(bytes(stream)):
+        if size != declared:
+            stated, actual = (f"{columns}x{rows} pixels of {channels}" for rows, columns, channels in (declared, size))
+            raise UserError(
+                f"{place}: its header states {stated} channels, and its compressed image has {actual}; export it again or "
+                "remove it."
+            )
+
+
 def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str) -> Image.Image:
     """Create an image whose larger values are lighter, with its rescale and window in `info` (see `read`)."""
     headers = list(_iterate_headers(file, frame))
+    for name in ("RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth"):
+        value = _first_number(headers, name, 0.0)
+        if not abs(value) <= MAX_VALUE or 0 < abs(value) < 1 / MAX_VALUE:
+            raise UserError(f"{place}: its {name} is {value:g}, which no image has; export it again or remove it.")
     slope = _first_number(headers, "RescaleSlope", 1.0) or 1.0
     intercept = _first_number(headers, "RescaleIntercept", 0.0)
     if "ModalityLUTSequence" in file:  # the table was applied already

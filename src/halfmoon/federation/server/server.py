@@ -72,8 +72,8 @@ TERMS_FILE = "terms.json"
 RUN_NUMBER_FILE = "number"
 """File in a run folder with the random id of the run."""
 
-UNCHECKED_LOSS = "one site of five costs 88 of 92 points"
-CHECKED_LOSS = "one site of five inside the bounds costs up to 31 points"
+UNCHECKED_LOSS = "one site of five costs 86 to 93 points of accuracy"
+CHECKED_LOSS = "one site of five inside the bounds costs up to 31 points of accuracy"
 """Losses of `benchmarks/hostile_sums.py`, for the server's log."""
 
 SECRET_FILE = "secret"

@@ -1,0 +1,81 @@
+"""Read the size of a compressed image from its stream, without decoding it.
+
+A decoder allocates what the stream declares. In a DICOM file that may be far more than what the file's header declares,
+which is all that a reader of headers sees.
+"""
+
+import io
+import struct
+from collections.abc import Iterator
+
+from PIL import Image
+
+JPEG_START = b"\xff\xd8"
+JPEG2000_START = b"\xff\x4f\xff\x51"
+"""Start of a JPEG 2000 codestream and its SIZ segment. In compressed data no 0xff is followed by such bytes but by chance."""
+
+_FRAME_MARKERS = {*range(0xC0, 0xD0), 0xF7} - {0xC4, 0xC8, 0xCC}
+"""Second bytes of the markers of frame headers: those of JPEG (SOF0 to SOF15), and SOF55 of JPEG-LS."""
+
+_MARKERS_WITHOUT_LENGTH = {0x01, *range(0xD0, 0xD9)}
+_SCAN_MARKER = 0xDA
+_END_MARKER = 0xD9
+
+_OTHER_FORMATS = {b"\x89PNG": "PNG", b"RIFF": "WEBP", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
+"""First bytes of the formats whose size Pillow reads, and their names."""
+
+
+def stream_sizes(data: bytes) -> set[tuple[int, int, int]]:
+    """Find the sizes that a compressed stream declares.
+
+    Args:
+        data: JPEG, JPEG-LS, JPEG 2000 (with or without boxes), PNG, TIFF or WebP. It may be hostile.
+
+    Returns:
+        Every (height, width, channels) that the stream declares: more than one if it contradicts itself. Empty for
+        other formats, and for a stream that ends before its size.
+    """
+    if data.startswith(JPEG_START):
+        return set(_jpeg_sizes(data))
+    name = next((name for start, name in _OTHER_FORMATS.items() if data.startswith(start)), None)
+    if name is not None:
+        try:
+            with Image.open(io.BytesIO(data), formats=(name,)) as image:
+                return {(image.height, image.width, len(image.getbands()))}
+        except Exception:  # Pillow raises many kinds of errors; the decoder reports this one
+            return set()
+    return set(_jpeg2000_sizes(data))
+
+
+def _jpeg_sizes(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the sizes in the frame headers before the first scan."""
+    position = 2
+    while position + 4 <= len(data):
+        if data[position] != 0xFF:
+            position += 1  # decoders skip bytes between segments
+            continue
+        marker = data[position + 1]
+        if marker == 0xFF:
+            position += 1  # fill bytes
+        elif marker in (_SCAN_MARKER, _END_MARKER):
+            return
+        elif marker in _MARKERS_WITHOUT_LENGTH or marker == 0:
+            position += 2
+        else:
+            (length,) = struct.unpack_from(">H", data, position + 2)
+            if marker in _FRAME_MARKERS and position + 10 <= len(data):
+                height, width, channels = struct.unpack_from(">HHB", data, position + 5)
+                yield height, width, channels
+            position += 2 + max(2, length)
+
+
+def _jpeg2000_sizes(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the sizes in all SIZ segments, as a box before the codestream may have a false one."""
+    start = data.find(JPEG2000_START)
+    while start >= 0:
+        if start + 42 <= len(data):
+            # After the length and the capabilities: the corners of the reference grid, the tiles, and the components.
+            right, bottom, left, top = struct.unpack_from(">4I", data, start + 8)
+            (channels,) = struct.unpack_from(">H", data, start + 40)
+            yield max(0, bottom - top), max(0, right - left), channels
+        start = data.find(JPEG2000_START, start + 4)
