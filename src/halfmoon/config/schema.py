@@ -50,6 +50,9 @@ EXECUTION_OPTIONS = {
 }
 """Options for where and how a run is computed. They are not part of its identity."""
 
+ADDED_OPTIONS = ("patience",)
+"""Options of later versions, which at their default are not part of the identity: runs of earlier versions resume."""
+
 DEFAULT_LABELS_PER_CLASS = 0.5
 """Labeled images for each class and client if no option sets an amount."""
 
@@ -434,6 +437,7 @@ def identity(config: Config, method: str) -> str:
     """
     excluded = EXECUTION_OPTIONS | {"method", "baselines", "reference", "preset", "protocol"}
     excluded |= _unwritten_options(config)
+    excluded |= {name for name in ADDED_OPTIONS if getattr(config, name) == getattr(Config, name)}
     values = {name: getattr(config, name) for name in option_types() if name not in excluded}
     # Removed options keep their default in the hash, so that finished runs of older versions keep their identity.
     values = {**retired.identity_defaults(), **values}

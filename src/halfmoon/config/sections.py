@@ -220,6 +220,12 @@ class EvaluationOptions:
         "rounds between evaluations on the test images; none: so many that they are at most a tenth of a run's work",
         at_least(1),
     ] = None
+    patience: Annotated[
+        int | None,
+        "evaluations in a row without a better validation accuracy (for equal ones: loss) after which training stops; "
+        "none: train all rounds",
+        at_least(1),
+    ] = None
     client_models: Annotated[
         int,
         "clients of a round whose local models are measured as well, and the averaged model on their images",

@@ -51,6 +51,7 @@ class Experiment:
         ema: decay of the exponential moving average of the server's models, which is evaluated instead of the
             latest one (`tree.moving_average`); 0: no average.
         parallel_map: computes batches of test images.
+        patience: validations in a row without a better score after which training stops; None: never.
         test_clients: the client of each test image (`halfmoon.data.partition.client_tests`), int64 (N,), by which
             accuracies by client are computed; None if the images are not those of clients.
     """
@@ -66,6 +67,7 @@ class Experiment:
     ema: float = 0.0
     parallel_map: ParallelMap = map
     test_clients: np.ndarray | None = None
+    patience: int | None = None
 
 
 class _State(NamedTuple):
@@ -128,7 +130,7 @@ def run_rounds(
     state, number = _start(experiment, folder, loaded, runtime.device)
     scores = _validation_scores(folder.rows())
     test: ModelEvaluation | None = None
-    stop_reason = runtime.stop_reason(number) if number < task.rounds else None
+    stop_reason = _stop_reason(experiment, number, scores)
     if stop_reason is not None and number == 0:
         raise UserError(stop_reason)
     while number < task.rounds and stop_reason is None:
@@ -141,10 +143,12 @@ def run_rounds(
         # Validation results of clients are about the model that they received, that of the round before.
         state, scores = _keep_best(state, scores, previous_model, _validation_scores([row]))
         number += 1
-        stop_reason = runtime.stop_reason(number) if number < task.rounds else None
+        stop_reason = _stop_reason(experiment, number, scores)
         is_last = number == task.rounds or stop_reason is not None
         if number % experiment.evaluate_every == 0 or is_last:
             state, scores, test = _evaluate(experiment, state, scores, test, row)
+            stop_reason = stop_reason or _stop_reason(experiment, number, scores)
+            is_last = is_last or stop_reason is not None
             release_memory(tree.nbytes(server))
         folder.log(row)
         if number % experiment.checkpoint_every == 0 or is_last:
@@ -280,6 +284,26 @@ def _evaluate(
     row["validation"] = _evaluate_images(experiment, model, experiment.validation).row()
     new_state, scores = _keep_best(state, scores, model, _validation_scores([row]))
     return new_state, scores, test if new_state is not state else previous
+
+
+def _stop_reason(experiment: Experiment, number: int, scores: Sequence[_ValidationScore]) -> str | None:
+    """Return a sentence on why training stops after `number` rounds, before the last one; None if it continues."""
+    rounds = experiment.task.rounds
+    if number >= rounds:
+        return None
+    reason = experiment.runtime.stop_reason(number)
+    patience = experiment.patience
+    if reason is not None or patience is None or not scores:
+        return reason
+    # A score that only equals the best one is no improvement.
+    values = [(score.accuracy, score.negative_loss) for score in scores]
+    if len(values) - 1 - values.index(max(values)) < patience:
+        return None
+    evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
+    return (
+        f"stopped after round {number} of {rounds}: no better validation accuracy in {evaluations}; "
+        f"best round {max(scores).round}"
+    )
 
 
 def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:

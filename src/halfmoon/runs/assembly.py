@@ -61,6 +61,7 @@ def build_experiment(
         checkpoint_every=config.checkpoint_every,
         validation=validation,
         ema=config.server_ema,
+        patience=config.patience,
     )
 
 

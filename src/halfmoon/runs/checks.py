@@ -32,6 +32,11 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     split = shared.split
     if config.cohort > split.clients:
         raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
+    if config.patience is not None and shared.validation is None:
+        raise UserError(
+            f"patience is {config.patience}, but there are no validation images to stop by: set validation_share or "
+            "validation_part, or leave patience out."
+        )
     device = factory.device(config)
     if shared.source.remark:
         watch.say(f"{shared.source.remark}.")

@@ -21,7 +21,7 @@ from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import find_labels_at
 from halfmoon.storage import toml
 
-SERVER_OPTIONS = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema")
+SERVER_OPTIONS = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema", "patience")
 """Options that concern only the server, so that they are not part of the terms."""
 
 

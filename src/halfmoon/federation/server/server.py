@@ -171,6 +171,7 @@ class FederationServer:
         if checkpoint:
             log.record("resumed", f"going on after round {checkpoint.round}", round=checkpoint.round)
         manager.wait_for_sites(self.plan.rules.quorum(config.cohort), patience)
+        self._check_patience(manager)
         results = run_rounds(experiment, folder, checkpoint, self._record_round)
         if isinstance(experiment.runtime, RemoteRuntime) and experiment.test is None:
             evaluation = experiment.runtime.evaluate_last(results["model"])
@@ -197,6 +198,17 @@ class FederationServer:
         folder.finish(model, card.render(), summary)
         log.record("finished", f"finished: the model is {self.path / 'model.safetensors'}")
         return summary
+
+    def _check_patience(self, manager: ClientManager) -> None:
+        """Raise UserError if training is to stop by validation images, but neither server nor sites have any."""
+        has_validation = self.plan.validation is not None
+        has_validation |= any(acceptance.validations for acceptance in manager.acceptances.values())
+        if self.plan.config.patience is not None and not has_validation:
+            raise UserError(
+                f"patience is {self.plan.config.patience}, but neither the server nor a site that joined has validation "
+                "images: set validation in the table [federation], have a site join with --validation, or leave "
+                "patience out."
+            )
 
     def _record_round(self, row: Row) -> None:
         text = describe_round(row, settings.count_rounds(self.plan.config))
