@@ -190,7 +190,7 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
         setting="iid-dir" if cell.setting == "iid-dir" else "dir-dir", steps=STEPS, rounds=ROUNDS, seed=cell.seed,
         split_seed=cell.seed, device="cpu", threads=1, network="small",
     )  # fmt: skip
-    shared, method = factory.problem(config), factory.method(config)
+    shared, method = factory.build_problem(config), factory.build_method(config)
     split = uneven(shared.split, cell.seed) if cell.setting == "uneven" else shared.split
     hostile = 0 if cell.attack == "none" else max(1, n // 5)
     train = shared.train

@@ -41,7 +41,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods.feddure import PAPER
 from halfmoon.methods.fine_regulator import instance_weights
 from halfmoon.runs.budgets import budget
-from halfmoon.runs.factory import batch_rules, method, problem
+from halfmoon.runs.factory import build_batch_rules, build_method, build_problem
 
 HORIZONS, SEEDS = (25, 50, 100, 200, 400), (0, 1, 2, 3, 4)
 C, E = 5.0, 10.0
@@ -70,9 +70,9 @@ class Measured:
         own = {"virtual_lr": self.eta_s, "coarse_lr": self.eta_s, "regulator_lr": eta, "coarse_step": "plain"}
         options = {**PAPER, **own}
         config = Config(**FEDERATION, lr=eta, rounds=horizon, seed=seed, split_seed=seed, options={"feddure": options})
-        shared = problem(config)
-        batching, serving = batch_rules(config)
-        self.horizon, self.seed, self.task, self.method = horizon, seed, shared.task, method(config)
+        shared = build_problem(config)
+        batching, serving = build_batch_rules(config)
+        self.horizon, self.seed, self.task, self.method = horizon, seed, shared.task, build_method(config)
         self.runtime = Simulation(
             self.method, self.task, FederatedDataset(shared.train, shared.split), shared.views,
             Training(batching, budget(config, self.task), serving, "vmap"), RuntimeSettings(config.cohort, seed),

@@ -152,13 +152,13 @@ def fill(data: Path, count: int, rows: bool) -> None:
     with tempfile.TemporaryDirectory() as place:
         os.environ["XDG_CACHE_HOME"] = place
         configs = [Config.of(**COMMON, **FILL, data="cifar10", data_dir=data, method=row) for row in ROWS]
-        found = factory.images(configs[0])
+        found = factory.load_images(configs[0])
         few = found.test.rows(np.arange(len(found.test))[:10])
         found = replace(found, train=found.train.rows(np.arange(min(count, len(found.train)))), test=few)
         for methods in (("ridge-head",), METHODS, ROWS):
             name = f"features of {len(found.train):,} images for {', '.join(methods)}"
             with timed(name, len(found.train)):
-                problem = factory.problem(configs[0], None, methods, found)
+                problem = factory.build_problem(configs[0], None, methods, found)
             print(f"  {problem.train.images.shape[1]} views", flush=True)
             if methods == METHODS and not rows:
                 return

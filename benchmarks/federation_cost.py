@@ -58,7 +58,7 @@ from halfmoon.federation.transport import local
 from halfmoon.federation.transport.contact import Address
 from halfmoon.federation.transport.grid import unwrap_message
 from halfmoon.runs import runner
-from halfmoon.runs.factory import task
+from halfmoon.runs.factory import build_task
 from halfmoon.sites.folders import prepare_site
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import TIMINGS
@@ -105,13 +105,13 @@ class Plan:
 def check(file: Path, name: str, width: int) -> None:
     """Raise ValueError where stock Flower's network is not ours: with the same weights the same logits."""
     config, form = load_plan(file).config, load_plan(file).terms.image_spec
-    model = task(config, form).network.init(rng.generator(0, "model"))
+    model = build_task(config, form).network.init(rng.generator(0, "model"))
     theirs = NETWORKS[name](width).eval()
     ours = iter(tree.leaves(model["params"]))
     for leaf in theirs.parameters():
         leaf.data.copy_(next(ours))
     images = torch.rand(4, *form.image, generator=torch.Generator().manual_seed(0))
-    logits = task(config, form).network.predict(model["params"], model["stats"], images)
+    logits = build_task(config, form).network.predict(model["params"], model["stats"], images)
     if next(ours, None) is not None or not torch.allclose(logits, theirs(images), atol=1e-5):
         raise ValueError(f"{name} is not the same network in both")
 

@@ -26,7 +26,7 @@ from federation_parity import Place, about, free_port, halfmoon, joined, machine
 
 from halfmoon.core import rng, tree
 from halfmoon.federation.server.plan import load_plan
-from halfmoon.runs.factory import task
+from halfmoon.runs.factory import build_task
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import TIMINGS
 
@@ -138,7 +138,7 @@ class Found:
 def necessary(file: Path) -> int:
     """Return the bytes that a round has to carry: the model to every site, and an update of its size back."""
     config, form = load_plan(file).config, load_plan(file).terms.image_spec
-    model = task(config, form).network.init(rng.generator(0, "model"))
+    model = build_task(config, form).network.init(rng.generator(0, "model"))
     return 2 * SITES * tree.nbytes(model)
 
 

@@ -171,8 +171,8 @@ def measure_accuracy(method: str, labels: int, seed: int, attack: str) -> float:
         dirichlet_alpha=0.5, labels_per_class=labels / 10 / SITES, rounds=METHODS[method], seed=seed, split_seed=seed,
         device="cpu", threads=1, budget="none",
     )  # fmt: skip
-    shared = factory.problem(config)
-    head = factory.method(config)
+    shared = factory.build_problem(config)
+    head = factory.build_method(config)
     updates = {"mean": MeanSums(shared.task), "moments": MomentSums(shared.task), "soft labels": SoftSums(shared.task)}
     training = Training(shared.batching, budget(config, shared.task), shared.serving)
     dataset = FederatedDataset(shared.train, shared.split, classes=10)

@@ -45,7 +45,7 @@ from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs.budgets import budget
-from halfmoon.runs.factory import Problem, batch_rules, method, problem
+from halfmoon.runs.factory import Problem, build_batch_rules, build_method, build_problem
 
 CLIENTS, COHORT = 20, 10
 CLIP, NOISE = 1.0, 1.0
@@ -95,10 +95,10 @@ def scaled(update: Flat, factor: float) -> Flat:
 
 def simulation(config: Config, shared: Problem, held: FederatedDataset | None = None) -> Simulation:
     """Return a federation of a configuration, on these holdings or on those of its split."""
-    batching, serving = batch_rules(config)
+    batching, serving = build_batch_rules(config)
     dataset = held or FederatedDataset(shared.train, shared.split)
     return Simulation(
-        method(config), shared.task, dataset, shared.views, Training(batching, budget(config, shared.task), serving),
+        build_method(config), shared.task, dataset, shared.views, Training(batching, budget(config, shared.task), serving),
         RuntimeSettings(min(config.cohort, dataset.clients), config.seed),
     )  # fmt: skip
 
@@ -321,7 +321,7 @@ def main() -> None:
     members: list[dict[str, Any]] = []
     for name in METHODS:
         config = replace(base, method=name)
-        members += membership(config, problem(config), ROUNDS)
+        members += membership(config, build_problem(config), ROUNDS)
     one = replace(
         base, method="fedavg", optimizer="sgd", lr=0.1, labeled_view="plain", labeled_batch=2, steps=1, norm="none"
     )
@@ -333,7 +333,7 @@ def main() -> None:
         (eight, 8, few, "8 images, one step of SGD, no normalization, no augmentation"),
         (real, 8, few, "8 images, ten steps of Adam, augmented as in training"),
     )
-    found = [row for config, *rest in attempts for row in inversion(config, problem(config), *rest)]
+    found = [row for config, *rest in attempts for row in inversion(config, build_problem(config), *rest)]
     facts = {
         "machine": f"{platform.machine()}, 2 cores, one thread",
         "python": platform.python_version(),

@@ -68,7 +68,9 @@ def scene(size: str, method: str, cohort: int, steps: int | None = None) -> Scen
 def chosen(size: str) -> str:
     """Return how halfmoon runs the clients of a round of this size where nobody says."""
     config, form, _ = scene(size, "fedavg", 2)
-    return factory.executor(factory.choose_executor(config, factory.task(config, form).network, form.image))
+    return factory.select_executor(
+        factory.choose_executor(config, factory.build_task(config, form).network, form.image)
+    )
 
 
 def ours(
@@ -77,10 +79,10 @@ def ours(
     """Return one round of halfmoon."""
     config, form, dataset = scene(size, method, cohort, steps)
     config = replace(config, executor=executor)
-    task, views = factory.task(config, form), factory.views(config, form)
-    batching, serving = factory.batch_rules(config)
+    task, views = factory.build_task(config, form), factory.build_views(config, form)
+    batching, serving = factory.build_batch_rules(config)
     made = registry.make(config.method)
-    how = factory.executor(config), pool or map, factory.max_vmapped_clients(config)
+    how = factory.select_executor(config), pool or map, factory.max_vmapped_clients(config)
     training = Training(batching, Budget(), serving, *how)
     return one_round(made, Simulation(made, task, dataset, views, training, RuntimeSettings(cohort)))
 
@@ -103,8 +105,8 @@ class ByHand:
     def __init__(self, size: str, method: str, cohort: int) -> None:
         """Make the scene, and the network as all sides start it."""
         self.config, form, self.dataset = scene(size, method, cohort)
-        self.views, self.task = factory.views(self.config, form), factory.task(self.config, form)
-        self.batching = factory.batch_rules(self.config)[0]
+        self.views, self.task = factory.build_views(self.config, form), factory.build_task(self.config, form)
+        self.batching = factory.build_batch_rules(self.config)[0]
         self.update = registry.make(self.config.method).client_updates(self.task)["train"]
         model = self.task.network.init(torch.Generator().manual_seed(0))
         width = self.task.network.width

@@ -51,10 +51,10 @@ def side(network: str, method: str, unlabeled: int, clients: int, together: int)
     form = ImageSpec(shape, tuple("0123456789"), False, (0.5,) * shape[0], (0.25,) * shape[0])
     rule = Scenario(setting="iid-iid", clients=clients, labels_per_class=1.0)
     held = FederatedDataset(Examples(images, labels), rule.split(labels.numpy(), form.classes, "noise"))
-    task, made = factory.task(config, form), registry.make(method)
-    batching, serving = factory.batch_rules(config)
+    task, made = factory.build_task(config, form), registry.make(method)
+    batching, serving = factory.build_batch_rules(config)
     training = Training(batching, Budget(), serving, "loop" if together == 1 else "vmap", map, together)
-    runtime = Simulation(made, task, held, factory.views(config, form), training, RuntimeSettings(clients))
+    runtime = Simulation(made, task, held, factory.build_views(config, form), training, RuntimeSettings(clients))
     return one_round(made, runtime)
 
 

@@ -51,7 +51,7 @@ def rounds(name: str, rule: str, cohort: int, executor: Any, padded: Fraction = 
         method=name, data="digits", clients=cohort if large else 20, cohort=cohort, lr=6e-3, labeling="running",
         device="cpu", options=OPTIONS.get(name, {}), **(LARGE if large else RULES[rule]),
     )  # fmt: skip
-    shared, method = factory.problem(config), factory.method(config)
+    shared, method = factory.build_problem(config), factory.build_method(config)
     training = Training(shared.batching, Budget(), shared.serving, executor, max_padding=padded)
     held = FederatedDataset(shared.train, one_large(len(shared.train.labels), cohort) if large else shared.split)
     simulation = Simulation(method, shared.task, held, shared.views, training, RuntimeSettings(cohort))

@@ -277,8 +277,8 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
     from halfmoon.sites.inference.measure import area_under_roc
 
     config = configured(data, row, seed, folder)
-    with factory.use_threads(factory.threads(config)):
-        problem = factory.problem(config)
+    with factory.use_threads(factory.count_threads(config)):
+        problem = factory.build_problem(config)
         split, train, test = problem.split, problem.source.train, problem.source.test
         if row == "forest":
             from sklearn.ensemble import RandomForestClassifier
@@ -317,7 +317,7 @@ def _alone(config: Any, problem: Any, clients: int) -> float:
     from halfmoon.runs import factory
 
     rounds = max(1, config.rounds * config.cohort // clients)
-    task, method = replace(problem.task, rounds=rounds), factory.method(config)
+    task, method = replace(problem.task, rounds=rounds), factory.build_method(config)
     own = FederatedDataset(problem.train, problem.split)
     training, settings = Training(problem.batching, Budget()), RuntimeSettings(1, config.seed)
     runtime = Simulation(method, task, own, problem.views, training, settings)

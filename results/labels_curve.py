@@ -114,13 +114,13 @@ def play(data: str, part: str, seeds: list[int], runs: Path, folder: Path | None
         where, _, _, row, seed = point
         config = configured(data, point, folder)
         if found is None:
-            found = factory.images(config)
+            found = factory.load_images(config)
             found = replace(found, test=found.test.rows(_evenly(len(found.test))))
-        split = factory.split_of(config, factory.fit_to_network(config, found))
+        split = factory.get_split(config, factory.fit_to_network(config, found))
         key = where, config.rounds
         if key not in shared:
             began = time.process_time()
-            shared[key] = factory.problem(config, split, ("fedavg-fixmatch-global",), found)
+            shared[key] = factory.build_problem(config, split, ("fedavg-fixmatch-global",), found)
             print(f"{data}, {key}: {time.process_time() - began:.0f} s of a core for images and features", flush=True)
         problem, began = replace(shared[key], split=split), time.process_time()
         if row in FLOORS:

@@ -21,7 +21,7 @@ from halfmoon.engine.loop import TooFewReplies
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedrgd import FedRGD
-from halfmoon.runs.factory import method
+from halfmoon.runs.factory import build_method
 
 ROUNDS = range(3)
 
@@ -158,12 +158,12 @@ def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
     assert furthest(two[-1].server, one[-1].server) < 1e-9
     assert {asked.client_update for asked in recorder.seen} == {"train"}
     config = Config(method="semifl", labels_at="server", secure_aggregation=True, options={"sbn": "server"})
-    assert method(config)
-    assert method(replace(config, options={}, norm="group"))
+    assert build_method(config)
+    assert build_method(replace(config, options={}, norm="group"))
     robust = replace(config, secure_aggregation=False, aggregation="median")
-    assert method(robust)
+    assert build_method(robust)
     with pytest.raises(UserError, match="no robust rule checks; use norm 'group' or 'none', or sbn 'server'"):
-        method(replace(robust, options={}))
+        build_method(replace(robust, options={}))
 
 
 def test_the_servers_own_training_is_not_clipped():
@@ -208,4 +208,4 @@ def test_the_catalog_says_which_methods_need_single_uploads():
         if entry.pooled:
             continue
         with pytest.raises(UserError, match="secure_aggregation cannot be used"):
-            method(Config(method=name, labels_at=entry.label_locations[0], secure_aggregation=True))
+            build_method(Config(method=name, labels_at=entry.label_locations[0], secure_aggregation=True))

@@ -403,7 +403,7 @@ def remote(**options: Any) -> RemoteRuntime:
     names = [f"site-{k}" for k in range(CLIENTS)]
     settings = RuntimeSettings(COHORT, options.pop("seed", 5), cohort_secret=options.pop("secret", None))
     calls = SiteCalls(Nobody(), names, RunIdentity("", "", ""), **options)
-    return RemoteRuntime(registry.make("fedavg"), shared, factory.views(Config(), FORM), calls, settings)
+    return RemoteRuntime(registry.make("fedavg"), shared, factory.build_views(Config(), FORM), calls, settings)
 
 
 FORM = factory.ImageSpec((1, 8, 8), ("a", "b"), False, (0.5,), (0.5,))
@@ -691,16 +691,16 @@ def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
 
 def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
     config = Config(method="fedavg", norm="group", dp_clip=0.5, dp_noise=2.0, dp_epsilon=3.0, clients=9, cohort=4)
-    assert factory.method(config) == ClippedMethod(registry.make("fedavg"), 0.5)
-    (aggregator,) = factory.aggregators(config, b"x", tmp_path)
+    assert factory.build_method(config) == ClippedMethod(registry.make("fedavg"), 0.5)
+    (aggregator,) = factory.build_aggregators(config, b"x", tmp_path)
     assert isinstance(aggregator, Private)
     assert aggregator.plan == PrivacyPlan(0.5, 2.0, 1e-5, 3.0, 4, 9)
     held = split([(2, 2)] * 7)
     held.save(tmp_path / "split.parquet")
-    (aggregator,) = factory.aggregators(replace(config, split=tmp_path / "split.parquet"), b"x", tmp_path)
+    (aggregator,) = factory.build_aggregators(replace(config, split=tmp_path / "split.parquet"), b"x", tmp_path)
     assert isinstance(aggregator, Private)
     assert aggregator.plan.clients == 7
-    assert factory.aggregators(Config(), b"x", tmp_path) == ()
+    assert factory.build_aggregators(Config(), b"x", tmp_path) == ()
 
 
 def test_epsilon_is_told() -> None:

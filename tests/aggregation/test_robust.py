@@ -35,7 +35,7 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
-from halfmoon.runs.factory import aggregators, method
+from halfmoon.runs.factory import build_aggregators, build_method
 from halfmoon.storage.checkpoints import METRICS
 from halfmoon.storage.state_store import StateView, TreeStore
 
@@ -416,10 +416,10 @@ def refused(rule: Rule, norm: Literal["batch", "group"] = "batch") -> set[str]:
         config = Config(method=name, labels_at=registry.entry(name).label_locations[0], aggregation=rule, norm=norm)
         if registry.entry(name).robust_rule_conflict(rule, norm):
             with pytest.raises(UserError, match=f"aggregation '{rule}' cannot be used with method {name}: .*[.]"):
-                method(config)
+                build_method(config)
             found.add(name)
         else:
-            method(config)
+            build_method(config)
     return found
 
 
@@ -493,8 +493,8 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
 
 
 def test_a_configuration_brings_its_rule():
-    assert aggregators(Config(), b"", Path()) == ()
-    (aggregator,) = aggregators(Config(aggregation="trimmed", byzantine=0.1), b"", Path())
+    assert build_aggregators(Config(), b"", Path()) == ()
+    (aggregator,) = build_aggregators(Config(aggregation="trimmed", byzantine=0.1), b"", Path())
     assert isinstance(aggregator, Robust)
     assert (aggregator.rule, aggregator.byzantine) == ("trimmed", 0.1)
 

@@ -41,7 +41,7 @@ def test_no_group_of_class_folders_is_on_two_sides(tmp_path: Path) -> None:
     written(tmp_path / "pets")
     sides = {}
     for pattern in (PATTERN, None):
-        found = factory.images(Config(data=str(tmp_path / "pets"), validation_share=0.25, group_pattern=pattern))
+        found = factory.load_images(Config(data=str(tmp_path / "pets"), validation_share=0.25, group_pattern=pattern))
         assert sum(map(len, found.parts.values())) == 60 or pattern
         shades = [part.images[:, 0, 0, 0].astype(int) // 8 // 3 for part in found.parts.values()]
         sides[pattern] = [set(each.tolist()) for each in shades]

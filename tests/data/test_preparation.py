@@ -169,8 +169,8 @@ def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkey
 def test_mapped_images_give_the_clients_the_same(tmp_path: Path) -> None:
     folder, how = str(mixed(tmp_path / "set")), {"resize": 16, "channels": 3}
     for cache in (None, tmp_path / "cache"):
-        source = factory.images(Config(data=folder, cache=cache, **how))
-        made = factory.examples(source.train, factory.device(Config(device="cpu")))
+        source = factory.load_images(Config(data=folder, cache=cache, **how))
+        made = factory.to_examples(source.train, factory.select_device(Config(device="cpu")))
         assert made.images.shape == (6, 3, 16, 16)
         assert np.array_equal(made.images.permute(0, 2, 3, 1).numpy(), source.train.images)
         shared = made.images.data_ptr() == source.train.images.ctypes.data
@@ -214,7 +214,7 @@ def test_twelve_bits_do_not_become_black() -> None:
 
 
 def test_the_configuration_says_it(tmp_path: Path) -> None:
-    assert factory.preparation(Config(resize=20, channels=3, crop=True, window=(0.0, 9.0))) == Preparation(
+    assert factory.image_preparation(Config(resize=20, channels=3, crop=True, window=(0.0, 9.0))) == Preparation(
         (20, 20), 3, True, (0.0, 9.0)
     )
     for values in ({"channels": 2}, {"resize": 0}, {"window": (1.0,)}, {"window": (3.0, 1.0)}):
@@ -363,7 +363,7 @@ def test_images_in_the_bytes_of_a_file_give_no_warning(recwarn, request):
     request.addfinalizer(lambda: torch.set_warn_always(False))
     torch.set_warn_always(True)
     pixels = np.frombuffer(bytes(range(2 * 3 * 3)), np.uint8).reshape(2, 3, 3, 1)
-    made = factory.examples(Images(pixels, np.array([0, 1])), torch.device("cpu"))
+    made = factory.to_examples(Images(pixels, np.array([0, 1])), torch.device("cpu"))
     assert made.images.shape == (2, 1, 3, 3)
     assert made.images.is_contiguous()
     assert np.array_equal(made.images.numpy(), pixels.transpose(0, 3, 1, 2))

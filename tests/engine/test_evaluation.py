@@ -250,7 +250,7 @@ def test_images_tested_under_their_own_statistics():
     ],
 )
 def test_pixels_are_normalized_as_it_is_said(given, constants):
-    plain, made = (factory.problem(Config(**each)) for each in ({}, given))
+    plain, made = (factory.build_problem(Config(**each)) for each in ({}, given))
     own = plain.source.mean, plain.source.std
     mean, std = constants or own
     assert (made.source.mean, made.source.std) == (own[0] if mean == "own" else mean, std)
@@ -263,7 +263,7 @@ def test_wrong_constants_are_a_sentence():
     with pytest.raises(UserError, match=r"pixel_std is .*: it must be numbers above 0"):
         Config(pixel_std=(0.0,))
     with pytest.raises(UserError, match="pixel_mean has 3 numbers, but the images have 1 channels"):
-        factory.problem(Config(pixel_mean=(0.5, 0.5, 0.5)))
+        factory.build_problem(Config(pixel_mean=(0.5, 0.5, 0.5)))
 
 
 def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> None:

@@ -21,7 +21,7 @@ from halfmoon.engine.loop import Experiment, run_rounds
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.runs import runner
-from halfmoon.runs.factory import source
+from halfmoon.runs.factory import load_source_for_network
 from halfmoon.storage.run_folder import RunFolder
 
 TEST = examples(40, seed=9)
@@ -96,7 +96,7 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
     small = {"rounds": 2, "clients": 4, "cohort": 2, "steps": 1, "width": 4, "device": "cpu"}
     config = Config(**small, method="fedavg", run_dir=tmp_path / "run")
     outcome = runner.start(config)
-    data = source(config)
+    data = load_source_for_network(config)
     split = Split.load(outcome.folder / "split.parquet")
     facts = json.loads((outcome.folder / "split.json").read_text())
     assert facts == summarize(split, data.train.labels, data.classes)

@@ -21,7 +21,7 @@ from halfmoon.federation.server.sessions import RETRY_SECONDS
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
 from halfmoon.federation.site.consent import Consent, TermsSummary
-from halfmoon.runs.factory import task
+from halfmoon.runs.factory import build_task
 from halfmoon.storage.events import EventTail
 
 OTHER = made(rounds=ROUNDS + 1)
@@ -116,7 +116,7 @@ def test_people_see_every_option_that_counts():
     rows = {name: value for name, value, _ in terms.summary().rows}
     assert set(settings.option_types()) & shared_options() - {"method"} <= rows.keys()
     assert (rows["lr"], rows["prox"], rows["rounds"], rows["steps"]) == ("0.25", "0.5", "4", "2")
-    network = task(TERMS.config, TERMS.image_spec).network.init(rng.generator(0, "model"))
+    network = build_task(TERMS.config, TERMS.image_spec).network.init(rng.generator(0, "model"))
     assert rows["numbers"] == f"{tree.numel(network):,}"
     lines = TERMS.summary().format_lines()
     assert lines[0] == TERMS.sentence()

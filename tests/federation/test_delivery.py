@@ -28,7 +28,7 @@ from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import launch
 from halfmoon.models import SmallCNN
-from halfmoon.runs.factory import task
+from halfmoon.runs.factory import build_task
 from halfmoon.runs.model_card import Card
 from halfmoon.sites import folders
 from halfmoon.sites.inference import card_document
@@ -44,7 +44,7 @@ def ward(path: Path) -> Path:
 
 def final(version: str, **changes: str) -> FinalModel:
     """Return what the server sends at the end: an untrained network with its card."""
-    form, shared = TERMS.image_spec, task(TERMS.config, TERMS.image_spec)
+    form, shared = TERMS.image_spec, build_task(TERMS.config, TERMS.image_spec)
     model = shared.network.init(rng.generator(0, "model"))
     card = Card(form.classes, form.image, form.image[1:], 1, form.mean, form.std, shared.network, "fedavg-fixmatch", "")
     said = {"federation": TERMS.hash, "version": version, "card": json.dumps(card.render()), **changes}

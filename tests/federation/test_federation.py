@@ -67,7 +67,7 @@ from halfmoon.federation.transport.grid import unwrap_message, wrap_message
 from halfmoon.federation.transport.internals import act_as_node
 from halfmoon.methods import registry
 from halfmoon.runs import runner
-from halfmoon.runs.factory import task
+from halfmoon.runs.factory import build_task
 from halfmoon.sites.folders.site_folder import read_site
 from halfmoon.storage.checkpoints import Checkpoints
 
@@ -374,7 +374,7 @@ BESIDE = ("feature_head", "proxy_head", "twin")
 
 def shapes(town: Town) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the model's own leaves, without the first part of their names."""
-    network = task(Config(width=SHORT["width"]), town.image_spec).network
+    network = build_task(Config(width=SHORT["width"]), town.image_spec).network
     model = tree.flatten(network.init(rng.generator(0, "model")))
     return {path.split("/", 1)[1]: tuple(leaf.shape) for path, leaf in model.items()}
 

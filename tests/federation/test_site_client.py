@@ -38,7 +38,7 @@ from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteMemory, prune_memories
 from halfmoon.methods import registry
-from halfmoon.runs.factory import task, views
+from halfmoon.runs.factory import build_task, build_views
 from halfmoon.storage import atomic_io
 from halfmoon.storage.state_store import TreeStore
 
@@ -100,10 +100,10 @@ def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list
     """Play rounds with one site, and return each request with its answer."""
     assert isinstance(read_message(member.reply_to(offer(about)), Acceptance, Refusal), Acceptance)
     config = about.config
-    shared, line = task(config, about.image_spec), Line(member)
+    shared, line = build_task(config, about.image_spec), Line(member)
     method = registry.make(config.method, dict(config.options))
     remote = RemoteRuntime(
-        method, shared, views(config, about.image_spec),
+        method, shared, build_views(config, about.image_spec),
         SiteCalls(line, about.sites, RunIdentity(about.hash, member.version, RUN)), RuntimeSettings(1, config.seed),
         store=TreeStore(),
     )  # fmt: skip

@@ -30,12 +30,12 @@ from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.methods import registry
-from halfmoon.runs.factory import task
+from halfmoon.runs.factory import build_task
 from halfmoon.storage.events import EventList
 
 SITES = 12
 ABOUT = terms([f"ward-{k:02}" for k in range(SITES)], cohort=SITES, width=32, norm="none")
-MODEL = task(ABOUT.config, ABOUT.image_spec)
+MODEL = build_task(ABOUT.config, ABOUT.image_spec)
 
 
 @dataclass

@@ -111,8 +111,8 @@ def test_the_option_is_the_networks_and_one_of_the_terms():
     """`precision` reaches the task's network, is written into config.toml, and sites of a federation agree on it."""
     config = Config(precision="bf16")
     form = ImageSpec((1, 8, 8), tuple("0123456789"), False, (0.5,), (0.25,))
-    assert factory.task(config, form).network.precision == "bf16"
-    assert factory.task(Config(), form).network.precision == "float32"
+    assert factory.build_task(config, form).network.precision == "bf16"
+    assert factory.build_task(Config(), form).network.precision == "float32"
     assert "precision" in shared_options()
 
 

@@ -44,7 +44,7 @@ def left(run: Path) -> tuple[bytes, bytes]:
 def test_tiny_networks_train_as_one_program(options: dict[str, Any], wanted: str) -> None:
     """By products an image alone: 9 * 64 * 16 + 9 * 16 * 16 * 32 + 9 * 4 * 32 * 32 + 320 of the digits' network."""
     config = Config(**{"device": "cpu", **options})
-    shared = factory.problem(config)
+    shared = factory.build_problem(config)
     image = factory.ImageSpec.of(shared.source).image
     assert factory.choose_executor(config, shared.task.network, image).executor == wanted
     if not options:

@@ -37,8 +37,8 @@ def frozen(weights: str, **options: object) -> Config:
 
 def test_the_plain_view_in_the_cache_is_what_the_backbone_gives(weights: str) -> None:
     """In half precision; test images have this view alone, training images two weak and two strong ones as well."""
-    with_cache = factory.problem(frozen(weights, features=True), methods=["fedavg-fixmatch"])
-    without = factory.problem(frozen(weights))
+    with_cache = factory.build_problem(frozen(weights, features=True), methods=["fedavg-fixmatch"])
+    without = factory.build_problem(frozen(weights))
     network = without.task.network
     assert isinstance(network, FineTunedNetwork)
     model = network.init(torch.Generator().manual_seed(0))
@@ -77,14 +77,14 @@ def test_every_kind_of_method_plays_on_features(method: str, weights: str, tmp_p
 
 def test_the_cache_is_filled_once_and_its_bytes_do_not_depend_on_processors(weights, tmp_path, monkeypatch):
     config = frozen(weights, features=True)
-    first = factory.problem(config).train.images.clone()
+    first = factory.build_problem(config).train.images.clone()
     files = sorted((tmp_path / "cache" / "halfmoon" / "features").iterdir())
     monkeypatch.setattr(features, "_write", lambda *words: pytest.fail("the cache was not used"))
-    assert torch.equal(factory.problem(replace(config, seed=5)).train.images, first)
+    assert torch.equal(factory.build_problem(replace(config, seed=5)).train.images, first)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     monkeypatch.setattr(features, "processors", lambda: [0])
-    factory.problem(config)
+    factory.build_problem(config)
     again = sorted((tmp_path / "other" / "halfmoon" / "features").iterdir())
     assert [path.name for path in files] == [path.name for path in again]
     assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again]
@@ -92,7 +92,7 @@ def test_the_cache_is_filled_once_and_its_bytes_do_not_depend_on_processors(weig
 
 def test_the_head_on_features_has_the_derivatives_of_the_head(weights: str) -> None:
     """`tangent` is the derivative along a direction, which FedDure needs."""
-    shared = factory.problem(frozen(weights, features=True)).task
+    shared = factory.build_problem(frozen(weights, features=True)).task
     model = shared.network.init(torch.Generator().manual_seed(1))
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
     direction = tree.map(torch.ones_like, model["params"])
@@ -104,7 +104,7 @@ def test_the_head_on_features_has_the_derivatives_of_the_head(weights: str) -> N
 
 def test_features_need_a_frozen_backbone(weights: str) -> None:
     with pytest.raises(UserError, match="frozen backbone"):
-        factory.problem(replace(SMALL, weights=weights, features=True))
+        factory.build_problem(replace(SMALL, weights=weights, features=True))
     with pytest.raises(UserError, match="both set what is trained"):
         replace(SMALL, weights=weights, tune="head", freeze=("conv1",))
 
@@ -114,12 +114,12 @@ def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> 
     options = {"network": "efficientnet-lite0", "clients": 2, "data_share": 0.01, "labels_per_class": 0.5}
     config = Config(method="ridge-head", **options)
     told: list[tuple[int, int]] = []
-    heads = factory.problem(
+    heads = factory.build_problem(
         config, methods=["ridge-head"], progress=lambda *feature_progress: told.append(feature_progress)
     )
     assert heads.train.images.shape[1] == 1
     assert told[-1][0] == told[-1][1]
-    both = factory.problem(config, heads.split, ["ridge-head", "fedavg"], heads.source)
+    both = factory.build_problem(config, heads.split, ["ridge-head", "fedavg"], heads.source)
     assert both.train.images.shape[1] == 3  # two labeled views more
 
 

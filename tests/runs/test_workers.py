@@ -124,16 +124,16 @@ def test_how_many_workers(monkeypatch: pytest.MonkeyPatch, options: dict[str, An
 
 
 def test_workers_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(factory, "select_device", lambda config: torch.device("cuda"))
     with pytest.raises(UserError, match="workers is 2, but clients on a GPU"):
         workers.count_workers(Config(workers=2))
 
 
 def test_a_client_trains_with_one_thread_wherever_it_trains() -> None:
     """Convolutions add in another order with each number of threads."""
-    assert factory.threads(Config(data="cifar10", device="cpu")) == 1
-    assert factory.threads(Config(data="cifar10", device="cpu", threads=2)) == min(2, os.cpu_count() or 1)
-    assert factory.threads(Config(data="cifar10", device="cpu", method="fixmatch")) == torch.get_num_threads()
+    assert factory.count_threads(Config(data="cifar10", device="cpu")) == 1
+    assert factory.count_threads(Config(data="cifar10", device="cpu", threads=2)) == min(2, os.cpu_count() or 1)
+    assert factory.count_threads(Config(data="cifar10", device="cpu", method="fixmatch")) == torch.get_num_threads()
 
 
 @pytest.mark.slow

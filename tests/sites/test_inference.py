@@ -623,7 +623,7 @@ def test_a_run_with_validation_images_ends_with_a_temperature(home: Path, tmp_pa
     config = halfmoon.Config(**few, lr=0.01, validation_share=0.2, run_dir=tmp_path / "run")
     halfmoon.run(config)
     model = load_model(tmp_path / "run")
-    held = factory.images(config).validation
+    held = factory.load_images(config).validation
     assert model.card.temperature == pytest.approx(temperature(model.logits(held.images), held.labels), rel=1e-4)
     assert model.card.temperature != 1
     assert load_model(home / "run").card.temperature == 1

@@ -414,7 +414,7 @@ CASES = {
 def test_the_simulator_holds_the_same_rows(tmp_path: Path, case: str) -> None:
     """Pixels and labels of every site, in order, are those that federation.toml gives each client of the simulator."""
     exported(tmp_path / "f", *CASES[case])
-    wanted = factory.problem(config.resolve(config.load_file(tmp_path / "f" / "federation.toml"), {}))
+    wanted = factory.build_problem(config.resolve(config.load_file(tmp_path / "f" / "federation.toml"), {}))
     dataset = FederatedDataset(wanted.train, wanted.split)
     held = {f"site-{k:02}": k for k in range(3)} | ({"server": SERVER} if case == "server" else {})
     assert sorted(path.name for path in (tmp_path / "f").iterdir() if path.is_dir()) == sorted([*held, "test"])

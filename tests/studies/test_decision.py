@@ -133,14 +133,14 @@ def test_a_head_in_one_place_is_the_runs_head(
         method=method, network="efficientnet-lite0", data_share=0.05, clients=4, cohort=4, labels_per_class=0.5,
         setting="iid-dir", rounds=4, budget="none", run_dir=tmp_path / "run",
     )  # fmt: skip
-    shared = factory.problem(config, methods=[method])
+    shared = factory.build_problem(config, methods=[method])
     assert shared.test is not None
     outcome = halfmoon.run(config)
     data = Examples(*(torch.cat(pair) for pair in zip(shared.train, shared.test, strict=True)))
     train = len(shared.train.labels)
     rows = [np.flatnonzero((shared.split.client >= 0) & (shared.split.labeled == kind)) for kind in (True, False)]
     fold = Fold(*rows, np.arange(train, len(data.labels)))
-    made = factory.method(config)
+    made = factory.build_method(config)
     assert head_accuracy(made, shared.task, data, fold) == pytest.approx(
         100 * outcome.summaries[0]["accuracy"]["last"], abs=1e-9
     )

@@ -161,11 +161,11 @@ def test_digits_can_be_shared_out_at_the_tiny_scale() -> None:
     for name in NAMES:
         for cell in every_cell(name, "tiny"):
             config = cell.configs[0]
-            scenario = factory.scenario(config)
+            scenario = factory.build_scenario(config)
             if config.data == "digits" and scenario not in seen:
-                data = data or factory.source(config)
+                data = data or factory.load_source_for_network(config)
                 seen.add(scenario)
-                split = factory.split_of(config, data)
+                split = factory.get_split(config, data)
                 assert split.clients == config.clients
     assert len(seen) > 30
 
@@ -188,7 +188,7 @@ def test_the_papers_images_can_be_shared_out() -> None:
     seen = set[Any]()
     for name in NAMES:
         for config in (cell.configs[0] for cell in every_cell(name, None)):
-            case = (config.data, factory.scenario(config))
+            case = (config.data, factory.build_scenario(config))
             if case in seen or config.data == "digits":
                 continue
             seen.add(case)
@@ -404,7 +404,7 @@ def test_proxyfls_labels_by_hand() -> None:
     for (data, tenth), (table, times) in product(wanted.items(), {"1": 1, "6": 2}.items()):
         config = cell_at(f"proxyfl-table{table}", dataset=data, setting="pair-0_1", method="proxyfl").configs[0]
         counts = [times * count for count in tenth]
-        split = factory.scenario(config).split(labels[data], len(counts))
+        split = factory.build_scenario(config).split(labels[data], len(counts))
         assert np.bincount(labels[data][split.labeled]).tolist() == counts
         assert len(labels[data]) - sum(counts) == (~split.labeled).sum()  # whom the labeled images join, unlabeled
         assert config.reuse_labeled
@@ -418,7 +418,7 @@ def test_feddbs_figures_1_and_3_play_section_4_2() -> None:
             config = cell_at(name, scale, dataset="cifar10", setting="dir-0_3", method="fixmatch").configs[0]
             assert (config.clients, config.cohort, config.rounds) == (10, 10, rounds)
         config = cell_at(name, dataset="cifar10", setting="dir-0_3", method="fixmatch").configs[0]
-        split = factory.scenario(config).split(labels, 10)
+        split = factory.build_scenario(config).split(labels, 10)
         assert (split.labeled.sum(), (~split.labeled & (split.client >= 0)).sum()) == (4000, 46_000)
         assert (config.reuse_labeled, config.setting, config.dirichlet_alpha) == (False, "feddb-dir", 0.3)
         assert np.bincount(labels[split.labeled]).tolist() == [400] * 10  # "a balanced labeled dataset" (Section 5.1)

@@ -262,7 +262,7 @@ def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp
     tiny = {"data": "photos", "resize": 8, "network": "small", "width": 4, "steps": 1}
     contents = scan_folder(tmp_path / "photos")
     config = make_plan(tiny, contents).config
-    split = factory.problem(config, methods=["fedavg"]).split
+    split = factory.build_problem(config, methods=["fedavg"]).split
     assert (config.clients, int(split.labeled.sum())) == (clients, labels)
     assert len(np.unique(split.client[split.client >= 0])) == clients >= config.cohort
 

@@ -56,7 +56,7 @@ from halfmoon.report.tables import comparison_table
 from halfmoon.report.writer import write_report
 from halfmoon.runs import runner
 from halfmoon.runs.budgets import budget
-from halfmoon.runs.factory import batch_rules, task, views
+from halfmoon.runs.factory import build_batch_rules, build_task, build_views
 from halfmoon.sites.folders import check_site as examine
 from halfmoon.sites.folders import prepare_site
 from halfmoon.sites.folders.prepare import STATE_FOLDER
@@ -761,15 +761,15 @@ class Wire:
 def patterns() -> UploadProbe:
     """Return what uploads look like; it takes a visit of made-up images to know."""
     config, form = about().config, about().image_spec
-    return UploadProbe(task(config, form), views(config, form), form.image, config.seed)
+    return UploadProbe(build_task(config, form), build_views(config, form), form.image, config.seed)
 
 
 def play_round(wire: Wire) -> Tree:
     """Play the first round with the sites behind a wire, and return the server's tree after it."""
     held = about()
     config, form = held.config, held.image_spec
-    shared, seen = task(config, form), views(config, form)
-    batching, _ = batch_rules(config)
+    shared, seen = build_task(config, form), build_views(config, form)
+    batching, _ = build_batch_rules(config)
     spent = budget(config, shared)
     inspection = Inspection(
         patterns(),

@@ -33,7 +33,7 @@ from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.transport import client_app, local
 from halfmoon.federation.transport.grid import GridTransport, unwrap_message
 from halfmoon.methods import registry
-from halfmoon.runs.factory import ImageSpec, source, split_of
+from halfmoon.runs.factory import ImageSpec, get_split, load_source_for_network
 from halfmoon.sites.folders import export_sites
 from halfmoon.sites.folders.prepare import open_prepared_site
 
@@ -128,8 +128,8 @@ class Town:
 def found(place: str, folder: Path, clients: int = 3) -> Town:
     """Write sites, three by default, with labels at this place."""
     config = settings.resolve({**SMALL, **SHORT, **PLACES[place], "clients": clients}, {})
-    data = source(config)
-    split = split_of(config, data)
+    data = load_source_for_network(config)
+    split = get_split(config, data)
     # Of other names: "0" to "9" are everywhere.
     out = folder / SECRET / place
     export_sites(config, replace(data, classes=CLASSES), split, out)

@@ -301,7 +301,10 @@ class ConstantSchedule:
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """Learning rate that falls from 1 to `floor` times its initial value along half a cosine (Loshchilov and Hutter 2017, Eq. 5, without restarts)."""
+    """Learning rate that falls from 1 to `floor` times its initial value along half a cosine.
+
+    Loshchilov and Hutter 2017, Eq. 5, without restarts.
+    """
 
     floor: float = 0.0
 

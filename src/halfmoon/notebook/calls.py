@@ -27,7 +27,7 @@ from halfmoon.studies.sweep_folder import SweepFolder
 
 load_data = python_errors(data.load)
 save_data = python_errors(data.save)
-problem = python_errors(factory.problem)
+problem = python_errors(factory.build_problem)
 
 
 @python_errors

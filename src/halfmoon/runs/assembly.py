@@ -25,7 +25,7 @@ from halfmoon.models import Network
 from halfmoon.report.remarks import list_remarks, summarize_pseudo_labels
 from halfmoon.report.run_reader import StoredRun
 from halfmoon.report.tables import comparison_table
-from halfmoon.runs.factory import ImageSpec, preparation
+from halfmoon.runs.factory import ImageSpec, image_preparation
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.checkpoints import TIMINGS
@@ -151,7 +151,7 @@ def build_card(
         method=config.method,
         config=config_text,
         crop=config.crop,
-        window=preparation(config).window,
+        window=image_preparation(config).window,
         temperature=temperature,
     )
 

@@ -8,7 +8,7 @@ from halfmoon.config.schema import Config
 from halfmoon.engine.budget import Budget, batch_rule_amount, find_largest_update, images_per_step
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
-from halfmoon.runs.factory import Problem, method
+from halfmoon.runs.factory import Problem, build_method
 
 MAX_EVALUATION_SHARE = 0.1
 """The largest cost of evaluation relative to training, in passes through the network."""
@@ -49,7 +49,7 @@ def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
     for config in configs:
         entry = registry.entry(config.method)
         if not entry.pooled:
-            update = _training_update(method(config), shared.task)
+            update = _training_update(build_method(config), shared.task)
             client_updates[config.method] = (update, entry.all_labels)
     if not client_updates:
         return configs[0].method

@@ -37,7 +37,7 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
             f"patience is {config.patience}, but there are no validation images to stop by: set validation_share or "
             "validation_part, or leave patience out."
         )
-    device = factory.device(config)
+    device = factory.select_device(config)
     if shared.source.remark:
         watch.say(f"{shared.source.remark}.")
     if is_emulated(config.precision, device):
@@ -49,7 +49,7 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     _check_titles(entries)
     for job, entry in zip(jobs, entries, strict=True):
         # Both raise `UserError` for options that do not fit.
-        factory.method(job.config)
+        factory.build_method(job.config)
         workers.count_workers(job.config)
         if entry.pooled and job.config.attack != "none":
             raise UserError(f"attack needs clients, but method {entry.name} has all rows in one place; leave it out.")

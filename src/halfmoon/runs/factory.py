@@ -49,7 +49,7 @@ from halfmoon.models import Network
 from halfmoon.models import registry as networks
 from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.finetuned import backbone_paths, feature_head, fine_tune
-from halfmoon.models.hubs import weights_file as published
+from halfmoon.models.hubs import weights_file as published_weights_file
 from halfmoon.models.network import Normalize
 from halfmoon.models.weights import read as read_weights
 from halfmoon.runs.features import Progress, select_inputs
@@ -116,7 +116,7 @@ class Problem:
         return f"{self.source}\n{self.split}"
 
 
-def problem(
+def build_problem(
     config: Config,
     split: Split | None = None,
     methods: Sequence[str] = (),
@@ -135,21 +135,22 @@ def problem(
     Raises:
         UserError: the data, the split or the network do not fit.
     """
-    raw = images(config) if raw is None else raw
+    # The raw data set has the images as they were decoded; `data` has them shrunk and padded for the network.
+    raw = load_images(config) if raw is None else raw
     data = fit_to_network(config, raw)
-    split = split_of(config, data, split)
-    compute_device = device(config)
+    split = get_split(config, data, split)
+    compute_device = select_device(config)
     image_spec = ImageSpec.of(data)
-    batching, server_batching = batch_rules(config)
-    train = examples(data.train, compute_device)
-    test = examples(data.test, compute_device)
-    validation = None if data.validation is None else examples(data.validation, compute_device)
+    batching, server_batching = build_batch_rules(config)
+    train = to_examples(data.train, compute_device)
+    test = to_examples(data.test, compute_device)
+    validation = None if data.validation is None else to_examples(data.validation, compute_device)
     _, height, width, _ = raw.train.images.shape
     # With a frozen backbone, clients train on cached features instead of images.
     model_inputs = select_inputs(
         config,
-        task(config, image_spec),
-        views(config, image_spec),
+        build_task(config, image_spec),
+        build_views(config, image_spec),
         user_cache("features"),
         methods=methods,
         progress=progress,
@@ -168,14 +169,14 @@ def problem(
     )
 
 
-def task(config: Config, image_spec: ImageSpec) -> Task:
+def build_task(config: Config, image_spec: ImageSpec) -> Task:
     """Build the network, the optimizer and the options of all methods; raise `UserError` if images do not fit."""
-    network = _network(config, image_spec)
+    network = _build_network(config, image_spec)
     if config.features and feature_head(network) is None:
         raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
     return Task(
         network=network,
-        optimizer=_optimizer(config, network),
+        optimizer=_build_optimizer(config, network),
         normalize=Normalize(image_spec.mean, image_spec.std),
         statistics=config.statistics,
         labeling=config.labeling,
@@ -186,7 +187,7 @@ def task(config: Config, image_spec: ImageSpec) -> Task:
     )
 
 
-def method(config: Config) -> Method:
+def build_method(config: Config) -> Method:
     """Build the method of a configuration; raise `UserError` if an aggregator or privacy option does not fit it."""
     instance = registry.make(config.method, method_options(config, config.method))
     entry = replace(registry.entry(config.method), method=instance)
@@ -204,7 +205,7 @@ def method(config: Config) -> Method:
     return instance if config.dp_clip is None else clipping.ClippedMethod(instance, config.dp_clip)
 
 
-def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:
+def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:
     """Create the aggregators of a configuration, in the order in which uploads pass them.
 
     Args:
@@ -224,11 +225,11 @@ def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = Fals
     if config.secure_aggregation:
         stages.append(FixedPointMean(even=config.dp_clip is not None, means=summed))
     if config.dp_clip is not None:
-        stages.append(_private(config, secret, folder))
+        stages.append(_build_privacy(config, secret, folder))
     return tuple(stages)
 
 
-def _private(config: Config, secret: bytes, folder: Path) -> Private:
+def _build_privacy(config: Config, secret: bytes, folder: Path) -> Private:
     """Create the aggregator of differential privacy, with the ledger of the rounds so far."""
     assert config.dp_clip is not None, "called with dp_clip only"
     assert config.dp_noise is not None, "checked with the configuration"
@@ -244,7 +245,7 @@ def _private(config: Config, secret: bytes, folder: Path) -> Private:
     return Private(privacy_plan, secret, Ledger(folder / LEDGER))
 
 
-def images(config: DataOptions) -> Source:
+def load_images(config: DataOptions) -> Source:
     """Load the images of a configuration: the share `data_share` of the training images, test and validation images.
 
     Validation images are a share of the training images, or the validation part of the data set.
@@ -254,7 +255,7 @@ def images(config: DataOptions) -> Source:
     """
     if config.validation_part and config.validation_share:
         raise UserError("validation_part and validation_share both select validation images; leave one of them out.")
-    load = partial(load_source, config.data, config.data_dir, cache=config.cache, how=preparation(config))
+    load = partial(load_source, config.data, config.data_dir, cache=config.cache, how=image_preparation(config))
     data = take_share(load(), config.data_share)
     if config.validation_part and data.remark:
         raise UserError(f"validation_part needs images apart from the test, but {data.remark}.")
@@ -263,23 +264,23 @@ def images(config: DataOptions) -> Source:
     return hold_out(data, config.validation_share)
 
 
-def preparation(config: DataOptions) -> Preparation:
-    """Return the options of decoding: size, channels, crop, window and groups."""
+def image_preparation(config: DataOptions) -> Preparation:
+    """Build the rule by which image files are decoded: size, channels, crop, intensity window and groups."""
     size = None if config.resize is None else (config.resize, config.resize)
     window = None if config.window is None else (config.window[0], config.window[1])
     return Preparation(size, config.channels, config.crop, window, config.group_pattern)
 
 
-def source(config: Config) -> Source:
+def load_source_for_network(config: Config) -> Source:
     """Load the images of a configuration, shrunk and padded for its network."""
-    return fit_to_network(config, images(config))
+    return fit_to_network(config, load_images(config))
 
 
 def fit_to_network(config: Config, data: Source) -> Source:
     """Shrink and pad images for the network of a configuration, and set their mean and standard deviation."""
     data = shrink(data, config.shrink)
     _, height, width, _ = data.train.images.shape
-    size = padded(config, height, width)
+    size = padded_side(config, height, width)
     # Pretrained networks need the constants with which they were trained.
     if network_name(config) in hubs.PRETRAINED:
         data = replace(data, mean=MEAN[: len(data.mean)], std=STD[: len(data.std)])
@@ -301,9 +302,9 @@ def _channel_values(config: Config, name: str, default: tuple[float, ...]) -> tu
     return values * channels
 
 
-def padded(config: Config, height: int, width: int) -> int | None:
-    """Return the side to which images are padded, by option or for the network; None: no padding."""
-    # The smallest side that the network takes, and the factor by which they divide it.
+def padded_side(config: Config, height: int, width: int) -> int | None:
+    """Compute the side in pixels to which images are padded, by option or for the network; None: no padding."""
+    # The smallest side that a network accepts, and the factor by which its strides divide the side.
     needs = {"resnet8": (8, 4), "resnet9": (16, 8), "vit": (4, 4), "wrn": (8, 4)}
     min_side, multiple = needs.get(network_name(config), (1, 1))
     if config.image_size is not None or multiple == 1:
@@ -312,8 +313,8 @@ def padded(config: Config, height: int, width: int) -> int | None:
     return max(min_side, -(-max(height, width) // multiple) * multiple)
 
 
-def batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
-    """Return the batch rules of clients and of training at the server."""
+def build_batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
+    """Build the batch rules of clients and of training at the server."""
     batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
     serving = replace(
         batching,
@@ -324,15 +325,15 @@ def batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
     return batching, serving
 
 
-def scenario(config: PartitionOptions) -> Scenario:
-    """Return the rule by which images and labels are distributed over clients."""
+def build_scenario(config: PartitionOptions) -> Scenario:
+    """Build the rule by which images and labels are distributed over clients."""
     return Scenario(
         **{field.name: getattr(config, field.name) for field in fields(SplitOptions)}, seed=config.split_seed
     )
 
 
-def split_of(config: Config, data: Source, split: Split | None = None) -> Split:
-    """Return the split of a configuration: `split` if given, else the file that it names, else a new one.
+def get_split(config: Config, data: Source, split: Split | None = None) -> Split:
+    """Check `split`, or load the split file that the configuration names, or draw a new split.
 
     Raises:
         UserError: the split does not fit the data, or training images without labels need a split file.
@@ -350,10 +351,10 @@ def split_of(config: Config, data: Source, split: Split | None = None) -> Split:
             f"{data.name}: {unknown:,} training images have no label, which no split rule can deal; say who holds them "
             "with --split."
         )
-    return scenario(config).split(data.train.labels, data.classes, data.name)
+    return build_scenario(config).split(data.train.labels, data.classes, data.name)
 
 
-def examples(images: Images, device: torch.device) -> Examples:
+def to_examples(images: Images, device: torch.device) -> Examples:
     """Convert images to tensors (N, C, H, W) on a device; memory-mapped images are not copied."""
     if isinstance(images.images, np.memmap):
         pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2)
@@ -370,22 +371,23 @@ def network_name(config: Config) -> str:
     return "small" if config.data == "digits" else "resnet9"
 
 
-def _network(config: Config, image_spec: ImageSpec) -> Network:
+def _build_network(config: Config, image_spec: ImageSpec) -> Network:
+    """Build the network of a configuration, with its initial weights and frozen layers if it has some."""
     channels, height, width = image_spec.image
     size = (height, width)
     network = networks.make(network_name(config), channels, len(image_spec.classes), size, config.norm, config.width)
     network.check(image_spec.image)
     network = replace(network, precision=config.precision)
-    start = initial_weights(config)
-    published_weights = published(config.network) if config.network in hubs.PRETRAINED else None
-    if published_weights is not None:
+    weights_name = initial_weights(config)
+    published_path = published_weights_file(config.network) if config.network in hubs.PRETRAINED else None
+    if published_path is not None:
         # The terms of a federation name the file by its hash.
-        weight_files.register(published_weights)
-    if start is None:
+        weight_files.register(published_path)
+    if weights_name is None:
         if frozen_layers(config):
             raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
         return network
-    network = fine_tune(network, read_weights(start), frozen_layers(config), image_spec.classes)
+    network = fine_tune(network, read_weights(weights_name), frozen_layers(config), image_spec.classes)
     if config.dp_clip is not None and network.norm == "batch":
         raise UserError(
             "dp_clip needs a network that tracks no statistics of batches in its trained part: they would leave the "
@@ -394,7 +396,7 @@ def _network(config: Config, image_spec: ImageSpec) -> Network:
     return network
 
 
-def views(config: Config, image_spec: ImageSpec) -> Views:
+def build_views(config: Config, image_spec: ImageSpec) -> Views:
     """Build the augmentations of labeled and unlabeled images."""
     flip = image_spec.mirror if config.flip is None else config.flip
     labeled: View = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}[config.labeled_view]
@@ -408,7 +410,8 @@ def views(config: Config, image_spec: ImageSpec) -> Views:
     return Views(labeled, unlabeled)
 
 
-def _optimizer(config: Config, network: Network) -> Optimizer:
+def _build_optimizer(config: Config, network: Network) -> Optimizer:
+    """Build the clients' optimizer, with gradient clipping and another learning rate for the backbone if configured."""
     if config.optimizer == "adam":
         optimizer: Optimizer = Adam(config.lr, weight_decay=config.weight_decay)
     else:
@@ -423,8 +426,8 @@ def _optimizer(config: Config, network: Network) -> Optimizer:
     return LayerwiseLearningRate(optimizer, config.backbone_lr, backbone_paths(network, tree.flatten(params)))
 
 
-def device(config: MachineOptions) -> torch.device:
-    """Return the device of a configuration; raise `UserError` if it is a GPU that does not exist."""
+def select_device(config: MachineOptions) -> torch.device:
+    """Select the device of a configuration; raise `UserError` if it is a GPU that does not exist."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is 'cuda', but this PyTorch sees no GPU; use device = 'auto' or 'cpu'.")
     if config.device == "auto":
@@ -432,11 +435,11 @@ def device(config: MachineOptions) -> torch.device:
     return torch.device(config.device)
 
 
-def executor(config: Config) -> Executor:
-    """Return the executor of a cohort's clients; "auto" is vmap on a GPU and the loop on a CPU."""
+def select_executor(config: Config) -> Executor:
+    """Select the executor of a cohort's clients; "auto" is vmap on a GPU and the loop on a CPU."""
     if config.executor != "auto":
         return config.executor
-    return "vmap" if device(config).type == "cuda" else "loop"
+    return "vmap" if select_device(config).type == "cuda" else "loop"
 
 
 def choose_executor(config: Config, network: Network, image: tuple[int, int, int]) -> Config:
@@ -449,7 +452,7 @@ def choose_executor(config: Config, network: Network, image: tuple[int, int, int
         network: the network.
         image: channels, height and width.
     """
-    if config.executor != "auto" or device(config).type != "cpu":
+    if config.executor != "auto" or select_device(config).type != "cpu":
         return config
     products = network.count_products(image)
     return config if products is None or products > MAX_VMAP_PRODUCTS else replace(config, executor="vmap")
@@ -457,25 +460,25 @@ def choose_executor(config: Config, network: Network, image: tuple[int, int, int
 
 def max_vmapped_clients(config: Config) -> int | None:
     """Return the largest number of clients that vmap batches; None: no limit."""
-    return MAX_VMAPPED_CLIENTS_ON_CPU if device(config).type == "cpu" else None
+    return MAX_VMAPPED_CLIENTS_ON_CPU if select_device(config).type == "cpu" else None
 
 
-def threads(config: Config) -> int:
-    """Return the number of threads with which a client of a simulation trains.
+def count_threads(config: Config) -> int:
+    """Choose the number of threads with which a client of a simulation trains.
 
     By default it is one on a CPU: convolutions add in another order with each number of threads, so a run would depend
     on the machine. Several clients train at the same time instead (`halfmoon.runs.workers`). A centralized method has
     one client, which uses all threads.
     """
-    if config.threads is None and device(config).type == "cpu" and not registry.entry(config.method).pooled:
+    if config.threads is None and select_device(config).type == "cpu" and not registry.entry(config.method).pooled:
         return 1
-    return site_threads(config)
+    return count_site_threads(config)
 
 
-def site_threads(config: Config) -> int:
-    """Return the number of threads of a site, or of the server of a federation."""
+def count_site_threads(config: Config) -> int:
+    """Choose the number of threads of a site, or of the server of a federation."""
     number = config.threads
-    if number is None and network_name(config) == "small" and device(config).type == "cpu":
+    if number is None and network_name(config) == "small" and select_device(config).type == "cpu":
         # Waking a second thread takes longer than a convolution of this network.
         number = 1
     # More threads than processors only cost, and thousands crash the process.

@@ -18,7 +18,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
-from halfmoon.runs.factory import device, threads
+from halfmoon.runs.factory import count_threads, select_device
 from halfmoon.runs.pools import processors, ready_context, terminate
 from halfmoon.runs.workers import share_processors
 
@@ -51,7 +51,7 @@ def count_processes(config: Config, runs: int) -> int:
     """
     if isinstance(config.processes, int):
         return min(config.processes, runs)
-    if device(config).type != "cpu" or threads(config) > 1 or runs * config.rounds < MIN_ROUNDS:
+    if select_device(config).type != "cpu" or count_threads(config) > 1 or runs * config.rounds < MIN_ROUNDS:
         return 1
     return min(len(processors()), runs)
 

@@ -51,7 +51,7 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     Args:
         config: the configuration.
         watch: receives the events of all runs.
-        shared: the result of `halfmoon.runs.factory.problem` for this configuration, if it is already built.
+        shared: the result of `halfmoon.runs.factory.build_problem` for this configuration, if it is already built.
 
     Raises:
         UserError: the configuration or the data does not fit; nothing has been written.
@@ -189,7 +189,7 @@ def run_in_folder(
         path: the run folder, new or with a run of this configuration; a finished run is only read.
         watch: receives the run's events.
         tests: evaluate on test images; without, models are evaluated on validation images only.
-        shared: the result of `halfmoon.runs.factory.problem` for this configuration, if it is already built.
+        shared: the result of `halfmoon.runs.factory.build_problem` for this configuration, if it is already built.
 
     Raises:
         UserError: the configuration or the data does not fit.
@@ -204,7 +204,7 @@ def run_in_folder(
         shared = shared if tests else replace(shared, test=None)
         if not RunFolder.exists(path):
             (job,) = _choose_executors([job], shared)
-        if factory.device(config).type == "cpu":
+        if factory.select_device(config).type == "cpu":
             retain_freed_memory()
     return _run_job(path, job, shared, watch)
 
@@ -223,8 +223,8 @@ def write_split(config: Config, path: Path) -> Row:
     summary = finished_summary(path)
     if summary is not None:
         return summary
-    data = factory.source(config)
-    split = factory.split_of(config, data)
+    data = factory.load_source_for_network(config)
+    split = factory.get_split(config, data)
     with _open_folder(path, config) as folder:
         assembly.save_split(path, split, data)
         assembly.record_split_checksums(path)
@@ -285,7 +285,7 @@ def _load_shared(jobs: Sequence[Job], split: Split | None, watch: Callback, shar
     """
     if shared is None:
         methods = [job.config.method for job in jobs]
-        shared = factory.problem(jobs[0].config, split, methods=methods, progress=feature_progress(watch))
+        shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=feature_progress(watch))
     checks.check(jobs, shared, watch)
     text = training_summary(shared.task.network)
     if text is not None:
@@ -334,7 +334,7 @@ def _run_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Ca
 
 def _run_numbered_job(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
     """Run one of several jobs; a module's function, so that it can be sent to another process."""
-    if shared is not None and factory.device(jobs[number].config).type == "cpu":
+    if shared is not None and factory.select_device(jobs[number].config).type == "cpu":
         retain_freed_memory()
     return _run_job(root, jobs[number], shared, watch)
 
@@ -375,7 +375,7 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
         assembly.record_split_checksums(path)
         run = RunInfo(path, config, entry.title, first=checkpoint.round if checkpoint else 0)
         watch.begin(run)
-        with workers.open_workers(config) as parallel_map, factory.use_threads(factory.threads(config)):
+        with workers.open_workers(config) as parallel_map, factory.use_threads(factory.count_threads(config)):
             experiment = _build_experiment(config, shared, path, parallel_map, watch)
             results = run_rounds(experiment, folder, checkpoint, lambda row: watch.round(run, row))
         summary = assembly.build_summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
@@ -462,7 +462,7 @@ def _build_experiment(
     """
     entry = registry.entry(config.method)
     task = replace(shared.task, rounds=count_rounds(config))
-    method = factory.method(config)
+    method = factory.build_method(config)
     hostile_clients = hostile(shared.split.clients, config.attackers, config.seed)
     attacks: tuple[Hostile, ...] = ()
     if config.attack != "none":
@@ -480,7 +480,7 @@ def _build_experiment(
         batching=shared.batching,
         budget=budget(config, task),
         server_batching=shared.serving,
-        executor=factory.executor(config),
+        executor=factory.select_executor(config),
         parallel_map=parallel_map,
         max_group_size=factory.max_vmapped_clients(config),
     )
@@ -501,7 +501,7 @@ def _build_experiment(
         training,
         runtime_settings,
         store=TreeStore(cap=config.memory_cap * 1_000_000),
-        aggregators=(*attacks, *factory.aggregators(config, noise_seed, path)),
+        aggregators=(*attacks, *factory.build_aggregators(config, noise_seed, path)),
     )
     interval = evaluation_interval(config, shared)
     if interval > 1 and config.evaluate_every is None:

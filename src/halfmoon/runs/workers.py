@@ -122,7 +122,7 @@ def count_workers(config: Config) -> int:
     Raises:
         UserError: several workers on a GPU.
     """
-    on_cpu = factory.device(config).type == "cpu"
+    on_cpu = factory.select_device(config).type == "cpu"
     if config.workers != "auto":
         if config.workers != 1 and not on_cpu:
             raise UserError(
@@ -133,7 +133,7 @@ def count_workers(config: Config) -> int:
     small = factory.network_name(config) == "small" or registry.entry(config.method).pooled
     # A method "module:Class" may have been passed as an object, which only this process knows.
     custom = ":" in config.method
-    one_by_one = on_cpu and factory.executor(config) == "loop"
+    one_by_one = on_cpu and factory.select_executor(config) == "loop"
     if not one_by_one or small or custom or config.threads is not None:
         return 1
     available = min(len(processors()), torch.get_num_threads()) // _CONCURRENT_RUNS["runs"]
@@ -154,9 +154,9 @@ def open_workers(config: Config) -> Iterator[ParallelMap]:
         UserError: the processes cannot start.
     """
     if config.workers == "ray":
-        pool: Pool = RayWorkers(config.cohort, factory.threads(config))
+        pool: Pool = RayWorkers(config.cohort, factory.count_threads(config))
     elif (number := count_workers(config)) > 1:
-        pool = Workers(number, factory.threads(config))
+        pool = Workers(number, factory.count_threads(config))
     else:
         yield map
         return

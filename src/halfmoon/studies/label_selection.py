@@ -110,16 +110,16 @@ def folder_features(folder: Path, paths: Sequence[str], report_progress: Progres
     config, _, _ = head_config({}, contents)
     image_spec = _image_spec(contents)
     head, _, normalize = head_task(config, image_spec)
-    views = factory.views(config, image_spec)
+    views = factory.build_views(config, image_spec)
     cache = user_cache("features")
     values: list[Tensor] = []
     readable_rows: list[np.ndarray] = []
     for first in range(0, len(paths), BATCH_IMAGES):
         report_progress("features of images", first, len(paths))
         rows = np.arange(first, min(first + BATCH_IMAGES, len(paths)))
-        pixels, rows = decode_images(contents, rows, factory.preparation(config), lambda line: None)
+        pixels, rows = decode_images(contents, rows, factory.image_preparation(config), lambda line: None)
         if pixels:
-            images = factory.examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
+            images = factory.to_examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
             values.append(load_or_compute_features(head, views, normalize, cache, images).images)
             readable_rows.append(rows)
     if not readable_rows:
@@ -233,7 +233,7 @@ def head_problem(folder: FolderFeatures, labels: np.ndarray, names: Sequence[str
     config, _, _ = head_config({}, contents)
     _, task, _ = head_task(config, _image_spec(contents))
     data = Examples(folder.values, torch.from_numpy(dense_labels))
-    return HeadProblem(classes, task, factory.method(config), data)
+    return HeadProblem(classes, task, factory.build_method(config), data)
 
 
 def predict_images(problem: HeadProblem, model: Tree) -> tuple[np.ndarray, np.ndarray]:

@@ -436,7 +436,7 @@ def _other_reasons(config: Config, contents: FolderContents, share: float) -> li
 
 def _measure_decoding(config: Config, contents: FolderContents) -> float:
     """Measure the seconds that it takes to decode one image, on a sample."""
-    preparation = factory.preparation(config)
+    preparation = factory.image_preparation(config)
     stride = max(1, len(contents.paths) // SAMPLE_FILES)
     decoded = 0
     start = time.perf_counter()
@@ -463,7 +463,7 @@ def head_task(config: Config, image_spec: ImageSpec) -> tuple[FeatureHead, Task,
     Raises:
         UserError: the network has no head that can be trained on features.
     """
-    task = factory.task(config, image_spec)
+    task = factory.build_task(config, image_spec)
     head = feature_head(task.network)
     if head is None:
         raise UserError(f"network {config.network} has no head that can be trained on features: name a --method.")
@@ -542,7 +542,7 @@ def _blank_problem(config: Config, contents: FolderContents) -> Problem:
         image_spec.std,
     )
     split = single_client_split(labels) if contents.site else None
-    return factory.problem(config, split, raw=source)
+    return factory.build_problem(config, split, raw=source)
 
 
 def single_client_split(labels: np.ndarray) -> Split:

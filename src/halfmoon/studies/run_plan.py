@@ -78,13 +78,13 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
     methods = [config.method, *config.baselines]
     if plan.contents.site:
         source = load_site_source(
-            plan.contents, factory.preparation(config), plan.share, flip=bool(config.flip), report=watch.say
+            plan.contents, factory.image_preparation(config), plan.share, flip=bool(config.flip), report=watch.say
         )
         split = single_client_split(source.train.labels)
     else:
-        source = replace(factory.images(config), mirror=bool(config.flip))
+        source = replace(factory.load_images(config), mirror=bool(config.flip))
         split = None
-    problem = factory.problem(config, split, methods, source, feature_progress(watch))
+    problem = factory.build_problem(config, split, methods, source, feature_progress(watch))
     outcome = None
     if plan.contents.site:
         runs = _run_site_methods(config, methods, root, watch, problem)
@@ -137,7 +137,7 @@ def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
     if len(splits) < 2 or not all(map(len, splits[0])):
         return None
     labels_only, with_unlabeled = (
-        factory.method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair
+        factory.build_method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair
     )
     baseline: list[float] = []
     method: list[float] = []
@@ -189,7 +189,7 @@ def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], w
         config = replace(plan.config, run_dir=root / "splits" / str(number))
         if fold is None:
             config = replace(config, split_seed=plan.config.split_seed + number)
-            split_problem = replace(problem, split=factory.split_of(config, problem.source))
+            split_problem = replace(problem, split=factory.get_split(config, problem.source))
         else:
             split_problem = _fold_problem(problem, fold)
         rows = _start_or_resume(config, watch, split_problem).summaries

@@ -25,7 +25,7 @@ from halfmoon.data.readers.parquet import encode_png, write_parquet
 from halfmoon.engine.loop import Row
 from halfmoon.methods.analytic import RidgeHead
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
-from halfmoon.runs.factory import preparation
+from halfmoon.runs.factory import image_preparation
 from halfmoon.runs.runner import run_in_folder
 from halfmoon.sites.folders import SiteFolder, read_site
 from halfmoon.studies.decision import (
@@ -294,8 +294,8 @@ def _write_data_set(
         )
     sites = [read_site(path) for path in folders]
     classes = _merge_classes(sites)
-    image_preparation = preparation(config)
-    image_preparation = replace(image_preparation, channels=image_preparation.channels or 3)
+    decoding = image_preparation(config)
+    decoding = replace(decoding, channels=decoding.channels or 3)
     encoded: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
     client: list[int] = []
     labeled: list[bool] = []
@@ -316,7 +316,7 @@ def _write_data_set(
             label = int(site.labels[row])
             class_number = classes.index(site.classes[label]) if label >= 0 else None
             try:
-                image = encode_png(decode_prepared((site.folder / path).read_bytes(), path, image_preparation))
+                image = encode_png(decode_prepared((site.folder / path).read_bytes(), path, decoding))
             except (UserError, OSError) as error:
                 report(f"{site.folder.name}: left out: {error}")
                 continue

@@ -110,11 +110,11 @@ def _describe_contents(contents: FolderContents | None) -> dict[str, Any]:
 
 def _describe_split(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     from halfmoon.data import pad_source, shrink, summarize
-    from halfmoon.runs.factory import images, split_of
+    from halfmoon.runs.factory import get_split, load_images
 
-    source = shrink(images(config), config.shrink)
+    source = shrink(load_images(config), config.shrink)
     source = source if config.image_size is None else pad_source(source, config.image_size)
-    split = split_of(config, source)
+    split = get_split(config, source)
     description = summarize(split, source.train.labels, source.classes)
     if args.png:
         from halfmoon.report.diagrams import draw_split

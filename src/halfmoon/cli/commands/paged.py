@@ -61,7 +61,7 @@ def model_loader(path: Path, device: str, network: str | None) -> Callable[[], I
     device_option = settings.parse_option("device", device)
 
     def load() -> InferenceModel:
-        from halfmoon.runs.factory import device as torch_device
+        from halfmoon.runs.factory import select_device as torch_device
         from halfmoon.sites.inference import load_model
 
         return load_model(path, torch_device(settings.Config(device=device_option)), network)

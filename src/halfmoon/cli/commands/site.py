@@ -210,13 +210,13 @@ def _parse_channels(text: str | None) -> int | None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from halfmoon.runs.factory import source, split_of
+    from halfmoon.runs.factory import get_split, load_source_for_network
     from halfmoon.sites.folders import export_sites
     from halfmoon.sites.folders.export import FEDERATION_FILE
 
     config, sites = _export_config(args)
-    images = source(config)
-    split = split_of(config, images)
+    images = load_source_for_network(config)
+    split = get_split(config, images)
     if split.clients != sites:
         raise UserError(
             f"--sites is {sites}, but {config.split} is a split among {split.clients} clients: give --sites {split.clients}."

@@ -203,10 +203,10 @@ def _review(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from halfmoon.runs.factory import device
+    from halfmoon.runs.factory import select_device
     from halfmoon.sites.inference.measure import calibrate_model
 
-    torch_device = device(settings.Config(device=settings.parse_option("device", args.device)))
+    torch_device = select_device(settings.Config(device=settings.parse_option("device", args.device)))
     result = calibrate_model(args.model, args.folder, str(torch_device), args.network)
     if args.json:
         fields = {"model": str(result.model), "images": result.images, "before": asdict(result.before)}

@@ -17,7 +17,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe
 from halfmoon.federation.protocol.trial import TrialFailed, TrialFederation
-from halfmoon.runs.factory import ImageSpec, method, task, views
+from halfmoon.runs.factory import ImageSpec, build_method, build_task, build_views
 
 TRIAL_CLIENTS = 5
 """Simulated clients: HeteroFL sends clients models of up to five sizes."""
@@ -181,16 +181,16 @@ class Disclosure:
 
 def describe_uploads(config: Config, image_spec: ImageSpec) -> Disclosure:
     """Find what sites send on these terms, by rounds with simulated clients."""
-    wire_task = task(config, image_spec)
+    wire_task = build_task(config, image_spec)
     # The server computes in float32, whatever the precision of uploads.
     server_task = replace(wire_task, upload_precision="float32")
-    image_views = views(config, image_spec)
+    image_views = build_views(config, image_spec)
     probe = UploadProbe(server_task, image_views, image_spec.image, config.seed)
     wire_probe = None
     if server_task != wire_task:
         wire_probe = UploadProbe(wire_task, image_views, image_spec.image, config.seed)
     trial = TrialFederation(probe, image_views, config.seed, TRIAL_CLIENTS, transmission=wire_probe)
-    federated_method = method(config)
+    federated_method = build_method(config)
     minimum = requirements_of(federated_method, wire_task.network.norm).min_class_images
     try:
         trial.run_rounds(federated_method, server_task)

@@ -23,7 +23,7 @@ from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.models import Network, hubs
-from halfmoon.runs.factory import ImageSpec, task
+from halfmoon.runs.factory import ImageSpec, build_task
 from halfmoon.storage import toml
 
 MAX_TERMS_BYTES = 2**20
@@ -136,7 +136,7 @@ def count_trained_and_frozen(config: Config, image_spec: ImageSpec) -> tuple[int
     channels, height, width = image_spec.image
     if names.package_of(config.network) and config.network not in names.PRETRAINED:
         return hubs.count_numbers(config.network, channels, len(image_spec.classes), (height, width)), 0
-    network = task(config, image_spec).network
+    network = build_task(config, image_spec).network
     trained = count_parameters(network)
     _, complete_model = network.full_model(make_meta_model(network))
     return trained, tree.numel(complete_model) - trained

@@ -26,7 +26,7 @@ from halfmoon.federation.protocol.disclosure import Disclosure, describe_uploads
 from halfmoon.federation.protocol.log import TermsSummary, format_bytes
 from halfmoon.federation.protocol.messages import PermanentRefusal
 from halfmoon.methods import registry
-from halfmoon.runs.factory import ImageSpec, method, preparation, task
+from halfmoon.runs.factory import ImageSpec, build_method, build_task, image_preparation
 from halfmoon.sites.folders import PreparedSite, prepare_site
 from halfmoon.sites.folders.prepare import open_prepared_site
 from halfmoon.sites.folders.site_folder import SiteFolder, read_site, suggest_class
@@ -89,13 +89,13 @@ class Terms:
             raise UserError(
                 f"method {entry.name} needs all images on one machine: it cannot run in a federation of sites."
             )
-        method(config)  # validates the method's options
+        build_method(config)  # validates the method's options
         limits.check_terms(config, image_spec, len(sites))
         return cls(name, sites, image_spec, config)
 
     def check(self) -> None:
         """Check that the network can be built; raise UserError if not. A site does this once its people agreed."""
-        task(self.config, self.image_spec)
+        build_task(self.config, self.image_spec)
 
     @classmethod
     def parse(cls, text: str) -> "Terms":
@@ -221,7 +221,7 @@ class Terms:
         rounds = settings.count_rounds(config)
         title = registry.entry(config.method).title
         plural = "s" if channels > 1 else ""
-        personal = requirements_of(method(config), effective_norm(config)).personal
+        personal = requirements_of(build_method(config), effective_norm(config)).personal
         shared = "averages, and models or sums made of few sites' uploads," if personal else "the average"
         plugins = ", ".join(str(plugin) for plugin in settings.plugin_origins(config))
         return (
@@ -311,7 +311,7 @@ def open_prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | 
     """
     channels, height, width = terms.image_spec.image
     try:
-        site = open_prepared_site(folder, out, preparation(terms.config).form)
+        site = open_prepared_site(folder, out, image_preparation(terms.config).form)
     except UserError:
         return None
     if site.images is None or site.images.shape[1:] != (height, width, channels):
@@ -323,7 +323,7 @@ def decode_folder(folder: Path, out: Path, terms: Terms) -> PreparedSite:
     """Decode a folder's images into `out`, to the size of the terms; raise UserError or OSError if they do not fit."""
     channels, height, width = terms.image_spec.image
     limits.check_images_fit(out, len(read_site(folder)), terms.image_spec.image)
-    options = preparation(terms.config)
+    options = image_preparation(terms.config)
     return prepare_site(folder, (height, width), channels, out, crop=options.crop, window=options.window)
 
 

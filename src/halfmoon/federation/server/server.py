@@ -100,7 +100,7 @@ class FederationServer:
     @property
     def max_reply_bytes(self) -> int:
         """The size that no reply of a site may exceed, whatever the request."""
-        network = factory.task(self.plan.config, self.plan.terms.image_spec).network
+        network = factory.build_task(self.plan.config, self.plan.terms.image_spec).network
         return limits.max_unknown_message_bytes(network)
 
     def prepare(self) -> None:
@@ -140,7 +140,7 @@ class FederationServer:
         with self._open_folder() as folder:
             summary = folder.summary()
             if summary is None:
-                with factory.use_threads(factory.site_threads(self.plan.config)):
+                with factory.use_threads(factory.count_site_threads(self.plan.config)):
                     return self._run(folder, transport, patience)
             record = atomic_io.read_json(self.path / DELIVERY) or {}
             if record.get("again") is True and record.get("lacks"):
@@ -223,7 +223,7 @@ class FederationServer:
         terms = self.plan.terms
         saved = load_model(self.path / MODEL, network=terms.config.network)
         # The saved model also has frozen layers. Only the trained ones are sent, as at the end of the run.
-        trained = tree.flatten(limits.make_meta_model(factory.task(terms.config, terms.image_spec).network))
+        trained = tree.flatten(limits.make_meta_model(factory.build_task(terms.config, terms.image_spec).network))
         leaves = tree.flatten({"params": saved.params, "stats": saved.stats})
         trained_groups = tree.unflatten({path: leaves[path].contiguous() for path in trained})
         final = self._final_message(saved.card, {"params": {}, "stats": {}, **trained_groups})
@@ -246,22 +246,24 @@ class FederationServer:
         """Build the experiment: as in a simulation, with a runtime whose clients are sites."""
         terms = self.plan.terms
         config = self.plan.config
-        task = factory.task(config, terms.image_spec)
-        model_inputs = select_inputs(config, task, factory.views(config, terms.image_spec), user_cache("features"))
+        task = factory.build_task(config, terms.image_spec)
+        model_inputs = select_inputs(
+            config, task, factory.build_views(config, terms.image_spec), user_cache("features")
+        )
         store = TreeStore(cap=config.memory_cap * 1_000_000)
-        device = factory.device(config)
+        device = factory.select_device(config)
         test = None
         if self.plan.test is not None:
-            test = model_inputs.prepare_test(factory.examples(self._load_images(self.plan.test), device))
+            test = model_inputs.prepare_test(factory.to_examples(self._load_images(self.plan.test), device))
         validation = None
         if self.plan.validation is not None:
-            validation = model_inputs.prepare_test(factory.examples(self._load_images(self.plan.validation), device))
-        batching, server_batching = factory.batch_rules(config)
+            validation = model_inputs.prepare_test(factory.to_examples(self._load_images(self.plan.validation), device))
+        batching, server_batching = factory.build_batch_rules(config)
         budget = budgets.budget(config, task)
 
         server = None
         if self.plan.server is not None and config.labels_at == "server":
-            examples = model_inputs.prepare_training(factory.examples(self._load_images(self.plan.server), device))
+            examples = model_inputs.prepare_training(factory.to_examples(self._load_images(self.plan.server), device))
             count = len(examples.labels)
             split = Split(np.full(count, SERVER), np.ones(count, bool), len(terms.sites))
             server = LocalClients(
@@ -295,14 +297,14 @@ class FederationServer:
             cohort_secret=None if config.dp_clip is None else self._secret(),
         )
         runtime = RemoteRuntime(
-            factory.method(config),
+            factory.build_method(config),
             model_inputs.task,
             model_inputs.views,
             calls,
             runtime_settings,
             server,
             store,
-            factory.aggregators(config, self._secret(), self.path, summed=config.secure_aggregation),
+            factory.build_aggregators(config, self._secret(), self.path, summed=config.secure_aggregation),
         )
         return assembly.build_experiment(config, model_inputs.task, runtime, test, validation)
 
@@ -396,7 +398,7 @@ def _inspection(
         images = count_images(name)
         declared = declared_size(name)
         trained = ClientSize(images, 0) if entry.all_labels else declared
-        batching, _ = factory.batch_rules(config)
+        batching, _ = factory.build_batch_rules(config)
         return budget.amount(batching, client_update, trained, declared), images
 
     def tests(name: str) -> int:
@@ -409,7 +411,7 @@ def _inspection(
         return name in manager.acceptances and manager.acceptances[name].shared == 1
 
     return Inspection(
-        patterns=UploadProbe(task, factory.views(config, image_spec), image_spec.image, config.seed),
+        patterns=UploadProbe(task, factory.build_views(config, image_spec), image_spec.image, config.seed),
         max_amount=max_amount,
         tests=tests,
         validations=validations,
@@ -471,7 +473,7 @@ def defense_warning(config: Config) -> str | None:
         )
     if config.aggregation != "mean":
         return None
-    if requirements_of(factory.method(config), norm).min_class_images:
+    if requirements_of(factory.build_method(config), norm).min_class_images:
         return _describe_sum_checks(config)
     conflicts = [entry.robust_rule_conflict(rule, norm) for rule in DEFAULT_DEFENSES]
     why = conflicts[-1] if all(conflicts) else ""

@@ -45,7 +45,7 @@ from halfmoon.federation.protocol.tree_spec import make_tree_spec
 from halfmoon.federation.site.download_spec import DownloadSpecs
 from halfmoon.methods import registry
 from halfmoon.runs.budgets import budget
-from halfmoon.runs.factory import batch_rules, device, examples, method, task, views
+from halfmoon.runs.factory import build_batch_rules, build_method, build_task, build_views, select_device, to_examples
 from halfmoon.runs.features import Progress, select_inputs
 from halfmoon.sites.folders.prepare import open_prepared_site
 from halfmoon.sites.folders.site_folder import SiteFolder
@@ -171,9 +171,9 @@ def compute_download_specs(terms_text: str) -> DownloadSpecs:
     config = terms.config
     image_spec = terms.image_spec
     return DownloadSpecs.from_trial(
-        method(config),
-        task(config, image_spec),
-        views(config, image_spec),
+        build_method(config),
+        build_task(config, image_spec),
+        build_views(config, image_spec),
         image_spec.image,
         config.seed,
         len(terms.sites),
@@ -220,8 +220,8 @@ class SiteRuntime:
             RefusalError: the site lacks labels or images that the method needs, or a local update exceeds a limit.
         """
         config = replace(terms.config, device=device_name)
-        site_task = task(config, terms.image_spec)
-        site_method = method(config)
+        site_task = build_task(config, terms.image_spec)
+        site_method = build_method(config)
         labeled = labels >= 0
         entry = registry.entry(config.method)
         if config.labels_at == "server" and not entry.all_labels:
@@ -232,11 +232,11 @@ class SiteRuntime:
             class_counts = np.bincount(labels[labeled], minlength=len(terms.image_spec.classes)).tolist()
             _check_class_counts(class_counts, int((~labeled).sum()), minimum)
         # Unlabeled images need a number in the array of labels; it is never used.
-        train = examples(Images(np.array(images), np.where(labeled, labels, 0)), device(config))
+        train = to_examples(Images(np.array(images), np.where(labeled, labels, 0)), select_device(config))
         # All images belong to this site; the other clients of the split have none here.
         split = Split(np.full(len(labels), number), labeled, len(terms.sites))
         dataset = FederatedDataset(train, split, entry.all_labels, reuse_labeled=config.reuse_labeled)
-        client_batching, server_batching = batch_rules(config)
+        client_batching, server_batching = build_batch_rules(config)
         update_budget = budget(config, site_task)
         for client_update in site_method.client_updates(site_task).values():
             amount = update_budget.amount(
@@ -247,7 +247,7 @@ class SiteRuntime:
                 raise RefusalError(fault)
         training = Training(client_batching, update_budget, server_batching)
         memories = StateView(TreeStore(), "client/", train.labels.device)
-        local_clients = LocalClients(dataset, views(config, terms.image_spec), training, config.seed, memories)
+        local_clients = LocalClients(dataset, build_views(config, terms.image_spec), training, config.seed, memories)
         return cls(number, site_method, site_task, local_clients, version)
 
     def check_request(self, request: Request, unparsed: UnparsedMessage[Any]) -> None:
@@ -442,7 +442,7 @@ class SiteImages:
         for purpose, path in (("tests", self.tests), ("validations", self.validations)):
             if path is not None:
                 images = load_labeled_images(path, terms, self.state_folder / f"{purpose}-{image_spec_name(terms)}")
-                held_out[purpose] = converted.prepare_test(examples(images, compute_device))
+                held_out[purpose] = converted.prepare_test(to_examples(images, compute_device))
         dataset = replace(local_clients.dataset, train=train)
         local_clients = replace(local_clients, dataset=dataset, views=converted.views)
         return replace(site, task=converted.task, local_clients=local_clients, held_out=HeldOut(**held_out))
