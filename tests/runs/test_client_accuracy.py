@@ -23,7 +23,7 @@ def test_summary_table_and_report_have_the_accuracies(tmp_path: Path):
     """They are recomputed from the bits of the summary, and every dealt image counts once."""
     outcome = runner.start(Config(**{**vars(CONFIG), "run_dir": tmp_path}))
     (summary,) = outcome.summaries
-    problem = factory.problem(CONFIG)
+    problem = factory.build_problem(CONFIG)
     assert problem.test is not None
     owners = deal_test_images(problem.split, problem.train.labels.numpy(), problem.test.labels.numpy(), 10)
     bits = np.unpackbits(np.frombuffer(base64.b64decode(summary["correct"]), np.uint8), count=360)
