@@ -197,41 +197,75 @@ def _forge(attack: Attack, honest: Tensor, local_update: Tensor, is_target: Tens
     return sent * (MAX_NORM * unit / sent.norm().clamp_min(1e-30)).clamp_max(1.0)
 
 
-def format_search(rows: Sequence[dict[str, Any]], rules: Sequence[str]) -> str:
-    """Format the results of a search as Markdown: for each cell and rule, losses without an attack and over all tries.
+Column = tuple[str, str, int, str, int]
+"""Data, setting, labels, method and sites of a table."""
 
-    A loss is the accuracy of the mean without an attack, of the same seed, minus that of the rule, in points.
+
+def find_column(row: Mapping[str, Any]) -> Column:
+    """Return the table that a run belongs to."""
+    return row["data"], row["setting"], row["labels"], row["method"], row["sites"]
+
+
+def find_calm(rows: Sequence[Mapping[str, Any]], column: Column) -> dict[int, float]:
+    """Return the accuracy of the mean without an attack for each seed."""
+    return {
+        row["seed"]: row["accuracy"] for row in rows
+        if find_column(row) == column and row["attack"] == "none" and row["rule"] == "mean"
+    }  # fmt: skip
+
+
+def format_search(rows: Sequence[Mapping[str, Any]], rules: Sequence[str], seeds: Sequence[int]) -> str:
+    """Format the results of a search as Markdown.
+
+    Args:
+        rows: The runs. A loss is the accuracy of the mean without an attack, of the same seed, minus that of a run.
+        rules: The rules, a line of each table.
+        seeds: All seeds. A try is drawn for one of them, and counts as confirmed once it has a run with each.
     """
-    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        cell = (row["data"], row["setting"], row["labels"], row["method"], row["sites"])
-        cells.setdefault(cell, []).append(row)
     lines: list[str] = []
-    for (data, setting, labels, method, sites), cell_rows in cells.items():
-        calm = {row["seed"]: row["accuracy"] for row in cell_rows if row["attack"] == "none" and row["rule"] == "mean"}
-        lines += [f"## {data}, {setting}, {sites} sites, {labels} labels, {method}", ""]
+    for column in dict.fromkeys(find_column(row) for row in rows):
+        data, setting, labels, method, sites = column
+        calm = find_calm(rows, column)
         accuracy = f"{statistics.mean(calm.values()):.1f} %" if calm else "not measured"
+        lines += [f"## {data}, {setting}, {sites} sites, {labels} labels, {method}", ""]
         lines += [f"Mean without an attack: {accuracy} ({len(calm)} seeds).", ""]
         lines += [
-            "| rule | without an attack | tries | median | 95 % of tries below | tries above 3 points | worst | the worst try |",
-            "|---|---|---|---|---|---|---|---|",
+            "| rule | without an attack | hostile sites left out | tries | median | 95 % of tries below "
+            "| tries above 3 points | worst try | worst mean over all seeds | what it is |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for rule in rules:
-            losses = [
-                (calm[row["seed"]] - row["accuracy"], row) for row in cell_rows
-                if row["rule"] == rule and row["seed"] in calm
-            ]  # fmt: skip
-            quiet = [loss for loss, row in losses if row["attack"] == "none"]
-            tries = sorted(((loss, row) for loss, row in losses if "try" in row), key=lambda pair: pair[0])
-            if not quiet or not tries:
-                continue
-            worst_loss, worst_row = tries[-1]
-            values = [loss for loss, _ in tries]
-            quantile = values[min(len(values) - 1, math.ceil(0.95 * len(values)) - 1)]
-            text = f"try {worst_row['try']}, seed {worst_row['seed']}: {worst_row['description']}"
-            lines.append(
-                f"| `{rule}` | {statistics.mean(quiet):.1f} | {len(tries)} | {statistics.median(values):.1f} "
-                f"| {quantile:.1f} | {sum(loss > 3 for loss in values)} | {worst_loss:.1f} | {text} |"
-            )
+            found = [row for row in rows if find_column(row) == column and row["rule"] == rule and row["seed"] in calm]
+            lines += _format_rule(rule, found, calm, seeds)
         lines.append("")
     return "\n".join(lines)
+
+
+def _format_rule(
+    rule: str, rows: Sequence[Mapping[str, Any]], calm: Mapping[int, float], seeds: Sequence[int]
+) -> list[str]:
+    """Format a rule's line of a table; none without a try."""
+    losses: dict[str, dict[int, float]] = {}
+    descriptions: dict[str, str] = {}
+    for row in rows:
+        losses.setdefault(row["attack"], {})[row["seed"]] = calm[row["seed"]] - row["accuracy"]
+        if "try" in row:
+            descriptions[row["attack"]] = row["description"]
+    drawn = [losses[attack].get(seeds[int(attack.split()[1]) % len(seeds)]) for attack in descriptions]
+    values = sorted(loss for loss in drawn if loss is not None)
+    if not values:
+        return []
+    means = {attack: statistics.mean(losses[attack].values()) for attack in losses if set(losses[attack]) >= set(seeds)}
+    confirmed = sorted((means[attack], attack) for attack in descriptions if attack in means)
+    quiet = [f"{means[attack]:.1f}" if attack in means else "not measured" for attack in ("none", "(left out by hand)")]
+    quantile = values[math.ceil(0.95 * len(values)) - 1]
+    worst = (
+        (f"{confirmed[-1][0]:.1f}", f"{confirmed[-1][1]}: {descriptions[confirmed[-1][1]]}")
+        if confirmed
+        else ("-", "-")
+    )
+    cells = [
+        f"`{rule}`", *quiet, str(len(values)), f"{statistics.median(values):.1f}", f"{quantile:.1f}",
+        str(sum(loss > 3 for loss in values)), f"{values[-1]:.1f}", *worst,
+    ]  # fmt: skip
+    return ["| " + " | ".join(cells) + " |"]

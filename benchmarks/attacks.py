@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from attack_search import NAMED, Attack, apply_attack, draw_attack, format_search
+from attack_search import NAMED, Attack, apply_attack, draw_attack, find_calm, format_search
 from torch import Tensor
 
 from halfmoon import Config
@@ -273,39 +273,72 @@ def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, int, str, int], 
 
 
 def search(options: argparse.Namespace) -> None:
-    """Run every try of a search under every rule, and write the lines and the page."""
+    """Run every try of a search under every rule, repeat the worst ones with all seeds, and write lines and page."""
     lines = options.out.with_suffix(".jsonl")
     page = options.out.with_suffix(".md")
     rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     done = {Cell(*(row[name] for name in Cell._fields)) for row in rows}
-    runs = [(seed, "none") for seed in options.seeds]
-    runs += [(options.seeds[number % len(options.seeds)], f"try {number}") for number in range(options.tries)]
+    places = [
+        (method, setting, sites)
+        for sites in options.sites
+        for method in options.methods
+        for setting in options.settings
+    ]
     head = [
         "# Search for attacks", "",
         f"    python benchmarks/attacks.py {' '.join(sys.argv[1:])}", "",
-        f"Each try is a random attack by one site in five, the same one under every rule ({lines.name} has every run). "
-        f"Seeds {' '.join(map(str, options.seeds))}, one of them a try. Points of test accuracy lost, compared with the "
-        f"mean of the same seed without an attack. {ROUNDS} rounds of {STEPS} steps. {os.cpu_count()} cores "
-        f"({platform.machine()}), PyTorch {torch.__version__}, one thread a run.", "",
+        f"Each try is a random attack by one site in five, the same one under every rule, with one of the seeds "
+        f"({' '.join(map(str, options.seeds))}). The {options.confirm} worst tries of each rule are repeated with all "
+        "seeds, because the worst of many single runs is partly chance. Points of test accuracy lost, compared with the "
+        f"mean of the same seed without an attack; [every run]({lines.name}). {ROUNDS} rounds of {STEPS} steps. "
+        f"{os.cpu_count()} cores ({platform.machine()}), PyTorch {torch.__version__}, one thread a run.", "",
     ]  # fmt: skip
-    for seed, attack in runs:
-        # Losses are compared with the mean without an attack.
-        rules = dict.fromkeys(["mean", *options.rules] if attack == "none" else options.rules)
-        for sites in options.sites:
-            for method in options.methods:
-                for setting in options.settings:
-                    for rule in rules:
-                        cell = Cell(seed, method, setting, sites, attack, rule, options.data, options.labels)
-                        if cell in done:
-                            continue
-                        row = played(cell, options.data_dir)
-                        if attack != "none":
-                            number = int(attack.removeprefix("try "))
-                            row |= {"try": number, "description": draw_attack(number, ROUNDS).describe()}
-                        rows.append(row)
-                        with lines.open("a") as file:
-                            file.write(json.dumps(row) + "\n")
-        page.write_text("\n".join(head) + "\n" + format_search(rows, options.rules))
+
+    def run_cell(seed: int, attack: str, rule: str, place: tuple[str, str, int]) -> None:
+        cell = Cell(seed, *place, attack, rule, options.data, options.labels)
+        if cell in done:
+            return
+        done.add(cell)
+        row = played(cell, options.data_dir)
+        if attack.startswith("try "):
+            number = int(attack.removeprefix("try "))
+            row |= {"try": number, "description": draw_attack(number, ROUNDS).describe()}
+        rows.append(row)
+        with lines.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def write_page() -> None:
+        page.write_text("\n".join(head) + "\n" + format_search(rows, options.rules, options.seeds))
+
+    for place in places:
+        for seed in options.seeds:
+            for rule in dict.fromkeys(["mean", *options.rules]):  # losses are compared with the mean
+                run_cell(seed, "none", rule, place)
+                run_cell(seed, LEFT_OUT, rule, place)
+    for number in range(options.tries):
+        for place in places:
+            for rule in options.rules:
+                run_cell(options.seeds[number % len(options.seeds)], f"try {number}", rule, place)
+        write_page()
+    for place in places:
+        for rule in options.rules:
+            for number in find_worst(rows, Cell(0, *place, "", rule, options.data, options.labels), options):
+                for seed in options.seeds:
+                    run_cell(seed, f"try {number}", rule, place)
+                write_page()
+
+
+def find_worst(rows: Sequence[dict[str, Any]], cell: Cell, options: argparse.Namespace) -> list[int]:
+    """Return the tries of a cell that lost most with the seed they were drawn for, the worst first."""
+    wanted = cell._replace(seed=0, attack="")
+    found = [row for row in rows if Cell(*(row[name] for name in Cell._fields))._replace(seed=0, attack="") == wanted]
+    calm = find_calm(rows, (cell.data, cell.setting, cell.labels, cell.method, cell.sites))
+    losses = {
+        row["try"]: calm[row["seed"]] - row["accuracy"] for row in found
+        if row.get("try", options.tries) < options.tries
+        and row["seed"] == options.seeds[row["try"] % len(options.seeds)]
+    }  # fmt: skip
+    return sorted(losses, key=lambda number: -losses[number])[: options.confirm]
 
 
 def main() -> None:
@@ -322,6 +355,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: results/attacks, or results/attack_search")
     parser.add_argument("--search", action="store_true", help="draw random attacks instead of the fixed ones")
     parser.add_argument("--tries", type=int, default=200, help="attacks that --search draws")
+    parser.add_argument("--confirm", type=int, default=5, help="worst attacks of each rule to repeat with all seeds")
     parser.add_argument("--factors", type=float, nargs="*", default=[], help="more factors of flipped updates")
     options = parser.parse_args()
     for factor in options.factors:
