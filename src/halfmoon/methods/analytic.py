@@ -141,7 +141,7 @@ class MeanSums(SumsUpdate):
 
     def upload_norm(self, upload: Upload) -> float | None:
         sums = upload.update["sums"]
-        return float(torch.linalg.vector_norm(sums["q"]) / sums["count"].clamp_min(1))
+        return float(sums["q"].square().sum().sqrt() / sums["count"].clamp_min(1))
 
 
 @dataclass(frozen=True)
@@ -457,7 +457,7 @@ def positive_definite(matrix: Tensor) -> Tensor:
 
     Sums that contradict one another, of sites that were refused in one query only, can make it indefinite.
     """
-    if int(torch.linalg.cholesky_ex(matrix)[1]) == 0:
+    if is_positive_definite(matrix):
         return matrix
     values, vectors = eigen_decomposition(matrix)
     floor = (values.abs().max() * 1e-3).clamp_min(1e-12)
@@ -468,8 +468,13 @@ def eigen_decomposition(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the eigenvalues (F,), ascending, and eigenvectors (F, F); raise UserError if there are none."""
     if not bool(matrix.isfinite().all()):
         raise UserError(NO_SOLUTION)
-    values, vectors = torch.linalg.eigh(matrix)  # pyright: ignore[reportUnknownMemberType]
-    return cast(Tensor, values), cast(Tensor, vectors)
+    return cast(tuple[Tensor, Tensor], torch.linalg.eigh(matrix))  # pyright: ignore[reportUnknownMemberType]
+
+
+def is_positive_definite(matrix: Tensor) -> bool:
+    """Check that a symmetric matrix has Cholesky's factorization."""
+    factored = cast(tuple[Tensor, Tensor], torch.linalg.cholesky_ex(matrix))  # pyright: ignore[reportUnknownMemberType]
+    return int(factored[1]) == 0
 
 
 def count_faults(name: str, count: float, declared: int) -> Iterator[str]:
@@ -480,7 +485,7 @@ def count_faults(name: str, count: float, declared: int) -> Iterator[str]:
 
 def length_faults(name: str, vectors: Tensor, counts: Tensor) -> Iterator[str]:
     """Yield a fault if a sum of vectors of norm 1, a row of `vectors` (n, F), is longer than its count (n,)."""
-    lengths = torch.linalg.vector_norm(vectors, dim=1)
+    lengths = vectors.square().sum(1).sqrt()
     excess = lengths - counts * (1 + TOLERANCE) - TOLERANCE
     if bool((excess > 0).any()):
         row = int(excess.argmax())
@@ -500,10 +505,9 @@ def moment_faults(name: str, moments: Tensor, means: Tensor, count: float) -> It
     trace = float(moments.trace())
     if trace > count + allowed:
         yield f"its {name} has the trace {trace:g}, of {count:g} vectors of length 1"
-    # Cholesky's factorization exists for positive definite matrices only.
     within = moments - means @ means.T
     within = within + allowed * torch.eye(len(within), dtype=within.dtype, device=within.device)
-    if int(torch.linalg.cholesky_ex(within)[1]) != 0:
+    if not is_positive_definite(within):
         yield f"its {name} are no second moments of vectors with the sums that it sends"
 
 
