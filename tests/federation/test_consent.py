@@ -13,12 +13,14 @@ from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offe
 
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
-from halfmoon.core import rng, tree
+from halfmoon.core import hubs, rng, tree
 from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol import limits
+from halfmoon.federation.protocol import terms as terms_module
 from halfmoon.federation.protocol.messages import NOT_JOINED, UNFIT, Acceptance, Refusal, read_message
 from halfmoon.federation.protocol.terms import shared_options
 from halfmoon.federation.server.sessions import RETRY_SECONDS
-from halfmoon.federation.site import consent
+from halfmoon.federation.site import consent, inspection
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
 from halfmoon.federation.site.consent import Consent, TermsSummary
 from halfmoon.runs.factory import build_task
@@ -318,3 +320,34 @@ def test_an_offer_survives_its_file(tmp_path: Path):
     for damage in ("", "[]", '{"hash": 1}', '{"hash": "a", "sentence": "b", "rows": [["a"]]}'):
         (tmp_path / consent.OFFERED_FILE).write_text(damage)
         assert consent.load_offer(tmp_path) is None
+
+
+def test_terms_are_read_in_a_process_with_limits_before_anybody_has_agreed(
+    ward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What it finds is what this process would; more than the limits is a refusal, and nothing is built here."""
+    assert inspection.inspect_terms(TERMS.text) == inspection.describe_offer(TERMS)
+    site = member(ward, tmp_path / "home")
+    built: list[str] = []
+    monkeypatch.setattr(terms_module, "task", lambda *_: built.append("task"))
+    monkeypatch.setattr(limits, "task", lambda *_: built.append("task"))
+    assert told(site.reply_to(offer())).reason == NOT_AGREED
+    assert built == []
+    inspection.inspect_terms.cache_clear()
+    monkeypatch.setattr(inspection, "MIN_MEMORY_BYTES", 2**26)
+    monkeypatch.setattr(inspection, "_machine_memory", lambda: 2**26)
+    refused = told(site.reply_to(offer()))
+    assert refused.kind == UNFIT
+    assert "terms need more than 67.1 MB of memory or 120 s to be read" in refused.reason
+    inspection.inspect_terms.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"depths": [65536] * 64}, {"depths": [2] * 300}, {"a": [[40_000], [40_000]]}, {"depths": [65537]}]
+)
+def test_lists_of_sizes_are_bounded_together(sizes: dict[str, Any]):
+    """64 stages of 65,536 layers took 600 MB and 100 s before anybody had agreed."""
+    plain = {"model_type": "swin", "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24], "embed_dim": 96}
+    hubs.check_portable(f"transformers:{json.dumps(plain)}")
+    with pytest.raises(UserError, match="is no name of a network that another machine could make"):
+        hubs.check_portable(f"transformers:{json.dumps({**plain, **sizes})}")

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +37,11 @@ WEIGHTS = "model.safetensors"
 MAX_NUMBER = 2**16
 MAX_ENTRIES = 256
 MAX_TEXT_LENGTH = 100
-"""Bounds of a configuration of `transformers` that another machine sent: numbers, entries of a list, and texts."""
+"""Bounds of a configuration of `transformers` that another machine sent: numbers, entries of a list, and texts.
+
+The numbers of a list add up to `MAX_NUMBER` at most, since packages build lists as long as the sum of such as the depths
+of stages.
+"""
 
 _IRRELEVANT = (
     *("id2label", "label2id", "num_labels", "num_channels", "transformers_version", "torch_dtype", "dtype"),
@@ -107,20 +112,31 @@ def check_portable(name: str) -> None:
     if not is_portable:
         raise UserError(
             f"network {name[:80]} is no name of a network that another machine could make: a configuration's numbers "
-            f"go up to {MAX_NUMBER:,}, its lists to {MAX_ENTRIES} entries, its words to {MAX_TEXT_LENGTH} letters."
+            f"go up to {MAX_NUMBER:,}, its lists to {MAX_ENTRIES} entries and this sum, its words to {MAX_TEXT_LENGTH} letters."
         )
 
 
 def _is_bounded(value: Any) -> bool:
     if isinstance(value, dict):
-        # A dict is checked as the list of its keys and values, hence twice as many entries below.
-        value = [element for pair in cast(dict[str, Any], value).items() for element in pair]
+        entries = cast(dict[str, Any], value)
+        return len(entries) <= MAX_ENTRIES and all(map(_is_bounded, [*entries, *entries.values()]))
     if isinstance(value, list):
         elements = cast(list[Any], value)
-        return len(elements) <= 2 * MAX_ENTRIES and all(map(_is_bounded, elements))
+        if len(elements) > MAX_ENTRIES or not all(map(_is_bounded, elements)):
+            return False
+        return sum(abs(number) for number in _numbers(elements)) <= MAX_NUMBER
     if isinstance(value, str):
         return len(value) <= MAX_TEXT_LENGTH
     return value is None or abs(value) <= MAX_NUMBER
+
+
+def _numbers(values: list[Any]) -> Iterator[float]:
+    """Yield the numbers in a list and in the lists in it."""
+    for value in values:
+        if isinstance(value, list):
+            yield from _numbers(cast(list[Any], value))
+        elif isinstance(value, int | float):
+            yield value
 
 
 def portable_name(name: str) -> str:

@@ -26,6 +26,11 @@ def register(path: Path) -> str:
     return name
 
 
+def registered() -> list[str]:
+    """List the paths of the registered files, for another process that registers them as well."""
+    return [str(path) for path in _REGISTERED.values()]
+
+
 def find(name: str) -> Path:
     """Find the file of a path or a hash; raise `UserError` if no file of that hash is registered."""
     if not name.startswith(PREFIX):

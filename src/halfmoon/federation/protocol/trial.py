@@ -78,7 +78,7 @@ class TrialFederation:
     ) -> Upload:
         """Record the downloads of a query, and make uploads of the right shapes, stacked over clients."""
         self.responders = self.cohort if clients is None else clients
-        uploads: list[Tree] = []
+        specs: list[TreeSpec] = []
         for index in range(len(self.responders)):
             download = {**broadcast, **tree.index(per_client or {}, index)}
             self.download_specs.setdefault(client_update, []).append(make_tree_spec(download))
@@ -88,9 +88,12 @@ class TrialFederation:
             if spec is None or transmitted is None:
                 raise TrialFailed
             self.upload_specs.setdefault(client_update, []).append(transmitted)
-            # Ones, so that no weight or count is 0 and the method can divide by it.
-            uploads.append(build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype)))
-        return Upload.from_tree(tree.stack(uploads))
+            specs.append(spec)
+        # Ones, so that no weight or count is 0 and the method can divide by it. Expanded ones need no memory.
+        count = len(specs)
+        return Upload.from_tree(
+            build_tree(specs[0], lambda shape, dtype: torch.ones((), dtype=dtype).expand(count, *shape))
+        )
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Average the uploads of a query."""

@@ -3,10 +3,11 @@
 `SiteClient.reply_to` replies to every message. What it sends about a failure names no path, file or image of the site.
 """
 
+import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -41,6 +42,7 @@ from halfmoon.federation.protocol.tree_spec import make_tree_spec
 from halfmoon.federation.site import consent, secure_sum
 from halfmoon.federation.site.consent import ANY_TERMS, Consent
 from halfmoon.federation.site.download_spec import DownloadSpecs
+from halfmoon.federation.site.inspection import TermsOffer, describe_offer, inspect_terms
 from halfmoon.federation.site.runtime import (
     SiteImages,
     SiteMemory,
@@ -88,6 +90,7 @@ class SiteClient:
         trusted: plugins that the site may import (`module:Class`).
         keys: files of long-term keys.
         version: version of halfmoon.
+        inspect: reads terms that are not agreed to, given their text and the plugins that may be imported.
     """
 
     images: SiteImages
@@ -96,6 +99,7 @@ class SiteClient:
     trusted: tuple[str, ...] = ()
     keys: KeyFiles = field(default_factory=KeyFiles)
     version: str = field(default_factory=lambda: metadata.version("halfmoon"))
+    inspect: Callable[[str, tuple[str, ...]], TermsOffer] = field(default=inspect_terms, repr=False)
     _memberships: dict[str, tuple[Terms, SiteRuntime]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -223,18 +227,24 @@ class SiteClient:
         terms = cached[0] if cached else load_terms(folder, self._record_note)
         if terms is None or terms.hash != federation:
             raise RefusalError(f"this site has not joined federation {federation[:8]} yet.", NOT_JOINED)
-        self._require_agreement(terms, NOT_JOINED)
+        self._require_method(terms.config.method)
+        if not self.consent.agrees_to(terms.hash):
+            self._require_agreement(describe_offer(terms), NOT_JOINED)
         site = cached[1] if cached else add_download_specs(self._make_runtime(terms), terms, folder)
         self._memberships[federation] = terms, site
         return terms, site
 
     def _join(self, offer: Offer) -> Acceptance:
+        # Nothing is built of terms that nobody has agreed to, except in a process with limits.
+        if not self.consent.agrees_to(hashlib.sha256(offer.terms.encode()).hexdigest()):
+            with _refuse_permanently():
+                unread = self.inspect(offer.terms, (*self.consent.methods, *self.trusted))
+            self._require_site(unread.name, unread.sites)
+            self._require_agreement(unread, UNFIT)
         with _refuse_permanently():
             terms = Terms.parse(offer.terms)
-        if self.name not in terms.sites:
-            hint = suggest_class(self.name, terms.sites)
-            raise PermanentRefusal(f"federation {terms.name} has no site {self.name}{hint}.")
-        self._require_agreement(terms, UNFIT)
+        self._require_site(terms.name, terms.sites)
+        self._require_method(terms.config.method)
         with _refuse_permanently():
             terms.check()
         folder = self._federation_folder(terms.hash)
@@ -265,24 +275,34 @@ class SiteClient:
             shared=int((self.state_folder / consent.SHARE_ACCURACY_FILE).exists()),
         )
 
-    def _require_agreement(self, terms: Terms, kind: str) -> None:
+    def _require_site(self, federation: str, sites: Sequence[str]) -> None:
+        """Check that a federation has this site; raise `PermanentRefusal` if not."""
+        if self.name not in sites:
+            hint = suggest_class(self.name, sites)
+            raise PermanentRefusal(f"federation {federation} has no site {self.name}{hint}.")
+
+    def _require_method(self, method: str) -> None:
+        """Check that the site's people accept a method; raise `PermanentRefusal` if not."""
+        if not self.consent.accepts_method(method):
+            accepted = " or ".join(self.consent.methods)
+            raise PermanentRefusal(f"this site accepts the method {accepted}, but not {method}.")
+
+    def _require_agreement(self, offer: TermsOffer, kind: str) -> None:
         """Check that the site's people agree to terms.
 
         Otherwise the terms are saved for them to see, and a `RefusalError` of this kind is raised.
         """
-        method = terms.config.method
-        if not self.consent.accepts_method(method):
-            accepted = " or ".join(self.consent.methods)
-            raise PermanentRefusal(f"this site accepts the method {accepted}, but not {method}.")
-        if self.consent.agrees_to(terms.hash):
+        self._require_method(offer.method)
+        summary = offer.summary
+        if self.consent.agrees_to(summary.hash):
             return
-        summary = terms.summary()
         if consent.load_offer(self.state_folder) != summary:
-            self._record("terms_offered", f"asked to take part in {terms.sentence()}", **_terms_fields(terms))
+            fields = {"federation": offer.name, "method": offer.title, "rounds": offer.rounds}
+            self._record("terms_offered", f"asked to take part in {summary.sentence}", **fields)
             if self.consent.terms:
-                how = f"--terms {self.consent.terms} is for other terms; start it again with --terms {terms.hash}"
+                how = f"--terms {self.consent.terms} is for other terms; start it again with --terms {summary.hash}"
             else:
-                how = f"answer yes where halfmoon site join asks, or start it again with --terms {terms.hash}"
+                how = f"answer yes where halfmoon site join asks, or start it again with --terms {summary.hash}"
             self._record("consent_missing", f"this site does not take part before its people agree: {how}")
             # Written last: whoever sees the offer also shows the log so far.
             consent.save_offer(self.state_folder, summary)
