@@ -74,7 +74,7 @@ class Stop(halfmoon.NullCallback):
         raise KeyboardInterrupt
 
 
-def test_a_run_again_goes_on_and_another_one_is_refused(tmp_path: Path) -> None:
+def test_a_run_again_goes_on_and_another_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = {**SMALL, "run_dir": tmp_path / "run", "checkpoint_every": 1}
     whole = halfmoon.run(method="fedavg", **{**there, "run_dir": tmp_path / "whole"})
     with pytest.raises(KeyboardInterrupt):
@@ -82,9 +82,12 @@ def test_a_run_again_goes_on_and_another_one_is_refused(tmp_path: Path) -> None:
     assert "1 rounds so far" in repr(halfmoon.load_run(tmp_path / "run"))
     result = halfmoon.run(method="fedavg", **there)
     assert (result.folder / "metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
-    with pytest.warns(RuntimeWarning, match="finished") as caught:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         halfmoon.run(method="fedavg", **there)
-    assert {each.filename for each in caught} == {__file__}
+        assert "contains this run, finished: its results are read; set another run_dir" in capsys.readouterr().err
+        halfmoon.run(method="fedavg", progress=False, **there)
+        assert capsys.readouterr() == ("", "")
     with pytest.raises(halfmoon.UserError, match=r"another run_dir, or halfmoon.resume\(") as refusal:
         halfmoon.run(method="fedavg", **{**there, "rounds": 3})
     assert "--" not in str(refusal.value)
@@ -204,9 +207,7 @@ def test_images_in_memory_become_a_folder_that_runs_read(tmp_path: Path) -> None
     whole = halfmoon.save_data(tmp_path / "whole", digits.train, test, names, validation=test)
     options = {"method": "fedavg", "network": "small", "validation_part": True, **SMALL}
     assert halfmoon.run(data=str(whole), run_dir=tmp_path / "run", **options).summaries[0]["accuracy"]["chosen"] > 0
-    with pytest.raises(halfmoon.UserError, match=r"^data must be a name or a folder: halfmoon\.save_data"):
-        halfmoon.run(data=(train.images, labels))
-    with pytest.raises(halfmoon.UserError, match=r"^data must be a name or a folder"):
+    with pytest.raises(halfmoon.UserError, match=r"^data is numpy.ndarray: it must be a name, a folder, \(X, y\)"):
         halfmoon.compare(METHODS, data=train.images)
     with pytest.raises(halfmoon.UserError, match=r"^rounds in Config.of is .{9,140} \.\.\.: it must be a whole number"):
         halfmoon.run(method="fedavg", rounds=train.images)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -193,20 +194,21 @@ def test_a_lone_site_trains_and_is_judged_on_its_labels(
         halfmoon.load_model("run").evaluate("ward")
 
 
-def test_in_python_a_folder_is_planned_too(place: Path, decision: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_python_a_folder_is_planned_too(
+    place: Path, decision: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the decision of the command line; a call again, and `resume`, read it."""
     monkeypatch.setattr(decision_rule, "REPEATS", 1)
     monkeypatch.chdir(place)
-    with pytest.warns(
-        RuntimeWarning, match="^ward: 42 images, 24 with a label; .* Mixture head, .*; about 0.. minutes"
-    ):
-        results = halfmoon.run(data="ward", run_dir="python")
+    results = halfmoon.run(data="ward", run_dir="python")
+    plan = "^halfmoon: ward: 42 images, 24 with a label; .* Mixture head, .* cross-validation.*; about 0.. minutes"
+    assert re.search(plan, capsys.readouterr().err, re.MULTILINE)
     assert results.decision == decision
     assert decision["sentence"] in repr(results)
     assert results.model.classes == CLASSES
     model = (place / "python" / "model.safetensors").read_bytes()
-    with pytest.warns(RuntimeWarning, match="python contains a run on these images: it is resumed or read"):
-        again = halfmoon.run(data="ward", run_dir="python")
+    again = halfmoon.run(data="ward", run_dir="python")
+    assert "python contains a run on these images: it is resumed or read" in capsys.readouterr().err
     for other in (again, halfmoon.resume("python"), halfmoon.load_run("python")):
         assert other.decision == decision
     assert (place / "python" / "model.safetensors").read_bytes() == model

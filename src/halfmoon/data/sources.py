@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from halfmoon.core.errors import UserError, suggest
+from halfmoon.data import memory
 from halfmoon.data.datasets import DATASETS, DatasetInfo
 from halfmoon.data.images import UNKNOWN, Images, Source, channel_statistics
 from halfmoon.data.partition.primitives import apportion, draw_labeled, named_generator
@@ -56,6 +57,8 @@ def load(
     Raises:
         UserError: If the name is unknown or a file cannot be read; the message names file and row.
     """
+    if memory.is_memory_name(name):
+        return memory.load_memory(name, how)
     info = DATASETS.get(name)
     folder = None if name == "digits" else _find_folder(name, data_dir, info)
     default_mirror = name != "digits" and (info is None or info.mirror)

@@ -10,13 +10,16 @@ from halfmoon import data
 from halfmoon.config import schema
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
+from halfmoon.data import Source, Split, memory
 from halfmoon.methods import registry
-from halfmoon.notebook.progress import make_progress, python_errors, to_path, warn
+from halfmoon.notebook.data_types import make_memory_data
+from halfmoon.notebook.progress import make_progress, note, python_errors, to_path, warn
 from halfmoon.notebook.results import Results, SweepResults, load_results
 from halfmoon.report.paired import ONE_SEED_HINT
 from halfmoon.report.remarks import list_remarks
 from halfmoon.runs import factory, outside, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
+from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import BASELINES, RunFolder
@@ -27,7 +30,15 @@ from halfmoon.studies.sweep_folder import SweepFolder
 
 load_data = python_errors(data.load)
 save_data = python_errors(data.save)
-problem = python_errors(factory.build_problem)
+
+NO_FILE_OPTIONS = ("data_dir", "cache", "window", "group_pattern", "validation_part")
+"""Options about files, which data in memory do not have."""
+
+LABEL_OPTIONS = ("labels_per_class", "label_ratio", "labels")
+"""Options that choose the images whose labels are used; with unlabeled images (-1), all labels are used."""
+
+CLIENT_OPTIONS = ("setting", "dirichlet_alpha", "classes_per_client", "min_size", "split", "labeled_clients")
+"""Options about the assignment of images to clients, which ids of clients replace."""
 
 
 @python_errors
@@ -36,19 +47,35 @@ def run(
     watch: Callback = NULL_CALLBACK,
     method: outside.CustomMethod | str | None = None,
     minutes: float | None = None,
+    test: Any = None,
+    progress: bool = True,
     **options: Any,
 ) -> Results:
     """Train a method, and the methods in the option `baselines`, in a new run folder or in `run_dir`.
 
     Each call without `run_dir` starts a new run. If `run_dir` contains an unfinished run of the same configuration, it is
-    resumed; if the run is finished, its results are read. If `data` is a folder of images, and no method, recipe or split
-    is named, labels only and the recommended method are run, and `decision` tells whether unlabeled images help.
+    resumed; if the run is finished, its results are read.
+
+    The option `data` is the name of a data set, a folder, or labeled images in memory: `(X, y)` with arrays, tensors or a
+    list of PIL images; a torch `Dataset` of (image, label); or a `Dataset` or `DatasetDict` of Hugging Face
+    (`halfmoon.notebook.data_types` lists shapes and values). Images with y = -1 are unlabeled: clients train on them as
+    unlabeled images, and no model is tested on them. Without `test`, a fifth of the labeled images of every class is the
+    test. If no image is unlabeled, the options `labels_per_class`, `labels` or `label_ratio` choose the labels that are
+    used; the others are hidden. The option `clients` is a number, or one id for each image of `data`.
+
+    Images in memory are not stored in the run folder, only their digest: to resume, pass the same `data` again.
+
+    If `data` is a folder of images or is in memory, and no method, recipe, split, ids of clients or test of partly
+    labeled images is given, labels only and the recommended method are run, and `decision` tells whether unlabeled
+    images help. If some images are unlabeled, it is found by cross-validation on the labeled ones.
 
     Args:
         config: the options of the run; None: those in `options`.
         watch: a callback for each run and round.
         method: a name, or an object of a custom method.
-        minutes: time limit of a plan for a folder of images; None: 10.
+        minutes: time limit of a plan for a folder of images or images in memory; None: 10.
+        test: labeled test images, if `data` is in memory: of any of its types.
+        progress: print progress and messages; False: nothing but warnings.
         options: options of `Config`, which override those of `config`.
 
     Raises:
@@ -56,8 +83,9 @@ def run(
         Diverged: a loss or a weight is not finite.
     """
     method_options: dict[str, Any] = {}
-    if config is None and method is None and (plan := _plan_folder(options, minutes)) is not None:
-        return _start_plan(plan, watch)
+    options, may_plan = _register_data(config, options, test)
+    if config is None and method is None and may_plan and (plan := _plan_folder(options, minutes)) is not None:
+        return _start_plan(plan, watch, progress)
     if minutes is not None:
         raise UserError("minutes is only for data=FOLDER, a folder of images, without a method, recipe or split.")
     if method is not None:
@@ -65,11 +93,11 @@ def run(
     config = _make_config(config, options, method_options)
     entry = registry.entry(config.method)
     if entry.pooled:
-        warn(f"{config.method} is centralized: it trains on all rows in one place.")
-    with _show_progress(watch) as callbacks:
-        if config.run_dir is not None and _contains_run(config.run_dir, config):
-            return _make_results(runner.resume(config.run_dir, callbacks))
-        return _make_results(runner.start(config, callbacks))
+        note(f"{config.method} is centralized: it trains on all rows in one place.", progress)
+    with _show_progress(watch, progress) as callbacks:
+        if config.run_dir is not None and _contains_run(config.run_dir, config, progress):
+            return _make_results(runner.resume(config.run_dir, callbacks), progress)
+        return _make_results(runner.start(config, callbacks), progress)
 
 
 @python_errors
@@ -78,6 +106,8 @@ def compare(
     config: Config | None = None,
     seeds: int | Sequence[int] = 1,
     watch: Callback = NULL_CALLBACK,
+    test: Any = None,
+    progress: bool = True,
     **options: Any,
 ) -> Results:
     """Train several methods, each with every seed, on the same split and cohorts. `run_dir` is used as by `run`.
@@ -89,7 +119,9 @@ def compare(
         config: the options of all methods; None: those in `options`.
         seeds: seeds of training; 3 are 0, 1 and 2.
         watch: a callback for each run and round.
-        options: options of `Config`, which override those of `config`.
+        test: labeled test images, if `data` is in memory, as for `run`.
+        progress: print progress and messages; False: nothing but warnings.
+        options: options of `Config`, which override those of `config`; `data` and `clients` as for `run`.
 
     Raises:
         UserError: an option is invalid, or `run_dir` contains another comparison.
@@ -97,36 +129,81 @@ def compare(
     """
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
+    options, _ = _register_data(config, options, test)
     entries = [outside.describe_method(method) for method in methods]
     names = [name for name, _ in entries]
     options = {"method": names[0] if names else Config.method, "baselines": (), **options}
     config = _make_config(config, options, {name: values for name, values in entries if values})
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    with _show_progress(watch) as callbacks:
-        result = _make_results(runner.compare(config, names, numbers, callbacks, again=True))
+    with _show_progress(watch, progress) as callbacks:
+        result = _make_results(runner.compare(config, names, numbers, callbacks, again=True), progress)
     if len(numbers) == 1:
-        warn(ONE_SEED_HINT.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"))
+        note(ONE_SEED_HINT.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"), progress)
     return result
 
 
 @python_errors
-def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.CustomMethod | None = None) -> Results:
+def problem(
+    config: Config | None = None,
+    split: Split | None = None,
+    methods: Sequence[str] = (),
+    raw: Source | None = None,
+    test: Any = None,
+    **options: Any,
+) -> Problem:
+    """Build data, split, task, views and batch rules of a configuration, without training.
+
+    Args:
+        config: the options; None: those in `options`.
+        split: a split to use instead of that of the configuration.
+        methods: all methods that will run; views that none of them needs are left out of cached features.
+        raw: the data set, if it is already loaded.
+        test: labeled test images, if `data` is in memory, as for `run`.
+        options: options of `Config`, which override those of `config`; `data` and `clients` as for `run`.
+
+    Raises:
+        UserError: the data, the split or the network do not fit.
+    """
+    options, _ = _register_data(config, options, test)
+    if options or config is None:
+        config = _make_config(config, options, {})
+    return factory.build_problem(config, split, methods, raw)
+
+
+@python_errors
+def resume(
+    folder: Path | str,
+    watch: Callback = NULL_CALLBACK,
+    method: outside.CustomMethod | None = None,
+    data: Any = None,
+    test: Any = None,
+    clients: Any = None,
+    progress: bool = True,
+) -> Results:
     """Resume a run or a comparison from its last checkpoint; finished runs are read.
 
     Args:
         folder: the folder of the run or the comparison.
         watch: a callback for each run and round.
         method: the object of the custom method, if its class cannot be imported by its name.
+        data: the images in memory that the run was started with, which its folder does not contain.
+        test: the test images that the run was started with, if any.
+        clients: the ids of clients that the run was started with, if any.
+        progress: print progress and messages; False: nothing but warnings.
 
     Raises:
-        UserError: the folder contains no run that can be resumed.
+        UserError: the folder contains no run that can be resumed, or `data` is missing or differs.
         Diverged: a loss or a weight is not finite.
     """
     root = to_path(folder)
+    if data is not None:
+        memory.register(make_memory_data(data, test, clients))
+    elif test is not None or clients is not None:
+        raise UserError("test and clients are only for data in memory: pass data as well, as to the first call.")
     if (plan := run_plan.load_plan(root)) is not None:
-        return _run_plan(plan, root, watch, resume=True)
-    with _show_progress(watch) as callbacks:
-        return _make_results(runner.resume(root, callbacks, method))
+        return _run_plan(plan, root, watch, resume=True, progress=progress)
+    with _show_progress(watch, progress) as callbacks:
+        return _make_results(runner.resume(root, callbacks, method), progress)
 
 
 @python_errors
@@ -150,6 +227,7 @@ def sweep(
     scale: str | None = None,
     out: Path | str = "runs",
     watch: Callback = NULL_CALLBACK,
+    progress: bool = True,
     **options: Any,
 ) -> SweepResults:
     """Run the recipe of a paper's table or figure, or a custom TOML file. The same call resumes it.
@@ -163,6 +241,7 @@ def sweep(
         scale: name of a smaller version.
         out: parent of the sweep's folder; finished runs in it are read.
         watch: a callback for each run and round.
+        progress: print progress and messages; False: nothing but warnings.
         options: options that change no number, such as threads.
 
     Raises:
@@ -180,45 +259,85 @@ def sweep(
         raise UserError(f"{changing[0]} changes a sweep's numbers: it belongs into the recipe.")
     machine_options = schema.resolve_paths(options, Path())
     folder = SweepFolder(to_path(out), plan, size, f"halfmoon.sweep({str(name)!r})")
-    with _show_progress(watch) as callbacks:
+    with _show_progress(watch, progress) as callbacks:
         cells = grid.build_cells(plan, grid.parse_selection(plan, selections), numbers, size, machine_options)
         for failed in run_sweep.run_sweep(folder, cells, executors.SerialExecutor(callbacks), lambda step: None):
             warn(f"failed: {failed}")
     return SweepResults(folder.path)
 
 
+def _register_data(config: Config | None, options: dict[str, Any], test: Any) -> tuple[dict[str, Any], bool]:
+    """Register the option `data`, if it is in memory, and replace it and ids of clients in the options.
+
+    Returns:
+        The options, with the registered name and the number of clients, and False if the data may not be planned.
+
+    Raises:
+        UserError: the data are invalid, or an option has no effect on them.
+    """
+    data = options.get("data", "")
+    clients = options.get("clients")
+    has_ids = clients is not None and not isinstance(clients, int | float | str)
+    if isinstance(data, str | Path):
+        if test is not None:
+            raise UserError("test is only for data in memory: a folder has its test images in a folder test.")
+        if has_ids:
+            raise UserError("ids of clients are only for data in memory: give the number of clients, or a split.")
+        return options, True
+    memory_data = make_memory_data(data, test, clients if has_ids else None)
+    options = {**options, "data": memory.register(memory_data)}
+    _refuse_options(config, options, NO_FILE_OPTIONS, "is for files, but data is in memory")
+    if not memory_data.train.is_fully_labeled:
+        _refuse_options(config, options, LABEL_OPTIONS, "hides labels, but data has unlabeled images (-1) already")
+    if memory_data.clients is not None:
+        _refuse_options(config, options, CLIENT_OPTIONS, "assigns images to clients, but clients has an id for each")
+        options["clients"] = int(memory_data.clients.max()) + 1
+    needs_cross_validation = memory_data.train.is_fully_labeled or memory_data.test is None
+    return options, needs_cross_validation and not has_ids
+
+
+def _refuse_options(config: Config | None, options: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
+    """Raise `UserError` for an option without effect that a call or a configuration sets."""
+    default = Config()
+    for name in names:
+        is_changed = config is not None and getattr(config, name) != getattr(default, name)
+        if options.get(name) is not None or is_changed:
+            raise UserError(f"{name} {reason}; leave {name} out.")
+
+
 def _plan_folder(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
-    """Plan a run on a folder of images; None if `data` is not one, or if a method, recipe or split is named."""
-    data_folder = options.get("data")
-    if not isinstance(data_folder, str | Path) or not Path(data_folder).is_dir():
+    """Plan a run on images in a folder or in memory; None for other data, or a named method, recipe or split."""
+    name = str(options.get("data", ""))
+    if not memory.is_memory_name(name) and (not name or not Path(name).is_dir()):
         return None
     return planning.plan_if_folder(schema.resolve_paths(options, Path()), minutes)
 
 
-def _start_plan(plan: Plan, watch: Callback) -> Results:
+def _start_plan(plan: Plan, watch: Callback, progress: bool) -> Results:
     """Run a plan in its folder, or resume the run on these images in that folder."""
     root = plan.config.run_dir or schema.next_free_folder(plan.config, plan.config.method)
     before = run_plan.load_plan(root)
     if before is None or before.contents.folder != plan.contents.folder:
-        warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")
-        return _run_plan(plan, root, watch)
-    warn(f"{root} contains a run on these images: it is resumed or read; set another run_dir for a new run.")
-    return _run_plan(before, root, watch, resume=True)
+        reasons = dict(plan.reasons)
+        tests = reasons.get("test") or reasons["labels"]
+        minutes = f"about {plan.seconds / 60:.1f} minutes"
+        note(f"{plan.contents.sentence}; {reasons['methods']}; test: {tests}; {minutes}", progress)
+        return _run_plan(plan, root, watch, progress=progress)
+    note(f"{root} contains a run on these images: it is resumed or read; set another run_dir for a new run.", progress)
+    return _run_plan(before, root, watch, resume=True, progress=progress)
 
 
-def _run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> Results:
+def _run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False, progress: bool = True) -> Results:
     """Run or resume a plan in a folder."""
-    with _show_progress(watch) as callbacks:
+    with _show_progress(watch, progress) as callbacks:
         result = run_plan.run_plan(plan, root, callbacks, resume)
     if result.outcome is not None:
-        return _make_results(result.outcome)
+        return _make_results(result.outcome, progress)
     return Results(root, [root, *(root / BASELINES / name for name in plan.config.baselines)])
 
 
 def _make_config(config: Config | None, options: dict[str, Any], method_options: dict[str, Any]) -> Config:
     """Make a configuration from options; `method_options` are those of objects of custom methods."""
-    if not isinstance(options.get("data", ""), str | Path):
-        raise UserError("data must be a name or a folder: halfmoon.save_data(FOLDER, ...) writes images as one.")
     options = {name: to_path(value) if name == "run_dir" else value for name, value in options.items()}
     named_options = options.get("options", config.options if config else {})
     options["options"] = schema.merge_method_options(named_options, method_options, "options")
@@ -226,25 +345,27 @@ def _make_config(config: Config | None, options: dict[str, Any], method_options:
 
 
 @contextmanager
-def _show_progress(watch: Callback) -> Iterator[Callbacks]:
-    """Show progress on the screen, and pass events to a callback as well."""
-    with make_progress() as screen:
+def _show_progress(watch: Callback, show: bool) -> Iterator[Callbacks]:
+    """Show progress on the screen, unless `show` is False, and pass events to a callback as well."""
+    with make_progress(show) as screen:
         yield Callbacks(screen, watch, warn=warn)
 
 
-def _contains_run(root: Path, config: Config) -> bool:
+def _contains_run(root: Path, config: Config, progress: bool) -> bool:
     """Check whether a folder contains a run of this configuration, with these baselines."""
     if not RunFolder.exists(root):
         return False
     with RunFolder.open(root) as folder:
         same = folder.identity == schema.identity(config, config.method)
         if same and folder.finished:
-            warn(f"{root} contains this run, finished: its results are read; set another run_dir for a new run.")
+            text = f"{root} contains this run, finished: its results are read; set another run_dir for a new run."
+            note(text, progress)
         return same and parse_config(folder.config, root).baselines == config.baselines
 
 
-def _make_results(outcome: RunResult) -> Results:
+def _make_results(outcome: RunResult, progress: bool) -> Results:
+    """Make the results of a run, and print the remarks about them."""
     for remark in list_remarks(outcome.summaries, registry.ceilings()):
         if not remark.startswith("Budget"):
-            warn(remark)
+            note(remark, progress)
     return Results(outcome.folder, outcome.runs)

@@ -1,4 +1,6 @@
-"""Progress of runs: rows on a terminal, a table in a notebook, no output elsewhere. Remarks are Python warnings.
+"""Progress of runs: rows on a terminal, a table in a notebook, no output elsewhere. Messages are plain text.
+
+Messages are printed to stderr, in a notebook below the cell. Only what the user should change is a Python warning.
 
 Errors and remarks name options as Python does: `clients=2`, not `--clients 2`.
 """
@@ -39,21 +41,30 @@ def warn(text: str) -> None:
     warnings.warn(in_python(text), RuntimeWarning, stacklevel=level)
 
 
-class WarningProgress(NullProgress):
-    """Show nothing, and warn."""
+class QuietProgress(NullProgress):
+    """Show nothing."""
 
     def say(self, text: str) -> None:
-        warn(text)
+        """Ignore a message."""
+
+
+class MessageProgress(NullProgress):
+    """Print only messages."""
+
+    def say(self, text: str) -> None:
+        """Print a message once, with options as Python's keywords."""
+        super().say(in_python(text))
 
 
 class TerminalProgress(LiveProgress):
-    """Show one live row for each method on a terminal, and warn."""
+    """Show one live row for each method on a terminal, and print messages above."""
 
     def say(self, text: str) -> None:
-        warn(text)
+        """Print a message once, with options as Python's keywords."""
+        super().say(in_python(text))
 
 
-class NotebookProgress(WarningProgress):
+class NotebookProgress(MessageProgress):
     """Show one table below a notebook's cell."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -101,15 +112,28 @@ def progress_table(runs: list[Progress], now: float) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{'</tr><tr>'.join(lines)}</tr></tbody></table>"
 
 
-def make_progress() -> WarningProgress | TerminalProgress | NotebookProgress:
-    """Make the progress display for a notebook, a terminal, or neither."""
+def make_progress(show: bool = True) -> QuietProgress | MessageProgress | TerminalProgress:
+    """Make the progress display for a notebook, a terminal, or neither; none at all without `show`."""
     console = Console(stderr=True)
+    if not show:
+        return QuietProgress(console)
+    if in_notebook():
+        # Notebooks color the background of stderr as if it were an error. Plain text needs no HTML of rich.
+        return NotebookProgress(Console(file=sys.stdout, force_jupyter=False))
+    if console.is_terminal and not console.is_dumb_terminal:
+        return TerminalProgress(console)
+    return MessageProgress(console)
+
+
+def in_notebook() -> bool:
+    """Check whether this process is the kernel of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if getattr(shell, "kernel", None) is not None:
-        return NotebookProgress(console)
-    return (
-        TerminalProgress(console) if console.is_terminal and not console.is_dumb_terminal else WarningProgress(console)
-    )
+    return getattr(shell, "kernel", None) is not None
+
+
+def note(text: str, show: bool = True) -> None:
+    """Print a message, outside of a run's progress display, unless `show` is False."""
+    make_progress(show).say(text)
 
 
 P = ParamSpec("P")

@@ -36,7 +36,7 @@ from halfmoon.core.optim import (
     StepSchedule,
 )
 from halfmoon.core.user_cache import user_cache
-from halfmoon.data import Images, Scenario, Source, Split, hold_out, pad_source, shrink, take_share
+from halfmoon.data import Images, Scenario, Source, Split, hold_out, memory, pad_source, shrink, take_share
 from halfmoon.data import load as load_source
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.preparation import Preparation
@@ -345,6 +345,10 @@ def get_split(config: Config, data: Source, split: Split | None = None) -> Split
     if split is not None:
         split.check(data)
         return split
+    if memory.is_memory_name(config.data):
+        return build_scenario(config).split_partially_labeled(
+            data.train.labels, data.classes, data.name, client=data.train.clients
+        )
     unknown = int((data.train.labels == UNKNOWN).sum())
     if unknown:
         raise UserError(

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, Split
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES
 from halfmoon.data.readers.class_folders import HELD_OUT_SHARE, find_part, list_images
-from halfmoon.data.readers.decode import decode_prepared
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import FEATURES, SIDE
@@ -27,7 +25,7 @@ from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.studies.cost import measure_seconds
 from halfmoon.studies.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
-from halfmoon.studies.scan_folder import FolderContents, count_unsupported_formats, scan_folder
+from halfmoon.studies.scan_folder import FolderContents, count_unsupported_formats, scan_data
 
 EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
 """Options with which the user chooses what to train; the folder is then not planned."""
@@ -142,7 +140,7 @@ def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None) -> 
         raise UserError("it must be a number above 0.", option="minutes", value=minutes)
     if EXPLICIT_OPTIONS & options.keys():
         return None
-    contents = scan_folder(Path(options["data"]), options.get("group_pattern"))
+    contents = scan_data(str(options["data"]), options.get("group_pattern"))
     if contents is None:
         return None
     return make_plan(options, contents, minutes or DEFAULT_MINUTES)
@@ -421,6 +419,8 @@ def _other_reasons(config: Config, contents: FolderContents, share: float) -> li
     reasons.append(("mirrored", mirroring))
     if share < 1:
         reasons.append(("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)"))
+    if contents.in_memory:
+        return reasons
     has_train_folder = find_part(contents.folder, "train") is not None  # beside which no folder `unlabeled` is read
     if not contents.site and not has_train_folder and (loose_images := list_images(contents.folder)):
         advice = "put them into a folder unlabeled, and they train without a label"
@@ -440,9 +440,9 @@ def _measure_decoding(config: Config, contents: FolderContents) -> float:
     stride = max(1, len(contents.paths) // SAMPLE_FILES)
     decoded = 0
     start = time.perf_counter()
-    for path in contents.paths[::stride][:SAMPLE_FILES]:
+    for row in range(0, len(contents.paths), stride)[:SAMPLE_FILES]:
         try:
-            decode_prepared(path.read_bytes(), str(path), preparation)
+            contents.decode(row, preparation)
         except (UserError, OSError):
             continue  # reported when all images are read
         decoded += 1

@@ -23,7 +23,7 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
 from halfmoon.studies.decision import FOLDS, Decision, Fold, cross_validation_folds, decide, head_accuracy, label_draws
 from halfmoon.studies.plan import Plan, PlanStep, single_client_split
-from halfmoon.studies.scan_folder import load_site_source, scan_folder
+from halfmoon.studies.scan_folder import load_site_source, scan_data
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def load_plan(root: Path) -> Plan | None:
         return None
     with RunFolder.open(root) as folder:
         config = replace(parse_config(folder.config, root), baselines=tuple(record.pop("baselines")))
-    contents = scan_folder(Path(config.data), config.group_pattern)
+    contents = scan_data(config.data, config.group_pattern)
     if contents is None:
         raise UserError(f"{config.data}, on which {root} was trained, holds no images any more: put them back.")
     pair = (record["pair"][0], record["pair"][1])

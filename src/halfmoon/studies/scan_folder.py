@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.data import Source
+from halfmoon.data import Source, memory
 from halfmoon.data.groups import find_groups as groups_of
 from halfmoon.data.images import Images, channel_statistics
 from halfmoon.data.partition.primitives import named_generator
-from halfmoon.data.preparation import Preparation
+from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import SUFFIXES, find_part, has_classes, list_classes, refuse_unlabeled
 from halfmoon.data.readers.decode import decode_prepared, read_header
 from halfmoon.sites.folders import read_site
@@ -53,6 +53,21 @@ class FolderContents:
     site: bool
     groups: Sequence[str] | None = None
 
+    def decode(self, row: int, preparation: Preparation) -> np.ndarray:
+        """Decode and prepare the image of a row, uint8 (H, W, C).
+
+        Raises:
+            UserError: its content is no image.
+            OSError: its file cannot be read.
+        """
+        path = self.paths[row]
+        return decode_prepared(path.read_bytes(), str(path), preparation)
+
+    @property
+    def in_memory(self) -> bool:
+        """True if the images are those of a Python program, and `folder` is only their name."""
+        return False
+
     @property
     def labeled(self) -> int:
         """The number of training images with a label."""
@@ -82,14 +97,61 @@ class FolderContents:
             colors = "RGB"
         if self.headers < len(self.paths):
             colors += f" ({self.headers} headers read)"
-        labels = f"{self.labeled:,} with a label" if self.site else "each in the folder of its class"
+        labels = "each in the folder of its class"
+        if self.site:
+            labels = f"{self.labeled:,} with a label"
+        elif self.in_memory:
+            labels = "each with a label"
         tests = f", {self.tests:,} of them for the test" if self.tests else ""
         group_count = len(set(self.groups or ()) - {""})
         groups = f", of {group_count:,} patients or groups" if group_count else ""
         return (
-            f"{self.folder.name}: {len(self.paths) + self.tests:,} images, {labels}{tests}{groups}; "
+            f"{'data' if self.in_memory else self.folder.name}: {len(self.paths) + self.tests:,} images, {labels}{tests}{groups}; "
             f"{len(self.classes)} classes; {sizes}, {colors}"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryContents(FolderContents):
+    """The images of a data set in memory (`halfmoon.data.memory`); `paths` are their names, for messages."""
+
+    @property
+    def in_memory(self) -> bool:
+        """True: there is no folder."""
+        return True
+
+    def decode(self, row: int, preparation: Preparation) -> np.ndarray:
+        """Prepare the image of a row, uint8 (H, W, C)."""
+        return memory.find(str(self.folder)).train.read(row, preparation)
+
+
+def scan_data(name: str, group_pattern: str | None = None) -> FolderContents | None:
+    """Scan a folder of images as `scan_folder`, or a data set in memory.
+
+    Args:
+        name: the path of a folder, or the name of a data set in memory.
+        group_pattern: a regular expression that finds an image's patient or group in its name.
+
+    Raises:
+        UserError: as `scan_folder`, or the data set in memory is not registered.
+    """
+    if not memory.is_memory_name(name):
+        return scan_folder(Path(name), group_pattern)
+    data = memory.find(name)
+    rows = range(0, len(data.train), -(-len(data.train) // MAX_HEADERS))
+    shapes = [data.train.read(row, UNCHANGED).shape for row in rows]
+    sizes = Counter((height, width) for height, width, _ in shapes)
+    return MemoryContents(
+        folder=Path(name),
+        classes=data.train.classes,
+        paths=tuple(Path(f"image {row}") for row in range(len(data.train))),
+        labels=data.train.labels,
+        tests=0 if data.test is None else len(data.test),
+        sizes=dict(sizes.most_common()),
+        gray=sum(channels == 1 for _, _, channels in shapes),
+        headers=len(shapes),
+        site=not data.train.is_fully_labeled,
+    )
 
 
 def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContents | None:
@@ -208,7 +270,7 @@ def decode_images(
     for row in rows.tolist():
         path = contents.paths[row]
         try:
-            image = decode_prepared(path.read_bytes(), str(path), preparation)
+            image = contents.decode(row, preparation)
             if images and image.shape != images[0].shape:
                 raise UserError(f"{path}: it is {image.shape[1]}x{image.shape[0]}, the others are not; give --resize.")
         except (UserError, OSError) as error:

@@ -17,6 +17,7 @@ from halfmoon.api.requirements import LabelLocation
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
+from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition import rules
 from halfmoon.data.partition.primitives import (
     draw_labeled,
@@ -117,6 +118,64 @@ class Scenario(SplitOptions):
             )
         origin = SplitOrigin(asdict(self), source, hash_labels(labels))
         return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
+
+    def split_partially_labeled(
+        self, labels: np.ndarray, classes: Sequence[str], source: str = "", client: np.ndarray | None = None
+    ) -> Split:
+        """Draw the split of a data set whose clients are known, or some of whose images have no label.
+
+        With an unlabeled image, every image with a label is labeled in the split. Otherwise the labeled images are drawn
+        as by `split`. Labeled images are partitioned by the rule of the setting, and those without a label evenly at
+        random, unless `client` is given.
+
+        Args:
+            labels: The label of each row, int (N,), -1 if unlabeled.
+            classes: The class names.
+            source: The name of the data set, stored in the split.
+            client: The client of each row, int64 (N,); None for the rule of the setting.
+
+        Raises:
+            UserError: If the data set is too small for the request, or the setting needs the labels of all images.
+        """
+        names = list(classes)
+        is_known = labels != UNKNOWN
+        if client is None and is_known.all():
+            return self.split(labels, classes, source)
+        totals = _class_totals(self, labels[is_known], names)
+        labeled = is_known
+        if is_known.all():
+            pool = _count_labeled_pool(self, totals, names)
+            labeled = draw_labeled(labels, pool, named_generator(self.seed, "split", "pool"))
+        if client is None:
+            client = self._draw_partially_labeled(labels, names)
+        elif self.labels_at == "some":
+            raise UserError("labels_at is 'some', but clients names the client of each image; leave labels_at out.")
+        if self.labels_at == "server":
+            client = np.where(labeled, SERVER, client)
+        if self.unlabeled_share < 1:
+            draw = named_generator(self.seed, "split", "share")
+            client = rules.drop_unlabeled(client, labeled, self.unlabeled_share, draw)
+        origin = SplitOrigin(asdict(self), source, hash_labels(labels))
+        return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
+
+    def _draw_partially_labeled(self, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Partition labeled rows by the setting's rule, and the others evenly at random; the client of each row."""
+        by_labeled = _SETTING_RULES[self.setting].labeled if self.setting in _SETTING_RULES else None
+        if by_labeled is None:
+            raise UserError(
+                f"setting {self.setting} needs the labels of all images, but {int((labels == UNKNOWN).sum()):,} have "
+                "none; choose dir-dir or iid-iid, or give clients, one id for each image."
+            )
+        is_known = labels != UNKNOWN
+        client = np.full(len(labels), SERVER, np.int64)
+        if self.labels_at != "server":
+            labeled_clients = _draw_labeled_clients(self)
+            draw = named_generator(self.seed, "split", "labeled")
+            positions = by_labeled(self, RowPool(labels[is_known], names, len(labeled_clients), draw, "labeled"))
+            client[is_known] = np.append(labeled_clients, -1)[positions]
+        draw = named_generator(self.seed, "split", "unlabeled")
+        client[~is_known] = spread_evenly(np.zeros(int((~is_known).sum()), np.int64), self.clients, draw)
+        return client
 
     @property
     def _joint(self) -> bool:

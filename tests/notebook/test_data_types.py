@@ -1,0 +1,353 @@
+"""Images that a program passes as objects: arrays, PIL images, and data sets of torch and Hugging Face."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import halfmoon
+from halfmoon.core import hubs
+from halfmoon.notebook.data_types import convert_images
+from halfmoon.storage.atomic_io import read_rows
+
+SMALL = {"rounds": 1, "clients": 3, "cohort": 2, "steps": 1, "network": "small", "threads": 1, "progress": False}
+
+
+def some_digits(count: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Select `count` digits of each class, one class after the other: uint8 (N, 8, 8), int64 (N,)."""
+    train = halfmoon.load_data("digits").train
+    rows = np.concatenate([np.flatnonzero(train.labels == label)[:count] for label in range(10)])
+    return train.images[rows, :, :, 0], train.labels[rows]
+
+
+X, Y = some_digits()
+
+
+class Pairs(torch.utils.data.Dataset):
+    """A torch data set of (image, label)."""
+
+    def __init__(self, images: Any, labels: Any) -> None:
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        return self.images[row], self.labels[row]
+
+
+class Column:
+    """As much of `datasets.ClassLabel` as is used."""
+
+    def __init__(self, names: list[str] | None = None) -> None:
+        if names is not None:
+            self.names = names
+
+
+class Rows:
+    """As much of `datasets.Dataset` as is used: it needs no library."""
+
+    def __init__(self, images: Any, labels: Any, names: list[str] | None = None, image: str = "image") -> None:
+        self.columns = {image: list(images), "label": list(labels)}
+        self.column_names = list(self.columns)
+        self.features = {image: Column(), "label": Column(names)}
+
+    def __len__(self) -> int:
+        return len(self.columns["label"])
+
+    def __getitem__(self, key: int | str) -> Any:
+        if isinstance(key, str):
+            return self.columns[key]
+        return {name: values[key] for name, values in self.columns.items()}
+
+
+def as_pil(images: np.ndarray) -> list[Image.Image]:
+    return [Image.fromarray(image) for image in images]
+
+
+def hugging_face(images: np.ndarray, labels: np.ndarray) -> Any:
+    """A data set of the library, if it is installed."""
+    datasets = pytest.importorskip("datasets", reason="the extra `hub` is not installed")
+    return datasets.Dataset.from_dict(
+        {"image": as_pil(images), "label": labels.tolist()},
+        features=datasets.Features(
+            {"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(label) for label in range(10)])}
+        ),
+    )
+
+
+def to_tensor(images: np.ndarray) -> torch.Tensor:
+    """Convert images as torchvision's ToTensor does: float32 (N, 1, H, W), 0 to 1."""
+    return torch.from_numpy(images)[:, None].float() / 255
+
+
+TYPES: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
+    "arrays": lambda x, y: (x, y),
+    "channels last": lambda x, y: (x[..., None], y.tolist()),
+    "channels first": lambda x, y: (x[:, None], y.astype(np.int32)),
+    "floats": lambda x, y: (x / 255, y.astype(float)),
+    "torch tensors": lambda x, y: (to_tensor(x), torch.from_numpy(y)),
+    "strings": lambda x, y: (x, y.astype(str)),
+    "PIL images": lambda x, y: (as_pil(x), y),
+    "torch Dataset": lambda x, y: Pairs(to_tensor(x), torch.from_numpy(y)),
+    "torch Dataset of PIL images": lambda x, y: Pairs(as_pil(x), y.tolist()),
+    "list of pairs": lambda x, y: list(zip(as_pil(x), y.tolist(), strict=True)),
+    "like Hugging Face": lambda x, y: Rows(as_pil(x), y.tolist()),
+    "Hugging Face": hugging_face,
+    "DatasetDict": lambda x, y: {"train": Rows(as_pil(x), y.tolist(), image="img")},
+    "Images": lambda x, y: halfmoon.Images(x[..., None], y),
+}
+
+
+@pytest.fixture(scope="module")
+def in_arrays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The model files of a run on fully and on partly labeled arrays."""
+    folder = tmp_path_factory.mktemp("arrays")
+    return {name: train(folder / name, (X, labels)) for name, labels in (("full", Y), ("partly", hide(Y)))}
+
+
+def hide(labels: np.ndarray) -> np.ndarray:
+    """Hide the labels of two of three images."""
+    return np.where(np.arange(len(labels)) % 3 == 0, labels, -1)
+
+
+def train(run_dir: Path, data: Any, **options: Any) -> bytes:
+    result = halfmoon.run(data=data, method="fedavg-fixmatch", run_dir=run_dir, **{**SMALL, **options})
+    return (result.runs[0] / "model.safetensors").read_bytes()
+
+
+def tensors(file: Path) -> dict[str, bytes]:
+    from safetensors.torch import load_file
+
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_each_type_has_the_same_images_and_labels(kind: str) -> None:
+    for labels in (Y, hide(Y)):
+        if kind == "Hugging Face" and (labels < 0).any():
+            continue  # its ClassLabel refuses nothing, but writes -1 as another class
+        found = convert_images(TYPES[kind](X, labels))
+        assert np.array_equal(found.images, X[..., None])
+        assert np.array_equal(found.labels, labels)
+        assert found.classes == tuple("0123456789")
+
+
+@pytest.mark.parametrize(
+    "kind", ["PIL images", "torch Dataset", "like Hugging Face", "floats", "strings", "DatasetDict"]
+)
+def test_each_type_gives_the_same_model_bytes(kind: str, in_arrays: dict[str, bytes], tmp_path: Path) -> None:
+    assert train(tmp_path / "full", TYPES[kind](X, Y)) == in_arrays["full"]
+    if kind in ("PIL images", "strings"):
+        assert train(tmp_path / "partly", TYPES[kind](X, hide(Y))) == in_arrays["partly"]
+
+
+def test_arrays_and_the_same_images_in_class_folders_give_the_same_model(
+    in_arrays: dict[str, bytes], tmp_path: Path
+) -> None:
+    for row, (image, label) in enumerate(zip(X, Y, strict=True)):
+        path = tmp_path / "digits folder" / str(label) / f"{row:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    train(tmp_path / "folder run", str(tmp_path / "digits folder"))
+    (tmp_path / "arrays.safetensors").write_bytes(in_arrays["full"])
+    assert tensors(tmp_path / "folder run" / "model.safetensors") == tensors(tmp_path / "arrays.safetensors")
+
+
+def test_a_test_is_used_and_no_row_is_held_out(tmp_path: Path) -> None:
+    tests = halfmoon.load_data("digits").test
+    names = np.array([f"digit {label}" for label in range(10)])
+    problem = halfmoon.problem(data=(X, names[Y]), test=Pairs(tests.images, names[tests.labels]), **without_progress())
+    assert (len(problem.source.train), len(problem.source.test)) == (len(X), len(tests))
+    assert problem.source.classes == tuple(names)
+    assert np.array_equal(problem.source.test.labels, tests.labels)
+    parts = {"train": Rows(as_pil(X), Y), "test": Rows(as_pil(tests.images[:30, :, :, 0]), tests.labels[:30])}
+    assert len(halfmoon.problem(data=parts, **without_progress()).source.test) == 30
+    held_out = halfmoon.problem(data=(X, Y), **without_progress()).source
+    assert (len(held_out.train), len(held_out.test)) == (60, 20)
+    assert "20% of the labeled images of every class, 20 in all, are held out" in held_out.remark
+
+
+def without_progress(**options: Any) -> dict[str, Any]:
+    values = {**SMALL, **options}
+    return {name: value for name, value in values.items() if name != "progress"}
+
+
+def test_unlabeled_images_are_trained_on_and_never_tested() -> None:
+    problem = halfmoon.problem(data=(X, hide(Y)), **without_progress())
+    labels = problem.source.train.labels
+    assert np.array_equal(problem.split.labeled, labels >= 0)
+    assert (problem.split.client >= 0).all()
+    assert (problem.source.test.labels >= 0).all()
+    assert (labels < 0).sum() == (hide(Y) < 0).sum()  # only labeled images are held out
+    unlabeled = np.bincount(problem.split.client[labels < 0])
+    assert unlabeled.max() - unlabeled.min() <= 1
+    on_server = halfmoon.problem(data=(X, hide(Y)), labels_at="server", method="semifl", **without_progress()).split
+    assert set(on_server.client[on_server.labeled]) == {-2}
+
+
+def test_ids_of_clients_assign_the_images(tmp_path: Path) -> None:
+    ids = np.array(["north", "south"])[np.arange(len(X)) % 2]
+    tests = halfmoon.load_data("digits").test
+    options = without_progress(clients=ids, labels_per_class=2)
+    problem = halfmoon.problem(data=(X, Y), test=tests, **options)
+    assert (problem.split.clients, problem.split.labeled.sum()) == (2, 2 * 2 * 10)
+    assert np.array_equal(problem.split.client, np.arange(len(X)) % 2)
+    # A held-out image is missing at its client: the others keep theirs.
+    del options["labels_per_class"]
+    held_out = halfmoon.problem(data=(X, hide(Y)), **options)
+    rows = [np.flatnonzero((image[..., 0] == X).all((1, 2)))[0] for image in held_out.source.train.images]
+    assert np.array_equal(held_out.split.client, np.array(rows) % 2)
+    train(tmp_path / "run", (X, hide(Y)), clients=ids, test=tests)
+    assert halfmoon.load_run(tmp_path / "run").summaries[0]["accuracy"]["last"] > 0
+
+
+class Stop(halfmoon.NullCallback):
+    """Stop after the first round, as Ctrl-C does."""
+
+    def round(self, run: halfmoon.RunInfo, row: dict) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_run_resumes_with_the_same_images_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**SMALL, "rounds": 2, "method": "fedavg", "checkpoint_every": 1}
+    expected = halfmoon.run(data=(X, hide(Y)), run_dir=tmp_path / "whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        halfmoon.run(data=(X, hide(Y)), run_dir=tmp_path / "run", watch=Stop(), **options)
+    # A new process has not registered the images.
+    monkeypatch.setattr("halfmoon.data.memory._registered", {})
+    sentence = r"halfmoon does not store: pass the same data \(and test, clients\) again"
+    with pytest.raises(halfmoon.UserError, match=sentence):
+        halfmoon.resume(tmp_path / "run", progress=False)
+    with pytest.raises(halfmoon.UserError, match=sentence):
+        halfmoon.resume(tmp_path / "run", data=(X[::-1], hide(Y)), progress=False)
+    result = halfmoon.resume(tmp_path / "run", data=(as_pil(X), hide(Y)), progress=False)
+    assert (result.folder / "metrics.jsonl").read_bytes() == (expected.folder / "metrics.jsonl").read_bytes()
+    assert len(read_rows(result.folder / "metrics.jsonl")) == 2
+    assert halfmoon.load_run(tmp_path / "run").to_frame().shape == expected.to_frame().shape
+
+
+def test_without_a_method_labels_only_are_compared_by_cross_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for a folder with labels.csv, whose numbers are the same."""
+    monkeypatch.setattr(hubs, "is_installed", lambda name: False)
+    x, y = X[:48], Y[:48]  # six classes
+    labels = np.where(np.arange(48) % 8 < 6, y, -1)
+    options = {"minutes": 0.01, "network": "small", "width": 4, "steps": 1, "rounds": 2}
+    result = halfmoon.run(data=(x, labels), run_dir=tmp_path / "arrays", **options)
+    text = capsys.readouterr().err
+    assert "halfmoon: data: 48 images" in text
+    assert "36 with a label; 6 classes; 8x8, gray;" in text
+    assert "5-fold cross-validation" in text
+    assert result.decision is not None
+    assert result.decision["splits"] == 5
+    folder = tmp_path / "site"
+    folder.mkdir()
+    lines = ["path,label"]
+    for row, (image, label) in enumerate(zip(x, labels, strict=True)):
+        Image.fromarray(image).save(folder / f"{row:03}.png")
+        if label >= 0:
+            lines.append(f"{row:03}.png,{label}")
+    (folder / "labels.csv").write_text("\n".join(lines) + "\n")
+    expected = halfmoon.run(data=str(folder), run_dir=tmp_path / "folder", progress=False, **options)
+    assert expected.decision == result.decision
+    files = [each.folder / "model.safetensors" for each in (expected, result)]
+    assert tensors(files[0]) == tensors(files[1])
+    again = halfmoon.run(data=(x, labels), run_dir=tmp_path / "arrays", progress=False, **options)
+    assert again.decision == result.decision
+
+
+def test_compare_takes_arrays(tmp_path: Path) -> None:
+    result = halfmoon.compare(["fedavg", "fedavg-fixmatch"], data=(X, Y), run_dir=tmp_path / "both", **SMALL)
+    assert len(result.summaries) == 2
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "an array alone": (X, "data is numpy.ndarray: it must be a name, a folder, "),
+    "a number": (3, "data is int: it must be a name"),
+    "three elements": ((X, Y, Y), "data: item 0 is numpy.ndarray, not a pair"),
+    "flat": ((X.reshape(80, -1), Y), r"data has the shape \(80, 64\), a row of numbers for each image"),
+    "four channels": ((np.zeros((3, 8, 8, 4)), [0, 1, 2]), "with 1 or 3 channels"),
+    "ambiguous": ((np.zeros((3, 3, 8, 3)), [0, 1, 2]), r"may be \(N, H, W, C\) or \(N, C, H, W\)"),
+    "range": ((X / 16, Y), "data has pixels from 0 to 15.9375: floats must be from 0 to 1"),
+    "nan": ((np.where(X > 250, np.nan, X / 255), Y), "data has pixels from nan to nan"),
+    "type": ((X.astype(np.int64), Y), r"pixels of type int64: they must be uint8"),
+    "length": ((X, Y[:5]), "data has 80 images, but 5 labels"),
+    "no images": ((X[:0], Y[:0]), "data has no images"),
+    "one-hot": ((X, np.eye(10)[Y]), r"the labels have the shape \(80, 10\)"),
+    "negative label": ((X, Y - 3), "image 0 has the label -3: labels are whole numbers from 0 or strings"),
+    "nan label": ((X, np.where(Y == 3, np.nan, Y)), "image 24 has the label nan"),
+    "two kinds": ((X, ["cat", *Y[1:].tolist()]), "some labels are numbers and some are strings"),
+    "empty label": ((X, ["", *map(str, Y[1:])]), "image 0 has an empty label"),
+    "one class": ((X[:8], Y[:8]), "data has labels of one class only, '0'"),
+    "no label": ((X, np.full(80, -1)), "data has no labeled image"),
+    "too few of a class": ((X[:17], Y[:17]), "class '2' has 1 labeled image, too few to train and test on"),
+    "sizes": (([Image.new("L", (8, 8)), Image.new("L", (9, 8))] * 4, [0, 1] * 4), "image 1 is 9x8 with 1 channel"),
+    "no image": ((["a", "b"], [0, 1]), "a: the file cannot be read"),
+    "element": (([3, 4], [0, 1]), "image 0 is int: it must be a PIL image"),
+    "no train part": ({"test": Rows(X, Y)}, "data has test, but no part 'train'"),
+    "columns": (Rows(X, Y, image="picture"), "there is no column image or img; it has picture, label"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_sentence(case: str, tmp_path: Path) -> None:
+    data, sentence = WRONG[case]
+    with pytest.raises(ValueError, match=sentence) as error:
+        halfmoon.run(data=data, method="fedavg", run_dir=tmp_path / "run", **SMALL)
+    assert isinstance(error.value, halfmoon.UserError)
+    assert len(str(error.value).splitlines()) == 1
+    assert "--" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"data": (X, Y), "test": (X, np.full(80, -1))}, "test: image 0 has no label"),
+        ({"data": (X, Y), "test": (X, Y + 1)}, "test: image 72 has the label 10, but the classes are 0, 1, "),
+        ({"data": (X, Y), "test": (X[:, :7], Y)}, "train images are 8x8 with 1 channel, test images 8x7"),
+        ({"data": (X, Y), "clients": Y[:3]}, r"clients has the shape \(3,\), but data has 80 images"),
+        ({"data": (X, Y), "clients": Y, "setting": "iid-iid"}, "setting assigns images to clients, but clients has an"),
+        ({"data": (X, hide(Y)), "labels": 20}, "labels hides labels, but data has unlabeled images"),
+        ({"data": (X, hide(Y)), "setting": "fedloke"}, "setting fedloke needs the labels of all images"),
+        ({"data": (X, Y), "window": (0.0, 1.0)}, "window is for files, but data is in memory"),
+        ({"data": "digits", "test": (X, Y)}, "test is only for data in memory"),
+        ({"data": "digits", "clients": Y}, "ids of clients are only for data in memory"),
+    ],
+)
+def test_an_option_without_effect_is_refused(options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(halfmoon.UserError, match=sentence):
+        halfmoon.run(method="fedavg", run_dir=tmp_path / "run", **{**SMALL, **options})
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_of_different_sizes_are_resized(tmp_path: Path) -> None:
+    images = [Image.fromarray(image).resize((8 + row % 3, 8)) for row, image in enumerate(X)]
+    found = convert_images((images, Y), preparation=halfmoon_preparation(8))
+    assert found.images.shape == (80, 8, 8, 1)
+    problem = halfmoon.problem(data=(images, Y), resize=8, channels=3, **without_progress())
+    assert problem.source.train.images.shape == (60, 8, 8, 3)
+
+
+def halfmoon_preparation(size: int) -> Any:
+    from halfmoon.data.preparation import Preparation
+
+    return Preparation(size=(size, size))
+
+
+def test_class_names_of_a_data_set_are_used() -> None:
+    names = ["ant", "bee", *"cdefghij"]
+    assert convert_images(Rows(as_pil(X), Y.tolist(), names)).classes == tuple(names)
+    pairs = Pairs(as_pil(X), Y.tolist())
+    pairs.classes = names
+    found = convert_images(pairs)
+    assert found.classes == tuple(names)
+    assert np.array_equal(found.labels, Y)
+    assert np.array_equal(convert_images((X, Y), classes=names).labels, Y)
