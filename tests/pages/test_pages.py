@@ -329,3 +329,25 @@ def test_large_rotated_image_is_upright(tmp_path: Path):
         assert small.size == (107, 160)
         assert np.asarray(small.convert("L"))[:50].min() > 240
         assert np.asarray(small.convert("L"))[60:].max() < 15
+
+
+def test_numbers_and_letters_that_no_page_sends_are_bad_requests(address: str):
+    """Each was a traceback: Python does not convert thousands of digits, and half of a pair cannot be written."""
+    digits = "1" * 5000
+    for path in (
+        f"state?since={digits}",
+        f"image/{digits}",
+        f"guess/{digits}",
+        f"similar/{digits}",
+        "image/x",
+        "image/-1",
+    ):
+        status, said, _ = get(address, path)
+        assert status == 400, path[:20]
+        assert said["error"].endswith(" must be a whole number of at most 18 digits.")
+    origin = f"http://{urlsplit(address).netloc}"
+    for path, field in (("note", "note"), ("answer", "label")):
+        status, said, _ = get(address, path, "POST", b'{"row": 0, "%s": "\\ud800"}' % field.encode(), Origin=origin)
+        assert (status, said) == (400, {"error": f"{field} has a character that is no Unicode text."})
+    status, said, _ = get(address, "answer", "POST", f'{{"row": {digits}}}'.encode(), Origin=origin)
+    assert status == 422

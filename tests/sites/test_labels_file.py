@@ -1,5 +1,6 @@
 """Answers into labels.csv: what stays, what is refused, and that writers side by side lose nothing."""
 
+import csv
 import multiprocessing
 import threading
 from pathlib import Path
@@ -11,7 +12,16 @@ from PIL import Image
 from halfmoon.core.errors import UserError
 from halfmoon.pages.label_store import LabelStore
 from halfmoon.sites.folders import read_site
-from halfmoon.sites.folders.labels import UNDECIDED_FILE, LabelConflict, LabelEdit, read_labels, write_labels
+from halfmoon.sites.folders.labels import (
+    LABELS_FILE,
+    NOTES_FILE,
+    UNDECIDED_FILE,
+    LabelConflict,
+    LabelEdit,
+    read_label_table,
+    read_labels,
+    write_labels,
+)
 from halfmoon.storage import atomic_io
 
 
@@ -174,3 +184,23 @@ def test_what_spreadsheets_write_stays_theirs(tmp_path: Path, encoding: str, sep
     assert now.decode(encoding).splitlines()[1:] == [f"1.png{separator}cat", f"0.png{separator}dog"]
     assert now[:2] == text[:2]  # the byte order mark
     assert list(read_site(site).labels) == [1, 0, -1, -1, -1, -1]
+
+
+FORMULAS = ("=1+1", "+cmd|'/C calc'!A0", "-2+3", "@sum", "'=1", "''=1")
+HARMLESS = ("-", "+", "-1", "+2.5", "cat", "'tis", "a=b")
+
+
+@pytest.mark.parametrize("text", [*FORMULAS, *HARMLESS])
+@pytest.mark.parametrize("name", [LABELS_FILE, NOTES_FILE])
+def test_a_spreadsheet_computes_nothing_of_a_note_a_label_or_a_path(text: str, name: str, tmp_path: Path):
+    """A note and a path come from other people. The file has an apostrophe before a formula; here it is read back."""
+    path = f"{text}.png".replace("/", "_")
+    write_labels(tmp_path, LabelEdit(path, text), LabelEdit("b.png", "plain"), name=name)
+    assert read_labels(tmp_path, name) == {path: text, "b.png": "plain"}
+    write_labels(tmp_path, LabelEdit("b.png", "other", "plain"), name=name)
+    assert read_labels(tmp_path, name) == {path: text, "b.png": "other"}
+    written = list(csv.reader((tmp_path / name).read_text().splitlines()))
+    assert written[1][1] == (f"'{text}" if text in FORMULAS else text)
+    assert not [cell for row in written for cell in row if cell.startswith(("=", "@"))]
+    if name == LABELS_FILE:
+        assert read_label_table(tmp_path).rows == [(path, text, ""), ("b.png", "other", "")]

@@ -12,7 +12,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.pages.background_prediction import BackgroundPrediction
 from halfmoon.pages.browser_images import ImageCache, TooManyRequests
 from halfmoon.pages.label_store import LabelStore
-from halfmoon.pages.server import Endpoint, build_app, serve_page
+from halfmoon.pages.server import BadRequest, Endpoint, build_app, serve_page
 from halfmoon.sites.folders.site_folder import LABELS_FILE, SiteFolder
 from halfmoon.storage import atomic_io
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MAX_TEXT_CHARACTERS = 300
 """Largest length of a text in a request."""
+
+MAX_DIGITS = 18
+"""Most digits of a number in a request."""
 
 
 class FolderPage:
@@ -70,7 +73,7 @@ class FolderPage:
     def get_state(self, request: Request) -> dict[str, Any]:
         """Build the response with counts, the changes after ?since=VERSION, and the model's progress."""
         since = request.query_params.get("since", "")
-        return self.describe(int(since) if since.isdecimal() else None)
+        return self.describe(parse_digits("since", since) if since.isdecimal() else None)
 
     def describe(self, since: Any) -> dict[str, Any]:
         """Describe the labels and the model's progress.
@@ -132,7 +135,7 @@ class FolderPage:
             gets: endpoints of GET by path, in addition to the common ones.
             posts: endpoints of POST by path, in addition to the common ones.
         """
-        common = {"/start": self.get_start, "/state": self.get_state, "/image/{row:int}": self.get_image}
+        common = {"/start": self.get_start, "/state": self.get_state, "/image/{row}": self.get_image}
         title = f"{title} {self.site.folder.resolve().name}"
         return build_app(page, title, {**common, **gets}, {"/answer": self.post_label, **posts})
 
@@ -187,12 +190,23 @@ def parse_text(message: Mapping[str, Any], name: str) -> str:
     valid = isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS and all(ord(letter) >= 32 for letter in value)
     if not valid:
         raise UserError(f"{name} must be one line of at most {MAX_TEXT_CHARACTERS} characters.")
+    # JSON may have half of a surrogate pair, which no file can store.
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise BadRequest(f"{name} has a character that is no Unicode text.")
     return value.strip()
+
+
+def parse_digits(name: str, text: str) -> int:
+    """Convert decimal digits of a request to an integer; raise `BadRequest` if it is none, or too long."""
+    # Python refuses to convert thousands of digits, and no count needs them.
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise BadRequest(f"{name} must be a whole number of at most {MAX_DIGITS} digits.")
+    return int(text)
 
 
 def parse_row(message: Any, count: int) -> int:
     """Get the row of an image from a request's path or from a message; raise `UserError` if there is no such row."""
-    row = message.get("row") if isinstance(message, dict) else message.path_params["row"]
+    row = message.get("row") if isinstance(message, dict) else parse_digits("row", message.path_params["row"])
     if type(row) is not int or not 0 <= row < count:
         raise UserError(f"there is no image {row}.")
     return row

@@ -273,8 +273,8 @@ class LabelPage(FolderPage):
         """Build the app of the page."""
         gets = {
             "/queue": self.get_queue,
-            "/guess/{row:int}": self.get_prediction,
-            "/similar/{row:int}": self.get_similar,
+            "/guess/{row}": self.get_prediction,
+            "/similar/{row}": self.get_similar,
         }
         posts = {
             "/answers": self.post_labels,

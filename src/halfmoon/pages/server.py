@@ -130,6 +130,10 @@ async def _send_text(send: Send, status: int, text: str, headers: Sequence[tuple
     await send({"type": "http.response.body", "body": text.encode()})
 
 
+class BadRequest(UserError):
+    """A request that no page of halfmoon sends."""
+
+
 def build_app(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> ASGIApp:
     """Build the app of a page: its HTML file at "/", the files that it loads below "/web/", and its endpoints.
 
@@ -172,6 +176,8 @@ def _to_handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
             result = await run_in_threadpool(endpoint, request)
         except LabelConflict as error:
             return JSONResponse({"error": str(error), "held": error.current}, 409)
+        except BadRequest as error:
+            return JSONResponse({"error": str(error)}, 400)
         except UserError as error:
             return JSONResponse({"error": str(error)}, 422)
         if isinstance(result, Response):

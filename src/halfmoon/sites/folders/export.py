@@ -19,6 +19,7 @@ from halfmoon.config.schema import FEDERATION_TABLE, PARTITION_OPTIONS, PIXEL_OP
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import Images, Source
 from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.report.spreadsheet import protect_cell
 from halfmoon.sites.folders.site_folder import CLASSES_FILE, LABELS_FILE
 from halfmoon.storage import atomic_io, locks, toml
 
@@ -224,7 +225,7 @@ def _write_folder(source: Source, folder: _FolderContents, out: Path) -> None:
     lines.writerow(["path", "label"])
     for row, name, labeled in zip(folder.rows, names, folder.labeled, strict=True):
         if labeled:
-            lines.writerow([name, source.classes[folder.images.labels[row]]])
+            lines.writerow([name, protect_cell(source.classes[folder.images.labels[row]])])
     atomic_io.write_atomically(partial / LABELS_FILE, table.getvalue().encode())
     atomic_io.write_atomically(partial / CLASSES_FILE, "".join(f"{name}\n" for name in source.classes).encode())
     os.rename(partial, out / folder.name)

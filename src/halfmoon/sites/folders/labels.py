@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halfmoon.core.errors import UserError
+from halfmoon.report.spreadsheet import protect_cell, restore_cell
 from halfmoon.storage import atomic_io, locks
 
 STATE_FOLDER = ".halfmoon"
@@ -137,6 +138,7 @@ def _parse_rows(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
     lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
     try:
         for cells in lines:
+            cells = [restore_cell(cell) for cell in cells]
             stripped = [cell.strip() for cell in cells]
             if not any(stripped):
                 continue
@@ -312,7 +314,8 @@ class _LabelsFile:
         header = _normalize_header(lines[0])
         if not _is_header(header):
             raise UserError(f"{file} does not begin with path,label; repair it, and label the image again.")
-        return cls(header, lines[1:], separator, encoding)
+        rows = [[restore_cell(cell) for cell in row] for row in lines[1:]]
+        return cls(header, rows, separator, encoding)
 
     def apply(self, edit: LabelEdit) -> None:
         """Replace the image's line, or append one; raise `LabelConflict` if its label has changed meanwhile."""
@@ -343,7 +346,9 @@ class _LabelsFile:
     def render(self) -> bytes:
         text = io.StringIO()
         writer = csv.writer(text, delimiter=self.separator, lineterminator="\n")
-        writer.writerows([self.header, *filter(None, self.rows)])
+        # Paths and notes are other people's texts, and spreadsheet programs execute formulas in them.
+        rows = [[protect_cell(cell) for cell in row] for row in self.rows if row]
+        writer.writerows([self.header, *rows])
         return text.getvalue().encode(self.encoding)
 
 
