@@ -35,6 +35,7 @@ class Task:
             the running ones.
         testing: the same for test images.
         upload_precision: number format of the model in an upload.
+        class_weights: the weight of each class in the cross-entropy of labeled images; (): 1 for all.
         rounds: length of the run, for schedules and ramps.
         schedule: learning rate schedule.
         round: the current round, counted from 0.
@@ -48,6 +49,7 @@ class Task:
     labeling: Labeling = "batch"
     testing: Labeling = "running"
     upload_precision: Precision = "float32"
+    class_weights: tuple[float, ...] = field(default=(), kw_only=True)
     rounds: int = 200
     schedule: Schedule = field(default_factory=ConstantSchedule)
     round: int = 0

@@ -179,6 +179,11 @@ class OptimizerOptions:
     weight_decay: Annotated[float, "weight decay of the clients' optimizer", at_least(0)] = 0.0
     clip_norm: Annotated[float | None, "largest Euclidean norm of a gradient; none: no clipping", POSITIVE] = None
     clip_value: Annotated[float | None, "largest absolute value in a gradient; none: no clipping", POSITIVE] = None
+    class_weights: Annotated[
+        Literal["none", "balanced"],
+        "weights of the classes in the loss of labeled images; balanced: labels / (classes * labels of the class), "
+        "counted over all clients",
+    ] = "none"
     schedule: Annotated[
         Literal["constant", "cosine", "step"], "the learning rate over the rounds; step: a tenth at 1/2 and at 3/4"
     ] = "cosine"

@@ -25,6 +25,7 @@ of the population, not of a sample. Their ten-fold weight of labeled clients on 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ class CBAFed(ModelAveraging):
     Raises:
         UserError: an interval is below 1.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     method_requirements = Requirements("sum", "", ("some", "clients"))
     threshold: float = 0.84
@@ -235,7 +238,7 @@ class CBAFedClient(RoundLabelingClient):
         )
         pseudo_losses = cross_entropy_per_image(logits, pseudo.label) * pseudo.weight
         pseudo_loss = pseudo_losses.sum() / pseudo.weight.sum().clamp_min(1)
-        labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real)
+        labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights)
         return labeled_loss + self.options.unlabeled_weight * pseudo_loss, (moments, pseudo)
 
 

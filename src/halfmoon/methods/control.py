@@ -20,7 +20,7 @@ counts in the average with its batch statistics, as it does in FixMatch: the two
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -66,7 +66,7 @@ class SupervisedWithUnlabeledStatistics(Objective):
             (labeled, _), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
         else:
             labeled, _, _, moments = forward_weak_and_strong(task, params, stats, batch)
-        return labeled_cross_entropy(labeled, batch.y, batch.x_real), StepResult(moments, ())
+        return labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights), StepResult(moments, ())
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         if self.labels == "round":
@@ -86,6 +86,8 @@ class BatchNormControl:
         prox: weight of FedProx's proximal term.
         keep_optimizer: whether clients retain their optimizer's state between rounds.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     labels: Literal["step", "round"] = "step"
     prox: float = 0.0

@@ -24,7 +24,7 @@ CIFAR-10). A client with labels adds mean CE(y, f).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,8 @@ class FedCon(ModelAveraging):
         target_decay: decay of the clients' targets.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     method_requirements = Requirements("sum", "", ("server", "clients", "some"))
     consistency_weight: float = 1.0
     ramp: float = 0.5
@@ -117,7 +119,9 @@ class FedConServerUpdate(MeanTeacherClient):
         (one, two), _, moments = forward(network, params, joint, views, real=real)
         # Groups in the second place are passed without gradients.
         _, (target_one, target_two), _ = forward(network, carry["teacher"], joint, (), views, real)
-        labels = labeled_cross_entropy(one, batch.y, batch.x_real) + labeled_cross_entropy(two, batch.y, batch.x_real)
+        weights = self.task.class_weights
+        labels = labeled_cross_entropy(one, batch.y, batch.x_real, weights)
+        labels = labels + labeled_cross_entropy(two, batch.y, batch.x_real, weights)
         # Each view follows the target's prediction on the other one.
         consistency = padding.mean_or_zero(divergence(target_two, one) + divergence(target_one, two), batch.x_real)
         weight = ramp_weight(self.task, self.options.consistency_weight, self.options.ramp, "sigmoid")
@@ -173,7 +177,7 @@ class FedConClient(ClientUpdate):
         with torch.no_grad():
             targets, _ = self._embed_views(carry["target"], batch)
         similarity = _view_similarity(_predict(params[PREDICTOR], features, batch), targets, batch)
-        loss = labeled_cross_entropy(logits, batch.y, batch.x_real) - similarity / 2
+        loss = labeled_cross_entropy(logits, batch.y, batch.x_real, self.task.class_weights) - similarity / 2
         return loss, labeled_moments + moments
 
     def _embed_views(self, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:

@@ -23,7 +23,7 @@ our reading of its "Adam optimizer ... for eta_s, eta and eta_w"; `coarse_step` 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.fine_regulator import GradientPath, RegulatorInput, WeightedLoss, instance_weights
-from halfmoon.methods.objectives.base import cross_entropy_per_image
+from halfmoon.methods.objectives.base import cross_entropy_per_image, label_weights
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 from halfmoon.methods.objectives.thresholding import Rule
 from halfmoon.models.network import linear
@@ -89,6 +89,8 @@ class FedDure(ModelAveraging):
             IJCAI 2024, Eq. 14).
         keep_optimizer: whether the local model's optimizer state is retained between rounds.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     method_requirements = Requirements("sum", "", ("clients",))
     coarse: bool = True
@@ -388,7 +390,7 @@ class FedDureClient(ClientUpdate):
         def loss(logits: Tree) -> tuple[Tensor, tuple[Any, ...]]:
             """Compute Eq. 7, 8 and 9; Eq. 10 is the optimizer's step."""
             pseudo_loss = mean(trust * cross_entropy_per_image(logits["strong"], pseudo.label), batch.u_real)
-            return _labeled_mean_cross_entropy(logits["labeled"], batch) + pseudo_loss, ()
+            return self._labeled_cross_entropy(logits["labeled"], batch) + pseudo_loss, ()
 
         logit_gradient, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
         gradient = backward((logit_gradient["labeled"], logit_gradient["strong"]), False)
@@ -531,14 +533,16 @@ class FedDureClient(ClientUpdate):
             logits = self.task.network.train(params, batch.x, real=batch.x_real)[0]
         if self.options.judge_prior:
             logits = logits + carry["label_log_shares"]
-        return _labeled_mean_cross_entropy(logits, batch)
+        return self._labeled_cross_entropy(logits, batch)
 
-
-def _labeled_mean_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """Compute the mean cross-entropy of the labeled images of a minibatch."""
-    if batch.x_real is None:
-        return cross_entropy(logits, batch.y)
-    return mean(cross_entropy_per_image(logits, batch.y), batch.x_real)
+    def _labeled_cross_entropy(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Compute the mean cross-entropy of the labeled images of a minibatch, with class weights if there are any."""
+        if self.task.class_weights:
+            weights = label_weights(self.task.class_weights, batch.y, logits)
+            return mean(cross_entropy_per_image(logits, batch.y) * weights, batch.x_real)
+        if batch.x_real is None:
+            return cross_entropy(logits, batch.y)
+        return mean(cross_entropy_per_image(logits, batch.y), batch.x_real)
 
 
 ROWS = (

@@ -22,7 +22,7 @@ here has. Their labeled images have two views and smoothed labels, and their lab
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ class FedIRM(ModelAveraging):
         warmup: share of the rounds in which only labeled clients count.
         keep_optimizer: whether clients keep the optimizer's state between rounds.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     method_requirements = Requirements("sum", "", ("some", "clients"))
     unlabeled_weight: float = 15.0
@@ -161,7 +163,9 @@ class FedIRMClient(MeanTeacherClient):
         )
         distance_to_teacher = mean((p - teacher_logits.softmax(-1)).square().sum(-1), batch.u_real)
         weight = carry["gate"] * ramp_weight(self.task, options.unlabeled_weight, options.ramp, "sigmoid")
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * (distance_to_teacher + divergence)
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights) + weight * (
+            distance_to_teacher + divergence
+        )
         membership = one_hot(batch.y, classes, labeled)
         membership = membership if batch.x_real is None else membership * batch.x_real[:, None]
         labeled_relation = relations(labeled, membership, options.temperature).detach()

@@ -19,7 +19,7 @@ left out.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ class FedLoKe(ModelAveraging):
     Raises:
         UserError: for an `ema` outside 0 to 1 or a negative `ramp_rounds`.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     ema: float = 0.9
     delta: float | None = 0.1
@@ -149,7 +151,9 @@ class FedLoKeClient(ClientUpdate):
         def mutual_loss(teacher: Tensor, mask: Tensor, weight: Number) -> Callable[[Tensor, Tensor], Tensor]:
             def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
                 divergence = mean(mask * mutual.divergence(teacher, unlabeled), batch.u_real)
-                return labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * divergence
+                return (
+                    labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights) + weight * divergence
+                )
 
             return loss
 

@@ -42,7 +42,7 @@ SemiFL's tables have another version: `halfmoon.methods.semifl`, `fedmatch-semif
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -113,6 +113,8 @@ class FedMatch:
     Raises:
         UserError: for negative `helpers` or an `interval` below 1.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     helpers: int = 2
     interval: int = 10
@@ -474,7 +476,7 @@ def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch
 
     def loss(sigma: Tree) -> tuple[Tensor, Tree]:
         logits, moments = task.network.train(add_halves(sigma, psi), batch.x, real=batch.x_real)
-        return weight * labeled_cross_entropy(logits, batch.y, batch.x_real), moments
+        return weight * labeled_cross_entropy(logits, batch.y, batch.x_real, task.class_weights), moments
 
     gradient, value, moments = grad_and_value(loss, carry["sigma"])
     sigma, optimizer = task.optimizer.step(carry["sigma"], gradient, carry["optimizer"])

@@ -23,7 +23,7 @@ client with labels and without a confident row learns from its labels only.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -83,6 +83,8 @@ class FL2(ModelAveraging):
     Raises:
         UserError: for a negative `warmup`.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     adaptive: bool = True
     sharpness: bool = True
@@ -168,7 +170,7 @@ class FL2Client(RoundLabelingClient):
 
         def training_loss(logits: Tree) -> tuple[Tensor, tuple[Any, ...]]:
             mean = (cross_entropy_per_image(logits["strong"], label) * used).sum() / used.sum().clamp_min(1)
-            labeled_loss = labeled_cross_entropy(logits["labeled"], batch.y, batch.x_real)
+            labeled_loss = labeled_cross_entropy(logits["labeled"], batch.y, batch.x_real, self.task.class_weights)
             return labeled_loss + options.unlabeled_weight * mean, ()
 
         # Two losses are differentiated through the same forward pass: this one and ASAM's. So the network is run once,

@@ -14,7 +14,7 @@ the unlabeled half FedLoKe publishes neither weight nor view nor filter: they ar
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class FML(ModelAveraging):
         keep_optimizer: keep the private model's momentum between rounds, as in the released code.
         weights: weight of a client's upload.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     private_share: float = 0.5
     meme_share: float = 0.5
@@ -147,7 +149,7 @@ class FMLClient(ClientUpdate):
         used = mutual.low_entropy_mask(teacher.prediction, self.options.delta)
 
         def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
-            total = share * labeled_cross_entropy(labeled, batch.y, batch.x_real)
+            total = share * labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights)
             if len(labeled):
                 total = total + (1 - share) * mean_or_zero(mutual.divergence(teacher.labeled, labeled), batch.x_real)
             if self.requirements.views:

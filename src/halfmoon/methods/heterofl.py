@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,8 @@ class HeteroFL(ModelAveraging):
     Raises:
         UserError: for `rates` outside (0, 1] or without a 1.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     rates: str = "1"
     masked: bool = True
@@ -163,7 +165,7 @@ class HeteroFLClient(ClientUpdate):
         logits, _ = self.task.network.train(scale_convolutions(params, self.rate), batch.x, real=batch.x_real)
         if self.options.masked:
             logits = torch.where(present, logits, 0.0)
-        return labeled_cross_entropy(logits, batch.y, batch.x_real), ()
+        return labeled_cross_entropy(logits, batch.y, batch.x_real, self.task.class_weights), ()
 
 
 def update_name(rate: float) -> str:

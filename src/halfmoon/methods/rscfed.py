@@ -25,6 +25,7 @@ clients have the same learning rate (the authors: 0.03 with labels, 0.021 withou
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,8 @@ class RSCFed(ModelAveraging):
         decay: largest decay of the mean teacher.
         keep_optimizer: whether clients keep the optimizer's state between rounds.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     method_requirements = Requirements(
         reason="a client's weight depends on the distance of its model from its group's mean",
@@ -158,7 +161,10 @@ class RSCFedClient(MeanTeacherClient):
         teacher = predict_with_teacher(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real)
         target = sharpen(teacher.softmax(-1), self.options.temperature)
         distance = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.options.unlabeled_weight * distance
+        loss = (
+            labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights)
+            + self.options.unlabeled_weight * distance
+        )
         return loss, (moments, target)
 
 

@@ -24,7 +24,7 @@ among the unlabeled ones. Their view is `view`, which in the paper is the image 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average_uploads
 from halfmoon.methods.mutual import divergence
-from halfmoon.methods.objectives.base import cross_entropy_per_image, predict_all_rows
+from halfmoon.methods.objectives.base import cross_entropy_per_image, label_weights, predict_all_rows
 from halfmoon.methods.objectives.thresholding import NO_LABEL, recall_row_labels
 from halfmoon.models import forward
 
@@ -73,6 +73,8 @@ class SemiFed(ModelAveraging):
     Raises:
         UserError: for `interval` below 1, negative `peers`, or `agree` of 0 or less.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     threshold: float = 0.95
     threshold_last: float | None = None
@@ -226,6 +228,9 @@ class SemiFedClient(ClientUpdate):
         label_sum = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
         if batch.x_real is not None:
             label_sum = cross_entropy_per_image(labeled, batch.y) @ batch.x_real.to(label_sum.dtype)
+        if self.task.class_weights:
+            weights = padding.mask(label_weights(self.task.class_weights, batch.y, labeled), batch.x_real)
+            label_sum = (cross_entropy_per_image(labeled, batch.y) * weights).sum()
         # Rows without a label (-1) get class 0 for the lookup; their loss is then multiplied by 0.
         accepted_losses = cross_entropy(plain, stored.clamp_min(0), reduction="none") * is_accepted
         count = padding.count(batch.x, batch.x_real) + is_accepted.sum()

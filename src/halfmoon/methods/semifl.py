@@ -45,7 +45,7 @@ The rows "FedRGD" and "FedMatch" of the paper's tables are this method's loop wi
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -114,6 +114,8 @@ class SemiFL:
     Raises:
         UserError: for halves without fine-tuning, as client and server would upload different halves.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     threshold: float = 0.95
     mix_weight: float = 1.0
@@ -234,7 +236,7 @@ class SigmaTraining(ClientUpdate):
     def _loss(self, sigma: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[()]]:
         params = self.options.parameters({**broadcast, "sigma": sigma})
         logits, _ = self.task.network.train(params, batch.x, real=batch.x_real)
-        return labeled_cross_entropy(logits, batch.y, batch.x_real), ()
+        return labeled_cross_entropy(logits, batch.y, batch.x_real, self.task.class_weights), ()
 
 
 @dataclass(frozen=True)
@@ -368,7 +370,10 @@ class SemiFLClient(RoundLabelingClient):
             mix_loss = cross_entropy_per_image(others[1], labels[1])
             loss = loss + options.mix_weight * (share * fix_loss + (1 - share) * mix_loss)
         unlabeled = (loss * used).sum() / used.sum().clamp_min(1)
-        total = labeled_cross_entropy(logits, batch.y, batch.x_real) + options.unlabeled_weight * unlabeled
+        total = (
+            labeled_cross_entropy(logits, batch.y, batch.x_real, self.task.class_weights)
+            + options.unlabeled_weight * unlabeled
+        )
         return total, (pseudo._replace(weight=used), state)
 
     @staticmethod

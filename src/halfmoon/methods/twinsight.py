@@ -20,6 +20,7 @@ not part of the solution. Both views are weak.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,8 @@ class TwinSight(ModelAveraging):
         projected: units of the projector's second layer.
         keep_optimizer: whether clients keep the optimizer's state between rounds.
     """
+
+    uses_class_weights: ClassVar[bool] = True
 
     method_requirements = Requirements("sum", "", ("some", "clients"))
     contrast_weight: float = 0.5
@@ -137,7 +140,7 @@ class TwinSightClient(ClientUpdate):
             "gram": gram_distance(second_features, features, real),
         }
         # Rows of `logits`: first the labeled images, then the unlabeled ones.
-        loss = labeled_cross_entropy(logits[: len(batch.x)], batch.y, batch.x_real)
+        loss = labeled_cross_entropy(logits[: len(batch.x)], batch.y, batch.x_real, self.task.class_weights)
         loss = loss + options.contrast_weight * terms["contrast"] + options.gram_weight * terms["gram"]
         return loss, ([moments, *passes], logits[len(batch.x) :].softmax(-1), terms)
 

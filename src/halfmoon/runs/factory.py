@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -196,6 +197,11 @@ def build_method(config: Config) -> Method:
     conflict = None if config.aggregation == "mean" else entry.robust_rule_conflict(config.aggregation, norm)
     if conflict:
         raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {conflict}.")
+    if config.class_weights != "none" and not _uses_class_weights(registry.core(instance)):
+        raise UserError(
+            f"class_weights has no effect on method {config.method}, whose loss of labeled images is no weighted "
+            "cross-entropy: leave it out."
+        )
     for option in ("secure_aggregation", "dp_clip"):
         if getattr(config, option) and individual_reason:
             raise UserError(
@@ -203,6 +209,26 @@ def build_method(config: Config) -> Method:
                 "than a sum."
             )
     return instance if config.dp_clip is None else clipping.ClippedMethod(instance, config.dp_clip)
+
+
+def _uses_class_weights(method: Any) -> bool:
+    """Check whether a method, its objective, or the method that it extends weights its supervised loss by class."""
+    if getattr(method, "uses_class_weights", False):
+        return True
+    inner = [getattr(method, name, None) for name in ("objective", "method")]
+    return any(_uses_class_weights(part) for part in inner if part is not None)
+
+
+def balanced_weights(labels: np.ndarray, classes: int) -> tuple[float, ...]:
+    """Compute the weights n / (classes * count) of classes, by which all classes count the same in a loss.
+
+    Args:
+        labels: the n labels, int64 (n,).
+        classes: the number of classes. A class without labels has the weight 1.
+    """
+    counts = np.bincount(labels, minlength=classes)
+    weights = np.divide(len(labels), classes * counts, out=np.ones(classes), where=counts > 0)
+    return tuple(float(weight) for weight in weights)
 
 
 def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from halfmoon.aggregation.attacks import Hostile, hostile
 from halfmoon.config.schema import (
     Config,
@@ -23,6 +25,7 @@ from halfmoon.core.plugins import folder_name
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.data.partition.client_tests import deal_test_images
+from halfmoon.data.partition.split import SERVER
 from halfmoon.engine import evaluation
 from halfmoon.engine.evaluation import ParallelMap
 from halfmoon.engine.local_clients import FederatedDataset, Training
@@ -476,6 +479,13 @@ def _build_experiment(
         label_flippers=frozenset(hostile_clients if config.attack == "label-flip" else ()),
         classes=len(shared.source.classes),
     )
+    if config.class_weights == "balanced":
+        # A pooled data set has all labels, also those of the server, at its only client.
+        holders = [*range(dataset.clients)] if dataset.pooled else [SERVER, *range(dataset.clients)]
+        rows = np.concatenate([dataset.rows(client, labeled=True) for client in holders])
+        labels = shared.train.labels.cpu().numpy()[rows]
+        weights = factory.balanced_weights(labels, len(shared.source.classes))
+        task = replace(task, class_weights=weights)
     training = Training(
         batching=shared.batching,
         budget=budget(config, task),

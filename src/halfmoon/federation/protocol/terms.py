@@ -37,7 +37,7 @@ MAX_SIDE_PIXELS = 4096
 LOCAL_OPTIONS = {
     "baselines", "data", "data_share", "validation_share", "validation_part", "image_size", "resize", "channels",
     "shrink", "pixel_mean", "pixel_std", "split", "client_dropout", "confidence_threshold", "evaluate_every",
-    "client_models", "server_ema", "patience", *PARTITION_OPTIONS, *EXECUTION_OPTIONS, *ATTACK_OPTIONS,
+    "client_models", "server_ema", "patience", "class_weights", *PARTITION_OPTIONS, *EXECUTION_OPTIONS, *ATTACK_OPTIONS,
 } - {"labels_at"}  # fmt: skip
 """Options that are no part of the terms: the images of a simulation, and where and how something is computed."""
 

@@ -131,6 +131,12 @@ def load_plan(path: Path) -> FederationPlan:
             "attack and attackers out."
         )
 
+    if file_config.class_weights != "none":
+        raise UserError(
+            f"class_weights is {file_config.class_weights!r} in {path.name}, but needs the number of labels of each class "
+            "over all sites, which sites do not send: leave it out."
+        )
+
     values = _term_values(path, raw, file_config)
     terms = _make_terms(path, table, values)
     if rules.images is not None and len(rules.images) != count:

@@ -58,6 +58,9 @@ class Objective:
         heads: names of the parameter groups that `start` adds to "params". They are not part of the evaluated model.
     """
 
+    uses_class_weights: ClassVar[bool] = False
+    """Whether the loss of labeled images is weighted by `task.class_weights`; otherwise the option is refused."""
+
     decay: float | None = field(default=None, kw_only=True)
     method_requirements: ClassVar[Requirements] = SUM
     heads: ClassVar[tuple[str, ...]] = ()
@@ -182,18 +185,35 @@ class FedAvgRow(NamedTuple):
     pooled: bool = False
 
 
-def labeled_cross_entropy(logits: Tensor, y: Tensor, real: Tensor | None = None) -> Tensor:
+def labeled_cross_entropy(
+    logits: Tensor, y: Tensor, real: Tensor | None = None, class_weights: tuple[float, ...] = ()
+) -> Tensor:
     """Compute the mean cross-entropy of labeled images; 0 if there is no image.
+
+    With class weights each image's loss is multiplied by the weight of its class (`Task.class_weights`).
 
     Args:
         logits: (B, classes).
         y: labels, (B,) int64.
         real: (B,) bool, False for padding rows; None if no row is padding.
+        class_weights: the weight of each class; (): 1 for all.
     """
+    if class_weights:
+        losses = cross_entropy_per_image(logits, y) * label_weights(class_weights, y, logits)
+        if real is not None:
+            return padding.row_weights(real, logits) @ losses
+        return losses.mean() if len(y) else logits.sum() * 0.0
     if real is not None:
         return padding.row_weights(real, logits) @ cross_entropy_per_image(logits, y)
     # The product with 0 keeps the loss of no images a function of the parameters, so that it has a gradient.
     return cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
+
+
+def label_weights(class_weights: tuple[float, ...], y: Tensor, like: Tensor) -> Tensor:
+    """Look up the class weight of each label, (B,), with the dtype and device of `like`; 1 without class weights."""
+    if not class_weights:
+        return torch.ones_like(y, dtype=like.dtype)
+    return torch.tensor(class_weights, dtype=like.dtype, device=like.device)[y]
 
 
 def cross_entropy_per_image(logits: Tensor, label: Tensor) -> Tensor:
@@ -511,14 +531,20 @@ def one_hot(y: Tensor, classes: int, like: Tensor) -> Tensor:
     return (y[:, None] == torch.arange(classes, device=y.device)).to(like.dtype)
 
 
-def soft_cross_entropy(logits: Tensor, target: Tensor, real: Tensor | None = None) -> Tensor:
+def soft_cross_entropy(
+    logits: Tensor, target: Tensor, real: Tensor | None = None, class_weights: tuple[float, ...] = ()
+) -> Tensor:
     """Compute the mean cross-entropy for soft labels; 0 if there is no row.
 
     Args:
         logits: (n, classes).
         target: distributions (n, classes).
         real: (n,) bool, False for padding rows; None if no row is padding.
+        class_weights: the weight of each class, by which its term of the cross-entropy is multiplied; (): 1 for all.
     """
+    if class_weights:
+        # The weighted target no longer sums to 1, which cross-entropy allows: it is linear in the target.
+        target = target * torch.tensor(class_weights, dtype=target.dtype, device=target.device)
     if real is not None:
         return padding.row_weights(real, logits) @ F.cross_entropy(logits, target, reduction="none")
     return F.cross_entropy(logits, target) if len(target) else logits.sum() * 0.0

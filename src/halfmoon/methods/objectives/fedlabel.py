@@ -1,6 +1,7 @@
 """FedLabel (Cho et al., ICCV 2023): pseudo-labels from the local or the global model, if it is more confident."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ class FedLabel(ReceivedModelObjective):
     Assumptions: the received model is the target of the divergence; the strong view; the threshold and the weights.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     threshold: float = 0.95
     unlabeled_weight: float = 1.0
     consistency_weight: float = 1.0
@@ -54,7 +57,7 @@ class FedLabel(ReceivedModelObjective):
         ratio = torch.where(local_label == global_label, lower_confidence / confidence, 0.0)
         terms = F.cross_entropy(strong, label, reduction="none") + self.consistency_weight * ratio * divergence
 
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real)
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
         loss = loss + self.unlabeled_weight * mean(used * terms, batch.u_real)
         return loss, StepResult(moments, (PseudoLabels(label, confidence, used),))
 

@@ -1,7 +1,7 @@
 """FixMatch (Sohn et al. 2020): a confident prediction on the weak view is the label of the strong view."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -35,6 +35,8 @@ class FixMatch(PseudoLabeling, Objective):
     "used", as in FedDB's and SemiFL's released code.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     threshold: float = 0.95
     unlabeled_weight: float = 1.0
     mean: Literal["all", "used"] = "all"
@@ -50,7 +52,7 @@ class FixMatch(PseudoLabeling, Objective):
         # A mean over all images shrinks the loss while few predictions are confident; one over used images does not.
         consistency = mean(loss, batch.u_real) if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
         weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        total = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * consistency
+        total = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights) + weight * consistency
         return total, StepResult(moments, (pseudo,), aux)
 
 

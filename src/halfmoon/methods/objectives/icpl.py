@@ -41,6 +41,8 @@ class ICPL(ReceivedModelObjective):
     not part of the solution.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     heads: ClassVar[tuple[str, ...]] = ("feature_head", "proxy_head")
     threshold: float = 0.95
     unlabeled_weight: float = 1.0
@@ -100,7 +102,7 @@ class ICPL(ReceivedModelObjective):
         label_counts = (labels if batch.x_real is None else labels * batch.x_real[:, None]).sum(0)
         counts = label_counts + (one_hot(pseudo.label, global_p.shape[-1], global_p) * used[:, None]).sum(0)
         loss = (
-            labeled_cross_entropy(labeled_logits, batch.y, batch.x_real)
+            labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
             + self.unlabeled_weight * pseudo_loss
             + self.proxy_weight * contrast
         )

@@ -1,6 +1,7 @@
 """Mean Teacher (Tarvainen and Valpola 2017): the prediction of an average of past models is the target."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class MeanTeacher(Consistency):
         UserError: `decay` is None.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     unlabeled_weight: float = 50.0
     decay: float | None = field(default=0.999, kw_only=True)
 
@@ -51,7 +54,9 @@ class MeanTeacher(Consistency):
         teacher = predict_with_teacher(task, aux["teacher"], teacher_stats, batch.u["weak2"], batch.u_real)
         target = teacher.softmax(-1)
         distance = mean((student.softmax(-1) - target).square(), batch.u_real)
-        loss = self.total_loss(task, labeled_cross_entropy(labeled, batch.y, batch.x_real), distance)
+        loss = self.total_loss(
+            task, labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights), distance
+        )
         return loss, StepResult(moments, (as_pseudo_labels(target),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

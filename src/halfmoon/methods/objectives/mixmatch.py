@@ -1,6 +1,7 @@
 """MixMatch (Berthelot et al. 2019): sharpened pseudo-labels, and training on mixtures of all images and labels."""
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class MixMatch(Consistency):
     short run has, and a weight of 75 from the second round on made training on the digits collapse.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     unlabeled_weight: float = 75.0
     temperature: float = 0.5
     concentration: float = 0.75
@@ -64,7 +67,9 @@ class MixMatch(Consistency):
         targets = mix_rows(torch.cat([y, q, q]), mix, order)
         # Squared error in place of cross-entropy: it is bounded, and so less sensitive to wrong pseudo-labels.
         distance = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), concat(real[1:]))
-        loss = self.total_loss(task, soft_cross_entropy(x, targets[: len(y)], batch.x_real), distance)
+        loss = self.total_loss(
+            task, soft_cross_entropy(x, targets[: len(y)], batch.x_real, task.class_weights), distance
+        )
         return loss, StepResult(moments, (as_pseudo_labels(prediction),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

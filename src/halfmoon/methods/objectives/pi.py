@@ -1,6 +1,7 @@
 """The Pi-model (Laine and Aila 2017): two weak views of one image should get the same prediction."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,6 +28,8 @@ class PiModel(Consistency):
     300 epochs, "sigmoid". Their term covers the labeled images too; here, as in the re-runs, only the unlabeled ones.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     unlabeled_weight: float = 10.0
 
     def __call__(
@@ -37,7 +40,9 @@ class PiModel(Consistency):
         (labeled, one, two), _, moments = forward(task.network, params, joint, groups, real=batch.masks(2))
         # Both predictions have gradients: each is drawn to the other.
         distance = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
-        loss = self.total_loss(task, labeled_cross_entropy(labeled, batch.y, batch.x_real), distance)
+        loss = self.total_loss(
+            task, labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights), distance
+        )
         return loss, StepResult(moments, (as_pseudo_labels((one.softmax(-1) + two.softmax(-1)) / 2),))
 
 

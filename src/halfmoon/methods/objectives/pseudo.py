@@ -1,6 +1,7 @@
 """Pseudo-Label (Lee 2013): the class that the network predicts is the label of the same view."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,6 +32,8 @@ class PseudoLabel(PseudoLabeling, Objective):
     authors, which the federated papers quote.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     threshold: float = 0.95
     unlabeled_weight: float = 1.0
     ramp: float = 0.4
@@ -59,7 +62,7 @@ class PseudoLabel(PseudoLabeling, Objective):
         pseudo, aux = self.pseudo_label(self.debias_predictions(prediction, batch, cached), batch, aux)
         pseudo_loss = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
         weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * pseudo_loss
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights) + weight * pseudo_loss
         return loss, StepResult(moments, (pseudo,), aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:

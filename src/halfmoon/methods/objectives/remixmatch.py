@@ -55,6 +55,8 @@ class ReMixMatch(Objective):
         UserError: `anchors` is below 1, or images to turn are not square.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     heads: ClassVar[tuple[str, ...]] = ("rotation",)
     unlabeled_weight: float = 1.5
     anchor_weight: float = 0.5
@@ -117,7 +119,7 @@ class ReMixMatch(Objective):
         targets = mix_rows(torch.cat([y, *[q] * len(u)]), mix, order)
         ramp = ramp_weight(task, 1.0, self.ramp, self.ramp_shape)
         u_real = concat(batch.masks(len(u))[1:])
-        loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real)
+        loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real, task.class_weights)
         loss = loss + ramp * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :], u_real)
         loss = loss + ramp * self.anchor_weight * soft_cross_entropy(anchor, q, batch.u_real)
         if turned is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import log
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,8 @@ class SAGE(ReceivedModelObjective):
     which makes no difference for its equal clients. They use KL, here it is cross-entropy: the gradient is the same.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     threshold: float = 0.95
     unlabeled_weight: float = 1.0
     half_gap: float = 0.05
@@ -59,7 +62,10 @@ class SAGE(ReceivedModelObjective):
         # A confident local model is enough, even if the target is then mostly the global model's class.
         used = ((local_confidence >= self.threshold) | (global_confidence >= self.threshold)).to(strong.dtype)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
+        loss = (
+            labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
+            + self.unlabeled_weight * consistency
+        )
         confidence = torch.maximum(local_confidence, global_confidence)
         return loss, StepResult(moments, (PseudoLabels(target.argmax(-1), confidence, used),))
 

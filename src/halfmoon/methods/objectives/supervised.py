@@ -1,6 +1,7 @@
 """Cross-entropy on labeled images: the lower and, with all labels, the upper bound of every comparison."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from halfmoon.methods.objectives.base import EMPTY, FedAvgRow, Objective, StepRe
 class Supervised(Objective):
     """CE(y, f(x))."""
 
+    uses_class_weights: ClassVar[bool] = True
+
     @property
     def requirements(self) -> UpdateRequirements:
         return UpdateRequirements(masks_padding=True)
@@ -21,7 +24,7 @@ class Supervised(Objective):
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
         logits, moments = task.network.train(params, batch.x, real=batch.x_real)
-        return labeled_cross_entropy(logits, batch.y, batch.x_real), StepResult([moments], ())
+        return labeled_cross_entropy(logits, batch.y, batch.x_real, task.class_weights), StepResult([moments], ())
 
 
 ROWS = (

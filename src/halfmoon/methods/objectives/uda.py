@@ -1,6 +1,7 @@
 """UDA (Xie et al. 2020): the sharpened prediction on the weak view is the soft label of the strong view."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +24,8 @@ class UDA(PseudoLabeling, Objective):
     papers compare with.
     """
 
+    uses_class_weights: ClassVar[bool] = True
+
     threshold: float = 0.8
     temperature: float = 0.4
     unlabeled_weight: float = 1.0
@@ -35,7 +38,10 @@ class UDA(PseudoLabeling, Objective):
         # The threshold applies to the prediction before it is sharpened.
         target = (weak / self.temperature).softmax(-1)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * pseudo.weight, batch.u_real)
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
+        loss = (
+            labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
+            + self.unlabeled_weight * consistency
+        )
         return loss, StepResult(moments, (pseudo,), aux)
 
 
