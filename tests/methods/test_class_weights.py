@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scenes import begin, dataset, furthest, play, same, simulate, task
+from scenes import begin, dataset, furthest, play, simulate, task
 
 from halfmoon.config.schema import Config
 from halfmoon.core import rng
@@ -27,8 +27,7 @@ def refused(name: str) -> bool:
     try:
         factory.build_method(replace(CONFIG, method=name))
     except UserError as error:
-        assert "class_weights has no effect" in str(error)
-        return True
+        return "class_weights has no effect" in str(error)
     return False
 
 
