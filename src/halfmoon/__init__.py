@@ -5,6 +5,7 @@ The names below are the public face; they are imported when they are first used.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from halfmoon.data import Images, Scenario, Source, Split
     from halfmoon.engine.driver import Diverged
     from halfmoon.notebook.calls import compare, load_data, load_run, problem, resume, run, save_data, sweep
+    from halfmoon.notebook.estimator import FederatedClassifier
     from halfmoon.notebook.results import Results, SweepResults
     from halfmoon.notebook.trained import Model, load_model
     from halfmoon.runs.callbacks import Callback, Callbacks, NullCallback, RunInfo
@@ -27,6 +29,7 @@ _MODULES = {
     "data": ("Images", "Scenario", "Source", "Split"),
     "engine.driver": ("Diverged",),
     "notebook.calls": ("compare", "load_data", "load_run", "problem", "resume", "run", "save_data", "sweep"),
+    "notebook.estimator": ("FederatedClassifier",),
     "notebook.results": ("Results", "SweepResults"),
     "notebook.trained": ("Model", "load_model"),
     "runs.callbacks": ("Callback", "Callbacks", "NullCallback", "RunInfo"),
@@ -43,6 +46,7 @@ __all__ = [
     "ClientUpdate",
     "Config",
     "Diverged",
+    "FederatedClassifier",
     "Federation",
     "Images",
     "Method",
@@ -69,6 +73,9 @@ __all__ = [
     "sweep",
     "tracker",
 ]
+if find_spec("sklearn") is None:
+    # `from halfmoon import *` must not fail for want of an optional package.
+    __all__.remove("FederatedClassifier")
 
 
 def __getattr__(name: str) -> Any:

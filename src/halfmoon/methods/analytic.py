@@ -1,6 +1,7 @@
 """Heads on frozen features, solved from sums over all images: the partition into clients does not change them.
 
 From an image's non-negative features f (F,), q = sqrt(f) and h = (q - m) / |q - m| with m the mean q of all images.
+A standardized vector f of `halfmoon.models.vectors` has any sign and a length that matters: q = f and h = q - m.
 
 RidgeHead (AFL, CVPR 2025; Fed3R, ICML 2024): ridge regression of one-hot labels on h, from sums over labeled images.
 MixtureHead: ten rounds of EM follow. Clients send sums over their unlabeled images, weighted by soft labels; the server
@@ -31,6 +32,7 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import split_into_chunks
+from halfmoon.models.vectors import LinearClassifier
 
 SHARPNESS = (4.0, 6.0)
 """Spread of the mixture head's logits in its first and last round."""
@@ -111,13 +113,15 @@ class SumsUpdate(ClientUpdate):
         for chunk in split_into_chunks(images):
             features.append(network.represent(broadcast["params"], {}, self.task.normalize(chunk))[1])
         # float64 from here on: sums of squares over all images are solved as a linear system.
-        q = torch.cat(features).to(center.dtype).clamp_min(0).sqrt()
+        q = torch.cat(features).to(center.dtype)
+        if not isinstance(network, LinearClassifier):
+            q = q.clamp_min(0).sqrt()
         return q if self.basis is None else q @ self.basis
 
     def unit(self, broadcast: Tree, images: Tensor) -> Tensor:
         """Compute h (n, F), float64."""
         q = self.roots(broadcast, images) - broadcast["head"]["center"]
-        return F.normalize(q, dim=1)
+        return q if isinstance(self.task.network, LinearClassifier) else F.normalize(q, dim=1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""A linear classifier of vectors, such as embeddings of text or sound, or rows of a table.
+
+The engine stores vectors like the cached features of images, as (N, 1, 1, F), but in float64.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import jvp
+
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+from halfmoon.models.network import Network, Normalize
+
+
+@dataclass(frozen=True)
+class Standardize(Normalize):
+    """Map vectors (n, 1, 1, F) to (x - center) * scale (n, F), in place of the normalization of pixels.
+
+    Attributes:
+        center: the mean of all vectors, (F,).
+        scale: the factor of each coordinate, (F,).
+    """
+
+    center: Tensor = field(kw_only=True, compare=False, repr=False)
+    scale: Tensor = field(kw_only=True, compare=False, repr=False)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return (images[:, 0, 0] - self.center) * self.scale
+
+
+@dataclass(frozen=True)
+class LinearClassifier(Network):
+    """Map standardized vectors (B, F) linearly to logits (B, classes), in float64. It starts at 0.
+
+    Attributes:
+        features: F, the length of a vector.
+        centered: whether the layer subtracts a center, as the heads of `halfmoon.methods.analytic` need.
+    """
+
+    features: int = field(kw_only=True)
+    centered: bool = field(kw_only=True)
+
+    def init(self, generator: torch.Generator) -> Tree:
+        head = {
+            "weight": torch.zeros(self.classes, self.features, dtype=torch.float64),
+            "bias": torch.zeros(self.classes, dtype=torch.float64),
+        }
+        if self.centered:
+            head["center"] = torch.zeros(self.features, dtype=torch.float64)
+        return {"params": {"head": head}, "stats": {}}
+
+    def zero_moments(self, params: Tree) -> Tree:
+        return {}
+
+    def count_products(self, shape: tuple[int, int, int]) -> int | None:
+        return self.features * self.classes
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        return None
+
+    def train(
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tree]:
+        return self.predict(params, {}, x), {}
+
+    def embed(
+        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tree]:
+        return *self.represent(params, {}, x), {}
+
+    def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        return self.predict(params, {}, x), []
+
+    def tangent(
+        self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
+    ) -> Tensor:
+        return jvp(lambda p: self.predict(p, {}, x), (params,), (direction,))[1]
+
+    def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        head = tree.flatten(params)
+        h = x - head["head/center"] if self.centered else x
+        return F.linear(h, head["head/weight"], head["head/bias"]), x
