@@ -12,7 +12,7 @@ import halfmoon
 from halfmoon import Config, UserError, load_model
 from halfmoon.core import tree
 from halfmoon.models.finetuned import FineTunedNetwork
-from halfmoon.runs import factory, features
+from halfmoon.runs import factory, features, runner
 from halfmoon.runs.callbacks import NullCallback, feature_progress
 
 SMALL = Config(method="fedavg", rounds=1, data_share=0.2, clients=3, cohort=2, steps=2, budget="none", threads=1)
@@ -149,3 +149,47 @@ def test_clients_one_by_one_and_as_one_program_learn_the_same_on_features(weight
     loop, vmap = (load_file(tmp_path / name / "model.safetensors") for name in ("loop", "vmap"))
     for name, leaf in loop.items():
         torch.testing.assert_close(vmap[name], leaf)
+
+
+def test_a_kill_while_features_are_computed_is_resumed(weights: str, tmp_path: Path, monkeypatch) -> None:
+    """A run and a comparison go on with the folder alone. An error leaves nothing behind."""
+    straight = halfmoon.run(frozen(weights, features=True, run_dir=tmp_path / "straight"))
+    names = ["fedavg", "fedavg-fixmatch"]
+    compared = halfmoon.compare(names, frozen(weights, features=True, run_dir=tmp_path / "compared"))
+    counts: list[int] = []
+    ended: type[BaseException] = KeyboardInterrupt
+
+    def stop(watch: object) -> object:
+        def report(number: int, count: int) -> None:
+            counts.append(number)
+            if len(counts) > 1:
+                raise ended
+
+        return report
+
+    for name, start in (
+        ("run", lambda config: halfmoon.run(config)),
+        ("comparison", lambda config: halfmoon.compare(names, config)),
+    ):
+        folder = tmp_path / name
+        for ended in (ValueError, KeyboardInterrupt):
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"empty-{name}"))
+            counts.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, "feature_progress", stop)
+                with pytest.raises(ended):
+                    start(frozen(weights, features=True, run_dir=folder))
+            assert folder.exists() == (ended is KeyboardInterrupt)
+        assert [path.name for path in folder.iterdir()] == ["pending.json"]
+        resumed = halfmoon.resume(folder)
+        assert not (folder / "pending.json").exists()
+        expected = straight if name == "run" else compared
+        accuracies = [[row["accuracy"] for row in each.summaries] for each in (resumed, expected)]
+        assert accuracies[0] == accuracies[1]
+    (folder / "comparison.json").unlink()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "pending.json").write_text(
+        '{"config": "rounds = 1", "sha256": "0", "methods": [], "seeds": []}'
+    )
+    with pytest.raises(UserError, match=r"pending.json is damaged"):
+        halfmoon.resume(tmp_path / "damaged")

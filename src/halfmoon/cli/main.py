@@ -476,5 +476,5 @@ def _resume_advice(folder: Path) -> str:
     """Return the command that continues an interrupted run; "" if nothing was saved."""
     from halfmoon.storage.folder_writer import resume_command
 
-    saved = any((folder / name).exists() for name in ("run.json", "comparison.json"))
+    saved = any((folder / name).exists() for name in ("run.json", "comparison.json", "pending.json"))
     return f"go on with: {resume_command(folder)}" if saved else ""

@@ -1,6 +1,7 @@
 """Start, compare and resume runs on disk, and write their figures and tables."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,7 +45,7 @@ from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, pars
 from halfmoon.runs.parallel import run_in_processes
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG, resume_command
-from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
+from halfmoon.storage.run_folder import BASELINES, PENDING, SUMMARY, RunFolder
 from halfmoon.storage.state_store import TreeStore
 
 
@@ -65,7 +66,8 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     root = config.run_dir or next_free_folder(config, config.method)
     _refuse_existing(root, identity(config, config.method))
     jobs = _create_jobs(config)
-    shared = _load_shared(jobs, None, watch, shared=shared)
+    with _pending(root, config) as begin:
+        shared = _load_shared(jobs, None, watch, shared=shared, begin=begin)
     return _run_all(root, _choose_executors(jobs, shared), shared, watch)
 
 
@@ -112,7 +114,8 @@ def compare(
     exists = (root / COMPARISON).exists()
     if not exists:
         _refuse_existing(root, "")
-    shared = _load_shared(jobs, None, NULL_CALLBACK if exists else watch)
+    with _pending(root, config, methods, seeds) as begin:
+        shared = _load_shared(jobs, None, NULL_CALLBACK if exists else watch, begin=begin)
     if config.reference is None:
         jobs = create_jobs(find_costliest_method([job.config for job in jobs], shared))
     jobs = _choose_executors(jobs, shared)
@@ -152,6 +155,9 @@ def resume(
     if method is not None:
         outside.register(method)
     plan = atomic_io.read(root / COMPARISON)
+    pending = None if plan is not None or RunFolder.exists(root) else atomic_io.read_json(root / PENDING)
+    if pending is not None:
+        return _start_again(root, pending, watch)
     if plan is not None:
         jobs = parse_jobs(plan, root)
         for job, stored_job in zip(jobs, atomic_io.parse_json(plan)["jobs"], strict=True):
@@ -170,6 +176,54 @@ def resume(
         return _run_all(root, jobs, None, watch)
     split = _load_stored_split(root / jobs[0].folder)
     return _run_all(root, jobs, _load_shared(jobs, split, watch, shared=shared), watch)
+
+
+@contextmanager
+def _pending(
+    root: Path, config: Config, methods: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> Iterator[Callable[[], None]]:
+    """Yield a function that records what is about to run, so that it can be resumed before it has a run folder.
+
+    It is called when features begin to be computed, which may take hours. The record is removed if an error ends the
+    computation, since nothing remains of the run then; it stays after a kill or Ctrl-C.
+
+    Args:
+        root: the folder of the run or comparison.
+        config: its configuration.
+        methods: the methods of a comparison; () for a run.
+        seeds: its seeds.
+    """
+    existed = root.exists()
+
+    def begin() -> None:
+        text = to_toml(replace(config, run_dir=None))
+        record = {"config": text, "sha256": atomic_io.sha256(text.encode()), "methods": [*methods], "seeds": [*seeds]}
+        root.mkdir(parents=True, exist_ok=True)
+        if not (root / COMPARISON).exists():
+            atomic_io.write_atomically(root / PENDING, json.dumps(record).encode())
+
+    try:
+        yield begin
+    except Exception:
+        (root / PENDING).unlink(missing_ok=True)
+        if not existed and root.exists() and not any(root.iterdir()):
+            root.rmdir()
+        raise
+
+
+def _start_again(root: Path, record: Any, watch: Callback) -> RunResult:
+    """Start what a process was killed in before it made its run folder; raise `UserError` if its record is damaged."""
+    try:
+        text = str(record["config"])
+        methods = [str(method) for method in record["methods"]]
+        seeds = [int(seed) for seed in record["seeds"]]
+        intact = atomic_io.sha256(text.encode()) == record["sha256"]
+    except (ValueError, LookupError, TypeError):
+        text, methods, seeds, intact = "", [], [], False
+    if not intact:
+        raise UserError(f"{root / PENDING} is damaged; remove it and start the run again.")
+    config = replace(parse_config(text, root), run_dir=root)
+    return compare(config, methods, seeds, watch) if methods else start(config, watch)
 
 
 def _load_stored_split(path: Path) -> Split | None:
@@ -280,15 +334,37 @@ def _single_method_config(config: Config, name: str, reference: str, **changes: 
     return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
 
 
-def _load_shared(jobs: Sequence[Job], split: Split | None, watch: Callback, shared: Problem | None = None) -> Problem:
+def _load_shared(
+    jobs: Sequence[Job],
+    split: Split | None,
+    watch: Callback,
+    shared: Problem | None = None,
+    begin: Callable[[], None] = lambda: None,
+) -> Problem:
     """Load what all jobs share, unless it is given, and check that each job can run on it.
+
+    Args:
+        jobs: the jobs.
+        split: their split; None to make it.
+        watch: receives messages.
+        shared: their data, if they are loaded already.
+        begin: called when features begin to be computed.
 
     Raises:
         UserError: a job cannot run; nothing has been written.
     """
     if shared is None:
         methods = [job.config.method for job in jobs]
-        shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=feature_progress(watch))
+        report = feature_progress(watch)
+        started: list[bool] = []
+
+        def report_first(number: int, count: int) -> None:
+            if not started:
+                started.append(True)
+                begin()
+            report(number, count)
+
+        shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_first)
     checks.check(jobs, shared, watch)
     text = training_summary(shared.task.network)
     if text is not None:
@@ -358,6 +434,7 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
     config = job.config
     entry = registry.entry(config.method)
     with _open_folder(path, config) as folder:
+        (root / PENDING).unlink(missing_ok=True)
         summary = folder.summary()
         if summary is not None:
             # Checkpoints remain if the process was killed right after it wrote the summary.

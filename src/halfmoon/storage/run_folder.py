@@ -24,6 +24,9 @@ SUMMARY = "summary.json"
 BASELINES = "baselines"
 PLAN = "plan.json"
 DECISION = "decision.json"
+PENDING = "pending.json"
+"""File of a run or comparison whose features are being computed: what `halfmoon resume` starts again."""
+
 # Possible files in a folder whose creation was killed before its config.toml was written.
 _CREATION_FILES = {
     BASELINES,
@@ -33,6 +36,7 @@ _CREATION_FILES = {
     f".{RUN}{atomic_io.PARTIAL}",
     f".{CONFIG}{atomic_io.PARTIAL}",
 }
+_CREATION_FILES |= {PENDING, f".{PENDING}{atomic_io.PARTIAL}"}
 _CREATION_FILES |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}", f".comparison.json{atomic_io.PARTIAL}"}
 
 
