@@ -36,6 +36,7 @@ from halfmoon.sites.keys.make import (
     renew_certificates,
     replace_site_key,
 )
+from halfmoon.storage.private_folders import check_parents
 
 LONG_AGO = datetime(2020, 3, 1, 12, tzinfo=UTC)
 needs = {
@@ -511,6 +512,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "ca.key open": (_open_to_others("ca/ca.key"), r"ca\.key is open to other users"),
     "a site's key open": (_open_to_others("sites/north/north.key"), r"north\.key is open to other users"),
     "the folder open": (_open_to_others("", 0o770), "fed can be changed by other users of this machine"),
+    "a parent open": (_open_to_others("..", 0o777), r"can be changed by other users .* who could replace \S+fed"),
     "the record open": (_open_to_others("access.json", 0o664), r"access\.json can be changed by other users"),
     "a site's folder open": (_open_to_others("sites/north", 0o707), r"north can be changed by other users"),
     "a public key open": (_open_to_others("sites/north/north.pub", 0o666), r"chmod go-w \S+north\.pub"),
@@ -535,6 +537,19 @@ def test_a_damaged_folder_is_refused_with_what_to_do(folder: Path, damage: str) 
     harm(folder)
     with pytest.raises(UserError, match=words):
         Access.open(folder)
+
+
+def test_a_folder_that_others_could_replace_gets_no_keys(folder: Path, tmp_path: Path) -> None:
+    """Its own permissions do not protect it; the sticky bit of its parent does, as in /tmp."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for mode, refused in ((0o777, True), (0o1777, False), (0o755, False)):
+        shared.chmod(mode)
+        if refused:
+            with pytest.raises(UserError, match="who could replace"):
+                check_parents(shared / "deep" / "fed")
+        else:
+            check_parents(shared / "deep" / "fed")
 
 
 @pytest.mark.parametrize("damage", ["another certificate", "another server key", "no certificate", "garbage"])

@@ -22,6 +22,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.sites.keys import paths
 from halfmoon.sites.keys.paths import LOCK_FILE, RECORD_FILE
 from halfmoon.storage import atomic_io, locks
+from halfmoon.storage.private_folders import check_parents
 
 LOCK_TIMEOUT_SECONDS = 10.0
 """Time to wait for the folder's lock; a process holds it for less than a second."""
@@ -57,6 +58,7 @@ def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _delete_incomplete_folders(folder)
+        check_parents(folder)
         incomplete = Path(mkdtemp(prefix=f".{folder.name}{_INCOMPLETE_FOLDER}", dir=folder.parent))
         try:
             with locks.hold(incomplete / LOCK_FILE) as lock:
@@ -390,6 +392,7 @@ def _check_folder(folder: Path, record: AccessRecord) -> None:
     """Raise UserError if files are missing, damaged or do not match the record, or if permissions are unsafe."""
     from halfmoon.sites.keys import certificates
 
+    check_parents(folder)
     for name in (paths.CA_KEY, paths.KEY, *map(paths.private_key_path, record.sites)):
         check_permissions(folder / name)
     for name in ("", paths.RECORD_FILE, paths.CA, paths.CERTIFICATE, *map(paths.site_path, record.sites)):
