@@ -2,7 +2,7 @@
 
     python3 .ci/provenance.py dist
 
-`provenance.json`: the commit, whether the tree differed from it, the builder's Python, and each file's SHA-256.
+`provenance.json`: the commit, of whose archive the files were built, the builder's Python, and each file's SHA-256.
 `halfmoon.txt`: for `pip install --require-hashes --no-deps -r halfmoon.txt`.
 """
 
@@ -28,7 +28,7 @@ def main(dist: Path) -> None:
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     facts = {
         "commit": git("rev-parse", "HEAD"),
-        "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "tree": git("rev-parse", "HEAD^{tree}"),
         "committed": git("log", "-1", "--format=%cI"),
         "python": platform.python_version(),
         "files": digests,

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -103,7 +102,19 @@ def test_a_signature_is_of_these_checksums_and_this_key(tmp_path: Path) -> None:
             [{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "?"}],
             "",
             0,
-            "^1 packages .* 1 more",
+            "^1 packages .* 1 more are not in it: b",
+        ),
+        (
+            [{"name": "a", "version": "1", "vulns": []}, {"name": "torch", "skip_reason": "?"}],
+            "",
+            1,
+            "1 more are not in it: torch.(.|\n)*audit skipped: .*pypi: lacks torch",
+        ),
+        (
+            [{"name": "torch", "version": "1", "vulns": []}, {"name": "flwr", "skip_reason": "?"}],
+            "--allow-skipped",
+            0,
+            "lacks flwr",
         ),
         ([{"name": "a", "version": "1", "vulns": [{"id": "CVE-1"}]}], "--allow-skipped", 1, "a 1: CVE-1"),
     ],
@@ -121,6 +132,49 @@ def test_an_audit_counts_what_was_compared(
     )
     assert done.returncode == code
     assert re.search(words, done.stdout)
+
+
+def test_an_audit_compares_versions_without_their_local_part(tmp_path: Path) -> None:
+    program = tmp_path / "pip-audit"
+    said = json.dumps({"dependencies": [{"name": "torch", "version": "2.9.0", "vulns": []}]})
+    program.write_text(f"#!/bin/sh\ncat \"$8\" > {tmp_path}/seen\necho '{said}'\n")
+    program.chmod(0o755)
+    (tmp_path / "locked.txt").write_text("torch==2.9.0+cpu\nflwr==1.20.0\n")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [ROOT / ".ci" / "audit", tmp_path / "locked.txt"],
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "seen").read_text() == "torch==2.9.0\nflwr==1.20.0\n"
+
+
+def test_a_release_has_the_committed_files_and_no_others(tmp_path: Path) -> None:
+    """An untracked file below src/ was built, signed and shipped; it and a change that is not committed are named."""
+    repository = tmp_path / "repository"
+    (repository / ".ci").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "source", repository / ".ci" / "source")
+    (repository / "module.py").write_text("committed\n")
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=t", "-c", "user.email=t@t")
+        subprocess.run(["git", *who, *words], cwd=repository, check=True, capture_output=True)
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "First")
+    (repository / "module.py").write_text("changed\n")
+    (repository / "planted.py").write_text("planted\n")
+    done = subprocess.run([".ci/source", tmp_path / "out"], cwd=repository, capture_output=True, text=True, check=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".ci", "module.py"]
+    assert (tmp_path / "out" / "module.py").read_text() == "committed\n"
+    assert "planted.py" in done.stderr
+    assert "module.py" in done.stderr
+    release = (ROOT / ".ci" / "release").read_text()
+    assert re.findall(r'-m build --outdir "\$out" (\S+)', release) == ['"$temporary/source"']
 
 
 def test_links_of_the_repository_hold_on_the_site() -> None:
