@@ -351,3 +351,111 @@ def test_class_names_of_a_data_set_are_used() -> None:
     assert found.classes == tuple(names)
     assert np.array_equal(found.labels, Y)
     assert np.array_equal(convert_images((X, Y), classes=names).labels, Y)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> halfmoon.Model:
+    """A model of six classes that was trained on half of their images, as a pair (X, y)."""
+    run_dir = tmp_path_factory.mktemp("model") / "run"
+    names = np.array([f"digit {label}" for label in range(10)])
+    options = {**SMALL, "rounds": 10, "steps": 5, "labels_per_class": 1}
+    result = halfmoon.run(data=(X[:48:2], names[Y[:48:2]]), method="fedavg", run_dir=run_dir, **options)
+    return result.model
+
+
+IMAGES: dict[str, Callable[[np.ndarray], Any]] = {
+    "gray batch": lambda x: x,
+    "channels first": lambda x: x[:, None],
+    "tensor": to_tensor,
+    "floats": lambda x: x / 255,
+    "PIL images": as_pil,
+    "list of arrays": list,
+    "pair": lambda x: (x, np.zeros(len(x), int)),
+    "torch Dataset": lambda x: Pairs(to_tensor(x), torch.zeros(len(x), dtype=torch.int64)),
+    "like Hugging Face": lambda x: Rows(as_pil(x), [0] * len(x)),
+    "Images": lambda x: halfmoon.Images(x[..., None], np.zeros(len(x), np.int64)),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_a_model_predicts_each_type(kind: str, model: halfmoon.Model) -> None:
+    expected = model.probabilities(X[:3, :, :, None].copy())
+    assert np.array_equal(model.predict_proba(IMAGES[kind](X[:3])), expected)
+    table = model.predict(IMAGES[kind](X[:3]))
+    assert list(table["label"]) == [model.classes[k] for k in expected.argmax(1)]
+    assert list(table["probability"]) == list(expected.max(1))
+
+
+@pytest.mark.parametrize(
+    "image",
+    [X[5], X[5, :, :, None], X[5, None], to_tensor(X)[5], Image.fromarray(X[5]), Image.fromarray(X[5]).convert("RGB")],
+    ids=["gray", "channels last", "channels first", "tensor", "PIL image", "RGB"],
+)
+def test_one_image_is_one_row(image: Any, model: halfmoon.Model) -> None:
+    expected = model.probabilities(X[5:6, :, :, None].copy())
+    assert np.array_equal(model.predict_proba(image), expected)
+    assert len(model.predict(image)) == 1
+    assert list(model.predict(image)) == ["label", "probability", "sure", "runner_up", "runner_up_probability"]
+
+
+def test_paths_and_folders_are_predicted(model: halfmoon.Model, tmp_path: Path) -> None:
+    for row in range(3):
+        Image.fromarray(X[row]).save(tmp_path / f"{row}.png")
+    expected = model.predict_proba(X[:3])
+    assert np.array_equal(model.predict_proba(tmp_path), expected)
+    assert np.array_equal(model.predict_proba([tmp_path / f"{row}.png" for row in range(3)]), expected)
+    # Another batch size may round differently.
+    assert model.predict_proba(str(tmp_path / "1.png")) == pytest.approx(expected[1:2], abs=1e-6)
+    assert list(model.predict(tmp_path)["path"]) == ["0.png", "1.png", "2.png"]
+    assert list(model.predict(tmp_path / "1.png")) == list(model.predict(X[1]))
+
+
+def test_a_model_is_measured_on_each_type(model: halfmoon.Model, recwarn: pytest.WarningsRecorder) -> None:
+    x, y = X[1:48:2], Y[1:48:2]
+    names = np.array(model.classes)[y]
+    expected = model.evaluate(halfmoon.Images(x[..., None], y))
+    assert expected["accuracy"] == (model.predict_proba(x).argmax(1) == y).mean()
+    parts = {"train": Rows(as_pil(X), Y.tolist()), "test": Rows(as_pil(x), names.tolist())}
+    for data in ((x, y), (x / 255, names), Pairs(to_tensor(x), torch.from_numpy(y)), (as_pil(x), names), parts):
+        assert model.evaluate(data) == expected
+    few = model.evaluate((x, np.where(np.arange(24) < 12, y, -1)))
+    assert (few["images"], few["accuracy"]) == (12, (model.predict_proba(x[:12]).argmax(1) == y[:12]).mean())
+    assert not recwarn
+    assert model.calibrate((x, names)).card.temperature != 1
+
+
+def test_training_images_in_memory_are_recognized(model: halfmoon.Model) -> None:
+    data = (as_pil(X[:48:2]), np.array(model.classes)[Y[:48:2]])
+    with pytest.warns(RuntimeWarning, match="images has the images that the model was trained on"):
+        model.evaluate(data)
+    with pytest.raises(halfmoon.UserError, match="images: the model was trained on these"):
+        model.calibrate(data)
+
+
+@pytest.mark.parametrize(
+    ("images", "sentence"),
+    [
+        (3, "images is int: it must be"),
+        ([], "images is empty"),
+        ("nowhere", "nowhere: there is no such folder"),
+        (X.reshape(80, -1) / 16, "images has pixels from 0 to"),
+        ([Image.new("L", (8, 8)), 3], "image 1 is int"),
+    ],
+)
+def test_images_that_cannot_be_predicted_are_one_sentence(images: Any, sentence: str, model: halfmoon.Model) -> None:
+    with pytest.raises(halfmoon.UserError, match=sentence):
+        model.predict(images)
+
+
+@pytest.mark.parametrize(
+    ("images", "sentence"),
+    [
+        (X, "images is numpy.ndarray: it must be"),
+        ((X, Y), "image 48 has the label 6, but the classes are digit 0, "),
+        ((X, np.full(80, -1)), "images has no labeled image"),
+        ({"train": Rows(X, Y)}, "images has no part 'test' or 'validation'"),
+    ],
+)
+def test_images_that_cannot_be_measured_are_one_sentence(images: Any, sentence: str, model: halfmoon.Model) -> None:
+    with pytest.raises(halfmoon.UserError, match=sentence):
+        model.evaluate(images)

@@ -1,7 +1,7 @@
 """Data sets that a Python program passes as objects: a registry by digest, in place of a folder.
 
-A configuration stores a name such as "memory:1f3a9c07b2d4", whose digits are a hash of images, labels, classes and
-clients. `halfmoon.notebook.data_types` makes collections from arrays, PIL images, and data sets of other libraries.
+A configuration stores a name such as "memory:1f3a9c07b2d4-77e0a1", whose digits are a hash of the training images with
+their labels and classes, and one of test images and clients. `halfmoon.notebook.data_types` makes collections from arrays, PIL images, and data sets of other libraries.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from halfmoon.data.readers.class_folders import HELD_OUT_SHARE
 PREFIX = "memory:"
 """Start of the names of data sets in memory."""
 
-DIGEST_LENGTH = 12
-"""Hexadecimal digits of a name."""
+DIGEST_LENGTHS = (12, 6)
+"""Hexadecimal digits of the two hashes in a name."""
 
 TITLE = "arrays"
 """Name of a data set in memory, for messages and tables."""
@@ -51,6 +51,16 @@ class ImageCollection:
     def is_fully_labeled(self) -> bool:
         """True if every image has a label."""
         return bool((self.labels != UNKNOWN).all())
+
+    def compute_digest(self) -> str:
+        """Compute a SHA-256 of images, labels and class names."""
+        digest = hashlib.sha256("\0".join(self.classes).encode())
+        digest.update(np.ascontiguousarray(self.labels, "<i8").tobytes())
+        for row in range(len(self)):
+            image = self.read(row, UNCHANGED)
+            digest.update(str(image.shape).encode())
+            digest.update(np.ascontiguousarray(image).tobytes())
+        return digest.hexdigest()
 
     def load(self, preparation: Preparation = UNCHANGED) -> np.ndarray:
         """Decode and prepare all images, uint8 (N, H, W, C).
@@ -91,21 +101,13 @@ class MemoryData:
     clients: np.ndarray | None = None
     mirror: bool = True
 
-    def compute_digest(self) -> str:
-        """Compute a SHA-256 of images, labels, class names and clients."""
-        digest = hashlib.sha256("\0".join(self.train.classes).encode())
-        for collection in (self.train, self.test):
-            if collection is None:
-                digest.update(b"no test")
-                continue
-            digest.update(np.ascontiguousarray(collection.labels, "<i8").tobytes())
-            for row in range(len(collection)):
-                image = collection.read(row, UNCHANGED)
-                digest.update(str(image.shape).encode())
-                digest.update(np.ascontiguousarray(image).tobytes())
-        if self.clients is not None:
-            digest.update(np.ascontiguousarray(self.clients, "<i8").tobytes())
-        return digest.hexdigest()
+    def compute_name(self) -> str:
+        """Compute the name: a hash of the training images, and one of test images and clients."""
+        tests = "" if self.test is None else self.test.compute_digest()
+        clients = b"" if self.clients is None else np.ascontiguousarray(self.clients, "<i8").tobytes()
+        other = hashlib.sha256(tests.encode() + clients).hexdigest()
+        train_length, other_length = DIGEST_LENGTHS
+        return f"{PREFIX}{self.train.compute_digest()[:train_length]}-{other[:other_length]}"
 
 
 _registered: dict[str, MemoryData] = {}
@@ -113,7 +115,7 @@ _registered: dict[str, MemoryData] = {}
 
 def register(data: MemoryData) -> str:
     """Register a data set for the rest of this process, and return its name for the option `data`."""
-    name = f"{PREFIX}{data.compute_digest()[:DIGEST_LENGTH]}"
+    name = data.compute_name()
     _registered[name] = data
     return name
 
@@ -121,6 +123,12 @@ def register(data: MemoryData) -> str:
 def is_memory_name(name: str) -> bool:
     """Check whether the value of the option `data` is the name of a data set in memory."""
     return name.startswith(PREFIX)
+
+
+def is_training_data(name: str, collection: ImageCollection) -> bool:
+    """Check whether `name` is that of a data set whose training images are this collection."""
+    digest = collection.compute_digest()[: DIGEST_LENGTHS[0]]
+    return is_memory_name(name) and name.removeprefix(PREFIX).split("-")[0] == digest
 
 
 def find(name: str) -> MemoryData:

@@ -137,7 +137,7 @@ def make_memory_data(data: Any, test: Any = None, clients: Any = None) -> Memory
         only = train_images.classes[int(present[0])]
         raise UserError(f"data has labels of one class only, {only!r}: a classifier needs images of two or more.")
     if test is None:
-        test = _find_test(data)
+        test = find_test(data)
     test_images = None
     if test is not None:
         test_images = open_images(test, classes=train_images.classes, name="test")
@@ -249,7 +249,7 @@ def _open_hugging_face(data: Any, classes: Sequence[str] | None, name: str) -> I
     return ImageCollection(read, numbers, names, name)
 
 
-def _find_test(data: Any) -> Any:
+def find_test(data: Any) -> Any:
     """Return the test images that a data set contains; None if there are none."""
     if isinstance(data, Source):
         return data.test

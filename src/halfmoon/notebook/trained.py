@@ -1,5 +1,6 @@
 """A trained model as one object: predict, evaluate, calibrate, export."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pandas as pd
 import torch
 
 from halfmoon.core.errors import UserError
-from halfmoon.data import Images
+from halfmoon.data import Images, Source, memory
+from halfmoon.data.preparation import Preparation
+from halfmoon.notebook.data_types import find_test, open_images, read_unlabeled
 from halfmoon.notebook.progress import python_errors, to_path, warn
 from halfmoon.sites.inference import export, image_folder, load, measure
 
@@ -26,19 +29,22 @@ class Model(load.InferenceModel):
         return f"<Model {network}: {height}x{width}x{channels} -> {', '.join(self.classes[:8])}; {self.path}>"
 
     @python_errors
-    def predict(self, images: np.ndarray | Images | Path | str, sure: float = 0.9) -> pd.DataFrame:
+    def predict(self, images: Any, sure: float = 0.9) -> pd.DataFrame:
         """Predict images: a data frame with label, probability, sure, runner_up and runner_up_probability.
 
+        Images of another size, or with other channels, are converted as the command `halfmoon predict` does.
+
         Args:
-            images: uint8 (N, H, W, C) of the model's size, or a folder of images of any size, for which `path` is the
-                first column.
+            images: a folder, for which `path` is the first column; an array or tensor of a batch or of one image; a PIL
+                image; the path of an image; a list of any of these; or a data set as for `halfmoon.run`, whose labels are
+                ignored. One image gives one row.
             sure: the probability, from 0 to 1, from which a prediction is marked as sure.
 
         Raises:
             UserError: images have another shape, or there are none.
         """
         image_folder.check_confidence(sure)
-        if isinstance(images, str | Path):
+        if isinstance(images, str | Path) and not Path(images).is_file():
             folder = Path(images)
             unreadable = list[image_folder.UnreadableImage]()
             rows = image_folder.iterate_predictions(self, folder, image_folder.list_images(folder), sure, unreadable)
@@ -47,7 +53,7 @@ class Model(load.InferenceModel):
             columns = {name: pd.to_numeric(table[name]) for name in shares} | {"sure": table["sure"] == "yes"}
             _warn_of_unreadable(unreadable)
             return table.assign(**columns)
-        values = self.probabilities(images.images if isinstance(images, Images) else images)
+        values = self.predict_proba(images)
         order = np.argsort(-values, axis=1, kind="stable")
         columns: dict[str, Any] = {}
         for rank, (label, share) in enumerate((("label", "probability"), ("runner_up", "runner_up_probability"))):
@@ -59,11 +65,38 @@ class Model(load.InferenceModel):
         return table
 
     @python_errors
-    def evaluate(self, images: Images | Path | str, sure: float = 0.9) -> dict[str, Any]:
+    def predict_proba(self, images: Any) -> np.ndarray:
+        """Compute the calibrated probabilities of images, float64 (N, classes); columns are in the order of `classes`.
+
+        Args:
+            images: as for `predict`; (1, classes) is returned for one image. Of a folder, the images are in the order of
+                their paths, without those that cannot be read.
+
+        Raises:
+            UserError: images have another shape, or there are none.
+        """
+        if isinstance(images, str | Path) and not Path(images).is_file():
+            folder = Path(images)
+            unreadable = list[image_folder.UnreadableImage]()
+            batches: list[np.ndarray] = []
+            for batch in image_folder.read_batches(self, folder, image_folder.list_images(folder)):
+                unreadable += batch.unreadable
+                batches.append(self.probabilities(batch.images))
+            _warn_of_unreadable(unreadable)
+            return np.concatenate(batches)
+        if isinstance(images, str | Path):
+            images = [images]
+        pixels, _ = read_unlabeled(images, self._preparation, self.shape[2])
+        return self.probabilities(_to_standard_layout(pixels))
+
+    @python_errors
+    def evaluate(self, images: Any, sure: float = 0.9) -> dict[str, Any]:
         """Measure accuracy, per_class, confusion, calibration_error and auc, like `halfmoon evaluate`; from 0 to 1.
 
         Args:
-            images: labeled images, such as the test images of a data set, or a folder.
+            images: labeled images: a folder, `(X, y)`, or another type of data as for `halfmoon.run`, such as the test
+                images of a data set. Labels are names of the model's classes, or their numbers if no name is a number.
+                Images with the label -1 are left out. Of a `DatasetDict` or a `Source`, the part "test" is measured.
             sure: the probability, from 0 to 1, from which a prediction is marked as sure.
 
         Raises:
@@ -71,22 +104,25 @@ class Model(load.InferenceModel):
         """
         image_folder.check_confidence(sure)
         truth, logits = self._labeled(images)
-        if not isinstance(images, Images) and measure.has_training_images(self, Path(images)):
-            warn(f"{images} {measure.TRAINING_IMAGES_WARNING}")
+        if self._was_trained_on(images):
+            name = images if isinstance(images, str | Path) else "images"
+            warn(f"{name} {measure.TRAINING_IMAGES_WARNING}")
         return measure.score_logits(self, truth, logits, sure)
 
     @python_errors
-    def calibrate(self, images: Images | Path | str) -> "Model":
+    def calibrate(self, images: Any) -> "Model":
         """Fit the temperature, store it in the file, and return the calibrated model. No predicted class changes.
 
         Args:
-            images: labeled images that were not used in training: `Images`, or a folder.
+            images: labeled images that were not used in training, of any type of `evaluate`.
 
         Raises:
             UserError: labels are missing, the model was trained on the folder, or its file cannot be written.
         """
-        if not isinstance(images, Images):
+        if isinstance(images, str | Path):
             measure.refuse_training_images(self, Path(images))
+        elif self._was_trained_on(images):
+            raise UserError("images: the model was trained on these; calibrate on labeled ones that are new to it.")
         truth, logits = self._labeled(images)
         value = measure.write_temperature(self.path, self, logits, truth)
         return replace(self, card=replace(self.card, temperature=value))
@@ -109,12 +145,50 @@ class Model(load.InferenceModel):
         real = export.real_images(self) if images is None else images.images[: self.batch]
         return make(self, Path(file), real)
 
-    def _labeled(self, images: Images | Path | str) -> tuple[np.ndarray, np.ndarray]:
-        if isinstance(images, Images):
-            return images.labels, self.logits(images.images)
+    @property
+    def _preparation(self) -> Preparation:
+        """Return the conversion of images to the size and channels of the model's input."""
+        height, width, channels = self.shape
+        return Preparation((height, width), channels, self.card.crop, self.card.window)
+
+    def _was_trained_on(self, images: Any) -> bool:
+        """Check whether images are those that the model was trained on, as far as its file tells."""
+        if isinstance(images, str | Path):
+            return measure.has_training_images(self, Path(images))
+        name = str(self.card.options.get("data", ""))
+        return memory.is_memory_name(name) and memory.is_training_data(name, self._open(images))
+
+    def _open(self, images: Any) -> memory.ImageCollection:
+        """Open labeled images in memory; of a data set with parts, the test images."""
+        if isinstance(images, Source | Mapping):
+            test = find_test(images)
+            if test is None:
+                raise UserError("images has no part 'test' or 'validation': give one of its parts.")
+            images = test
+        return open_images(images, classes=self.classes, name="images")
+
+    def _labeled(self, images: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the labels, int64 (N,), and logits (N, classes) of the labeled images."""
+        if not isinstance(images, str | Path):
+            collection = self._open(images)
+            is_labeled = collection.labels >= 0
+            if not is_labeled.any():
+                raise UserError("images has no labeled image: every label is -1.")
+            pixels = _to_standard_layout(collection.load(self._preparation)[is_labeled])
+            return collection.labels[is_labeled], self.logits(pixels)
         truth, logits, unreadable = measure.compute_labeled_logits(self, Path(images))
         _warn_of_unreadable(unreadable)
         return truth, logits
+
+
+def _to_standard_layout(pixels: np.ndarray) -> np.ndarray:
+    """Copy images if their memory is not that of images decoded from files, (N, H, W, C) in C order and writable.
+
+    PyTorch chooses its convolution by the strides, also those of an axis of length 1, and another one rounds differently.
+    """
+    _, height, width, channels = pixels.shape
+    strides = (height * width * channels, width * channels, channels, 1)
+    return pixels if pixels.strides == strides and pixels.flags.writeable else np.array(pixels, order="C")
 
 
 def _warn_of_unreadable(unreadable: list[Any]) -> None:

@@ -298,6 +298,7 @@ class _SingleClientFederation:
     """A federation of one client, which is in every cohort."""
 
     clients = 1
+    size = 1
     labeled = 0
 
     def __init__(self, updates: Mapping[str, ClientUpdate], data: ClientData) -> None:
