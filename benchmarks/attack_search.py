@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, changed, update
+from halfmoon.aggregation.base import AggregationContext, compute_update, replace_update
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 
@@ -124,7 +124,7 @@ def apply_attack(attack: Attack, hostile: int, context: AggregationContext, uplo
         weight[:hostile] = CLAIM * weight[hostile:].median()
         upload = upload._replace(weight=weight)
     part = "stats" if attack.target.endswith(("statistic", "statistics")) else "params"
-    change = {path: leaf for path, leaf in update(upload, context).items() if path.split("/")[0] == part}
+    change = {path: leaf for path, leaf in compute_update(upload, context).items() if path.split("/")[0] == part}
     if attack.target == "counts" or not change:
         return upload
     flat = torch.cat([leaf.flatten(1).double() for leaf in change.values()], 1)
@@ -134,7 +134,7 @@ def apply_attack(attack: Attack, hostile: int, context: AggregationContext, uplo
     new = {
         path: column.to(leaf).reshape(leaf.shape) for (path, leaf), column in zip(change.items(), columns, strict=True)
     }
-    return changed(upload, context, {**update(upload, context), **new})
+    return replace_update(upload, context, {**compute_update(upload, context), **new})
 
 
 def _select_coordinates(attack: Attack, leaves: Mapping[str, Tensor]) -> Tensor:

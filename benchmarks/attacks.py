@@ -29,8 +29,8 @@ from attack_search import NAMED, Attack, apply_attack, draw_attack, find_calm, f
 from torch import Tensor
 
 from halfmoon import Config
-from halfmoon.aggregation.base import AggregationContext, changed, update
-from halfmoon.aggregation.robust import Robust
+from halfmoon.aggregation.base import AggregationContext, compute_update, replace_update
+from halfmoon.aggregation.robust import RobustAggregator
 from halfmoon.aggregation.weights import FACTOR, WeightCap
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
@@ -144,7 +144,7 @@ class Forgers:
         if self.attack not in FORGED:
             return everyone, upload
         part, forge = FORGED[self.attack]
-        change = {path: leaf for path, leaf in update(upload, context).items() if path.split("/")[0] == part}
+        change = {path: leaf for path, leaf in compute_update(upload, context).items() if path.split("/")[0] == part}
         if not change:
             return everyone, upload
         flat = torch.cat([leaf.flatten(1).double() for leaf in change.values()], 1)
@@ -154,7 +154,7 @@ class Forgers:
         new = {
             path: piece.to(leaf).reshape(leaf.shape) for (path, leaf), piece in zip(change.items(), pieces, strict=True)
         }
-        return everyone, changed(upload, context, {**update(upload, context), **new})
+        return everyone, replace_update(upload, context, {**compute_update(upload, context), **new})
 
     def row(self) -> dict[str, Any]:
         return {}
@@ -205,7 +205,7 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
     label_flippers = frozenset(range(hostile) if cell.attack == "label flip" else ())
     training = Training(shared.batching, budget(config, shared.task), shared.serving, "vmap")
     rules = [Forgers(cell.attack, hostile), WeightCap(FACTOR)]
-    rules += [] if cell.rule == "mean" else [Robust(cell.rule, 0.2)]
+    rules += [] if cell.rule == "mean" else [RobustAggregator(cell.rule, 0.2)]
     simulation = Simulation(
         method, shared.task, FederatedDataset(train, split, label_flippers=label_flippers, classes=classes), shared.views, training,
         RuntimeSettings(n, config.seed), None, rules,

@@ -33,7 +33,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
-from halfmoon.aggregation.mean import mean_of
+from halfmoon.aggregation.mean import average_stacked_uploads
 from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
@@ -115,7 +115,7 @@ class Spy:
     def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Average uploads that are all kept."""
         upload_spec = self.simulation.client_updates[client_update].requirements.upload_spec
-        return mean_of(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
+        return average_stacked_uploads(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
 
     def query(
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None

@@ -9,7 +9,7 @@ import torch
 from scenes import begin, dataset, furthest, play, simulate, task
 from test_contract import scene
 
-from halfmoon.aggregation import AggregationContext, Aggregator, changed, downlinks, update
+from halfmoon.aggregation import AggregationContext, Aggregator, compute_update, downloaded_values, replace_update
 from halfmoon.aggregation.mean import UploadMean
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.requirements import requirements_of
@@ -42,8 +42,8 @@ class Recorder(Aggregator):
 
 
 def mean_for_all(asked: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-    change = tree.weighted_mean(update(upload, asked), upload.weight)
-    return range(len(asked.clients)), changed(upload, asked, change)
+    change = tree.weighted_mean(compute_update(upload, asked), upload.weight)
+    return range(len(asked.clients)), replace_update(upload, asked, change)
 
 
 def test_an_update_is_what_a_client_changed_and_nothing_else():
@@ -56,17 +56,17 @@ def test_an_update_is_what_a_client_changed_and_nothing_else():
     }
     upload = Upload(parts, torch.tensor([2.0, 3.0]), {"beside": torch.ones(2, 3)})
     asked = AggregationContext(0, 0, 0, "train", broadcast, each, (4, 7), 2, True)
-    change = update(upload, asked)
+    change = compute_update(upload, asked)
     assert {path: leaf.tolist() for path, leaf in change.items()} == {
         "params/w": [[0.5, 0.0], [-1.0, 0.0]],
         "own": [[1.0], [-1.0]],
     }
-    again = changed(upload, asked, change)
+    again = replace_update(upload, asked, change)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again.tree), tree.leaves(upload.tree), strict=True))
-    one = changed(upload, asked, {"params/w": torch.tensor([5.0, 5.0])})
+    one = replace_update(upload, asked, {"params/w": torch.tensor([5.0, 5.0])})
     assert one.update["params"]["w"].tolist() == [[6.0, 7.0], [6.0, 7.0]]
     assert one.weight.tolist() == [2.0, 3.0]
-    assert downlinks(asked.only([1]))["own"].tolist() == [[20.0]]
+    assert downloaded_values(asked.only([1]))["own"].tolist() == [[20.0]]
     assert asked.only([1]).clients == (7,)
 
 

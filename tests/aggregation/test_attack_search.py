@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.aggregation import AggregationContext, update
+from halfmoon.aggregation import AggregationContext, compute_update
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 
@@ -41,7 +41,7 @@ def make_round(number: int = 0) -> tuple[AggregationContext, Upload]:
 
 
 def flatten_updates(context: AggregationContext, upload: Upload, part: str) -> torch.Tensor:
-    leaves = [leaf for path, leaf in update(upload, context).items() if path.startswith(part)]
+    leaves = [leaf for path, leaf in compute_update(upload, context).items() if path.startswith(part)]
     return torch.cat([leaf.flatten(1) for leaf in leaves], 1)
 
 

@@ -12,8 +12,8 @@ from test_contract import scene
 from test_robust import SMALL
 
 from halfmoon.aggregation import AggregationContext
-from halfmoon.aggregation.attacks import NOISE, Attack, Hostile, hostile
-from halfmoon.aggregation.robust import Finite, Robust
+from halfmoon.aggregation.attacks import NOISE_FACTOR, Attack, HostileClients, draw_hostile_clients
+from halfmoon.aggregation.robust import FiniteCheck, RobustAggregator
 from halfmoon.api.uploads import Upload
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
@@ -45,7 +45,7 @@ def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Upload]:
 
 def attacked(attack, round=0, query=0, bad=(5,), seed=7):
     question, upload = cohort(round, query)
-    places, new = Hostile(attack, bad, seed).uploads(question, upload)
+    places, new = HostileClients(attack, bad, seed).uploads(question, upload)
     assert list(places) == [0, 1, 2]
     return question.broadcast, upload, new
 
@@ -83,7 +83,7 @@ def test_a_nan_upload_is_no_number_anywhere():
 
 def test_noise_is_ten_times_as_long_as_the_update_and_always_another():
     """Its norm is exact; equal for one round, trip, client and seed, and different where any of them differs."""
-    assert NOISE == 10
+    assert NOISE_FACTOR == 10
     broadcast, upload, new = attacked("noise")
     drawn = change(new, broadcast, 1) - change(upload, broadcast, 1)
     assert float(drawn.norm()) == pytest.approx(10 * float(change(upload, broadcast, 1).norm()), rel=1e-5)
@@ -102,10 +102,10 @@ def test_noise_is_normal():
     """Of 200,000 numbers in units of their deviation: mean 0, deviation 1, kurtosis 3, within four sigmas."""
     broadcast = {"w": torch.zeros(200_000)}
     upload = Upload({"w": torch.full((1, 200_000), 1e-3)}, torch.ones(1))
-    _, new = Hostile("noise", [0], 1).uploads(
+    _, new = HostileClients("noise", [0], 1).uploads(
         AggregationContext(0, 0, 0, "train", broadcast, {}, (0,), 1, True), upload
     )
-    z = (new.update["w"][0] - 1e-3).double() / (NOISE * 1e-3)
+    z = (new.update["w"][0] - 1e-3).double() / (NOISE_FACTOR * 1e-3)
     assert abs(float(z.mean())) < 4 / 200_000**0.5
     assert float(z.square().mean()) == pytest.approx(1, abs=1e-5)  # its norm is fixed
     assert float(z.pow(4).mean()) == pytest.approx(3, abs=4 * (96 / 200_000) ** 0.5)
@@ -113,18 +113,18 @@ def test_noise_is_normal():
 
 def test_who_is_hostile_is_fixed_by_the_seed():
     """The first ceil(share * clients) of a permutation: of 10, 0.3 is 3 and 0.31 is 4; more include fewer."""
-    assert [len(hostile(10, share, 0)) for share in (0.0, 0.1, 0.3, 0.31)] == [0, 1, 3, 4]
-    assert len(hostile(100, 0.29, 0)) == 29
-    assert hostile(10, 0.3, 0) == hostile(10, 0.3, 0)
-    assert set(hostile(10, 0.3, 0)) < set(hostile(10, 0.49, 0))
+    assert [len(draw_hostile_clients(10, share, 0)) for share in (0.0, 0.1, 0.3, 0.31)] == [0, 1, 3, 4]
+    assert len(draw_hostile_clients(100, 0.29, 0)) == 29
+    assert draw_hostile_clients(10, 0.3, 0) == draw_hostile_clients(10, 0.3, 0)
+    assert set(draw_hostile_clients(10, 0.3, 0)) < set(draw_hostile_clients(10, 0.49, 0))
     order = torch.randperm(10, generator=rng.generator(5, "hostile"))[:3].sort().values.tolist()
-    assert hostile(10, 0.3, 5) == order
-    assert len({tuple(hostile(10, 0.3, seed)) for seed in range(20)}) > 10
+    assert draw_hostile_clients(10, 0.3, 5) == order
+    assert len({tuple(draw_hostile_clients(10, 0.3, seed)) for seed in range(20)}) > 10
 
 
 def test_a_row_names_the_hostile_clients_of_the_round():
     question, upload = cohort()
-    aggregator = Hostile("stale", (8, 3, 77), 0)
+    aggregator = HostileClients("stale", (8, 3, 77), 0)
     aggregator.uploads(question, upload)
     assert aggregator.row() == {"hostile": [3, 8]}
     assert aggregator.row() == {"hostile": []}
@@ -168,7 +168,9 @@ def test_a_liar_trains_on_what_it_says():
 def test_loop_equals_vmap_under_attack(attack: Attack):
     played = []
     for executor in ("loop", "vmap"):
-        made, shared, simulation = scene("fedavg-fixmatch", "both", executor, aggregators=[Hostile(attack, [1, 2], 3)])
+        made, shared, simulation = scene(
+            "fedavg-fixmatch", "both", executor, aggregators=[HostileClients(attack, [1, 2], 3)]
+        )
         played.append(play(made, simulation, begin(made, shared), range(3)))
     for one, many in zip(*played, strict=True):
         assert furthest(many.server, one.server) < 1e-9
@@ -179,7 +181,9 @@ def test_loop_equals_vmap_under_attack(attack: Attack):
 @pytest.mark.parametrize("attack", UPLOADS)
 def test_nobody_hostile_changes_nothing(attack: Attack):
     made, shared, plain = scene("fedavg", "both")
-    _, _, baselines = scene("fedavg", "both", aggregators=[Hostile(attack, hostile(4, 0.0, 3), 3), Finite()])
+    _, _, baselines = scene(
+        "fedavg", "both", aggregators=[HostileClients(attack, draw_hostile_clients(4, 0.0, 3), 3), FiniteCheck()]
+    )
     one = play(made, plain, begin(made, shared), range(2))
     two = play(made, baselines, begin(made, shared), range(2))
     assert same(one[-1].server, two[-1].server)
@@ -197,7 +201,7 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
     def wanted(leaf: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return shares[0] * leaf[0] + shares[1] * old + shares[2] * leaf[2]
 
-    _, _, held = scene("fedavg-fixmatch", "both", aggregators=[Hostile("stale", [bad], 0)])
+    _, _, held = scene("fedavg-fixmatch", "both", aggregators=[HostileClients("stale", [bad], 0)])
     (played,) = play(made, held, server, range(1))
     mean = {name: tree.map(wanted, upload.update[name], server[name]) for name in server}
     assert furthest(played.server, mean) < 1e-12
@@ -205,7 +209,9 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
 
 @pytest.mark.parametrize("rule", ["clip", "cosine", "cosine-trimmed", "median", "trimmed", "krum"])
 def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
-    made, shared, simulation = scene("fedavg", "both", aggregators=[Hostile("nan", [1], 0), Robust(rule, 0.2)])
+    made, shared, simulation = scene(
+        "fedavg", "both", aggregators=[HostileClients("nan", [1], 0), RobustAggregator(rule, 0.2)]
+    )
     met = False
     for one in play(made, simulation, begin(made, shared), range(4)):
         assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server))
@@ -228,7 +234,7 @@ def test_one_of_five_that_flips_its_signs_does_not_decide(rule: Any, least: floa
 def test_a_mean_of_no_numbers_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = "run --method fedavg --rounds 2 --clients 5 --cohort 5 --steps 1 --width 2 --threads 1 --device cpu"
     words += f" --attack nan --attackers 0.2 --run-dir {tmp_path / 'run'}"
-    (bad,) = hostile(5, 0.2, 0)
+    (bad,) = draw_hostile_clients(5, 0.2, 0)
     assert cli.main(words.split()) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"the upload of client {bad} in round 1 (train) is not finite" in said
@@ -260,7 +266,7 @@ def test_a_run_says_that_it_is_attacked(attack: Attack, honest: Path, tmp_path: 
     models = [(each / "model.safetensors").read_bytes() for each in (folder, honest)]
     assert models[0] != models[1]
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    assert [row["aggregation"]["hostile"] for row in rows] == [hostile(5, 0.2, 0)] * 3
+    assert [row["aggregation"]["hostile"] for row in rows] == [draw_hostile_clients(5, 0.2, 0)] * 3
     summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, honest)]
     assert summaries[0]["defenses"] == {"aggregation": "median", "attack": attack, "attackers": 0.2}
     assert summaries[1]["defenses"] == {"aggregation": "median"}

@@ -22,9 +22,9 @@ from spies import question
 from test_run_folder import WHEN, killed
 
 from halfmoon.aggregation.privacy import accounting
-from halfmoon.aggregation.privacy.accounting import Sampled
+from halfmoon.aggregation.privacy.accounting import CohortDraw
 from halfmoon.aggregation.privacy.clipping import ClippedMethod, ClippedUpdate, clip_upload
-from halfmoon.aggregation.privacy.dp import PrivacyPlan, Private, epsilon_spent, sum_clipped_updates
+from halfmoon.aggregation.privacy.dp import DifferentialPrivacy, PrivacyPlan, compute_spent_epsilon, sum_clipped_updates
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger, Release
 from halfmoon.aggregation.secure import csprng
 from halfmoon.api.uploads import Upload
@@ -54,8 +54,8 @@ PROMISE = PrivacyPlan(clip=0.5, noise=1.0, delta=1e-5, budget=None, cohort=3, cl
 GROUPED = replace(NETWORK, norm="group")
 
 
-def private(path: Path, promise: PrivacyPlan = PROMISE, secret: bytes = b"seed 3") -> Private:
-    return Private(promise, secret, Ledger(path / LEDGER))
+def private(path: Path, promise: PrivacyPlan = PROMISE, secret: bytes = b"seed 3") -> DifferentialPrivacy:
+    return DifferentialPrivacy(promise, secret, Ledger(path / LEDGER))
 
 
 def vector(*rows: list[float]) -> Upload:
@@ -72,23 +72,26 @@ def test_the_stream_is_aes_in_counter_mode_from_zero() -> None:
         "530f8afbc74536b9a963b4f1c4cb738b"
         "cea7403d4d606b6e074ec5d3baf39d18"
     )  # fmt: skip
-    assert csprng.keystream(bytes(32), 6).tobytes().hex() == blocks
+    assert csprng.generate_keystream(bytes(32), 6).tobytes().hex() == blocks
     words = np.frombuffer(bytes.fromhex(blocks), "<u8")
     uniform = [(2 * (int(word) >> 12) + 1) / 2**53 for word in words]
-    assert csprng.gaussians(bytes(32), 6) == pytest.approx(scipy.stats.norm.ppf(uniform), abs=1e-12)
+    assert csprng.generate_gaussians(bytes(32), 6) == pytest.approx(scipy.stats.norm.ppf(uniform), abs=1e-12)
 
 
 def test_a_subkey_depends_on_every_fact_and_its_place() -> None:
     """HMAC-SHA256 of the facts, each after its length: no two lists of facts run together."""
     said = b"\x00" * 7 + b"\x05" + b"noise" + b"\x00" * 7 + b"\x02" + b"12"
-    assert csprng.subkey(b"k", "noise", 12) == hmac.new(b"k", said, sha256).digest()
-    keys = {csprng.subkey(b"k", *facts) for facts in (("a", "bc"), ("ab", "c"), ("abc",), ("a", "bc", ""), ("bc", "a"))}
+    assert csprng.derive_subkey(b"k", "noise", 12) == hmac.new(b"k", said, sha256).digest()
+    keys = {
+        csprng.derive_subkey(b"k", *facts)
+        for facts in (("a", "bc"), ("ab", "c"), ("abc",), ("a", "bc", ""), ("bc", "a"))
+    }
     assert len(keys) == 5
 
 
 def test_noise_is_standard_normal_and_independent_of_other_keys() -> None:
     """Kolmogorov-Smirnov against N(0, 1); the correlation of the noise of two keys is that of chance."""
-    one, two = (csprng.gaussians(csprng.subkey(b"secret", "noise", k), 200_000) for k in (0, 1))
+    one, two = (csprng.generate_gaussians(csprng.derive_subkey(b"secret", "noise", k), 200_000) for k in (0, 1))
     assert scipy.stats.kstest(one, "norm").pvalue > 0.01
     assert scipy.stats.kstest(two, "norm").pvalue > 0.01
     assert abs(np.corrcoef(one, two)[0, 1]) < 4 / math.sqrt(len(one))
@@ -268,7 +271,7 @@ def test_the_library_says_what_was_published() -> None:
     event = dp_event.PoissonSampledDpEvent(256 / 60_000, dp_event.GaussianDpEvent(1.1))
     made = RdpAccountant().compose(dp_event.SelfComposedDpEvent(event, 60 * 60_000 // 256))
     assert 2.5 < made.get_epsilon(1e-5) <= 3.01
-    assert accounting._renyi(Counter({(2 * 4.530877117, None): 1}), 1e-6) == pytest.approx(1, rel=2e-3)
+    assert accounting._compute_renyi_epsilon(Counter({(2 * 4.530877117, None): 1}), 1e-6) == pytest.approx(1, rel=2e-3)
 
 
 @pytest.mark.parametrize(("noise", "rounds"), [(2.0, 1), (8.0, 10), (20.0, 50), (60.0, 30)])
@@ -283,8 +286,8 @@ def test_a_drawn_cohort_costs_no_less_than_two_neighbors_differ(cohort: int, noi
     """Renyi divergence, by numbers, where a client that sent +C sends -C: of a mixture, as it is drawn or not.
     With half the sensitivity (C in place of 2 C) the count would be below it."""
     q, worse = cohort / 100, 0
-    curve = accounting.renyi_curve(noise, Sampled(cohort, 100))
-    halved = accounting.renyi_curve(2 * noise, Sampled(cohort, 100))
+    curve = accounting.compute_renyi_curve(noise, CohortDraw(cohort, 100))
+    halved = accounting.compute_renyi_curve(2 * noise, CohortDraw(cohort, 100))
     for order in (2, 4, 8, 16):
         at = accounting.ORDERS.index(float(order) if order < 11 else order)
 
@@ -316,7 +319,7 @@ def naive(q: float, noise: float, order: int) -> float:
 def test_a_drawn_cohort_costs_no_more_than_the_general_theorem_says() -> None:
     """The general bound, written naively, is above what is counted, and close to it where sampling matters."""
     for cohort, noise in ((10, 4.0), (50, 8.0), (5, 2.0)):
-        curve = accounting.renyi_curve(noise, Sampled(cohort, 100))
+        curve = accounting.compute_renyi_curve(noise, CohortDraw(cohort, 100))
         for order in (2, 3, 6, 10, 12):
             at = accounting.ORDERS.index(float(order) if order < 11 else order)
             bound = naive(cohort / 100, noise, order)
@@ -334,9 +337,9 @@ def test_curves_add_up_to_what_the_library_composes() -> None:
     made.compose(dp_event.SampledWithoutReplacementDpEvent(100, 10, plain), 7)
     made.compose(plain, 2)
     made.compose(dp_event.SampledWithoutReplacementDpEvent(40, 2, dp_event.GaussianDpEvent(2.0)))
-    kinds = [(6.0, Sampled(10, 100))] * 7 + [(6.0, None)] * 2 + [(4.0, Sampled(2, 40))]
-    assert accounting.epsilon(kinds, 1e-5) == pytest.approx(made.get_epsilon(1e-5), rel=1e-12)
-    assert accounting.epsilon([], 1e-5) == 0.0
+    kinds = [(6.0, CohortDraw(10, 100))] * 7 + [(6.0, None)] * 2 + [(4.0, CohortDraw(2, 40))]
+    assert accounting.compute_epsilon(kinds, 1e-5) == pytest.approx(made.get_epsilon(1e-5), rel=1e-12)
+    assert accounting.compute_epsilon([], 1e-5) == 0.0
 
 
 def test_more_rounds_a_larger_share_and_less_noise_cost_more() -> None:
@@ -354,7 +357,7 @@ def test_more_rounds_a_larger_share_and_less_noise_cost_more() -> None:
 
 
 def test_the_noise_for_an_epsilon_is_the_least_of_three_digits() -> None:
-    noise = accounting.noise_for(3.0, 10, 100, 20, 1e-5)
+    noise = accounting.find_noise(3.0, 10, 100, 20, 1e-5)
     assert (
         accounting.planned_epsilon(10, 100, 20, noise, 1e-5)
         <= 3.0
@@ -362,23 +365,25 @@ def test_the_noise_for_an_epsilon_is_the_least_of_three_digits() -> None:
     )
     assert float(f"{noise:.3g}") == noise
     with pytest.raises(UserError, match="no noise up to"):
-        accounting.noise_for(1e-9, 100, 100, 20, 1e-12)
+        accounting.find_noise(1e-9, 100, 100, 20, 1e-12)
 
 
-DRAWN = Sampled(3, 40)
+DRAWN = CohortDraw(3, 40)
 
 
-def release(round: int, mark: str = "", sampled: Sampled | None = DRAWN, **changes: Any) -> Release:
+def release(round: int, mark: str = "", sampled: CohortDraw | None = DRAWN, **changes: Any) -> Release:
     return Release(round, 0, 0, sampled, 4.0, mark or f"{round:02x}")._replace(**changes)
 
 
 def test_two_sums_of_one_round_are_counted_as_of_a_known_cohort() -> None:
     """A random cohort lowers the price of a round that told one sum; of one that told two, none of both."""
     once = [release(0), release(1)]
-    assert epsilon_spent(once, 1e-5) == accounting.epsilon([(4.0, Sampled(3, 40))] * 2, 1e-5)
+    assert compute_spent_epsilon(once, 1e-5) == accounting.compute_epsilon([(4.0, CohortDraw(3, 40))] * 2, 1e-5)
     twice = [*once, release(1, "ff", query=1)]
-    assert epsilon_spent(twice, 1e-5) == accounting.epsilon([(4.0, Sampled(3, 40)), (4.0, None), (4.0, None)], 1e-5)
-    assert epsilon_spent(twice, 1e-5) > 2 * epsilon_spent(once, 1e-5)
+    assert compute_spent_epsilon(twice, 1e-5) == accounting.compute_epsilon(
+        [(4.0, CohortDraw(3, 40)), (4.0, None), (4.0, None)], 1e-5
+    )
+    assert compute_spent_epsilon(twice, 1e-5) > 2 * compute_spent_epsilon(once, 1e-5)
 
 
 def uniform(drawn: np.ndarray, clients: int, cohort: int) -> float:
@@ -465,7 +470,7 @@ def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None
     aggregator = private(tmp_path, PROMISE._replace(clients=40))
     for number, changes in enumerate(({}, {"random_cohort": False}, {"attempt": 1})):
         aggregator.uploads(question(ORIGIN, 3, round=number, **changes), vector([1.0, 0], [0, 1.0], [1.0, 1.0]))
-    assert [each.sampled for each in aggregator.ledger.releases] == [Sampled(3, 40), None, None]
+    assert [each.sampled for each in aggregator.ledger.releases] == [CohortDraw(3, 40), None, None]
 
 
 def written(path: Path, releases: int = 4) -> bytes:
@@ -629,10 +634,10 @@ def test_a_run_that_falls_back_to_an_older_checkpoint_counts_a_new_sum_too(tmp_p
     run(tmp_path, rounds=3)
     whole = (tmp_path / LEDGER).read_bytes()
     aggregator = private(tmp_path)
-    before = epsilon_spent(aggregator.ledger.releases, 1e-5)
+    before = compute_spent_epsilon(aggregator.ledger.releases, 1e-5)
     aggregator.uploads(question(ORIGIN, 1, 3, round=1), vector([1.0, 0.0]))
     assert (tmp_path / LEDGER).read_bytes().startswith(whole)
-    assert aggregator.row()["epsilon"] < epsilon_spent(aggregator.ledger.releases, 1e-5) > before
+    assert aggregator.row()["epsilon"] < compute_spent_epsilon(aggregator.ledger.releases, 1e-5) > before
 
 
 @pytest.fixture(scope="module")
@@ -686,19 +691,19 @@ def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
     stopped = flower.play(file, "stopped")
     for name in ("model.safetensors", "metrics.jsonl", LEDGER):
         assert (stopped / name).read_bytes() == (straight / name).read_bytes()
-    assert [each.sampled for each in Ledger(straight / LEDGER).releases] == [Sampled(2, 3)] * 3
+    assert [each.sampled for each in Ledger(straight / LEDGER).releases] == [CohortDraw(2, 3)] * 3
 
 
 def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
     config = Config(method="fedavg", norm="group", dp_clip=0.5, dp_noise=2.0, dp_epsilon=3.0, clients=9, cohort=4)
     assert factory.build_method(config) == ClippedMethod(registry.make("fedavg"), 0.5)
     (aggregator,) = factory.build_aggregators(config, b"x", tmp_path)
-    assert isinstance(aggregator, Private)
+    assert isinstance(aggregator, DifferentialPrivacy)
     assert aggregator.plan == PrivacyPlan(0.5, 2.0, 1e-5, 3.0, 4, 9)
     held = split([(2, 2)] * 7)
     held.save(tmp_path / "split.parquet")
     (aggregator,) = factory.build_aggregators(replace(config, split=tmp_path / "split.parquet"), b"x", tmp_path)
-    assert isinstance(aggregator, Private)
+    assert isinstance(aggregator, DifferentialPrivacy)
     assert aggregator.plan.clients == 7
     assert factory.build_aggregators(Config(), b"x", tmp_path) == ()
 
@@ -718,7 +723,7 @@ def test_the_command_says_what_a_plan_costs(capsys: pytest.CaptureFixture[str]) 
     assert said["epsilon"] == accounting.planned_epsilon(10, 100, 20, 5.0, 1e-6)
     assert cli.main([*plan.split(), "--epsilon", "3"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["noise"] == accounting.noise_for(3.0, 10, 100, 20, 1e-5)
+    assert said["noise"] == accounting.find_noise(3.0, 10, 100, 20, 1e-5)
     assert said["epsilon"] <= 3
     wrong = {
         "--noise 5 --epsilon 3": "give one of --noise and --epsilon",

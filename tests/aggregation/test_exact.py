@@ -9,7 +9,14 @@ from importlib.util import find_spec
 import pytest
 
 from halfmoon.aggregation.privacy import accounting
-from halfmoon.aggregation.privacy.accounting import ORDERS, Sampled, _renyi, epsilon, exact_epsilon, planned_epsilon
+from halfmoon.aggregation.privacy.accounting import (
+    ORDERS,
+    CohortDraw,
+    _compute_renyi_epsilon,
+    compute_epsilon,
+    exact_epsilon,
+    planned_epsilon,
+)
 
 pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="needs dp_accounting")
 
@@ -52,7 +59,7 @@ def test_whole_cohorts_cost_less_than_by_renyi_and_sampled_ones_as_before():
     renyi.compose(dp_event.GaussianDpEvent(4.0), 20)
     assert planned_epsilon(10, 10, 20, 8.0, 1e-5) == pytest.approx(exact_epsilon([8.0] * 20, 1e-5))
     assert planned_epsilon(10, 10, 20, 8.0, 1e-5) < 0.95 * renyi.get_epsilon(1e-5)
-    assert epsilon([(2.0, Sampled(10, 1000))] * 20, 1e-5) < 0.5 * exact_epsilon([2.0] * 20, 1e-5)
+    assert compute_epsilon([(2.0, CohortDraw(10, 1000))] * 20, 1e-5) < 0.5 * exact_epsilon([2.0] * 20, 1e-5)
 
 
 def test_the_pld_accountant_has_no_cohorts_of_a_fixed_size():
@@ -66,8 +73,8 @@ def test_the_pld_accountant_has_no_cohorts_of_a_fixed_size():
             PLDAccountant(relation).compose(drawn)
 
 
-@pytest.mark.parametrize("kind", [(4.0, Sampled(10, 100)), (100.0, Sampled(1, 10_000)), (8.0, None), (0.1, None)])
-def test_a_curve_is_read_from_what_the_accountant_says(kind: tuple[float, Sampled | None]):
+@pytest.mark.parametrize("kind", [(4.0, CohortDraw(10, 100)), (100.0, CohortDraw(1, 10_000)), (8.0, None), (0.1, None)])
+def test_a_curve_is_read_from_what_the_accountant_says(kind: tuple[float, CohortDraw | None]):
     """An event's divergence is its own, however often: epsilon of 1 and of 300 is what the library composes itself."""
     from dp_accounting import NeighboringRelation, dp_event
     from dp_accounting.rdp import RdpAccountant
@@ -78,7 +85,7 @@ def test_a_curve_is_read_from_what_the_accountant_says(kind: tuple[float, Sample
         event = dp_event.SampledWithoutReplacementDpEvent(sampled.clients, sampled.cohort, plain)
     for count in (1, 300):
         made = RdpAccountant(ORDERS, NeighboringRelation.REPLACE_ONE).compose(event, count)
-        assert _renyi(Counter({kind: count}), 1e-5) == pytest.approx(made.get_epsilon(1e-5), rel=1e-9)
+        assert _compute_renyi_epsilon(Counter({kind: count}), 1e-5) == pytest.approx(made.get_epsilon(1e-5), rel=1e-9)
 
 
 def test_nothing_of_the_library_is_used_that_has_no_public_name():

@@ -17,17 +17,17 @@ from scenes import begin, furthest, play, same
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator
-from halfmoon.aggregation.agreement import alignment, gram, median
+from halfmoon.aggregation.agreement import alignment_scores, compute_inner_products, median
 from halfmoon.aggregation.robust import (
     COSINE_MAX_NORM,
-    Robust,
+    RobustAggregator,
     Rule,
-    distances,
-    finite,
-    krum,
+    count_tolerated,
+    find_finite_clients,
     replace_extremes,
-    tolerated,
-    trimmed,
+    select_by_krum,
+    squared_distances,
+    trimmed_mean,
 )
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
@@ -71,7 +71,7 @@ def ruled(
     rule: Rule, values: Sequence[Sequence[float]], byzantine: float = 0.2, **more: Any
 ) -> tuple[list[list[float]], dict[str, Any]]:
     broadcast, upload = models(values, **more)
-    aggregator = Robust(rule, byzantine)
+    aggregator = RobustAggregator(rule, byzantine)
     places, new = aggregator.uploads(ask(len(values), broadcast), upload)
     assert list(places) == list(range(len(values)))
     assert torch.equal(new.weight, upload.weight)
@@ -88,7 +88,7 @@ def test_clip_scales_down_to_the_median_norm():
 def test_statistics_are_clipped_by_themselves():
     """Huge statistics do not raise the parameters' bound: 1, 2, 3 -> 2; nor parameters theirs: 100, 0, 300 -> 100."""
     broadcast, upload = models([[1], [2], [3]], [[100], [0], [300]])
-    aggregator = Robust("clip", 0.2)
+    aggregator = RobustAggregator("clip", 0.2)
     _, new = aggregator.uploads(ask(3, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([1, 2, 2])
     assert new.update["stats"]["mean"].flatten().tolist() == pytest.approx([100, 0, 100])
@@ -98,7 +98,7 @@ def test_statistics_are_clipped_by_themselves():
 def test_who_points_against_the_others_is_left_out():
     """The last one's cosines are -1, -0.6 and -0.8, of which -0.8 is the median; the others' lie above 0.6."""
     broadcast, upload = models([[2, 0], [3, 4], [4, 3], [-9, 0]])
-    aggregator = Robust("cosine", 0.2)
+    aggregator = RobustAggregator("cosine", 0.2)
     places, new = aggregator.uploads(ask(4, broadcast), upload)
     assert list(places) == [0, 1, 2]
     assert (new.update["params"]["w"] - 1).tolist() == [[2, 0], pytest.approx([3, 4]), pytest.approx([4, 3])]
@@ -107,7 +107,7 @@ def test_who_points_against_the_others_is_left_out():
 
 def test_statistics_that_point_against_the_others_are_left_out():
     broadcast, upload = models([[1, 0]] * 5, [[1, 0], [2, 1], [1, 1], [3, 1], [-1, -1]])
-    places, _ = Robust("cosine", 0.2).uploads(ask(5, broadcast), upload)
+    places, _ = RobustAggregator("cosine", 0.2).uploads(ask(5, broadcast), upload)
     assert list(places) == [0, 1, 2, 3]
 
 
@@ -128,9 +128,11 @@ def test_an_update_is_compared_with_the_others_and_the_history():
     With -e1 in its place e2 meets 2/3 e1 + e2 + 4/3 (e3 + e4), whose length is sqrt(5).
     """
     updates = torch.cat([torch.eye(4), torch.ones(1, 4)])
-    assert alignment(gram([updates]))[0] == pytest.approx((3 / 19) ** 0.5)
+    assert alignment_scores(compute_inner_products([updates]))[0] == pytest.approx((3 / 19) ** 0.5)
     updates[0, 0] = -1
-    assert alignment(gram([updates])).tolist() == pytest.approx([-((3 / 19) ** 0.5), *[5**-0.5] * 3])
+    assert alignment_scores(compute_inner_products([updates])).tolist() == pytest.approx(
+        [-((3 / 19) ** 0.5), *[5**-0.5] * 3]
+    )
 
 
 def test_the_history_tells_a_turned_update_from_one_of_other_classes():
@@ -141,7 +143,7 @@ def test_the_history_tells_a_turned_update_from_one_of_other_classes():
 
     def kept(values: Sequence[Sequence[float]], memory: StateView | None) -> list[int]:
         broadcast, upload = models(values)
-        return list(Robust("cosine", 0.2).uploads(ask(6, broadcast)._replace(memory=memory), upload)[0])
+        return list(RobustAggregator("cosine", 0.2).uploads(ask(6, broadcast)._replace(memory=memory), upload)[0])
 
     assert kept(turned, None) == [0, 1, 2, 3, 4, 5]
     assert kept(honest, store) == [0, 1, 2, 3, 4, 5]
@@ -153,7 +155,7 @@ def test_sums_too_large_for_their_images_are_left_out():
     """Four clients of 1 to 4 images send 1 to 4 in sum; one of 5 images sends 100, twenty for each of its images."""
     upload = Upload({}, torch.arange(1.0, 6.0).double(), {"moments": torch.tensor([[1.0], [2], [3], [4], [100]])})
     context = ask(5, {})._replace(upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")}))
-    aggregator = Robust("cosine", 0.2)
+    aggregator = RobustAggregator("cosine", 0.2)
     assert list(aggregator.uploads(context, upload)[0]) == [0, 1, 2, 3]
     assert aggregator.row()["outside"][0]["part"] == "sums"
 
@@ -210,7 +212,7 @@ def test_two_of_ten_are_trimmed_and_of_four_one_is():
 def test_an_outlier_is_left_out_before_coordinates_are_trimmed():
     """The last of five points away and is removed. Of the others, weights 1 to 4, one extreme a side is replaced."""
     broadcast, upload = models([[2, 3], [3, 4], [4, 3], [3, 3.5], [-9, 0]])
-    places, new = Robust("cosine-trimmed", 0.2).uploads(ask(5, broadcast), upload)
+    places, new = RobustAggregator("cosine-trimmed", 0.2).uploads(ask(5, broadcast), upload)
     assert list(places) == [0, 1, 2, 3]
     # (2, 3, 4, 3): of the equal ones both remain, weights 2 and 4. (3, 4, 3, 3.5): 3 of weight 3 and 3.5 of weight 4.
     second = (3 * 3 + 3.5 * 4) / 7
@@ -221,7 +223,7 @@ def test_an_outlier_is_left_out_before_coordinates_are_trimmed():
 def test_clients_without_images_are_neither_trimmed_nor_counted():
     broadcast, upload = models([[1], [2], [3], [4], [0]])
     upload = upload._replace(weight=torch.tensor([1.0, 2, 3, 4, 0]).double())
-    _, new = Robust("cosine-trimmed", 0.2).uploads(ask(5, broadcast), upload)
+    _, new = RobustAggregator("cosine-trimmed", 0.2).uploads(ask(5, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2.6, 2, 3, 2.6, 0])
 
 
@@ -242,7 +244,7 @@ def test_krum_chooses_the_update_nearest_to_its_neighbors():
 
 def test_krum_looks_at_parameters_alone_and_takes_statistics_along():
     broadcast, upload = models([[0], [1], [3], [4], [100]], [[7], [1e9], [7], [7], [7]])
-    _, new = Robust("krum", 0.2).uploads(ask(5, broadcast), upload)
+    _, new = RobustAggregator("krum", 0.2).uploads(ask(5, broadcast), upload)
     assert new.update["stats"]["mean"].flatten().tolist() == [1e9] * 5
 
 
@@ -252,14 +254,14 @@ def test_whoever_weighs_nothing_has_no_say():
     upload = upload._replace(weight=torch.tensor([3.0, 5.0, 0.0, 0.0, 0.0]).double())
     wanted: dict[Rule, int] = {"median": 3, "trimmed": 3, "krum": 2}
     for rule in ONE:
-        aggregator = Robust(rule, 0.2)
+        aggregator = RobustAggregator(rule, 0.2)
         _, new = aggregator.uploads(ask(5, broadcast), upload)
         assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([wanted[rule]] * 5), rule
-    aggregator = Robust("clip", 0.2)
+    aggregator = RobustAggregator("clip", 0.2)
     _, new = aggregator.uploads(ask(5, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2, 3, 0, 0, 0])
     upload = upload._replace(weight=torch.zeros(5))
-    _, still = Robust("median", 0.2).uploads(ask(5, broadcast), upload)
+    _, still = RobustAggregator("median", 0.2).uploads(ask(5, broadcast), upload)
     assert same(still.tree, upload.tree)
 
 
@@ -270,7 +272,9 @@ def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(rows: list[list[fl
     leaf = torch.tensor(values)
     assert median(leaf).numpy() == pytest.approx(np.median(values, axis=0), rel=1e-12, abs=1e-12)
     cut = int(share * len(rows))
-    assert trimmed(leaf, cut).numpy() == pytest.approx(scipy.stats.trim_mean(values, share, axis=0), rel=1e-9, abs=1e-9)
+    assert trimmed_mean(leaf, cut).numpy() == pytest.approx(
+        scipy.stats.trim_mean(values, share, axis=0), rel=1e-9, abs=1e-9
+    )
 
 
 def naive_krum(vectors: np.ndarray, hostile: int) -> int:
@@ -290,24 +294,24 @@ def test_krum_is_the_published_rule():
         vectors = g.normal(size=(k, 40)) * np.where(np.arange(k)[:, None] < trial % 3, 1e3, 1.0)
         hostile = int(g.integers(0, (k - 3) // 2 + 1))
         change = {"params/a": torch.tensor(vectors[:, :24]).reshape(k, 4, 6), "params/b": torch.tensor(vectors[:, 24:])}
-        assert krum(change, hostile) == naive_krum(vectors, hostile)
+        assert select_by_krum(change, hostile) == naive_krum(vectors, hostile)
         direct = ((vectors[:, None] - vectors[None]) ** 2).sum(-1)
-        assert distances(change).numpy() == pytest.approx(direct, rel=1e-9, abs=1e-6)
+        assert squared_distances(change).numpy() == pytest.approx(direct, rel=1e-9, abs=1e-6)
 
 
 def test_distances_do_not_depend_on_the_size_of_a_chunk(monkeypatch):
     change = {"params/a": torch.randn(6, 50, generator=torch.Generator().manual_seed(0))}
-    whole = distances(change)
+    whole = squared_distances(change)
     monkeypatch.setattr("halfmoon.aggregation.agreement.CHUNK", 7)
-    assert furthest({"d": distances(change)}, {"d": whole}) < 1e-12
+    assert furthest({"d": squared_distances(change)}, {"d": whole}) < 1e-12
 
 
 def test_krum_bears_as_many_as_there_are_neighbors_for():
     """2f + 3 of k: of 10 at most 3, of 5 one, of 3 none; never more than the share."""
-    assert [tolerated(count, 0.45) for count in (10, 5, 4, 3, 2, 1)] == [3, 1, 0, 0, 0, 0]
-    assert tolerated(10, 0.1) == 1
-    assert tolerated(10, 0.3) == 3  # 0.3 * 10 is not cut to 2
-    assert tolerated(100, 0.29) == 29  # nor 0.29 * 100, 28.999999999999996
+    assert [count_tolerated(count, 0.45) for count in (10, 5, 4, 3, 2, 1)] == [3, 1, 0, 0, 0, 0]
+    assert count_tolerated(10, 0.1) == 1
+    assert count_tolerated(10, 0.3) == 3  # 0.3 * 10 is not cut to 2
+    assert count_tolerated(100, 0.29) == 29  # nor 0.29 * 100, 28.999999999999996
 
 
 @EVERY
@@ -337,7 +341,7 @@ def test_what_is_below_the_median_keeps_its_bits():
     g = torch.Generator().manual_seed(3)
     broadcast = {"params": {"w": torch.randn(8, generator=g)}}
     upload = Upload({"params": {"w": broadcast["params"]["w"] + torch.randn(7, 8, generator=g)}}, torch.ones(7))
-    _, new = Robust("clip", 0.2).uploads(ask(7, broadcast), upload)
+    _, new = RobustAggregator("clip", 0.2).uploads(ask(7, broadcast), upload)
     norms = (upload.update["params"]["w"] - broadcast["params"]["w"]).double().norm(dim=1)
     short = norms <= norms.median()
     assert int(short.sum()) == 4
@@ -353,7 +357,7 @@ def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule
     honest = torch.randn(4, 6, generator=torch.Generator().manual_seed(4))
     broadcast = {"params": {"w": torch.full((6,), -1.0)}}
     upload = Upload({"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}}, torch.ones(5))
-    places, new = Robust(rule, 0.2).uploads(ask(5, broadcast), upload)
+    places, new = RobustAggregator(rule, 0.2).uploads(ask(5, broadcast), upload)
     assert list(places) == list(range(5))
     moved = new.update["params"]["w"] + 1
     if rule in ("clip", "cosine"):
@@ -371,12 +375,12 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
     values = 3 + torch.randn(6, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     broadcast, upload = models(values.tolist())
     rest = [0, 1, 3, 4, 5]
-    alone = Robust(rule, 0.2).uploads(ask(6, broadcast).only(rest), upload.map(lambda leaf: leaf[rest]))[1]
+    alone = RobustAggregator(rule, 0.2).uploads(ask(6, broadcast).only(rest), upload.map(lambda leaf: leaf[rest]))[1]
     for path in ("params", "weight"):
         _, spoiled = models(values.tolist())
         leaf = spoiled.update["params"]["w"] if path == "params" else spoiled.weight
         leaf[2, ...] = bad
-        aggregator = Robust(rule, 0.2)
+        aggregator = RobustAggregator(rule, 0.2)
         places, new = aggregator.uploads(ask(6, broadcast), spoiled)
         assert list(places) == rest
         assert same(new.tree, alone.tree)
@@ -386,7 +390,7 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
 def test_a_difference_that_is_not_finite_is_left_out():
     broadcast = {"params": {"w": torch.tensor([-3e38])}}
     upload = Upload({"params": {"w": torch.tensor([[-3e38], [3e38], [-2.9e38]])}}, torch.ones(3))
-    places, new = Robust("median", 0.2).uploads(ask(3, broadcast), upload)
+    places, new = RobustAggregator("median", 0.2).uploads(ask(3, broadcast), upload)
     assert list(places) == [0, 2]
     assert new.update["params"]["w"].flatten().tolist() == pytest.approx([-2.95e38] * 2)
 
@@ -394,15 +398,15 @@ def test_a_difference_that_is_not_finite_is_left_out():
 def test_nobody_finite_is_nobody():
     broadcast, upload = models([[1.0], [2.0]])
     upload.update["params"]["w"][:] = torch.nan
-    assert finite(list(tree.leaves(upload.tree))) == []
-    places, _ = Robust("median", 0.2).uploads(ask(2, broadcast), upload)
+    assert find_finite_clients(list(tree.leaves(upload.tree))) == []
+    places, _ = RobustAggregator("median", 0.2).uploads(ask(2, broadcast), upload)
     assert list(places) == []
 
 
 def test_a_question_without_an_update_passes():
     """SemiFL's census, say: nothing in it came down, so that no rule has anything to say, and the row is empty."""
     upload = Upload({}, torch.tensor([4.0, 5.0]), {"moments": {"mean": torch.tensor([[1.0], [9.0]])}})
-    aggregator = Robust("median", 0.2)
+    aggregator = RobustAggregator("median", 0.2)
     places, new = aggregator.uploads(ask(2, {"params": {"w": torch.zeros(3)}}), upload)
     assert list(places) == [0, 1]
     assert same(new.tree, upload.tree)
@@ -451,7 +455,7 @@ def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
     """Three clients of unequal size in float64: the same server, to rounding, and the same row."""
     played = []
     for executor in ("loop", "vmap"):
-        made, shared, simulation = scene(name, "both", executor, aggregators=[Robust(rule, 0.34)])
+        made, shared, simulation = scene(name, "both", executor, aggregators=[RobustAggregator(rule, 0.34)])
         played.append(play(made, simulation, begin(made, shared), ROUNDS))
     for one, many in zip(*played, strict=True):
         assert furthest(many.server, one.server) < 1e-9
@@ -483,8 +487,8 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
             appu[0], weight[0] = torch.tensor([1e6, 0.0, 0.0, -1e6]), 1e9
             return range(len(question.clients)), Upload(upload.update, weight, {"appu": appu})
 
-    made, shared, honest = scene("feddb", "both", aggregators=[Robust(rule, 0.34)])
-    _, _, lied = scene("feddb", "both", aggregators=[Liar(), Robust(rule, 0.34)])
+    made, shared, honest = scene("feddb", "both", aggregators=[RobustAggregator(rule, 0.34)])
+    _, _, lied = scene("feddb", "both", aggregators=[Liar(), RobustAggregator(rule, 0.34)])
     one = play(made, honest, begin(made, shared), range(1))
     two = play(made, lied, begin(made, shared), range(1))
     assert furthest(two[0].server, one[0].server) < 1e-12
@@ -495,7 +499,7 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
 def test_a_configuration_brings_its_rule():
     assert build_aggregators(Config(), b"", Path()) == ()
     (aggregator,) = build_aggregators(Config(aggregation="trimmed", byzantine=0.1), b"", Path())
-    assert isinstance(aggregator, Robust)
+    assert isinstance(aggregator, RobustAggregator)
     assert (aggregator.rule, aggregator.byzantine) == ("trimmed", 0.1)
 
 

@@ -23,10 +23,10 @@ from halfmoon.aggregation.secure.fixed_point import (
     SCALE,
     FixedPointMean,
     TooLarge,
-    check_upload,
-    contribution,
+    check_summable,
+    decode_mean,
+    encode_contribution,
     is_plausible_sum,
-    mean,
 )
 from halfmoon.aggregation.secure.masking import (
     PRIME,
@@ -34,14 +34,14 @@ from halfmoon.aggregation.secure.masking import (
     Party,
     SumId,
     UnreadableShare,
-    agree,
     announcement,
-    coefficients,
-    derive,
-    lagrange,
-    public,
-    public_keys,
-    split,
+    compute_public_key,
+    compute_public_keys,
+    compute_shared_secret,
+    derive_key,
+    draw_coefficients,
+    lagrange_factors,
+    split_secret,
     threshold,
     unmask,
 )
@@ -79,13 +79,13 @@ FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
 
 def reconstruct(shares: Mapping[int, int], prime: int = PRIME) -> int:
     """Return the secret whose shares are given by place."""
-    counts = lagrange(list(shares), prime)
+    counts = lagrange_factors(list(shares), prime)
     return sum(share * counts[place] for place, share in shares.items()) % prime
 
 
 def test_shares_are_the_published_ones() -> None:
     """The example of Wikipedia's article on Shamir's secret sharing: 1234 + 166 x + 94 x^2 modulo 1613."""
-    shares = split(1234, 3, range(1, 7), [166, 94], prime=1613)
+    shares = split_secret(1234, 3, range(1, 7), [166, 94], prime=1613)
     assert shares == [1494, 329, 965, 176, 1188, 775]
     assert reconstruct({2: 329, 4: 176, 5: 1188}, prime=1613) == 1234
 
@@ -100,24 +100,24 @@ def test_the_field_is_a_field() -> None:
 def test_any_of_enough_shares_tell_a_secret_and_fewer_tell_nothing() -> None:
     """In a field of 11, one share of two is compatible with each secret just once: all are as likely as before."""
     secret = int.from_bytes(bytes(range(32)), "big")
-    shares = dict(zip(range(1, 8), split(secret, 4, range(1, 8), coefficients(b"k" * 32, 3)), strict=True))
+    shares = dict(zip(range(1, 8), split_secret(secret, 4, range(1, 8), draw_coefficients(b"k" * 32, 3)), strict=True))
     for some in ((1, 2, 3, 4), (7, 5, 2, 3), (1, 2, 3, 4, 5, 6, 7)):
         assert reconstruct({k: shares[k] for k in some}) == secret
     assert reconstruct({k: shares[k] for k in (1, 2, 3)}) != secret
     for share in range(11):
-        secrets = [s for s in range(11) for drawn in range(11) if split(s, 2, [3], [drawn], prime=11) == [share]]
+        secrets = [s for s in range(11) for drawn in range(11) if split_secret(s, 2, [3], [drawn], prime=11) == [share]]
         assert sorted(secrets) == list(range(11))
 
 
 def test_keys_are_agreed_on_as_rfc_7748_says() -> None:
     """Section 5.2: X25519 of 9 and 9, once, and a thousand times over; a point of low order is no key."""
     k = u = bytes([9]) + bytes(31)
-    assert public(k).hex() == "422c8e7a6227d7bca1350b3e2bb7279f7897b87bb6854b783c60e80311ae3079"
+    assert compute_public_key(k).hex() == "422c8e7a6227d7bca1350b3e2bb7279f7897b87bb6854b783c60e80311ae3079"
     for _ in range(1000):
-        k, u = agree(k, u), k
+        k, u = compute_shared_secret(k, u), k
     assert k.hex() == "684cf59ba83309552800ef566f2f4d3c1c3887c49360e3875f2eb94d99532c51"
     with pytest.raises(UnreadableShare, match="public key is not valid"):
-        agree(k, bytes(32))
+        compute_shared_secret(k, bytes(32))
 
 
 def test_more_than_two_thirds_have_to_stay() -> None:
@@ -130,26 +130,26 @@ def test_more_than_two_thirds_have_to_stay() -> None:
 def test_a_contribution_is_hand_made_numbers() -> None:
     """3 (0.5, -1/4), and the weight 3, in units of 2^-24; 2^-26 is half of a half of a unit: it rounds to none."""
     change = {"a": torch.tensor([0.5, -0.25]), "b": torch.tensor([[2.0**-26]])}
-    vector = contribution(change, 3.0, 2)
+    vector = encode_contribution(change, 3.0, 2)
     assert vector.tolist() == [3 * 2**23, -3 * 2**22, 1, 3 * 2**24]  # 0.75 of a unit rounds to 1
-    assert contribution(change, 1.0, 2).tolist() == [2**23, -(2**22), 0, 2**24]
-    got, weight = mean(vector + contribution(change, 1.0, 2), change)
+    assert encode_contribution(change, 1.0, 2).tolist() == [2**23, -(2**22), 0, 2**24]
+    got, weight = decode_mean(vector + encode_contribution(change, 1.0, 2), change)
     assert weight == 4
     assert got["a"].tolist() == [0.5, -0.25]
     assert got["b"].shape == (1, 1)
-    nothing, weight = mean(torch.zeros(4, dtype=torch.int64), change)
+    nothing, weight = decode_mean(torch.zeros(4, dtype=torch.int64), change)
     assert (weight, nothing["a"].tolist()) == (0, [0, 0])
 
 
 def test_what_would_not_fit_is_refused() -> None:
     """The sum over k clients has to stay below 2^62; no number that is not finite passes."""
     most = 2.0**62 / SCALE / 4
-    contribution({"a": torch.tensor([np.nextafter(most, 0.0)], dtype=torch.float64)}, 1.0, 4)
+    encode_contribution({"a": torch.tensor([np.nextafter(most, 0.0)], dtype=torch.float64)}, 1.0, 4)
     for value in (most, -most, float("inf"), float("nan")):
         with pytest.raises(TooLarge, match="too large for a sum of 4"):
-            contribution({"a": torch.tensor([value], dtype=torch.float64)}, 1.0, 4)
+            encode_contribution({"a": torch.tensor([value], dtype=torch.float64)}, 1.0, 4)
     with pytest.raises(TooLarge):
-        contribution({"a": torch.tensor([1.0])}, 2.0**37, 4)
+        encode_contribution({"a": torch.tensor([1.0])}, 2.0**37, 4)
     assert is_plausible_sum(torch.tensor([-(2**61), 2**61]))
     assert not is_plausible_sum(torch.tensor([2**62, 1]))
     assert not is_plausible_sum(torch.tensor([1, -1]))
@@ -198,9 +198,9 @@ def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
 
 def test_an_upload_with_more_than_an_update_is_refused() -> None:
     with pytest.raises(UserError, match="'appu' in addition to their update"):
-        check_upload(Upload({"w": torch.ones(2)}, torch.ones(()), {"appu": torch.ones(3)}), {"w": None})
+        check_summable(Upload({"w": torch.ones(2)}, torch.ones(()), {"appu": torch.ones(3)}), {"w": None})
     with pytest.raises(UserError, match="'steps' in addition to their update"):
-        check_upload(Upload({"w": torch.ones(2), "steps": torch.tensor(3)}, torch.ones(())), {"w": None})
+        check_summable(Upload({"w": torch.ones(2), "steps": torch.tensor(3)}, torch.ones(())), {"w": None})
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-fixmatch", "fixmatch-feddpl", "feddure", "fedloke", "fml"])
@@ -354,7 +354,7 @@ def test_the_sum_is_exact_whoever_drops_out(drops: dict[str, set[int]], tmp_path
     there = [k for k in range(10) if k not in set().union(*(drops.get(at, set()) for at in STAGES[:3]))]
     whole, average = exact(village, there)
     assert np.array_equal(total.numpy(), whole)
-    got, weight = mean(total, {"w": torch.empty(1207, dtype=torch.float64)})
+    got, weight = decode_mean(total, {"w": torch.empty(1207, dtype=torch.float64)})
     assert weight == sum(village.weights[k] for k in there)
     assert np.abs(got["w"].numpy() - average).max() <= len(there) * 2.0**-25 / weight + 1e-15
 
@@ -503,8 +503,8 @@ def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> Non
     for k in range(7):
         party = Party(secrets[k], k, cohort)
         for purpose, held, mine in (("seed", party.seed, k != 6), ("private", party.private, k == 6)):
-            key = derive(party.secret, f"shares of the {purpose}", cohort.digest, k)
-            (share,) = split(int.from_bytes(held, "big"), 5, [1], coefficients(key, 4))
+            key = derive_key(party.secret, f"shares of the {purpose}", cohort.digest, k)
+            (share,) = split_secret(int.from_bytes(held, "big"), 5, [1], draw_coefficients(key, 4))
             assert (said[k].numpy().tobytes() == share.to_bytes(33, "big")) is mine
 
 
@@ -662,7 +662,7 @@ def test_what_a_site_has_to_hide_is_its_owners_alone_and_stands_in_nothing_else(
     for path in (home / "site.key", home / RUN / SUMS_FOLDER / SECRET_FILE):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     held = village.secret(0)
-    hidden = [held, *(derive(held, purpose) for purpose in ("channel", "private", "seed"))]
+    hidden = [held, *(derive_key(held, purpose) for purpose in ("channel", "private", "seed"))]
     notes = [each.read_bytes() for each in (home / RUN).rglob("*.json")]
     assert len(notes) == 1
     for secret in hidden:
@@ -722,7 +722,7 @@ class Forging(MaskedSum):
         cohort, names, signatures = super()._collect_keys(sites)
         keys, texts = list(cohort.keys), list(signatures)
         for at in (1, 2):
-            keys[at] = public_keys(bytes([at]) * 32)
+            keys[at] = compute_public_keys(bytes([at]) * 32)
             texts[at] = signing.sign(self.sign(at), announcement(cohort.sum_id, cohort.numbers[at], keys[at]))
         return replace(cohort, keys=tuple(keys)), names, texts
 
@@ -732,7 +732,7 @@ def forging(village: Village, lasting: bool) -> Forging:
     plain = village.sum()
     made = {k: signing.load_private_key(signing.generate_private_key()) for k in (1, 2)}
     shown = {f"site-{k}": signing.encode_public_key(key.public_key()) for k, key in made.items()} if lasting else {}
-    forged = Forging(plain.requests, plain.numbers, plain.keys, plain.query_sites, plain.what)
+    forged = Forging(plain.requests, plain.numbers, plain.keys, plain.query_sites, plain.description)
     forged.sign = made.__getitem__
     original = Forging._collect_keys
 
@@ -791,7 +791,7 @@ def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> No
         key = ec.generate_private_key(curve)
         mine, said = signing.encode_public_key(key.public_key()), signing.sign(key, text)
         assert signing.verify(mine, text, said)
-        assert len(mine) <= signing.POINT
+        assert len(mine) <= signing.POINT_BYTES
         others = [(replace(sum_id, session="b" * 64), 1), (replace(sum_id, round=4), 1), (sum_id, 2)]
         assert not [each for each in others if signing.verify(mine, announcement(*each, bytes(64)), said)]
         assert not signing.verify(mine, announcement(sum_id, 1, b"x" * 64), said)
@@ -836,7 +836,11 @@ def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) ->
             stolen |= set(texts)
     assert not stolen & set(during.values())
     theirs = [key[:32] for key in masking.cohort.keys]
-    assert not [each for each in stolen if public(each) in theirs or public(derive(each, "channel")) in theirs]
+    assert not [
+        each
+        for each in stolen
+        if compute_public_key(each) in theirs or compute_public_key(derive_key(each, "channel")) in theirs
+    ]
     assert not list(tmp_path.rglob(SECRET_FILE))
 
 

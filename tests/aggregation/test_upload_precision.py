@@ -17,7 +17,7 @@ from test_dp import GROUPED, PROMISE, private
 
 import halfmoon
 from halfmoon import Config
-from halfmoon.aggregation.precision import decoded, encoded, quantized
+from halfmoon.aggregation.precision import compress_upload, decompress_upload, quantize
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.uploads import UPDATE_ONLY, Upload
 from halfmoon.contract.sites import Wire, make_remote_runtime
@@ -49,8 +49,10 @@ def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, W
 def trip(values: torch.Tensor, before: torch.Tensor, precision: Any) -> torch.Tensor:
     """Return what a server has of a tensor that a client sends."""
     broadcast = {"params": {"w": before}}
-    sent = encoded(Upload({"params": {"w": values}}, torch.tensor(1.0)), broadcast, precision, UPDATE_ONLY, DRAWS)
-    return decoded(sent, broadcast, precision).update["params"]["w"]
+    sent = compress_upload(
+        Upload({"params": {"w": values}}, torch.tensor(1.0)), broadcast, precision, UPDATE_ONLY, DRAWS
+    )
+    return decompress_upload(sent, broadcast, precision).update["params"]["w"]
 
 
 def test_float16_rounds_the_difference_to_eleven_bits() -> None:
@@ -68,7 +70,7 @@ def test_int8_levels_are_whole_steps_of_the_largest_change() -> None:
     """The largest is 12.7, so a step is 0.1: multiples are sent as they are, whatever is drawn."""
     change = torch.tensor([12.7, -12.7, 0.0, 6.4, -0.1], dtype=torch.float64)
     for seed in range(50):
-        sent = quantized(change, rng.generator(seed))
+        sent = quantize(change, rng.generator(seed))
         assert float(sent["scale"]) == pytest.approx(0.1)
         # 6.4 / 0.1 is 64.00000000000001
         assert (sent["levels"] - torch.tensor([127, -127, 0, 64, -1])).abs().max() <= 1
@@ -79,7 +81,7 @@ def test_int8_levels_are_whole_steps_of_the_largest_change() -> None:
 def test_the_mean_of_many_int8_draws_is_the_number() -> None:
     """A level lies one of two steps s apart, so the variance is f (1 - f) s^2 with f the share of the way between."""
     change, draws = torch.tensor([1.27, 0.0031, -0.0198, 0.5555, -1.2699], dtype=torch.float64), 20_000
-    sent = quantized(change.expand(draws, 5), rng.generator(0, "draw"))
+    sent = quantize(change.expand(draws, 5), rng.generator(0, "draw"))
     means = (sent["scale"] * sent["levels"]).mean(0)
     share = change / 0.01 - (change / 0.01).floor()
     error = 0.01 * (share * (1 - share) / draws).sqrt()
@@ -102,7 +104,7 @@ def test_no_draw_goes_beyond_the_largest_level() -> None:
     """The largest number over its scale may be 127.00001 in float32; 128 would wrap around to -128."""
     for seed in range(300):
         change = torch.randn(3, generator=rng.generator(seed))
-        sent = quantized(change.repeat(500), rng.generator(seed))
+        sent = quantize(change.repeat(500), rng.generator(seed))
         back = sent["scale"] * sent["levels"]
         assert bool((back.sign() * change.repeat(500).sign() >= 0).all())
         torch.testing.assert_close(back.abs().max(), change.abs().max())
@@ -113,7 +115,7 @@ def test_nothing_changed_is_sent_as_nothing_and_empty_tensors_pass() -> None:
     for precision in ("float16", "int8"):
         assert torch.equal(trip(before.clone(), before, precision), before)
         assert trip(torch.zeros(0, 3), torch.zeros(0, 3), precision).shape == (0, 3)
-    assert float(quantized(torch.zeros(3), rng.generator(0))["scale"]) == 0
+    assert float(quantize(torch.zeros(3), rng.generator(0))["scale"]) == 0
     tiny = torch.full((4,), 2e-45)  # its scale would be 0
     assert torch.equal(trip(tiny, torch.zeros(4), "int8"), torch.zeros(4))
 
@@ -143,9 +145,9 @@ def test_all_but_learned_parameters_stays_as_it_is(precision: Any) -> None:
         "share": values,
         "round": {"t": torch.tensor(2)},
     }
-    sent = encoded(upload, broadcast, precision, UPDATE_ONLY, DRAWS)
+    sent = compress_upload(upload, broadcast, precision, UPDATE_ONLY, DRAWS)
     assert sent.update["params"]["empty"] == {}
-    here, there = tree.flatten(decoded(sent, broadcast, precision).tree), tree.flatten(upload.tree)
+    here, there = tree.flatten(decompress_upload(sent, broadcast, precision).tree), tree.flatten(upload.tree)
     assert here.keys() == there.keys()
     for path, leaf in there.items():
         assert here[path].dtype == leaf.dtype

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from spies import question
 from torch import Tensor
 
-from halfmoon.aggregation.attacks import LIE, Hostile
-from halfmoon.aggregation.weights import WeightCap, caps
+from halfmoon.aggregation.attacks import FALSE_COUNT_FACTOR, HostileClients
+from halfmoon.aggregation.weights import WeightCap, compute_caps
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -31,12 +31,12 @@ def mean(upload: Upload) -> Tensor:
 
 def test_the_cap_is_twice_the_lower_median_of_those_who_weigh_something():
     """Of 1, 2, 3, 1e9 the lower median is 2, so that the cap is 4; a weight of 0 is not of the cohort."""
-    assert caps([1, 2, 3, 1e9], 2.0) == [4.0] * 4
-    assert caps([0, 0, 5], 2.0) == [10.0] * 3
-    assert caps([7, 1e9], 2.0) == [14.0] * 2
-    assert caps([1, 1e9], 0.0) == [float("inf")] * 2
-    assert caps([1, 1e9, 3], 2.0, [None, 40, None]) == [6.0, 40.0, 6.0]
-    assert caps([0.0, 0.0], 2.0) == [float("inf")] * 2
+    assert compute_caps([1, 2, 3, 1e9], 2.0) == [4.0] * 4
+    assert compute_caps([0, 0, 5], 2.0) == [10.0] * 3
+    assert compute_caps([7, 1e9], 2.0) == [14.0] * 2
+    assert compute_caps([1, 1e9], 0.0) == [float("inf")] * 2
+    assert compute_caps([1, 1e9, 3], 2.0, [None, 40, None]) == [6.0, 40.0, 6.0]
+    assert compute_caps([0.0, 0.0], 2.0) == [float("inf")] * 2
 
 
 @pytest.mark.parametrize("liars", [1, 2, 3, 4])
@@ -89,8 +89,8 @@ def test_declared_counts_are_the_cap_where_they_are_known():
 def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say():
     upload = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
-        _, new = Hostile(name, [1], 0).uploads(question(DOWN, 2), upload)
-        assert new.weight.tolist() == [10.0, 10.0 * LIE]
+        _, new = HostileClients(name, [1], 0).uploads(question(DOWN, 2), upload)
+        assert new.weight.tolist() == [10.0, 10.0 * FALSE_COUNT_FACTOR]
         assert new.update["params"]["w"].tolist() == [[1.0, 1.0], [value, value]]
     assert upload.weight.tolist() == [10.0, 10.0]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import halfmoon
 from halfmoon import Config, UserError
-from halfmoon.aggregation.privacy.accounting import epsilon
+from halfmoon.aggregation.privacy.accounting import compute_epsilon
 from halfmoon.api.types import Task
 from halfmoon.core import tree
 from halfmoon.core.optim import Adam
@@ -230,5 +230,5 @@ def test_a_run_solves_the_head(
     with (tmp_path / "noised" / "metrics.jsonl").open() as lines:
         spent = [json.loads(line)["aggregation"]["epsilon"] for line in lines]
     rounds = {"ridge-head": 1, "mixture-head": 11}[method]  # the first releases two sums, each other one
-    expected = [epsilon([(1e-8, None)] * (2 + number), config.dp_delta) for number in range(rounds)]
+    expected = [compute_epsilon([(1e-8, None)] * (2 + number), config.dp_delta) for number in range(rounds)]
     assert spent == pytest.approx(expected)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.mean import mean_of
+from halfmoon.aggregation.mean import average_stacked_uploads
 from halfmoon.api.types import StateStore
 from halfmoon.api.uploads import Upload, UploadSpec, stack
 from halfmoon.core import tree
@@ -118,7 +118,7 @@ class Told:
         return stack(list(self._ask(client_update, broadcast, self.responders.tolist())))
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
-        return mean_of(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
+        return average_stacked_uploads(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
 
     def query_server(self, client_update: str, broadcast: Tree) -> Upload:
         (upload,) = self._ask(client_update, broadcast, [-2])

@@ -1,5 +1,5 @@
 """Between clients' uploads and a method: robust aggregation, differential privacy, secure aggregation."""
 
-from halfmoon.aggregation.base import AggregationContext, Aggregator, changed, downlinks, update
+from halfmoon.aggregation.base import AggregationContext, Aggregator, compute_update, downloaded_values, replace_update
 
-__all__ = ["AggregationContext", "Aggregator", "changed", "downlinks", "update"]
+__all__ = ["AggregationContext", "Aggregator", "compute_update", "downloaded_values", "replace_update"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, along
+from halfmoon.aggregation.base import AggregationContext, align_with_leaf
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 
@@ -72,10 +72,10 @@ def find_outliers(context: AggregationContext, upload: Upload, change: Change) -
     sums = [leaf[voters] for leaf in tree.flatten({"aux": aux}).values() if leaf.is_floating_point()]
     outliers: dict[int, dict[str, Any]] = {}
     if sums:
-        inner_products = gram(sums)
+        inner_products = compute_inner_products(sums)
         lengths = inner_products.diagonal().sqrt() / upload.weight[voters].double().cpu()
         too_long = lengths > MAX_SUM_LENGTH * median(lengths)
-        outliers = _low_scores("sums", agreement(inner_products), too_long)
+        outliers = _low_scores("sums", agreement_scores(inner_products), too_long)
     for group, paths in split_paths(change, upload_spec.statistics).items():
         if paths:
             voter_leaves = {path: change[path][voters] for path in paths}
@@ -92,16 +92,21 @@ def _compare_directions(context: AggregationContext, group: str, leaves: Change)
     history = {path: leaf.new_zeros(leaf.shape[1:]) for path, leaf in leaves.items()}
     history |= tree.flatten(memory or {})
     # The history is one more row, after the clients: one pass computes all inner products.
-    inner_products = gram([torch.cat([leaf, history[path].to(leaf)[None]]) for path, leaf in leaves.items()])
+    inner_products = compute_inner_products(
+        [torch.cat([leaf, history[path].to(leaf)[None]]) for path, leaf in leaves.items()]
+    )
     between_clients = inner_products[:count, :count]
-    outliers = _low_scores(group, alignment(inner_products)) | _low_scores(group, agreement(between_clients))
+    outliers = _low_scores(group, alignment_scores(inner_products)) | _low_scores(
+        group, agreement_scores(between_clients)
+    )
     if context.memory is not None:
         # The mean of unit vectors: each client counts the same, however long its update is.
         scale = 1 / between_clients.diagonal().sqrt().clamp_min(TINY)
         scale[list(outliers)] = 0
         scale /= max(1, count - len(outliers))
         new_history = {
-            path: HISTORY_DECAY * history[path] + (along(scale, leaf) * leaf).sum(0) for path, leaf in leaves.items()
+            path: HISTORY_DECAY * history[path] + (align_with_leaf(scale, leaf) * leaf).sum(0)
+            for path, leaf in leaves.items()
         }
         context.memory.put(key, tree.unflatten(new_history))
     return outliers
@@ -126,7 +131,7 @@ def _low_scores(group: str, scores: Tensor, too_long: Tensor | None = None) -> d
     }
 
 
-def agreement(inner_products: Tensor) -> Tensor:
+def agreement_scores(inner_products: Tensor) -> Tensor:
     """Compute the median cosine between each client's update and the other updates.
 
     Args:
@@ -144,7 +149,7 @@ def agreement(inner_products: Tensor) -> Tensor:
     return median(without_self.T)
 
 
-def alignment(inner_products: Tensor) -> Tensor:
+def alignment_scores(inner_products: Tensor) -> Tensor:
     """Compute the cosine between each client's update and the sum of the history and the others' mean direction.
 
     Args:
@@ -165,7 +170,7 @@ def alignment(inner_products: Tensor) -> Tensor:
     return (reference @ cosines).diagonal() / reference_norms.clamp_min(TINY)
 
 
-def gram(leaves: Sequence[Tensor]) -> Tensor:
+def compute_inner_products(leaves: Sequence[Tensor]) -> Tensor:
     """Compute the inner products (k, k), in float64, of k vectors that are divided into leaves (k, ...)."""
     total = torch.zeros((len(leaves[0]), len(leaves[0])), dtype=torch.float64)
     for leaf in leaves:

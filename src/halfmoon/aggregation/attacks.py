@@ -3,11 +3,11 @@
 Every attack is a basic one from the literature. Hostile clients do not know each other or the defense:
 
 - "sign-flip": the update times -`factor`, which reverses the learning (Li et al. 2019, RSA).
-- "noise": the update and Gaussian noise of `NOISE` times its norm (Blanchard et al. 2017 send only noise).
+- "noise": the update and Gaussian noise of `NOISE_FACTOR` times its norm (Blanchard et al. 2017 send only noise).
 - "stale": the downloaded model is uploaded unchanged: a free rider that leaves the work to other clients
   (Fraboni, Vidal and Lorenzi 2021).
 - "nan": an update that is not a number, such as a broken machine would send.
-- "false-counts": an honest upload with a claim of `LIE` times the images, so that it dominates every mean.
+- "false-counts": an honest upload with a claim of `FALSE_COUNT_FACTOR` times the images, so that it dominates every mean.
 - "sign-flip-false-counts": both at once; a bound on the norm of updates does not prevent this.
 - "label-flip": class c becomes C - 1 - c in a hostile client's labeled rows; apart from that it trains like an honest
   one (Fang et al. 2020). This module does not change its uploads: `halfmoon.engine.local_clients.FederatedDataset`
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, Aggregator, changed, mixed, update
+from halfmoon.aggregation.base import AggregationContext, Aggregator, compute_update, replace_update, select_uploads
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 
@@ -32,15 +32,15 @@ Attack = Literal[
     "sign-flip", "noise", "label-flip", "stale", "nan", "false-counts", "sign-flip-false-counts"
 ]  # fmt: skip
 
-NOISE = 10.0
+NOISE_FACTOR = 10.0
 """Norm of the noise in multiples of the update's norm. Blanchard et al. 2017 use a standard deviation of 200 in every
 coordinate; relative to the update, an attack is equally strong for every network."""
 
-LIE = 1e6
+FALSE_COUNT_FACTOR = 1e6
 """Factor of a false count: a federation's server without a cap accepts as much from any authenticated site."""
 
 
-class Hostile(Aggregator):
+class HostileClients(Aggregator):
     """An aggregator that applies an attack to the uploads of hostile clients; the first one in a simulation.
 
     Its metrics list the hostile clients of the round. Random numbers depend on (`seed`, "attack", round, query, client)
@@ -67,9 +67,9 @@ class Hostile(Aggregator):
         self._active |= {context.clients[index] for index in hostile_indices}
         if self.attack.endswith("false-counts"):
             weight = upload.weight.clone()
-            weight[hostile_indices] *= LIE
+            weight[hostile_indices] *= FALSE_COUNT_FACTOR
             upload = upload._replace(weight=weight)
-        change = update(upload, context)
+        change = compute_update(upload, context)
         if not hostile_indices or not change or self.attack in ("label-flip", "false-counts"):
             return indices, upload
         new = {path: leaf.clone() for path, leaf in change.items()}
@@ -79,7 +79,7 @@ class Hostile(Aggregator):
             for path, leaf in self._attack_update(client_change, generator).items():
                 new[path][index] = leaf
         is_hostile = torch.tensor([index in hostile_indices for index in indices])
-        return indices, mixed(is_hostile, changed(upload, context, new), upload)
+        return indices, select_uploads(is_hostile, replace_update(upload, context, new), upload)
 
     def row(self) -> dict[str, Any]:
         active = sorted(self._active)
@@ -96,7 +96,7 @@ class Hostile(Aggregator):
         return {path: torch.full_like(leaf, value) for path, leaf in change.items()}
 
 
-def hostile(clients: int, share: float, seed: int) -> list[int]:
+def draw_hostile_clients(clients: int, share: float, seed: int) -> list[int]:
     """Draw the hostile clients of a run: ceil(share * clients) sorted numbers below `clients`."""
     order = torch.randperm(clients, generator=rng.generator(seed, "hostile"))
     # Round first, so that 0.1 * 30 = 3.0000000000000004 does not become 4.
@@ -104,9 +104,9 @@ def hostile(clients: int, share: float, seed: int) -> list[int]:
 
 
 def _add_noise(change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Add Gaussian noise of `NOISE` times the norm of all leaves together."""
+    """Add Gaussian noise of `NOISE_FACTOR` times the norm of all leaves together."""
     noise = {path: torch.randn(leaf.shape, generator=generator, dtype=torch.float64) for path, leaf in change.items()}
     update_norm = tree.squared_norm({path: leaf.double() for path, leaf in change.items()}).sqrt()
     noise_norm = tree.squared_norm({path: leaf.double() for path, leaf in noise.items()}).sqrt()
-    scale = NOISE * float(update_norm) / float(noise_norm)
+    scale = NOISE_FACTOR * float(update_norm) / float(noise_norm)
     return {path: leaf + (scale * noise[path]).to(leaf) for path, leaf in change.items()}

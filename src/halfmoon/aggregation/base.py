@@ -77,13 +77,13 @@ class Aggregator(Protocol):
         return None
 
 
-def downlinks(context: AggregationContext) -> dict[str, Tensor]:
+def downloaded_values(context: AggregationContext) -> dict[str, Tensor]:
     """Return the values sent to the clients, by path: leaves (k, ...), or (1, ...) for those broadcast to all."""
     shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(context.broadcast).items()}
     return {**shared, **tree.flatten(context.per_client)}
 
 
-def along(values: Tensor, leaf: Tensor) -> Tensor:
+def align_with_leaf(values: Tensor, leaf: Tensor) -> Tensor:
     """Reshape values (k,) to (k, 1, ...), so that they broadcast against a leaf (k, ...).
 
     The result is on the leaf's device. A Boolean mask remains Boolean; numbers are converted to the leaf's dtype.
@@ -92,37 +92,42 @@ def along(values: Tensor, leaf: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (leaf.dim() - 1))
 
 
-def mixed(mask: Tensor, new: Upload, old: Upload) -> Upload:
+def select_uploads(mask: Tensor, new: Upload, old: Upload) -> Upload:
     """Select the upload `new` for clients where `mask` (k,) is true, and `old`, bit by bit, for all other clients."""
 
     def select_leaf(new_leaf: Tensor, old_leaf: Tensor) -> Tensor:
         if new_leaf is old_leaf:
             return old_leaf
-        return torch.where(along(mask, old_leaf), new_leaf, old_leaf)
+        return torch.where(align_with_leaf(mask, old_leaf), new_leaf, old_leaf)
 
     return Upload.from_tree(tree.map(select_leaf, new.tree, old.tree))
 
 
-def update(upload: Upload, context: AggregationContext) -> dict[str, Tensor]:
-    """Subtract the downloaded from the uploaded values: {path: (k, ...)}, only floating-point leaves."""
-    received = downlinks(context)
+def compute_update(upload: Upload, context: AggregationContext) -> dict[str, Tensor]:
+    """Compute each client's update: the uploaded minus the downloaded values.
+
+    Returns:
+        {path: (k, ...)}, only floating-point leaves.
+    """
+    received = downloaded_values(context)
     return {
         path: leaf - received[path] for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()
     }
 
 
-def changed(upload: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
+def replace_update(upload: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
     """Replace the update of every client by the downloaded values plus `change`.
 
     Args:
         upload: The uploads, leaves (k, ...). Values that are no update (weights, counts) remain unchanged.
         context: The query, with the values that the clients downloaded.
-        change: The differences by path: leaves (k, ...), or (...) for one aggregate that all clients receive.
+        change: The new updates by path, relative to the downloaded values: leaves (k, ...), or (...) for one aggregate
+            that all clients receive.
 
     Returns:
         The uploads, leaves (k, ...).
     """
-    received = downlinks(context)
+    received = downloaded_values(context)
     count = len(context.clients)
 
     def apply_change(branch: Tree, prefix: str) -> Tree:

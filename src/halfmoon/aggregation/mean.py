@@ -71,7 +71,7 @@ class UploadMean:
         return Upload(update, weight, {**self._aux_means.mean, **self._aux_sums})
 
 
-def mean_of(upload: Upload, upload_spec: UploadSpec, broadcast: Tree, client_update: str) -> Upload:
+def average_stacked_uploads(upload: Upload, upload_spec: UploadSpec, broadcast: Tree, client_update: str) -> Upload:
     """Average k uploads that are in memory, leaves (k, ...)."""
     mean = UploadMean(upload_spec, client_update)
     for index in range(len(upload.weight)):

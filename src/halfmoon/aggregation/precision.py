@@ -18,7 +18,7 @@ LEVELS = 127
 """Steps from 0 to the largest change of a tensor: whole numbers from -127 to 127."""
 
 
-def encoded(
+def compress_upload(
     upload: Upload,
     broadcast: Tree,
     precision: Precision,
@@ -50,12 +50,12 @@ def encoded(
     for path, leaf in tree.flatten(trees).items():
         if leaf.is_floating_point():
             change = leaf - before[path]
-            changes[path] = change.half() if precision == "float16" else quantized(change, draws(path))
+            changes[path] = change.half() if precision == "float16" else quantize(change, draws(path))
     return upload._replace(update=tree.replace_leaves(upload.update, changes))
 
 
-def decoded(upload: Upload, broadcast: Tree, precision: Precision) -> Upload:
-    """Decompress an upload: invert `encoded`, except for the rounding error.
+def decompress_upload(upload: Upload, broadcast: Tree, precision: Precision) -> Upload:
+    """Decompress an upload: invert `compress_upload`, except for the rounding error.
 
     A difference that is not finite results in a model that is not finite.
 
@@ -72,7 +72,7 @@ def decoded(upload: Upload, broadcast: Tree, precision: Precision) -> Upload:
     return upload._replace(update=_add_to_broadcast(upload.update, broadcast))
 
 
-def quantized(change: Tensor, generator: torch.Generator) -> Tree:
+def quantize(change: Tensor, generator: torch.Generator) -> Tree:
     """Quantize a tensor to int8 by stochastic rounding.
 
     Returns:

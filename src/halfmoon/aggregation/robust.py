@@ -43,8 +43,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.agreement import MIN_CLIENTS, Change, find_outliers, gram, median, split_paths
-from halfmoon.aggregation.base import AggregationContext, Aggregator, along, changed, mixed, update
+from halfmoon.aggregation.agreement import (
+    MIN_CLIENTS,
+    Change,
+    compute_inner_products,
+    find_outliers,
+    median,
+    split_paths,
+)
+from halfmoon.aggregation.base import (
+    AggregationContext,
+    Aggregator,
+    align_with_leaf,
+    compute_update,
+    replace_update,
+    select_uploads,
+)
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -55,7 +69,7 @@ COSINE_MAX_NORM = 1.5
 """Largest norm of an update under "cosine" and "cosine-trimmed", in multiples of the cohort's median norm."""
 
 
-class Robust(Aggregator):
+class RobustAggregator(Aggregator):
     """An aggregator that applies a robust rule to a cohort's uploads.
 
     Its metrics describe the last update of the round: the number of clients that were clipped, trimmed or chosen, the
@@ -73,14 +87,14 @@ class Robust(Aggregator):
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Apply the rule to the finite uploads, and return them with the indices of their clients."""
-        change = update(upload, context)
+        change = compute_update(upload, context)
         # The difference of two finite numbers may be infinite, so the updates are checked too.
-        indices = finite([*tree.leaves(upload.tree), *change.values()])
+        indices = find_finite_clients([*tree.leaves(upload.tree), *change.values()])
         not_finite = [client for index, client in enumerate(context.clients) if index not in indices]
         if not_finite:
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *not_finite})
             context, upload, change = select_clients(indices, context, upload, change)
-        cut = cosine_cut(self.byzantine, int((upload.weight > 0).sum()))
+        cut = count_trimmed_values(self.byzantine, int((upload.weight > 0).sum()))
         if self.rule in ("cosine", "cosine-trimmed"):
             outliers = find_outliers(context, upload, change)
             if outliers:
@@ -113,8 +127,8 @@ class Robust(Aggregator):
         voter_change = {path: leaf[voters] for path, leaf in change.items()}
         metrics: dict[str, Any]
         if self.rule == "krum":
-            hostile = tolerated(len(voters), self.byzantine)
-            selected = krum(voter_change, hostile, context.upload_spec.statistics)
+            hostile = count_tolerated(len(voters), self.byzantine)
+            selected = select_by_krum(voter_change, hostile, context.upload_spec.statistics)
             aggregate = {path: leaf[selected] for path, leaf in voter_change.items()}
             metrics = {"chosen": context.clients[voters[selected]], "expected": hostile}
         elif self.rule == "median":
@@ -122,12 +136,12 @@ class Robust(Aggregator):
             metrics = {"counted": len(voters)}
         else:
             cut = expected_hostile(self.byzantine, len(voters))
-            aggregate = {path: trimmed(leaf, cut) for path, leaf in voter_change.items()}
+            aggregate = {path: trimmed_mean(leaf, cut) for path, leaf in voter_change.items()}
             metrics = {"trimmed": 2 * cut, "counted": len(voters)}
-        return changed(upload, context, aggregate), metrics
+        return replace_update(upload, context, aggregate), metrics
 
 
-class Finite(Aggregator):
+class FiniteCheck(Aggregator):
     """An aggregator before a plain mean that stops the run if an upload is not finite, before it destroys the model.
 
     Args:
@@ -143,7 +157,7 @@ class Finite(Aggregator):
         Raises:
             UserError: If an upload is not finite.
         """
-        indices = finite(list(tree.leaves(upload.tree)))
+        indices = find_finite_clients(list(tree.leaves(upload.tree)))
         not_finite = [client for index, client in enumerate(context.clients) if index not in indices]
         if not_finite:
             advice = "leave it out with --aggregation cosine-trimmed, cosine, clip, median, trimmed or krum"
@@ -159,7 +173,7 @@ class Finite(Aggregator):
         return indices, upload
 
 
-def finite(leaves: Sequence[Tensor]) -> list[int]:
+def find_finite_clients(leaves: Sequence[Tensor]) -> list[int]:
     """Return the indices of the clients for which all values of all leaves (k, ...) are finite."""
     is_finite = torch.stack(
         [leaf.flatten(1).isfinite().all(1) if leaf.dim() > 1 else leaf.isfinite() for leaf in leaves]
@@ -182,7 +196,7 @@ def expected_hostile(byzantine: float, count: int) -> int:
     return math.floor(round(byzantine * count, 9))
 
 
-def tolerated(count: int, byzantine: float) -> int:
+def count_tolerated(count: int, byzantine: float) -> int:
     """Compute f, the number of hostile clients that Krum expects among `count`: the share, as far as 2 f + 3 <= count.
 
     A configuration whose whole cohort is too small for its share is refused earlier. If fewer clients respond in a
@@ -220,8 +234,8 @@ def clip_to_median(
         exceeds = norms > bound
         scale = bound / norms
         is_clipped |= exceeds
-        scaled_down = {path: change[path] * along(scale, change[path]) for path in paths}
-        upload = mixed(exceeds, changed(upload, context, scaled_down), upload)
+        scaled_down = {path: change[path] * align_with_leaf(scale, change[path]) for path in paths}
+        upload = select_uploads(exceeds, replace_update(upload, context, scaled_down), upload)
     return upload, {"clipped": int(is_clipped.sum()), "counted": len(context.clients), "median_norm": medians}
 
 
@@ -248,12 +262,12 @@ def trim_and_clip(
         for path, leaf in change.items():
             new[path][voters] = replace_extremes(leaf[voters], cut, weight)
         change = new
-        upload = changed(upload, context, change)
+        upload = replace_update(upload, context, change)
     upload, metrics = clip_to_median(context, upload, change, voters, COSINE_MAX_NORM)
     return upload, {"trimmed": 2 * cut, **metrics}
 
 
-def cosine_cut(byzantine: float, count: int) -> int:
+def count_trimmed_values(byzantine: float, count: int) -> int:
     """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces among `count` clients.
 
     The expected number of hostile clients, but at least one: of four clients a fifth is less than one client. Cohorts
@@ -286,12 +300,12 @@ def replace_extremes(leaf: Tensor, cut: int, weight: Tensor) -> Tensor:
     return leaf.scatter(0, extremes, mean.expand_as(extremes))
 
 
-def trimmed(leaf: Tensor, cut: int) -> Tensor:
+def trimmed_mean(leaf: Tensor, cut: int) -> Tensor:
     """Compute the coordinate-wise mean (...) of (k, ...) without the `cut` smallest and `cut` largest values."""
     return leaf.sort(0).values[cut : len(leaf) - cut].double().mean(0).to(leaf.dtype)
 
 
-def krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
+def select_by_krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
     """Select the update with the smallest sum of squared distances to its k - f - 2 nearest neighbors.
 
     Args:
@@ -302,7 +316,7 @@ def krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
     Returns:
         Its index; the first of several equal ones.
     """
-    squared = distances(change, statistics)
+    squared = squared_distances(change, statistics)
     k = len(squared)
     neighbors = max(1, k - hostile - 2) if k > 1 else 0
     # -1 puts each update's distance to itself first in its sorted row, where the slice skips it.
@@ -310,10 +324,10 @@ def krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
     return int(scores.argmin())
 
 
-def distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
+def squared_distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
     """Compute the squared distances (k, k), in float64, between the parameters of the updates."""
     # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b needs (k, k) numbers only, not (k, k, n). Rounding may make it negative.
-    inner_products = gram([change[path] for path in split_paths(change, statistics)["parameters"]])
+    inner_products = compute_inner_products([change[path] for path in split_paths(change, statistics)["parameters"]])
     squared_norms = inner_products.diagonal()
     squared = squared_norms[:, None] + squared_norms[None, :] - 2 * inner_products
     # Norms whose squares overflow float64 give inf - inf = NaN: treat these updates as infinitely far away.

@@ -23,7 +23,7 @@ from halfmoon.core.tree import Tree
 FACTOR = 2.0
 """Default of the largest weight in a federation, in multiples of the cohort's median weight."""
 
-OWNER = 0.5
+DOMINANT_SHARE = 0.5
 """Share of all weights above which a single client determines the average."""
 
 
@@ -35,7 +35,7 @@ class WeightCap(Aggregator):
     Args:
         factor: The cap in multiples of the cohort's median weight; 0 for no cap.
         declared: The known number of images by client number; it replaces the cap for this client.
-        warn: Called with a client's number and share, once per client, if the share is above `OWNER`.
+        warn: Called with a client's number and share, once per client, if the share is above `DOMINANT_SHARE`.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class WeightCap(Aggregator):
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Cap the weights of the uploads; uploads below the cap remain unchanged, bit by bit."""
         scale = self.scale(context.clients, upload.weight.double().tolist())
-        return range(len(context.clients)), capped(upload, context.upload_spec, scale)
+        return range(len(context.clients)), cap_weights(upload, context.upload_spec, scale)
 
     def scale(self, clients: Sequence[int], weights: Sequence[float]) -> list[float]:
         """Compute the factor by which each client's weight is multiplied: 1 if it is not above the cap."""
-        limits = caps(weights, self.factor, [self.declared.get(client) for client in clients])
+        limits = compute_caps(weights, self.factor, [self.declared.get(client) for client in clients])
         scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(weights, limits, strict=True)]
         capped_clients = [client for client, multiplier in zip(clients, scale, strict=True) if multiplier < 1]
         if capped_clients:
@@ -67,15 +67,15 @@ class WeightCap(Aggregator):
         return scale
 
     def _report_largest_share(self, clients: Sequence[int], weights: Sequence[float]) -> None:
-        """Add the largest share of a client to the metrics, and warn once per client that exceeds `OWNER`."""
+        """Add the largest share of a client to the metrics, and warn once per client that exceeds `DOMINANT_SHARE`."""
         total = sum(weights)
         if len(weights) < 2 or not total > 0:
             return
         heaviest = max(range(len(weights)), key=weights.__getitem__)
         share = weights[heaviest] / total
-        if share > OWNER or "capped" in self._row:
+        if share > DOMINANT_SHARE or "capped" in self._row:
             self._row["largest_share"] = round(max(share, self._row.get("largest_share", 0.0)), 4)
-        if share > OWNER and clients[heaviest] not in self._warned:
+        if share > DOMINANT_SHARE and clients[heaviest] not in self._warned:
             self._warned.add(clients[heaviest])
             self.warn(clients[heaviest], share)
 
@@ -85,7 +85,7 @@ class WeightCap(Aggregator):
         return row
 
 
-def capped(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> Upload:
+def cap_weights(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> Upload:
     """Scale the weights of uploads (k, ...), and sums that have them as a factor; a scale of 1 changes no bit.
 
     Where sections of the update are sums over images, these are scaled and the weights are not: all of them are one.
@@ -93,13 +93,13 @@ def capped(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> U
     if all(multiplier == 1 for multiplier in scale):
         return upload
     if upload_spec.sums:
-        section_sums = {name: scaled(upload.update[name], scale) for name in upload_spec.sums}
+        section_sums = {name: scale_by_client(upload.update[name], scale) for name in upload_spec.sums}
         return upload._replace(update={**upload.update, **section_sums})
-    sums = {name: scaled(upload.aux[name], scale) for name in upload_spec.names(reduce="sum")}
-    return Upload(upload.update, scaled(upload.weight, scale), {**upload.aux, **sums})
+    sums = {name: scale_by_client(upload.aux[name], scale) for name in upload_spec.names(reduce="sum")}
+    return Upload(upload.update, scale_by_client(upload.weight, scale), {**upload.aux, **sums})
 
 
-def caps(weights: Sequence[float], factor: float, declared: Sequence[float | None] = ()) -> list[float]:
+def compute_caps(weights: Sequence[float], factor: float, declared: Sequence[float | None] = ()) -> list[float]:
     """Compute the largest allowed weight of each client.
 
     Args:
@@ -116,7 +116,7 @@ def caps(weights: Sequence[float], factor: float, declared: Sequence[float | Non
     return [limit if weight is None else float(weight) for weight in known_weights]
 
 
-def scaled(tensors: Tree | Tensor, scale: Sequence[float]) -> Any:
+def scale_by_client(tensors: Tree | Tensor, scale: Sequence[float]) -> Any:
     """Multiply each client's slice of leaves (k, ...) by its number in `scale`; a factor of 1 changes no bit."""
 
     def scale_leaf(leaf: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.precision import encoded
+from halfmoon.aggregation.precision import compress_upload
 from halfmoon.api.types import ClientData, ClientUpdate, StateStore
 from halfmoon.core import rng, tree
 from halfmoon.core.tensors import tensor_from_numpy
@@ -321,7 +321,7 @@ def _encode_upload(context: ClientContext, client: int, received: Tree, result: 
     """Convert an upload to the precision in which it is sent."""
     update = context.client_update
     make_generator = partial(rng.generator, context.seed, "upload", context.round, context.query, client)
-    upload = encoded(
+    upload = compress_upload(
         result.upload, received, update.task.upload_precision, update.requirements.upload_spec, make_generator
     )
     return result._replace(upload=upload, traffic=update.traffic(received, upload))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, Aggregator
-from halfmoon.aggregation.mean import UploadMean, mean_of
-from halfmoon.aggregation.precision import decoded
+from halfmoon.aggregation.mean import UploadMean, average_stacked_uploads
+from halfmoon.aggregation.precision import decompress_upload
 from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedMetric
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import rng, tree
@@ -261,7 +261,7 @@ class ServerRuntime(ABC):
         """
         upload_spec = self.client_updates[client_update].requirements.upload_spec
         if self.aggregators:
-            return mean_of(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
+            return average_stacked_uploads(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
         mean = UploadMean(upload_spec, client_update)
         recipients = self.cohort
         responders: list[int] = []
@@ -351,7 +351,7 @@ class ServerRuntime(ABC):
             self.cost.bytes_up += bytes_up
             if precision != "float32" and client != SERVER:
                 received = {**broadcast, **tree.index(per_client, clients.index(client))}
-                result = result._replace(upload=decoded(result.upload, received, precision))
+                result = result._replace(upload=decompress_upload(result.upload, received, precision))
             self._on_upload(client, broadcast, result.upload)
             yield client, result
             del result  # free the upload before the next client trains

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.mean import mean_of
+from halfmoon.aggregation.mean import average_stacked_uploads
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.api.types import ClientUpdate, Federation, Method, Task
@@ -117,7 +117,7 @@ class ClassifierRecorder:
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
         # A federation may average without single uploads in memory; here they are needed.
-        return mean_of(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
+        return average_stacked_uploads(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
 
 
 def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generator: torch.Generator) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 
 from halfmoon.aggregation import Aggregator
 from halfmoon.aggregation.privacy import clipping
-from halfmoon.aggregation.privacy.dp import PrivacyPlan, Private
+from halfmoon.aggregation.privacy.dp import DifferentialPrivacy, PrivacyPlan
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger
-from halfmoon.aggregation.robust import Finite, Robust
+from halfmoon.aggregation.robust import FiniteCheck, RobustAggregator
 from halfmoon.aggregation.secure.fixed_point import FixedPointMean
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
@@ -244,10 +244,10 @@ def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool 
     if config.weight_cap:
         stages.append(WeightCap(config.weight_cap))
     if config.aggregation != "mean":
-        stages.append(Robust(config.aggregation, config.byzantine))
+        stages.append(RobustAggregator(config.aggregation, config.byzantine))
     elif config.attack != "none":
         # Without attacks uploads are finite: local training raises `Diverged` otherwise.
-        stages.append(Finite(robust=not config.secure_aggregation and config.dp_clip is None))
+        stages.append(FiniteCheck(robust=not config.secure_aggregation and config.dp_clip is None))
     if config.secure_aggregation:
         stages.append(FixedPointMean(even=config.dp_clip is not None, means=summed))
     if config.dp_clip is not None:
@@ -255,7 +255,7 @@ def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool 
     return tuple(stages)
 
 
-def _build_privacy(config: Config, secret: bytes, folder: Path) -> Private:
+def _build_privacy(config: Config, secret: bytes, folder: Path) -> DifferentialPrivacy:
     """Create the aggregator of differential privacy, with the ledger of the rounds so far."""
     assert config.dp_clip is not None, "called with dp_clip only"
     assert config.dp_noise is not None, "checked with the configuration"
@@ -268,7 +268,7 @@ def _build_privacy(config: Config, secret: bytes, folder: Path) -> Private:
         cohort=config.cohort,
         clients=clients,
     )
-    return Private(privacy_plan, secret, Ledger(folder / LEDGER))
+    return DifferentialPrivacy(privacy_plan, secret, Ledger(folder / LEDGER))
 
 
 def load_images(config: DataOptions) -> Source:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.aggregation.attacks import Hostile, hostile
+from halfmoon.aggregation.attacks import HostileClients, draw_hostile_clients
 from halfmoon.config.schema import (
     Config,
     check_methods,
@@ -543,10 +543,10 @@ def _build_experiment(
     entry = registry.entry(config.method)
     task = replace(shared.task, rounds=count_rounds(config))
     method = factory.build_method(config)
-    hostile_clients = hostile(shared.split.clients, config.attackers, config.seed)
-    attacks: tuple[Hostile, ...] = ()
+    hostile_clients = draw_hostile_clients(shared.split.clients, config.attackers, config.seed)
+    attacks: tuple[HostileClients, ...] = ()
     if config.attack != "none":
-        attacks = (Hostile(config.attack, hostile_clients, config.seed, config.attack_factor),)
+        attacks = (HostileClients(config.attack, hostile_clients, config.seed, config.attack_factor),)
     dataset = FederatedDataset(
         shared.train,
         shared.split,

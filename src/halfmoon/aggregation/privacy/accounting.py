@@ -38,7 +38,7 @@ OFFSET_DIVERGENCE = 2.0
 """Renyi divergence of an auxiliary event, large enough that the library converts it to an epsilon above 0."""
 
 
-class Sampled(NamedTuple):
+class CohortDraw(NamedTuple):
     """A cohort drawn uniformly at random without replacement: `cohort` of `clients`."""
 
     cohort: int
@@ -46,7 +46,7 @@ class Sampled(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def renyi_curve(noise: float, sampled: Sampled | None) -> np.ndarray:
+def compute_renyi_curve(noise: float, sampled: CohortDraw | None) -> np.ndarray:
     """Compute the Renyi divergence of one noised sum at each of `ORDERS`.
 
     Args:
@@ -88,7 +88,7 @@ def _divergences(event: DpEvent) -> np.ndarray:
     return np.array([epsilon_increase(order) for order in ORDERS])
 
 
-def epsilon(releases: Iterable[tuple[float, Sampled | None]], delta: float) -> float:
+def compute_epsilon(releases: Iterable[tuple[float, CohortDraw | None]], delta: float) -> float:
     """Compute epsilon at `delta` of a sequence of noised sums.
 
     The result is the smaller of two valid bounds: the Renyi bound, which benefits from random cohorts, and the exact
@@ -102,7 +102,7 @@ def epsilon(releases: Iterable[tuple[float, Sampled | None]], delta: float) -> f
     if not counts:
         return 0.0
     noises = [noise for (noise, _), count in counts.items() for _ in range(count)]
-    return min(_renyi(counts, delta), exact_epsilon(noises, delta))
+    return min(_compute_renyi_epsilon(counts, delta), exact_epsilon(noises, delta))
 
 
 def exact_epsilon(noises: Iterable[float], delta: float) -> float:
@@ -147,11 +147,11 @@ def _log_tail(x: float) -> float:
     return -x * x / 2 - math.log(math.sqrt(2 * math.pi)) + math.log(x / (x * x + 1))
 
 
-def _renyi(counts: Counter[tuple[float, Sampled | None]], delta: float) -> float:
+def _compute_renyi_epsilon(counts: Counter[tuple[float, CohortDraw | None]], delta: float) -> float:
     """Compute the Renyi bound of epsilon; divergences of several sums add up at each order."""
     total = np.zeros(len(ORDERS))
     for (noise, sampled), count in counts.items():
-        total = total + count * renyi_curve(noise, sampled)
+        total = total + count * compute_renyi_curve(noise, sampled)
     from dp_accounting.rdp import compute_epsilon
 
     return float(compute_epsilon(ORDERS, total.tolist(), delta)[0])
@@ -159,10 +159,10 @@ def _renyi(counts: Counter[tuple[float, Sampled | None]], delta: float) -> float
 
 def planned_epsilon(cohort: int, clients: int, rounds: int, noise: float, delta: float) -> float:
     """Compute epsilon at `delta` of a plan: `rounds` rounds with random cohorts of `cohort` of `clients`."""
-    return epsilon([(noise, Sampled(cohort, clients))] * rounds, delta)
+    return compute_epsilon([(noise, CohortDraw(cohort, clients))] * rounds, delta)
 
 
-def noise_for(target: float, cohort: int, clients: int, rounds: int, delta: float) -> float:
+def find_noise(target: float, cohort: int, clients: int, rounds: int, delta: float) -> float:
     """Search the smallest noise z, rounded up to three digits, with which a plan costs at most epsilon `target`.
 
     Raises:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, Aggregator, changed, downlinks, update
+from halfmoon.aggregation.base import AggregationContext, Aggregator, compute_update, downloaded_values, replace_update
 from halfmoon.aggregation.privacy import accounting
-from halfmoon.aggregation.privacy.accounting import Sampled
+from halfmoon.aggregation.privacy.accounting import CohortDraw
 from halfmoon.aggregation.privacy.ledger import Ledger, Release
-from halfmoon.aggregation.secure.csprng import gaussians, subkey
+from halfmoon.aggregation.secure.csprng import derive_subkey, generate_gaussians
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -54,7 +54,7 @@ class PrivacyPlan(NamedTuple):
 
 
 @dataclass
-class Private(Aggregator):
+class DifferentialPrivacy(Aggregator):
     """An aggregator that replaces the update of every client by the noised mean.
 
     Attributes:
@@ -84,7 +84,7 @@ class Private(Aggregator):
         flat_sum = np.concatenate([leaf.numpy().ravel() for leaf in total.values()])
         sum_hash = self._hash_sum(context, flat_sum)
         self._record_release(context, sum_hash)
-        noise = gaussians(subkey(self.secret, "noise", sum_hash), len(flat_sum))
+        noise = generate_gaussians(derive_subkey(self.secret, "noise", sum_hash), len(flat_sum))
         # Divided by the size of the cohort, not by the number of replies: the latter may depend on private data.
         mean = torch.from_numpy((flat_sum + self.plan.noise * self.plan.clip * noise) / context.cohort)
         sections = mean.split([leaf.numel() for leaf in total.values()])
@@ -93,7 +93,7 @@ class Private(Aggregator):
             path: section.reshape(total[path].shape).to(leaves[path])
             for path, section in zip(total, sections, strict=True)
         }
-        upload = changed(upload, context, change)
+        upload = replace_update(upload, context, change)
         return indices, upload._replace(weight=torch.ones_like(upload.weight))
 
     def row(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Private(Aggregator):
 
     def _hash_sum(self, context: AggregationContext, flat_sum: np.ndarray) -> bytes:
         """Compute a keyed hash that identifies a sum (n,) in its query without revealing its values."""
-        return subkey(
+        return derive_subkey(
             self.secret,
             "sum",
             context.round,
@@ -166,24 +166,26 @@ class Private(Aggregator):
             sha256(flat_sum.astype("<f8").tobytes()).digest(),
         )
 
-    def _sampling(self, cohort: int) -> Sampled | None:
-        return Sampled(cohort, self.plan.clients) if cohort < self.plan.clients else None
+    def _sampling(self, cohort: int) -> CohortDraw | None:
+        """Describe the draw of a cohort; None if it consists of all clients, so that nothing is random."""
+        return CohortDraw(cohort, self.plan.clients) if cohort < self.plan.clients else None
 
     def _epsilon(self, releases: Sequence[Release]) -> float:
-        return epsilon_spent(releases, self.plan.delta)
+        return compute_spent_epsilon(releases, self.plan.delta)
 
 
-def epsilon_spent(releases: Sequence[Release], delta: float) -> float:
+def compute_spent_epsilon(releases: Sequence[Release], delta: float) -> float:
     """Compute epsilon of releases at `delta`.
 
     A random cohort lowers the price of a release only if it is the only one of its round. Several releases of a round
     have the same cohort: an observer could use what the first reveals about the cohort on the second.
     """
     releases_in_round = Counter(release.round for release in releases)
-    priced = [
-        (release.noise, release.sampled if releases_in_round[release.round] == 1 else None) for release in releases
-    ]
-    return accounting.epsilon(priced, delta)
+    noised_sums: list[tuple[float, CohortDraw | None]] = []
+    for release in releases:
+        is_only_one = releases_in_round[release.round] == 1
+        noised_sums.append((release.noise, release.sampled if is_only_one else None))
+    return accounting.compute_epsilon(noised_sums, delta)
 
 
 def sum_clipped_updates(
@@ -196,9 +198,9 @@ def sum_clipped_updates(
     Returns:
         The indices of the uploads that are finite, and the sum of their clipped updates by path, float64.
     """
-    received = downlinks(context)
+    received = downloaded_values(context)
     flat = tree.flatten(upload.update)
-    paths = sorted(update(upload, context))
+    paths = sorted(compute_update(upload, context))
     total = {path: torch.zeros(flat[path].shape[1:], dtype=torch.float64) for path in paths}
     indices: list[int] = []
     for index in range(len(context.clients)):
@@ -221,7 +223,7 @@ def _client_values(leaf: Tensor, index: int) -> Tensor:
 
 def _check_upload_content(context: AggregationContext, upload: Upload) -> None:
     """Raise UserError if an upload has values other than an update and a weight: they would get no noise."""
-    extra = sorted({*upload.aux, *(set(tree.flatten(upload.update)) - set(update(upload, context)))})
+    extra = sorted({*upload.aux, *(set(tree.flatten(upload.update)) - set(compute_update(upload, context)))})
     if extra:
         raise UserError(
             f"dp_clip cannot be used here: clients send {extra[0]!r} in addition to their update, and it would get no "

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfmoon.aggregation.privacy.accounting import Sampled
+from halfmoon.aggregation.privacy.accounting import CohortDraw
 from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io
 
@@ -32,7 +32,7 @@ class Release(NamedTuple):
     round: int
     attempt: int
     query: int
-    sampled: Sampled | None
+    sampled: CohortDraw | None
     noise: float
     mark: str
 
@@ -137,7 +137,8 @@ def _to_entry(release: Release) -> dict[str, Any]:
 
 
 def _from_entry(entry: dict[str, Any]) -> Release:
-    sampled = None if entry["drawn"] is None else Sampled(*entry["drawn"])
+    """Convert the fields of a line to a release."""
+    sampled = None if entry["drawn"] is None else CohortDraw(*entry["drawn"])
     return Release(
         round=entry["round"] - 1,
         attempt=entry["attempt"],
@@ -149,4 +150,5 @@ def _from_entry(entry: dict[str, Any]) -> Release:
 
 
 def _compute_seal(previous_seal: str, entry: dict[str, Any]) -> str:
+    """Compute the hash that chains a line to all lines before it."""
     return sha256(previous_seal.encode() + atomic_io.json_line(entry)).hexdigest()

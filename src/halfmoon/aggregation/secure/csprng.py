@@ -15,7 +15,7 @@ MISSING = f"this needs the library cryptography, which is not installed: {instal
 """The error message if the optional dependency is not installed."""
 
 
-def subkey(secret: bytes, *context: bytes | str | int) -> bytes:
+def derive_subkey(secret: bytes, *context: bytes | str | int) -> bytes:
     """Derive a key of 32 bytes from a secret and the context of its use (HMAC-SHA256)."""
     fields = [value if isinstance(value, bytes) else str(value).encode() for value in context]
     # The length before each field makes the encoding unique: ("ab", "c") and ("a", "bc") give different keys.
@@ -23,7 +23,7 @@ def subkey(secret: bytes, *context: bytes | str | int) -> bytes:
     return hmac.digest(secret, message, sha256)
 
 
-def keystream(key: bytes, count: int) -> np.ndarray:
+def generate_keystream(key: bytes, count: int) -> np.ndarray:
     """Generate pseudorandom 64-bit words with AES in counter mode, the same on every machine.
 
     Args:
@@ -45,7 +45,7 @@ def keystream(key: bytes, count: int) -> np.ndarray:
     return np.frombuffer(cipher.update(bytes(8 * count)), "<u8").astype(np.uint64, copy=False)
 
 
-def gaussians(key: bytes, count: int) -> np.ndarray:
+def generate_gaussians(key: bytes, count: int) -> np.ndarray:
     """Generate independent standard normal numbers, float64 (count,), from the keystream of a key.
 
     Args:
@@ -56,5 +56,5 @@ def gaussians(key: bytes, count: int) -> np.ndarray:
 
     # The upper 52 bits of a word select an odd multiple of 2^-53. These are never 0 or 1, where the quantile function is
     # infinite, and they are symmetric about 1/2.
-    uniform = ((keystream(key, count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    uniform = ((generate_keystream(key, count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.special.ndtri(torch.from_numpy(uniform)).numpy()

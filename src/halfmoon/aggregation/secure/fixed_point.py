@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, Aggregator, changed, update
+from halfmoon.aggregation.base import AggregationContext, Aggregator, compute_update, replace_update
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -30,8 +30,8 @@ class TooLarge(UserError):
     """An update whose values are too large for a fixed-point sum, or not finite."""
 
 
-def contribution(change: Mapping[str, Tensor], weight: float, clients: int) -> Tensor:
-    """Convert a client's update into its term of the fixed-point sum.
+def encode_contribution(change: Mapping[str, Tensor], weight: float, clients: int) -> Tensor:
+    """Encode a client's update as its term of the fixed-point sum.
 
     Args:
         change: The update, one leaf for each path; n values altogether.
@@ -65,11 +65,11 @@ def is_plausible_sum(total: Tensor) -> bool:
     return bool((total.double().abs() < SUM_LIMIT).all()) and bool(total[-1] >= 0)
 
 
-def mean(scaled_sum: Tensor, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-    """Compute the weighted mean of the updates from the sum of their contributions.
+def decode_mean(scaled_sum: Tensor, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+    """Decode the sum of encoded updates to their weighted mean.
 
     Args:
-        scaled_sum: The sum of the clients' `contribution`, in fixed-point units, int64 (n + 1,): n sums of weight times
+        scaled_sum: The sum of the clients' `encode_contribution`, in fixed-point units, int64 (n + 1,): n sums of weight times
             value, and last the sum of the weights.
         templates: A leaf with the shape and dtype of the result for each path, in the order of the contributions.
 
@@ -89,7 +89,7 @@ def mean(scaled_sum: Tensor, templates: Mapping[str, Tensor]) -> tuple[dict[str,
     return shaped, weight
 
 
-def spread(upload: Upload, context: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Upload:
+def replace_by_mean(upload: Upload, context: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Upload:
     """Replace the update of every client by the same mean update.
 
     Args:
@@ -101,17 +101,17 @@ def spread(upload: Upload, context: AggregationContext, change: Mapping[str, Ten
     Returns:
         Uploads with equal weights: 1, or 0 if `weight` is 0.
     """
-    return changed(upload, context, dict(change))._replace(
+    return replace_update(upload, context, dict(change))._replace(
         weight=torch.full_like(upload.weight, 1.0 if weight else 0.0)
     )
 
 
-def check_upload(upload: Upload, changes: Mapping[str, Any]) -> None:
+def check_summable(upload: Upload, changes: Mapping[str, Any]) -> None:
     """Check that an upload has no values except an update and a weight, because a sum would lose them.
 
     Args:
         upload: The upload.
-        changes: The update by path, as `halfmoon.aggregation.base.update` computes it.
+        changes: The update by path, as `halfmoon.aggregation.base.compute_update` computes it.
 
     Raises:
         UserError: If the upload has other values.
@@ -150,27 +150,27 @@ class FixedPointMean(Aggregator):
 
     def _sum_uploads(self, context: AggregationContext, upload: Upload) -> tuple[list[int], Upload]:
         """Compute the mean as a federation does, and give it to each client whose update fits into the sum."""
-        changes = update(upload, context)
-        check_upload(upload, changes)
+        changes = compute_update(upload, context)
+        check_summable(upload, changes)
         weights = [1.0] * len(context.clients) if self.even else upload.weight.double().tolist()
         total: Tensor | None = None
         indices: list[int] = []
         for index, weight in enumerate(weights):
             client_change = {path: leaf[index] for path, leaf in changes.items()}
             try:
-                term = contribution(client_change, weight, clients=context.cohort)
+                term = encode_contribution(client_change, weight, clients=context.cohort)
             except TooLarge:  # a site of a federation refuses to upload it
                 continue
             indices.append(index)
             total = term if total is None else total + term
         if total is None:
             return [], upload
-        change, weight = mean(total, {path: leaf[0] for path, leaf in changes.items()})
+        change, weight = decode_mean(total, {path: leaf[0] for path, leaf in changes.items()})
         if len(indices) < len(weights):
             index_tensor = torch.tensor(indices, device=total.device)
             upload = upload.map(lambda leaf: leaf[index_tensor])
             context = context.only(indices)
-        return indices, spread(upload, context, change, weight)
+        return indices, replace_by_mean(upload, context, change, weight)
 
     def row(self) -> dict[str, Any]:
         return {"summed": self.summed}

@@ -28,23 +28,23 @@ from hashlib import sha256
 
 import numpy as np
 
-from halfmoon.aggregation.secure.csprng import MISSING, keystream
+from halfmoon.aggregation.secure.csprng import MISSING, generate_keystream
 from halfmoon.core.errors import UserError
 
 PRIME = 2**256 + 297
 """The order of the field of the secret shares: the smallest prime above 2^256, so that 32 bytes are one element."""
 
-WIDE = 33
+ELEMENT_BYTES = 33
 """Bytes of a field element."""
 
-KEY = 32
+KEY_BYTES = 32
 """Bytes of keys, secrets and seeds."""
 
-PUBLIC = 2 * KEY
+PUBLIC_KEYS_BYTES = 2 * KEY_BYTES
 """Bytes of a party's public keys in a sum: first the key that encrypts shares, then the key for pairwise masks."""
 
-SEALED = 2 * WIDE + 16
-"""Bytes of two encrypted shares, including the 16 bytes of AES-GCM's authentication tag."""
+SHARES_BYTES = 2 * ELEMENT_BYTES + 16
+"""Bytes of two encrypted shares (of the seed and of the private key), including the 16 bytes of AES-GCM's authentication tag."""
 
 VERSION = "halfmoon secure sum 2"
 """Protocol version, the first field of every signed text and every key derivation."""
@@ -88,7 +88,7 @@ def threshold(parties: int) -> int:
     return 2 * parties // 3 + 1
 
 
-def derive(key: bytes, purpose: str, *context: str | int) -> bytes:
+def derive_key(key: bytes, purpose: str, *context: str | int) -> bytes:
     """Derive a key of 32 bytes for one purpose (HKDF-SHA256, RFC 5869).
 
     Raises:
@@ -100,18 +100,18 @@ def derive(key: bytes, purpose: str, *context: str | int) -> bytes:
     except ImportError as error:
         raise UserError(MISSING) from error
     info = json.dumps([VERSION, purpose, *context]).encode()  # JSON: different lists have different encodings
-    return HKDF(SHA256(), KEY, None, info).derive(key)
+    return HKDF(SHA256(), KEY_BYTES, None, info).derive(key)
 
 
-def public(private: bytes) -> bytes:
+def compute_public_key(private: bytes) -> bytes:
     """Compute the public key that belongs to a private key (X25519, RFC 7748)."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def agree(private: bytes, other: bytes) -> bytes:
-    """Compute the shared secret of two parties (X25519). Use it only as the input of `derive`.
+def compute_shared_secret(private: bytes, other: bytes) -> bytes:
+    """Compute the shared secret of two parties (X25519). Use it only as the input of `derive_key`.
 
     Args:
         private: The private key of one party.
@@ -131,14 +131,16 @@ def agree(private: bytes, other: bytes) -> bytes:
 def are_valid_public_keys(keys: bytes) -> bool:
     """Check that others can compute a shared secret with a party's public keys; one hostile key would stop them all."""
     try:
-        for key in (keys[:KEY], keys[KEY:]):
-            agree(bytes(KEY), key)
+        for key in (keys[:KEY_BYTES], keys[KEY_BYTES:]):
+            compute_shared_secret(bytes(KEY_BYTES), key)
     except UnreadableShare:
         return False
     return True
 
 
-def split(secret: int, threshold: int, at: Sequence[int], draws: Sequence[int], prime: int = PRIME) -> list[int]:
+def split_secret(
+    secret: int, threshold: int, points: Sequence[int], other_coefficients: Sequence[int], prime: int = PRIME
+) -> list[int]:
     """Split a secret into shares: any `threshold` of them recover it, and fewer contain no information (Shamir 1979).
 
     The shares are values of a polynomial of degree threshold - 1 whose constant term is the secret.
@@ -146,21 +148,21 @@ def split(secret: int, threshold: int, at: Sequence[int], draws: Sequence[int], 
     Args:
         secret: A field element.
         threshold: The number of shares that recover the secret.
-        at: The points, all above 0, at which the polynomial is evaluated: one share for each.
-        draws: The threshold - 1 other coefficients, drawn uniformly from the field.
+        points: The points, all above 0, at which the polynomial is evaluated: one share for each.
+        other_coefficients: The threshold - 1 other coefficients, drawn uniformly from the field.
         prime: The order of the field.
     """
-    assert len(draws) == threshold - 1
+    assert len(other_coefficients) == threshold - 1
     shares = []
-    for point in at:
+    for point in points:
         value = 0
-        for coefficient in (*reversed(draws), secret):  # Horner's rule, from the highest degree
+        for coefficient in (*reversed(other_coefficients), secret):  # Horner's rule, from the highest degree
             value = (value * point + coefficient) % prime
         shares.append(value)
     return shares
 
 
-def lagrange(points: Sequence[int], prime: int = PRIME) -> dict[int, int]:
+def lagrange_factors(points: Sequence[int], prime: int = PRIME) -> dict[int, int]:
     """Compute the factor of each share in the secret: the Lagrange polynomials of the points, evaluated at 0."""
     factors = {}
     for point in points:
@@ -174,9 +176,9 @@ def lagrange(points: Sequence[int], prime: int = PRIME) -> dict[int, int]:
     return factors
 
 
-def coefficients(key: bytes, count: int) -> list[int]:
+def draw_coefficients(key: bytes, count: int) -> list[int]:
     """Draw field elements from the keystream of a key that is used for nothing else."""
-    words = keystream(key, 8 * count).astype("<u8").tobytes()
+    words = generate_keystream(key, 8 * count).astype("<u8").tobytes()
     # 512 random bits modulo a prime of 257 bits: the bias is below 2^-255.
     return [int.from_bytes(words[64 * k : 64 * k + 64], "little") % PRIME for k in range(count)]
 
@@ -189,7 +191,7 @@ class Cohort:
         sum_id: The sum.
         members: The numbers of all clients that the server selected, ascending.
         numbers: The numbers of those that announced keys, ascending.
-        keys: The public keys of each of `numbers`, `PUBLIC` bytes.
+        keys: The public keys of each of `numbers`, `PUBLIC_KEYS_BYTES` bytes.
     """
 
     sum_id: SumId
@@ -227,7 +229,7 @@ class Masking:
 
     def key(self, number: int) -> bytes:
         """Return the public key of a party for pairwise masks."""
-        return self.cohort.keys[self.cohort.numbers.index(number)][KEY:]
+        return self.cohort.keys[self.cohort.numbers.index(number)][KEY_BYTES:]
 
     def pairwise_mask(self, number: int, private: bytes, other: int, count: int) -> np.ndarray:
         """Generate the mask between two parties, with the sign that `number` adds it with.
@@ -242,17 +244,19 @@ class Masking:
             uint64 (count,): the negative, modulo 2^64, of the mask that `other` adds.
         """
         low, high = sorted((number, other))
-        mask = keystream(derive(agree(private, self.key(other)), "pair", self.digest, low, high), count)
+        mask = generate_keystream(
+            derive_key(compute_shared_secret(private, self.key(other)), "pair", self.digest, low, high), count
+        )
         return mask if number < other else np.negative(mask)
 
     def self_mask(self, number: int, seed: bytes, count: int) -> np.ndarray:
         """Generate the mask of one party from its seed, uint64 (count,)."""
-        return keystream(derive(seed, "own", self.digest, number), count)
+        return generate_keystream(derive_key(seed, "own", self.digest, number), count)
 
 
-def public_keys(secret: bytes) -> bytes:
-    """Compute the public keys, `PUBLIC` bytes, of a party with this secret."""
-    return public(derive(secret, "channel")) + public(derive(secret, "private"))
+def compute_public_keys(secret: bytes) -> bytes:
+    """Compute the public keys, `PUBLIC_KEYS_BYTES` bytes, of a party with this secret."""
+    return compute_public_key(derive_key(secret, "channel")) + compute_public_key(derive_key(secret, "private"))
 
 
 @dataclass(frozen=True)
@@ -272,18 +276,18 @@ class Party:
     @cached_property
     def private(self) -> bytes:
         """The private key for pairwise masks."""
-        return derive(self.secret, "private")
+        return derive_key(self.secret, "private")
 
     @cached_property
     def seed(self) -> bytes:
         """The seed of the self-mask."""
-        return derive(self.secret, "seed")
+        return derive_key(self.secret, "seed")
 
     def deal(self) -> list[bytes]:
         """Split the seed and the private key into encrypted shares.
 
         Returns:
-            A message of `SEALED` bytes for each party of the cohort, this one included, in their order.
+            A message of `SHARES_BYTES` bytes for each party of the cohort, this one included, in their order.
 
         Raises:
             UnreadableShare: If a party's public key is not valid.
@@ -297,15 +301,16 @@ class Party:
         for number, keys, seed_share, private_share in zip(
             cohort.numbers, cohort.keys, seed_shares, private_shares, strict=True
         ):
-            plain = seed_share.to_bytes(WIDE, "big") + private_share.to_bytes(WIDE, "big")
+            plain = seed_share.to_bytes(ELEMENT_BYTES, "big") + private_share.to_bytes(ELEMENT_BYTES, "big")
             cipher = self._cipher(keys, sender=self.number, recipient=number)
             messages.append(cipher.encrypt(bytes(12), plain, None))
         return messages
 
     def _split_value(self, name: str, value: bytes, points: Sequence[int]) -> list[int]:
-        key = derive(self.secret, f"shares of the {name}", self.cohort.digest, self.number)
-        polynomial = coefficients(key, self.cohort.threshold - 1)
-        return split(int.from_bytes(value, "big"), self.cohort.threshold, points, polynomial)
+        """Split a value of this party into one share for each point; its `name` selects the random polynomial."""
+        key = derive_key(self.secret, f"shares of the {name}", self.cohort.digest, self.number)
+        polynomial = draw_coefficients(key, self.cohort.threshold - 1)
+        return split_secret(int.from_bytes(value, "big"), self.cohort.threshold, points, polynomial)
 
     def mask(self, vector: np.ndarray, masking: Masking) -> np.ndarray:
         """Add all masks to this party's vector.
@@ -348,7 +353,7 @@ class Party:
                 plain = cipher.decrypt(bytes(12), message, None)
             except (InvalidTag, KeyError) as error:
                 raise UnreadableShare(f"the shares that site number {number} has dealt cannot be read.") from error
-            share = plain[:WIDE] if number in survived else plain[WIDE:]
+            share = plain[:ELEMENT_BYTES] if number in survived else plain[ELEMENT_BYTES:]
             shares[number] = int.from_bytes(share, "big")
         return shares
 
@@ -356,8 +361,8 @@ class Party:
         """Create the AES-GCM cipher of one message. Its key encrypts nothing else, so the nonce can be constant (0)."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        shared_secret = agree(derive(self.secret, "channel"), keys[:KEY])
-        return AESGCM(derive(shared_secret, "to", self.cohort.digest, sender, recipient))
+        shared_secret = compute_shared_secret(derive_key(self.secret, "channel"), keys[:KEY_BYTES])
+        return AESGCM(derive_key(shared_secret, "to", self.cohort.digest, sender, recipient))
 
 
 def unmask(masking: Masking, vectors: Mapping[int, np.ndarray], shares: Mapping[int, Mapping[int, int]]) -> np.ndarray:
@@ -384,17 +389,17 @@ def unmask(masking: Masking, vectors: Mapping[int, np.ndarray], shares: Mapping[
     total = np.zeros_like(next(iter(vectors.values())))
     for vector in vectors.values():
         total += vector
-    factors = lagrange([sender + 1 for sender in senders])
+    factors = lagrange_factors([sender + 1 for sender in senders])
     for number in masking.numbers:
         secret = sum(shares[sender][number] * factors[sender + 1] for sender in senders) % PRIME
         # The field has 297 elements more than 32 bytes can encode. No valid secret is one of them.
-        if secret >> 8 * KEY:
+        if secret >> 8 * KEY_BYTES:
             raise UnreadableShare("the revealed shares are inconsistent: they do not recover a secret.")
-        key = secret.to_bytes(KEY, "big")
+        key = secret.to_bytes(KEY_BYTES, "big")
         if number in vectors:
             total -= masking.self_mask(number, key, len(total))
             continue
-        if public(key) != masking.key(number):
+        if compute_public_key(key) != masking.key(number):
             raise UnreadableShare("the revealed shares are inconsistent: they do not recover a private key.")
         # The dropped party adds its masks here, which cancel those that the remaining parties added.
         for other in vectors:

@@ -16,13 +16,13 @@ from halfmoon.core.errors import UserError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-POINT = 67
+POINT_BYTES = 67
 """Bytes of a public key in a message: those of the longest curve; shorter ones are padded with zeros in front."""
 
-HALF = 66
+INTEGER_BYTES = 66
 """Bytes of each of the two integers of a signature, on the longest curve."""
 
-SIGNATURE = 2 * HALF
+SIGNATURE_BYTES = 2 * INTEGER_BYTES
 """Bytes of a signature: r and s."""
 
 
@@ -114,11 +114,11 @@ def fingerprint(key: bytes) -> str:
 
 
 def sign(key: ec.EllipticCurvePrivateKey, text: bytes) -> bytes:
-    """Sign a text (ECDSA with SHA-384): r and s, `SIGNATURE` bytes altogether."""
+    """Sign a text (ECDSA with SHA-384): r and s, `SIGNATURE_BYTES` bytes altogether."""
     from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
     r, s = decode_dss_signature(key.sign(text, _scheme()))
-    return r.to_bytes(HALF, "big") + s.to_bytes(HALF, "big")
+    return r.to_bytes(INTEGER_BYTES, "big") + s.to_bytes(INTEGER_BYTES, "big")
 
 
 def verify(key: bytes, text: bytes, signature: bytes) -> bool:
@@ -126,8 +126,8 @@ def verify(key: bytes, text: bytes, signature: bytes) -> bool:
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
-    r = int.from_bytes(signature[:HALF], "big")
-    s = int.from_bytes(signature[HALF:], "big")
+    r = int.from_bytes(signature[:INTEGER_BYTES], "big")
+    s = int.from_bytes(signature[INTEGER_BYTES:], "big")
     try:
         _decode_public_key(key).verify(encode_dss_signature(r, s), text, _scheme())
     except (ValueError, InvalidSignature):
@@ -145,6 +145,7 @@ def is_public_key(key: bytes) -> bool:
 
 
 def _decode_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
+    """Decode a compressed point; the curve follows from its length. Raise ValueError if it is not on a curve."""
     curves = _curves()
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -154,6 +155,7 @@ def _decode_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def _scheme() -> ec.ECDSA:
+    """Return the signature scheme: ECDSA with SHA-384."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if (noise is None) == (target is None):
         raise UserError("give one of --noise and --epsilon: the other one is computed.")
     if noise is None:
-        noise = accounting.noise_for(float(target or 0), cohort, clients, rounds, delta)
+        noise = accounting.find_noise(float(target or 0), cohort, clients, rounds, delta)
     cost = accounting.planned_epsilon(cohort, clients, rounds, noise, delta)
     result = {"clients": clients, "cohort": cohort, "rounds": rounds, "noise": noise, "delta": delta, "epsilon": cost}
     if args.json:

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from halfmoon.aggregation.secure.masking import PUBLIC, SEALED, SumId
-from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
+from halfmoon.aggregation.secure.masking import PUBLIC_KEYS_BYTES, SHARES_BYTES, SumId
+from halfmoon.aggregation.secure.signing import POINT_BYTES, SIGNATURE_BYTES
 from halfmoon.api.types import WeightedMetric
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
@@ -423,9 +423,9 @@ SESSION_BYTES = 32
 
 SITE_TENSORS = {
     "sites": ((), torch.int64),
-    "keys": ((PUBLIC,), torch.uint8),
-    "signatures": ((SIGNATURE,), torch.uint8),
-    "lasting": ((POINT,), torch.uint8),
+    "keys": ((PUBLIC_KEYS_BYTES,), torch.uint8),
+    "signatures": ((SIGNATURE_BYTES,), torch.uint8),
+    "lasting": ((POINT_BYTES,), torch.uint8),
 }
 """Tensors that have one row for each site: its number, the keys of this sum, their signature, its long-term key."""
 
@@ -433,7 +433,7 @@ STAGE_TENSORS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
     ANNOUNCE_KEYS: {"session": ((), torch.uint8)},
     DEAL_SHARES: {"asked": ((), torch.int64), **SITE_TENSORS},
     MASK_UPDATE: {"sites": ((), torch.int64)},
-    REVEAL_SHARES: {"survived": ((), torch.int64), "shares": ((SEALED,), torch.uint8)},
+    REVEAL_SHARES: {"survived": ((), torch.int64), "shares": ((SHARES_BYTES,), torch.uint8)},
 }
 """The tensors of each stage by name: their shape without the first dimension (the sites), and their dtype."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.mean import mean_of
+from halfmoon.aggregation.mean import average_stacked_uploads
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method, StateStore, Task
 from halfmoon.api.uploads import Upload
@@ -98,7 +98,7 @@ class TrialFederation:
     def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Average the uploads of a query."""
         upload_spec = self.client_updates[client_update].requirements.upload_spec
-        return mean_of(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
+        return average_stacked_uploads(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
 
     def query_server(self, client_update: str, broadcast: Tree) -> Upload:
         """Fail: the simulated server has no labeled images."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.precision import decoded
-from halfmoon.aggregation.weights import WeightCap, caps
+from halfmoon.aggregation.precision import decompress_upload
+from halfmoon.aggregation.weights import WeightCap, compute_caps
 from halfmoon.api.types import ClientUpdate
 from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core.errors import UserError
@@ -73,7 +73,7 @@ class FederatedEvaluation:
         if not self.results:
             return None
         counts = [int(confusion.sum()) for confusion, _ in self.results]
-        max_counts = caps([float(count) for count in counts], self.cap)
+        max_counts = compute_caps([float(count) for count in counts], self.cap)
         total = torch.zeros_like(self.results[0][0])
         loss = 0.0
         for (confusion, mean_loss), count, max_count in zip(self.results, counts, max_counts, strict=True):
@@ -387,7 +387,7 @@ class SiteCalls:
                 return self.reject(site, fault, context.round)
             if upload_spec is not None:
                 precision = context.client_update.task.upload_precision
-                upload = decoded(Upload.from_tree(reply.upload), down, precision)
+                upload = decompress_upload(Upload.from_tree(reply.upload), down, precision)
                 if precision != "float32":
                     # Finite values of a small type may overflow when they are decoded.
                     fault = check_schema(upload.tree, {}, None)
@@ -418,7 +418,7 @@ class SiteCalls:
         sizes = [self.inspection.declared(self.names[client]) for client in clients]
         scale = cap.scale(clients, [float(size.labeled + size.unlabeled) for size in sizes])
         labeled = [float(size.labeled) for size in sizes]
-        for row, limit in enumerate(caps(labeled, cap.factor)):
+        for row, limit in enumerate(compute_caps(labeled, cap.factor)):
             if labeled[row] > limit:
                 scale[row] = min(scale[row], limit / labeled[row])
         return dict(zip(clients, scale, strict=True))

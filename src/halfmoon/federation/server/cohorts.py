@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.secure.csprng import keystream, subkey
+from halfmoon.aggregation.secure.csprng import derive_subkey, generate_keystream
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.engine.loop import TooFewReplies
@@ -189,7 +189,9 @@ class CohortSampler:
         """Shuffle all client numbers; the first attempt at a round gives the order of the simulation."""
         clients = len(self.names)
         if self.settings.cohort_secret is not None:
-            sort_keys = keystream(subkey(self.settings.cohort_secret, "cohort", round, self.attempt), clients)
+            sort_keys = generate_keystream(
+                derive_subkey(self.settings.cohort_secret, "cohort", round, self.attempt), clients
+            )
             return np.argsort(sort_keys, kind="stable").tolist()
         path = ("cohort", round, self.attempt) if self.attempt else ("cohort", round)
         return torch.randperm(clients, generator=rng.generator(self.settings.seed, *path)).tolist()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, Aggregator
-from halfmoon.aggregation.weights import capped
+from halfmoon.aggregation.weights import cap_weights
 from halfmoon.api.types import Method, StateStore, Task, WeightedMetric
 from halfmoon.api.uploads import UPDATE_ONLY, Upload, UploadSpec
 from halfmoon.core import tree
@@ -276,7 +276,7 @@ def _to_device(
     samples = {name: WeightedMetric(*(leaf.to(device) for leaf in sample)) for name, sample in result.samples.items()}
     upload = Upload.from_tree(tree.to(result.upload.tree, device))
     if scale < 1:
-        upload = capped(upload.map(lambda leaf: leaf.unsqueeze(0)), upload_spec, [scale]).at(0)
+        upload = cap_weights(upload.map(lambda leaf: leaf.unsqueeze(0)), upload_spec, [scale]).at(0)
     return result._replace(upload=upload, samples=samples)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.secure import masking, signing
-from halfmoon.aggregation.secure.fixed_point import is_plausible_sum, mean, spread
-from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
+from halfmoon.aggregation.secure.fixed_point import decode_mean, is_plausible_sum, replace_by_mean
+from halfmoon.aggregation.secure.signing import POINT_BYTES, SIGNATURE_BYTES
 from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFewReplies
@@ -74,7 +74,7 @@ class MaskedSum:
         """
         sites = sorted(self.requests, key=self.numbers.__getitem__)
         cohort, names, signatures = self._collect_keys(sites)
-        long_term_keys = [self.keys[site].rjust(POINT, b"\0") for site in names]
+        long_term_keys = [self.keys[site].rjust(POINT_BYTES, b"\0") for site in names]
         tensors = {
             "asked": torch.tensor(cohort.members),
             "sites": torch.tensor(cohort.numbers),
@@ -82,7 +82,7 @@ class MaskedSum:
             "signatures": stack_rows(signatures),
             "lasting": stack_rows(long_term_keys),
         }
-        spec: TreeSpec = {"shares": ((len(names), masking.SEALED), torch.uint8)}
+        spec: TreeSpec = {"shares": ((len(names), masking.SHARES_BYTES), torch.uint8)}
         requests = {site: self._sum_request(site, {DEAL_SHARES: tensors}) for site in names}
         replies = self.query_sites(requests, spec, f"{self.description}, shares")
         self._require(len(replies), "that have dealt shares", cohort.threshold)
@@ -100,7 +100,10 @@ class MaskedSum:
         session = secrets.token_bytes(SESSION_BYTES)
         sum_id = make_sum_id(next(iter(self.requests.values())), session.hex())
         question = {ANNOUNCE_KEYS: {"session": stack_rows([session])[0]}}
-        spec: TreeSpec = {"keys": ((masking.PUBLIC,), torch.uint8), "signature": ((SIGNATURE,), torch.uint8)}
+        spec: TreeSpec = {
+            "keys": ((masking.PUBLIC_KEYS_BYTES,), torch.uint8),
+            "signature": ((SIGNATURE_BYTES,), torch.uint8),
+        }
         requests = {site: self._sum_request(site, question) for site in with_key}
         replies = self.query_sites(requests, spec, f"{self.description}, keys")
 
@@ -150,7 +153,7 @@ class MaskedSum:
             column = parties.cohort.numbers.index(self.numbers[site])
             shares = stack_rows([dealt[column] for dealt in self._shares.values()])
             requests[site] = self._sum_request(site, {REVEAL_SHARES: {"survived": survived, "shares": shares}})
-        spec: TreeSpec = {"shares": ((len(parties.numbers), masking.WIDE), torch.uint8)}
+        spec: TreeSpec = {"shares": ((len(parties.numbers), masking.ELEMENT_BYTES), torch.uint8)}
         revealed = self.query_sites(requests, spec, f"{self.description}, unmasking")
         self._require(len(revealed), "that have helped to take the masks off", threshold)
         shares_by_client: dict[int, dict[int, int]] = {}
@@ -220,9 +223,9 @@ def mean_uploads(
         total: the unmasked sum.
         like: the leaves of `total` from `sum_layout`.
     """
-    change, weight = mean(total, like)
+    change, weight = decode_mean(total, like)
     count = len(context.clients)
     # Expanded zeros need no memory for the clients.
     zeros = build_tree(upload, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(count, *shape))
-    stacked = spread(Upload.from_tree(zeros), context, change, weight)
+    stacked = replace_by_mean(Upload.from_tree(zeros), context, change, weight)
     return [stacked.at(index) for index in range(count)]

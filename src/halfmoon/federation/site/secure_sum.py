@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation import AggregationContext, update
+from halfmoon.aggregation import AggregationContext, compute_update
 from halfmoon.aggregation.secure import masking, signing
-from halfmoon.aggregation.secure.fixed_point import check_upload, contribution
+from halfmoon.aggregation.secure.fixed_point import check_summable, encode_contribution
 from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
 from halfmoon.federation.protocol.messages import (
@@ -164,7 +164,7 @@ class SumParticipant:
         secret_file = self._secret_file(sum_id)
         if log.has(DEAL_SHARES) and log.get(_SESSION) == session and secret_file.read() is None:
             raise RefusalError("the server requests keys of a sum that is over for this site.")
-        keys = masking.public_keys(secret_file.read_or_generate())
+        keys = masking.compute_public_keys(secret_file.read_or_generate())
         log.begin(session)
         signature = signing.sign(self.key, masking.announcement(sum_id, self.number, keys))
         return {"keys": stack_rows([keys])[0], "signature": stack_rows([signature])[0]}
@@ -188,7 +188,7 @@ class SumParticipant:
         # Long-term keys of different lengths are padded with zeros on the left.
         long_term_keys = [row.lstrip(b"\0") for row in split_rows(masks["lasting"])]
         index = numbers.index(self.number)
-        if keys[index] != masking.public_keys(secret) or long_term_keys[index] != self.public_key:
+        if keys[index] != masking.compute_public_keys(secret) or long_term_keys[index] != self.public_key:
             raise RefusalError("the server sends other keys of this site than its own.")
         signatures = split_rows(masks["signatures"])
         for number, long_term_key, key, signature in zip(numbers, long_term_keys, keys, signatures, strict=True):
@@ -234,10 +234,10 @@ class SumParticipant:
         )
         upload = Upload.from_tree(upload_tree)
         stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
-        changes = update(stacked, context)
-        check_upload(stacked, changes)
+        changes = compute_update(stacked, context)
+        check_summable(stacked, changes)
         weight = 1.0 if self.equal_weights else float(upload.weight)
-        return contribution({path: leaf[0] for path, leaf in changes.items()}, weight, clients).cpu().numpy()
+        return encode_contribution({path: leaf[0] for path, leaf in changes.items()}, weight, clients).cpu().numpy()
 
     def _reveal_shares(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
         """Decrypt the shares that remove the masks, for one set of sites only; erase the secret of the sum."""
@@ -263,7 +263,7 @@ class SumParticipant:
                 log.record_once(_SURVIVORS, survivors)
             decrypted = self._party(request, log).reveal(shares, frozenset(survivors))
             log.record_once(_SURVIVORS, survivors)
-            answer = [decrypted[number].to_bytes(masking.WIDE, "big").hex() for number in numbers]
+            answer = [decrypted[number].to_bytes(masking.ELEMENT_BYTES, "big").hex() for number in numbers]
             log.record_once(REVEAL_SHARES, {"asked": question, "answer": answer})
         recorded = log.get(REVEAL_SHARES)
         log.record_once(REVEAL_SHARES, {**recorded, "asked": question})
@@ -329,7 +329,7 @@ class SecretFile:
         secret = self.read()
         if secret is None:
             erase_file(self.path)
-            secret = secrets.token_bytes(masking.KEY)
+            secret = secrets.token_bytes(masking.KEY_BYTES)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             atomic_io.write_atomically(self.path, secret + self.sum_name.encode(), private=True)
         return secret
@@ -337,7 +337,7 @@ class SecretFile:
     def read(self) -> bytes | None:
         """Read the secret; None if it was erased, or the file has the secret of another sum."""
         data = atomic_io.read(self.path) or b""
-        return data[: masking.KEY] if data[masking.KEY :] == self.sum_name.encode() else None
+        return data[: masking.KEY_BYTES] if data[masking.KEY_BYTES :] == self.sum_name.encode() else None
 
 
 def erase_file(path: Path) -> None:
