@@ -154,7 +154,7 @@ class Scenario(SplitOptions):
             client = np.where(labeled, SERVER, client)
         if self.unlabeled_share < 1:
             draw = named_generator(self.seed, "split", "share")
-            client = rules.drop_unlabeled(client, labeled, self.unlabeled_share, draw)
+            client = rules.reduce_unlabeled(client, labeled, self.unlabeled_share, draw)
         origin = SplitOrigin(asdict(self), source, hash_labels(labels))
         return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
 
