@@ -349,7 +349,9 @@ def test_no_patient_is_on_both_sides(tmp_path: Path) -> None:
             for k in range(4):
                 place = tmp_path / name / f"{patient}-{k}"
                 place.parent.mkdir(exist_ok=True)
-                dicom(place, np.full((2, 2), k), PatientID=f"{name}{patient}", PatientName="Doe^Jane")
+                seed = 4 * (10 * (name == "b") + patient) + k  # no two images are equal
+                pixels = np.random.default_rng(seed).integers(0, 900, (4, 4))
+                dicom(place, pixels, PatientID=f"{name}{patient}", PatientName="Doe^Jane")
     source = load(str(tmp_path), how=Preparation(channels=1))
     parts = hold_out(source, 0.2).parts
     groups = {name: set(part.groups or ()) for name, part in parts.items()}

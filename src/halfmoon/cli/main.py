@@ -69,6 +69,11 @@ COMMAND_SYNONYMS = {
 """Names of commands in other programs, and the commands of halfmoon, for the error about an unknown command."""
 
 
+SKIP_FLAG = "--skip-unreadable"
+SKIPPING_COMMANDS = ("run", "compare", "tune", "data")
+"""Commands with the flag `SKIP_FLAG`."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -84,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (base.CommandExit, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
+        if _is_skip_confirmed(error, arguments):
+            return main([*arguments, SKIP_FLAG])
         is_debug = "--debug" in arguments
         # A CommandExit only carries a message; for debugging, its cause has the traceback.
         if is_debug and isinstance(error, base.CommandExit) and error.__cause__ is not None:
@@ -93,6 +100,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message, code = message_and_code
         return base.print_warning(message, code)
+
+
+def _is_skip_confirmed(error: BaseException, arguments: Sequence[str]) -> bool:
+    """Ask at a terminal whether many unreadable images are left out, if `error` is about them; True for yes."""
+    is_about_images = isinstance(error, UserError) and "skip_unreadable" in error.options
+    has_flag = arguments and arguments[0] in SKIPPING_COMMANDS and "--json" not in arguments
+    if not is_about_images or not has_flag or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(f"halfmoon: {error}\nLeave them out and continue? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _describe_error(error: BaseException) -> tuple[str, int] | None:

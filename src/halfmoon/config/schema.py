@@ -46,7 +46,7 @@ _PLUGIN_OPTIONS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
 
 EXECUTION_OPTIONS = {
     *("run_dir", "data_dir", "cache", "device", "executor", "threads", "workers", "processes"),
-    *("checkpoint_every", "memory_cap"),
+    *("checkpoint_every", "memory_cap", "skip_unreadable"),
 }
 """Options for where and how a run is computed. They are not part of its identity."""
 

@@ -61,6 +61,9 @@ class DataOptions:
     group_pattern: Annotated[
         str | None, "a regular expression that finds the patient or object in FOLDER/NAME; none: DICOM's patients"
     ] = None
+    skip_unreadable: Annotated[
+        bool, "leave out any number of images that cannot be read; otherwise more than 5 % of them stop the run"
+    ] = False
     image_size: Annotated[
         int | None, "pad images with zeros to this size; none: what the network needs", at_least(1)
     ] = None

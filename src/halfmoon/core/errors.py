@@ -66,6 +66,10 @@ class UserError(ValueError):
         return text
 
 
+class ImageReadError(UserError):
+    """An image file that cannot be used whatever the options are: damaged, incomplete, too large or no image."""
+
+
 def as_flag(option: str, value: str = "") -> str:
     """Write an option as on the command line: `--run-dir`, `--seeds 0 1`."""
     flag = f"--{option.replace('_', '-')}"

@@ -6,6 +6,7 @@ these fields are read, and two identifiers for `find_patients`, which are never 
 """
 
 import io
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -15,7 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from halfmoon.core.errors import UserError, install_command, one_line
+from halfmoon.core.errors import ImageReadError, UserError, install_command, one_line
+from halfmoon.core.quiet import IGNORE_WARNINGS
 from halfmoon.data.preparation import MAX_PIXELS, ROWS_PER_STRIP, estimate_window
 from halfmoon.data.stream_size import stream_sizes
 
@@ -70,20 +72,22 @@ def read(data: BinaryIO, place: str) -> Image.Image:
     Raises:
         UserError: If the file has no image, or cannot be read.
     """
-    data = _inflate(data, place)
-    file = _read_dataset(data, place)
-    pixels_start = data.tell()
-    try:
-        if not file.get("Rows") or not file.get("Columns"):
-            raise UserError(f"{place}: a DICOM file without an image; remove it.")
-        if int(file.Rows) * int(file.Columns) > MAX_PIXELS:
-            size = f"{file.Columns}x{file.Rows}"
-            raise UserError(f"{place}: the image has {size} pixels, of {MAX_PIXELS:,} at most; make it smaller.")
-        return _decode_frame(file, data, place, pixels_start)
-    except (MemoryError, UserError):
-        raise
-    except Exception as error:  # a damaged header makes pydicom and its decoders raise undocumented exceptions
-        raise UserError(_describe_failure(file, place, error)) from error
+    with IGNORE_WARNINGS:
+        data = _inflate(data, place)
+        file = _read_dataset(data, place)
+        pixels_start = data.tell()
+        try:
+            if not file.get("Rows") or not file.get("Columns"):
+                raise ImageReadError(f"{place}: a DICOM file without an image; remove it.")
+            if int(file.Rows) * int(file.Columns) > MAX_PIXELS:
+                size = f"{int(file.Columns)}x{int(file.Rows)}"
+                message = f"{place}: the image has {size} pixels, of {MAX_PIXELS:,} at most; make it smaller."
+                raise ImageReadError(message)
+            return _decode_frame(file, data, place, pixels_start)
+        except (MemoryError, UserError):
+            raise
+        except Exception as error:  # a damaged header makes pydicom and its decoders raise undocumented exceptions
+            raise _describe_failure(file, place, error) from None
 
 
 def _decode_frame(file: Any, data: BinaryIO, place: str, pixels_start: int) -> Image.Image:
@@ -135,7 +139,7 @@ def _check_stream_size(file: Any, data: BinaryIO, place: str, pixels_start: int,
     for size in stream_sizes(bytes(stream)):
         if size != declared:
             stated, actual = (f"{columns}x{rows} pixels of {channels}" for rows, columns, channels in (declared, size))
-            raise UserError(
+            raise ImageReadError(
                 f"{place}: its header states {stated} channels, and its compressed image has {actual}; export it again or "
                 "remove it."
             )
@@ -147,7 +151,7 @@ def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, 
     for name in ("RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth"):
         value = _first_number(headers, name, 0.0)
         if not abs(value) <= MAX_VALUE or 0 < abs(value) < 1 / MAX_VALUE:
-            raise UserError(f"{place}: its {name} is {value:g}, which no image has; export it again or remove it.")
+            raise ImageReadError(f"{place}: its {name} is {value:g}, which no image has; export it again or remove it.")
     slope = _first_number(headers, "RescaleSlope", 1.0) or 1.0
     intercept = _first_number(headers, "RescaleIntercept", 0.0)
     if "ModalityLUTSequence" in file:  # the table was applied already
@@ -155,7 +159,7 @@ def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, 
         intercept = 0.0
     if pixels.dtype.itemsize > 2 or pixels.dtype.kind == "f":
         if not np.isfinite(pixels).all():
-            raise UserError(f"{place}: some of its values are no numbers; leave it out.")
+            raise ImageReadError(f"{place}: some of its values are no numbers; leave it out.")
         pixels = pixels.astype(np.float32)
     else:
         low = min(0, int(pixels.min()))  # shift signed values to start at 0; uint16 wraps around correctly
@@ -192,11 +196,16 @@ def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, 
 
 def read_header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
     """Read height, width, whether it is gray, the number of frames, and the bytes per pixel that decoding needs."""
+    with IGNORE_WARNINGS:
+        return _read_header(path, place)
+
+
+def _read_header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
     try:
         with path.open("rb") as data:
             file = _read_dataset(_inflate(data, place), place)
     except OSError as error:
-        raise UserError(f"{place}: not a readable DICOM file ({one_line(error)[:200]}).") from error
+        raise ImageReadError(f"{place}: not a readable DICOM file ({error.strerror}).") from error
     try:
         kind = str(file.get("PhotometricInterpretation", ""))
         gray = kind.startswith("MONOCHROME")
@@ -209,7 +218,7 @@ def read_header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
             bytes_per_pixel = 9 if kind == "RGB" and not compressed else 36
         return int(file.get("Rows") or 0), int(file.get("Columns") or 0), gray, _count_frames(file), bytes_per_pixel
     except Exception as error:
-        raise UserError(_describe_failure(file, place, error)) from error
+        raise _describe_failure(file, place, error) from None
 
 
 def find_patients(paths: Sequence[Path]) -> list[str] | None:
@@ -231,7 +240,7 @@ def _read_identifiers(path: Path) -> tuple[str, str]:
     if not holds_image(path):
         return "", ""
     try:
-        with path.open("rb") as data:
+        with path.open("rb") as data, IGNORE_WARNINGS:
             tags = ["PatientID", "StudyInstanceUID"]
             file = import_module("pydicom").dcmread(_inflate(data, ""), stop_before_pixels=True, specific_tags=tags)
         return str(file.get("PatientID") or "").strip(), str(file.get("StudyInstanceUID") or "").strip()
@@ -255,9 +264,11 @@ def _inflate(data: BinaryIO, place: str) -> BinaryIO:
     try:
         body = unpacker.decompress(content[start:], MAX_UNPACKED_BYTES)
     except zlib.error as error:
-        raise UserError(f"{place}: not a readable DICOM file ({error}).") from error
+        raise ImageReadError(f"{place}: not a readable DICOM file ({error}).") from error
     if unpacker.unconsumed_tail:
-        raise UserError(f"{place}: it unpacks to over {MAX_UNPACKED_BYTES:,} bytes; convert, replace or remove it.")
+        raise ImageReadError(
+            f"{place}: it unpacks to over {MAX_UNPACKED_BYTES:,} bytes; convert, replace or remove it."
+        )
     return io.BytesIO(content[:start].replace(_DEFLATED, _NOT_DEFLATED) + body)
 
 
@@ -269,18 +280,32 @@ def _read_dataset(data: BinaryIO, place: str) -> Any:
     try:
         return pydicom.dcmread(data, stop_before_pixels=True)
     except Exception as error:  # damaged files make it raise undocumented exceptions
-        raise UserError(f"{place}: not a readable DICOM file ({one_line(error)[:200]}).") from error
+        raise ImageReadError(f"{place}: not a readable DICOM file ({_describe_cause(error)}).") from None
 
 
-def _describe_failure(file: Any, place: str, error: Exception) -> str:
-    """Compose the error message for pixels that cannot be decoded."""
+def _describe_cause(error: Exception) -> str:
+    """Describe an exception without values of the header, which messages of pydicom quote.
+
+    The messages of these classes consist of fixed words and of numbers of bytes.
+    """
+    if type(error).__name__ in ("InvalidDicomError", "EOFError", "BytesLengthException"):
+        return re.sub(r"'[^']*'|\"[^\"]*\"", "...", one_line(error))[:200]
+    return type(error).__name__
+
+
+def _describe_failure(file: Any, place: str, error: Exception) -> UserError:
+    """Create the error for pixels that cannot be decoded. Raise it without its cause, which quotes the header."""
     reason = one_line(error)
     syntax = file.file_meta.get("TransferSyntaxUID")
     if "missing" in reason and "dependencies" in reason:
-        return f"{place}: its pixels are compressed ({syntax.name}): {install_command('dicom')} to read them."
+        return UserError(
+            f"{place}: its pixels are compressed ({syntax.name}): {install_command('dicom')} to read them."
+        )
     if "exceptions were raised by all" in reason:  # followed by a long list of all decoders' errors
-        return f"{place}: no decoder can read its pixels ({syntax.name}); convert, replace or remove it."
-    return f"{place}: its pixels cannot be read ({reason[:200]}); replace or remove it."
+        return ImageReadError(
+            f"{place}: no decoder can read its pixels ({syntax.name}); convert, replace or remove it."
+        )
+    return ImageReadError(f"{place}: its pixels cannot be read ({_describe_cause(error)}); replace or remove it.")
 
 
 def _count_frames(file: Any) -> int:

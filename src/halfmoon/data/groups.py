@@ -1,6 +1,8 @@
 """Groups of images, such as those of one patient or object, which must not be on both sides of a split."""
 
+import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +37,72 @@ def find_groups(paths: Sequence[Path], pattern: str | None = None) -> list[str] 
             raise UserError(f"{path}: its folder and name do not fit group_pattern {pattern!r}; correct the pattern.")
         names.append(match[1])
     return names
+
+
+def hash_pixels(images: np.ndarray) -> list[bytes]:
+    """Hash each of the images uint8 (N, H, W, C) to 16 bytes; equal hashes are equal pixels."""
+    return [hashlib.blake2b(np.ascontiguousarray(image).data, digest_size=16).digest() for image in images]
+
+
+def merge_equal_images(groups: Sequence[str] | None, hashes: Sequence[bytes]) -> list[str] | None:
+    """Join the groups of images that have equal pixels, so that no copy is on the other side of a split.
+
+    Args:
+        groups: The group of each image, "" for none; None if no image has a group.
+        hashes: A hash of each image's pixels.
+
+    Returns:
+        The groups, in which equal images and all images of their groups have one name; unchanged if no two images are
+        equal.
+    """
+    if len(set(hashes)) == len(hashes):
+        return None if groups is None else list(groups)
+    names = [""] * len(hashes) if groups is None else groups
+    # Union-find over groups and hashes. Each tree is a set of images that belong together.
+    parent: dict[str | bytes, str | bytes] = {}
+
+    def find_root(key: str | bytes) -> str | bytes:
+        while parent.setdefault(key, key) != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    counts = Counter(hashes)
+    for name, image_hash in zip(names, hashes, strict=True):
+        # A group's name becomes the root, so that merged groups have the name of one of them.
+        if name and counts[image_hash] > 1:
+            parent[find_root(image_hash)] = find_root(name)
+    merged: list[str] = []
+    for name, image_hash in zip(names, hashes, strict=True):
+        if not name and counts[image_hash] == 1:
+            merged.append("")
+            continue
+        root = find_root(name or image_hash)
+        merged.append(root if isinstance(root, str) else f"equal images {root.hex()}")
+    return merged
+
+
+def count_conflicts(hashes: Sequence[bytes], labels: np.ndarray) -> int:
+    """Count the groups of equal images that have different labels; `labels` is int64 (N,), negative for none."""
+    labels_by_hash: dict[bytes, set[int]] = {}
+    for image_hash, label in zip(hashes, labels.tolist(), strict=True):
+        if label >= 0:
+            labels_by_hash.setdefault(image_hash, set()).add(label)
+    return sum(len(different) > 1 for different in labels_by_hash.values())
+
+
+def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[str]:
+    """Describe equal images in sentences: their number, and how many groups of them have different labels."""
+    copies = len(hashes) - len(set(hashes))
+    if not copies:
+        return []
+    notes = [
+        f"{copies:,} of {len(hashes):,} images are copies of others (equal pixels): all copies are on one side of a split"
+    ]
+    if conflicts := count_conflicts(hashes, labels):
+        have = "image has" if conflicts == 1 else "images have"
+        notes.append(f"{conflicts:,} {have} copies with another label: correct the labels, or remove the copies")
+    return notes
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:

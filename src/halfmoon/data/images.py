@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,14 @@ from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 
 UNKNOWN = -1
 """The label of a training image whose true label is unknown: it cannot serve to measure pseudo-labels."""
+
+
+class SkippedImage(NamedTuple):
+    """An image that was left out, because its file cannot be read."""
+
+    row: int  # index among all images, with the unreadable ones
+    path: str  # the file, and the row for a table of images
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +34,7 @@ class Images:
         remark: A note on the selection of these images, if the files do not define it.
         groups: The group of each image, such as a patient; "" for none.
         clients: The client of each image, int64 (N,), if the data set defines it.
+        skipped: The images that were left out, because their files cannot be read.
 
     Raises:
         UserError: If an array has another type or shape.
@@ -36,6 +46,7 @@ class Images:
     remark: str = ""
     groups: Sequence[str] | None = None
     clients: np.ndarray | None = None
+    skipped: tuple[SkippedImage, ...] = ()
 
     def rows(self, selection: np.ndarray) -> "Images":
         """Select images.
@@ -79,6 +90,8 @@ class Source:
         std: The standard deviation of each channel.
         validation: Images that are not used for training.
         remark: A note on the selection of the test images, if the files do not define it.
+        notes: Sentences about the images that a user should know: copies, images that were left out.
+        skipped: The images that were left out, because their files cannot be read.
 
     Raises:
         UserError: If images and classes disagree.
@@ -93,6 +106,8 @@ class Source:
     std: tuple[float, ...]
     validation: Images | None = None
     remark: str = ""
+    notes: tuple[str, ...] = ()
+    skipped: tuple[SkippedImage, ...] = ()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{len(images):,} {name}" for name, images in self.parts.items())

@@ -18,6 +18,9 @@ OUTLIER_PERCENT = 0.5
 MAX_SAMPLED_VALUES = 2**22
 """Largest number of values from which a window is estimated."""
 
+MAX_SKIPPED_SHARE = 0.05
+"""Largest share of unreadable images that are left out without the option `skip_unreadable`."""
+
 ROWS_PER_STRIP = 256
 """Rows of an image that are converted at once, to limit memory."""
 
@@ -33,6 +36,7 @@ class Preparation:
         window: The values that become black and white in images of more than 8 bits; None: the window of a DICOM file,
             otherwise `estimate_window` of each image.
         group_pattern: The regular expression for an image's group (`halfmoon.data.groups`). Pixels do not depend on it.
+        skip_unreadable: True to leave out any number of unreadable images; False for `MAX_SKIPPED_SHARE` of them.
     """
 
     size: tuple[int, int] | None = None
@@ -40,11 +44,12 @@ class Preparation:
     crop: bool = False
     window: tuple[float, float] | None = None
     group_pattern: str | None = None
+    skip_unreadable: bool = False
 
     @property
     def converts(self) -> bool:
         """True if images are converted."""
-        return self != Preparation(group_pattern=self.group_pattern)
+        return self != Preparation(group_pattern=self.group_pattern, skip_unreadable=self.skip_unreadable)
 
     @property
     def form(self) -> str:

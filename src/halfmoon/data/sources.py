@@ -11,11 +11,13 @@ import numpy as np
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.data import memory
 from halfmoon.data.datasets import DATASETS, DatasetInfo
-from halfmoon.data.images import UNKNOWN, Images, Source, channel_statistics
+from halfmoon.data.groups import describe_equal_images, hash_pixels, merge_equal_images
+from halfmoon.data.images import UNKNOWN, Images, SkippedImage, Source, channel_statistics
 from halfmoon.data.partition.primitives import apportion, draw_labeled, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import binary, class_folders, hub, idx, parquet, tinyimagenet
 from halfmoon.data.readers import cache as store
+from halfmoon.data.readers.decode import check_skipped
 from halfmoon.storage import atomic_io
 
 __all__ = ["DATASETS", "DIGITS_DESCRIPTION", "DatasetInfo", "list_datasets", "load", "save"]
@@ -62,6 +64,7 @@ def load(
     info = DATASETS.get(name)
     folder = None if name == "digits" else _find_folder(name, data_dir, info)
     default_mirror = name != "digits" and (info is None or info.mirror)
+    official: str | None = None
     if name == "digits":
         if test != "test":
             raise UserError(f"digits has no part {test!r}, only train and test.")
@@ -85,11 +88,63 @@ def load(
         _check_known_dataset(folder or name, name, train, classes, how)
     title = name if info else Path(name).name if folder else name
     keeps_class = default_mirror if mirror is None else mirror
+    skipped = (*train.skipped, *tests.skipped)
+    check_skipped(skipped, len(train) + len(tests) + len(skipped), how)
+    notes = _describe_skipped(skipped, len(train) + len(tests))
     if info and not how.converts:
-        return Source(title, train, tests, classes, keeps_class, info.mean, info.std, remark=tests.remark)
-    train, tests = (replace(each, images=how.applied(each.images)) for each in (train, tests))
-    mean, std = train.spread or channel_statistics(train.images)
-    return Source(title, train, tests, classes, keeps_class, mean, std, remark=tests.remark)
+        mean, std = info.mean, info.std
+    else:
+        train, tests = (replace(each, images=how.applied(each.images)) for each in (train, tests))
+        mean, std = train.spread or channel_statistics(train.images)
+    if folder is not None and info is None and official is None:
+        train, tests, copies = _group_copies(train, tests)
+        notes += copies
+        notes += _describe_nested(folder)
+    return Source(
+        title, train, tests, classes, keeps_class, mean, std, remark=tests.remark, notes=tuple(notes), skipped=skipped
+    )
+
+
+def _describe_skipped(skipped: Sequence[SkippedImage], count: int) -> list[str]:
+    if not skipped:
+        return []
+    names = f"{skipped[0].path} ({skipped[0].reason.removesuffix('; replace or remove it.')})"
+    more = f" and {len(skipped) - 1:,} more" if len(skipped) > 1 else ""
+    images = "image cannot be read and is" if len(skipped) == 1 else "images cannot be read and are"
+    return [f"{len(skipped):,} of {count + len(skipped):,} {images} left out: {names}{more}"]
+
+
+def _group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str]]:
+    """Make images with equal pixels one group; return train and test images, and sentences about copies."""
+    hashes = [*hash_pixels(train.images), *hash_pixels(tests.images)]
+    notes = describe_equal_images(hashes, np.concatenate([train.labels, tests.labels]))
+    if not notes:
+        return train, tests, []
+    if train.groups is None and tests.groups is None:
+        groups = None
+    else:
+        groups = [*(train.groups or [""] * len(train)), *(tests.groups or [""] * len(tests))]
+    merged = merge_equal_images(groups, hashes)
+    train_hashes = set(hashes[: len(train)])
+    shared = sum(image_hash in train_hashes for image_hash in hashes[len(train) :])
+    if shared:
+        # Only folders that divide the images themselves can have copies on both sides.
+        notes[0] = notes[0].partition(": all copies")[0]
+        notes.append(
+            f"{shared:,} of {len(tests):,} test images are training images as well, so the accuracy is too high: remove "
+            "them from one of the two"
+        )
+    assert merged is not None, "there are copies"
+    return replace(train, groups=merged[: len(train)]), replace(tests, groups=merged[len(train) :]), notes
+
+
+def _describe_nested(folder: Path) -> list[str]:
+    """Describe in a sentence how many images are in subfolders of class folders."""
+    train = class_folders.find_part(folder, "train")
+    if parquet.find_shards(folder, "train") or (train is None and not class_folders.has_classes(folder)):
+        return []
+    nested = class_folders.count_nested(class_folders.list_classes(train or folder), train or folder)
+    return [f"{nested:,} images are in subfolders of class folders; the class is the first level"] if nested else []
 
 
 def save(
@@ -170,7 +225,7 @@ def _read_folder(
     if official == "tiny_imagenet":
         return tinyimagenet.read(folder, test, cache, how)
     if class_folders.find_part(folder, "train") is not None:
-        return class_folders.read_folders(folder, test, cache, rgb, how)
+        return class_folders.read_folders(folder, test, cache, rgb, how, group_copies=info is None)
     binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or info is None])
     if info:
         raise UserError(

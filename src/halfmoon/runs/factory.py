@@ -294,7 +294,7 @@ def image_preparation(config: DataOptions) -> Preparation:
     """Build the rule by which image files are decoded: size, channels, crop, intensity window and groups."""
     size = None if config.resize is None else (config.resize, config.resize)
     window = None if config.window is None else (config.window[0], config.window[1])
-    return Preparation(size, config.channels, config.crop, window, config.group_pattern)
+    return Preparation(size, config.channels, config.crop, window, config.group_pattern, config.skip_unreadable)
 
 
 def load_source_for_network(config: Config) -> Source:

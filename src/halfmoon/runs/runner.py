@@ -1,5 +1,7 @@
 """Start, compare and resume runs on disk, and write their figures and tables."""
 
+import csv
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.plugins import folder_name
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
+from halfmoon.data.images import SkippedImage
 from halfmoon.data.partition.client_tests import deal_test_images
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine import evaluation
@@ -36,6 +39,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import training_summary
 from halfmoon.report.run_reader import check_finished
+from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.runs import assembly, checks, factory, outside, workers
 from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, write_comparison
 from halfmoon.runs.budgets import budget, evaluation_interval, find_costliest_method
@@ -45,7 +49,7 @@ from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, pars
 from halfmoon.runs.parallel import run_in_processes
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG, resume_command
-from halfmoon.storage.run_folder import BASELINES, PENDING, SUMMARY, RunFolder
+from halfmoon.storage.run_folder import BASELINES, PENDING, SKIPPED, SUMMARY, RunFolder
 from halfmoon.storage.state_store import TreeStore
 
 
@@ -365,6 +369,8 @@ def _load_shared(
             report(number, count)
 
         shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_first)
+        for note in shared.source.notes:
+            watch.say(note)
     checks.check(jobs, shared, watch)
     text = training_summary(shared.task.network)
     if text is not None:
@@ -381,6 +387,8 @@ def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Cal
         shared: their data; None if all are finished.
         watch: receives the events of all runs.
     """
+    if shared is not None and shared.source.skipped:
+        write_skipped(root, shared.source.skipped)
     summaries_by_number = _run_jobs(root, jobs, shared, watch)
     outcome = RunResult(
         folder=root,
@@ -392,6 +400,28 @@ def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Cal
     if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
         write_comparison(outcome)
     return outcome
+
+
+def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
+    """List the images that were left out, with the reasons, in skipped.csv of a run folder.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("path", "reason"))
+    table.writerows(
+        escape_formulas([image.path, image.reason]) for image in sorted(skipped, key=lambda image: image.path)
+    )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        # File names may contain bytes that are no UTF-8.
+        atomic_io.write_atomically(root / SKIPPED, text.getvalue().encode("utf-8", "surrogateescape"))
+    except OSError as error:
+        raise UserError(
+            f"{root}: it cannot be written ({atomic_io.error_reason(error)}); choose another --run-dir."
+        ) from error
 
 
 def _run_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:

@@ -19,6 +19,9 @@ from halfmoon.storage.state_store import TreeStore
 
 RUN = "run.json"
 MODEL = "model.safetensors"
+SKIPPED = "skipped.csv"
+"""Lists images that were left out because they cannot be read."""
+
 SUMMARY = "summary.json"
 # Files of the baselines of a run: another process may create some of them before the run itself exists.
 BASELINES = "baselines"
@@ -37,6 +40,7 @@ _CREATION_FILES = {
     f".{CONFIG}{atomic_io.PARTIAL}",
 }
 _CREATION_FILES |= {PENDING, f".{PENDING}{atomic_io.PARTIAL}"}
+_CREATION_FILES |= {SKIPPED, f".{SKIPPED}{atomic_io.PARTIAL}"}
 _CREATION_FILES |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}", f".comparison.json{atomic_io.PARTIAL}"}
 
 

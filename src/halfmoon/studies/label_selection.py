@@ -117,7 +117,7 @@ def folder_features(folder: Path, paths: Sequence[str], report_progress: Progres
     for first in range(0, len(paths), BATCH_IMAGES):
         report_progress("features of images", first, len(paths))
         rows = np.arange(first, min(first + BATCH_IMAGES, len(paths)))
-        pixels, rows = decode_images(contents, rows, factory.image_preparation(config), lambda line: None)
+        pixels, rows, _ = decode_images(contents, rows, factory.image_preparation(config), lambda line: None)
         if pixels:
             images = factory.to_examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
             values.append(load_or_compute_features(head, views, normalize, cache, images).images)

@@ -83,7 +83,12 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
         split = single_client_split(source.train.labels)
     else:
         source = replace(factory.load_images(config), mirror=bool(config.flip))
+        for note in source.notes:
+            watch.say(note)
         split = None
+    if source.skipped:
+        runner.write_skipped(root, source.skipped)
+        source = replace(source, skipped=())  # the runs of this plan need no lists of their own
     problem = factory.build_problem(config, split, methods, source, feature_progress(watch))
     outcome = None
     if plan.contents.site:

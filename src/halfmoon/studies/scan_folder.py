@@ -1,9 +1,11 @@
 """Scan a user's image folder: class folders, or a site's folder with labels.csv; and load its images."""
 
+import hashlib
 import mimetypes
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +13,26 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source, memory
+from halfmoon.data.groups import describe_equal_images, hash_pixels, merge_equal_images
 from halfmoon.data.groups import find_groups as groups_of
-from halfmoon.data.images import Images, channel_statistics
+from halfmoon.data.images import Images, SkippedImage, channel_statistics
 from halfmoon.data.partition.primitives import named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
-from halfmoon.data.readers.class_folders import SUFFIXES, find_part, has_classes, list_classes, refuse_unlabeled
-from halfmoon.data.readers.decode import decode_prepared, read_header
+from halfmoon.data.readers.class_folders import (
+    SUFFIXES,
+    count_nested,
+    find_part,
+    has_classes,
+    list_classes,
+    refuse_unlabeled,
+)
+from halfmoon.data.readers.decode import check_skipped, decode_prepared, read_header
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LABELS_FILE
 from halfmoon.sites.folders.site_folder import is_site_folder
+
+HEAD_BYTES = 4096
+"""Bytes that are compared first to find equal files."""
 
 MAX_HEADERS = 200
 """Images whose size and color mode are read from their headers."""
@@ -40,6 +53,8 @@ class FolderContents:
         headers: the number of images whose headers were read.
         site: a site's folder, where few images have labels; otherwise each image is in the folder of its class.
         groups: the patient or group of each training image, or None.
+        nested: the number of training images in subfolders of class folders.
+        copies: the number of training files that are equal to another one, byte by byte.
     """
 
     folder: Path
@@ -52,6 +67,8 @@ class FolderContents:
     headers: int
     site: bool
     groups: Sequence[str] | None = None
+    nested: int = 0
+    copies: int = 0
 
     def decode(self, row: int, preparation: Preparation) -> np.ndarray:
         """Decode and prepare the image of a row, uint8 (H, W, C).
@@ -105,8 +122,11 @@ class FolderContents:
         tests = f", {self.tests:,} of them for the test" if self.tests else ""
         group_count = len(set(self.groups or ()) - {""})
         groups = f", of {group_count:,} patients or groups" if group_count else ""
+        nested = f", {self.nested:,} of them in its subfolders" if self.nested else ""
+        copies = f"; {self.copies:,} files are copies of others" if self.copies else ""
+        name = "data" if self.in_memory else self.folder.name
         return (
-            f"{'data' if self.in_memory else self.folder.name}: {len(self.paths) + self.tests:,} images, {labels}{tests}{groups}; "
+            f"{name}: {len(self.paths) + self.tests:,} images, {labels}{nested}{tests}{groups}{copies}; "
             f"{len(self.classes)} classes; {sizes}, {colors}"
         )
 
@@ -195,7 +215,39 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
     counts = [len(images) for images in images_by_class.values()]
     labels = np.repeat(np.arange(len(images_by_class)), counts)
     groups = groups_of(paths, group_pattern)
-    return scan_images(folder, tuple(images_by_class), paths, labels, tests=tests, site=False, groups=groups)
+    return scan_images(
+        folder,
+        tuple(images_by_class),
+        paths,
+        labels,
+        tests=tests,
+        site=False,
+        groups=groups,
+        nested=count_nested(images_by_class, train_folder or folder),
+    )
+
+
+def count_equal_files(paths: Sequence[Path]) -> int:
+    """Count the files that are equal to an earlier one of the list; only files of one size are read."""
+    sizes = Counter[int]()
+    size_of: dict[Path, int] = {}
+    for path in paths:
+        with suppress(OSError):  # reported when all images are read
+            size_of[path] = path.stat().st_size
+            sizes[size_of[path]] += 1
+    heads: dict[tuple[int, bytes], list[Path]] = {}
+    for path, size in size_of.items():
+        if size and sizes[size] > 1:
+            with suppress(OSError), path.open("rb") as file:
+                heads.setdefault((size, file.read(HEAD_BYTES)), []).append(path)
+    copies = 0
+    for (size, _), group in heads.items():
+        if size <= HEAD_BYTES:
+            copies += len(group) - 1
+        elif len(group) > 1:
+            with suppress(OSError):
+                copies += len(group) - len({hashlib.sha256(path.read_bytes()).digest() for path in group})
+    return copies
 
 
 def count_unsupported_formats(folder: Path) -> Counter[str]:
@@ -217,6 +269,7 @@ def scan_images(
     tests: int = 0,
     site: bool = True,
     groups: Sequence[str] | None = None,
+    nested: int = 0,
 ) -> FolderContents:
     """Read sizes and color modes from the headers of up to `MAX_HEADERS` images, evenly spaced in the list.
 
@@ -228,6 +281,7 @@ def scan_images(
         tests: the number of images in a test folder.
         site: a site's folder.
         groups: the patient or group of each image.
+        nested: the number of images in subfolders of class folders.
 
     Raises:
         UserError: none of these images is readable.
@@ -248,12 +302,14 @@ def scan_images(
         headers=len(headers),
         site=site,
         groups=groups,
+        nested=nested,
+        copies=count_equal_files(paths),
     )
 
 
 def decode_images(
     contents: FolderContents, rows: np.ndarray, preparation: Preparation, report: Callable[[str], None]
-) -> tuple[list[np.ndarray], np.ndarray]:
+) -> tuple[list[np.ndarray], np.ndarray, tuple[SkippedImage, ...]]:
     """Decode images of a folder, without those that are unreadable or of another size.
 
     Args:
@@ -263,8 +319,12 @@ def decode_images(
         report: receives one line for each image that is left out.
 
     Returns:
-        The images, each uint8 (H, W, C), and their rows, int64.
+        The images, each uint8 (H, W, C), their rows, int64, and the images that were left out.
+
+    Raises:
+        UserError: more images are unreadable than `preparation` permits.
     """
+    skipped: list[SkippedImage] = []
     images: list[np.ndarray] = []
     decoded_rows: list[int] = []
     for row in rows.tolist():
@@ -275,10 +335,12 @@ def decode_images(
                 raise UserError(f"{path}: it is {image.shape[1]}x{image.shape[0]}, the others are not; give --resize.")
         except (UserError, OSError) as error:
             report(f"left out: {error}")
+            skipped.append(SkippedImage(row, str(path), str(error).removeprefix(f"{path}: ")))
             continue
         images.append(image)
         decoded_rows.append(row)
-    return images, np.array(decoded_rows, np.int64)
+    check_skipped(skipped, len(rows), preparation)
+    return images, np.array(decoded_rows, np.int64), tuple(skipped)
 
 
 def load_site_source(
@@ -300,12 +362,26 @@ def load_site_source(
     unlabeled = named_generator(0, "own folder").permutation(np.flatnonzero(contents.labels < 0))
     used = unlabeled[: round(share * len(unlabeled))]
     rows = np.sort(np.concatenate([np.flatnonzero(contents.labels >= 0), used]))
-    images, rows = decode_images(contents, rows, preparation, report)
+    images, rows, skipped = decode_images(contents, rows, preparation, report)
     if not images:
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
     groups = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
+    hashes = hash_pixels(np.stack(images))
+    for note in (notes := describe_equal_images(hashes, contents.labels[rows])):
+        report(note)
+    groups = merge_equal_images(groups, hashes)
     train = Images(np.stack(images), contents.labels[rows], groups=groups)
     labeled = train.labels >= 0
     test = Images(train.images[labeled], train.labels[labeled])
     mean, std = channel_statistics(train.images)
-    return Source(contents.folder.name, train, test, contents.classes, flip, mean, std)
+    return Source(
+        contents.folder.name,
+        train,
+        test,
+        contents.classes,
+        flip,
+        mean,
+        std,
+        notes=tuple(notes),
+        skipped=skipped,
+    )

@@ -26,6 +26,7 @@ SPLIT_OPTIONS = (
         "shrink",
         "image_size",
         "data_share",
+        "skip_unreadable",
     ),
     *("validation_share", "validation_part", *settings.PARTITION_OPTIONS, "split"),
 )
@@ -132,6 +133,7 @@ def _describe_split(config: Config, args: argparse.Namespace) -> dict[str, Any]:
         "train_classes": [int((source.train.labels == k).sum()) for k in numbers],
         "test_classes": [int((source.test.labels == k).sum()) for k in numbers],
         "remark": source.remark,
+        "notes": list(source.notes),
         "scenario": split.origin.scenario,
         "split": description,
         "png": args.png and str(args.png),
@@ -158,6 +160,8 @@ def print_data(description: Mapping[str, Any]) -> None:
     )
     if description["remark"]:
         print_text(f"{description['remark']}.")
+    for note in description["notes"]:
+        print_text(f"{note}.")
     rows = zip(description["classes"], description["train_classes"], description["test_classes"], strict=True)
     print_table(["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
     print_text(f"\n{_split_line(scenario, split)}")

@@ -19,7 +19,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.user_cache import trim, user_cache
-from halfmoon.data.images import Images, channel_statistics
+from halfmoon.data.images import Images, SkippedImage, channel_statistics
 from halfmoon.storage import atomic_io
 
 Decoded = tuple[Images, tuple[str, ...] | None]
@@ -80,6 +80,8 @@ def _load_through(folder: Path, files: Sequence[Path], read: Reader, form: str) 
         images, names = read(partial)
         spread = channel_statistics(images.images)
         metadata = {"names": names, "statistics": spread, "bytes": partial.stat().st_size}
+        if images.skipped:
+            metadata["skipped"] = images.skipped
         with write_atomically(path.with_suffix(".labels.npy")) as file:
             np.save(file, images.labels)
         atomic_io.write_atomically(path.with_suffix(".json"), (json.dumps(metadata) + "\n").encode())
@@ -104,8 +106,9 @@ def _read_stored(path: Path) -> Decoded | None:
         mean, std = (tuple(float(value) for value in values) for values in metadata["statistics"])
         names = None if metadata["names"] is None else tuple(str(name) for name in metadata["names"])
         labels = np.load(path.with_suffix(".labels.npy"), allow_pickle=False)
-        return Images(memory_map(path), labels, (mean, std)), names
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        skipped = tuple(SkippedImage(int(row), str(name), str(why)) for row, name, why in metadata.get("skipped", ()))
+        return Images(memory_map(path), labels, (mean, std), skipped=skipped), names
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -147,7 +150,7 @@ def collect_rows(rows: Iterator[np.ndarray], count: int, into: Path | None) -> n
 
     Args:
         rows: The rows.
-        count: Their number.
+        count: Their number, at most: rows may be missing at the end.
         into: The file that rows are written to one by one; None: memory.
 
     Raises:
@@ -161,14 +164,22 @@ def collect_rows(rows: Iterator[np.ndarray], count: int, into: Path | None) -> n
     all_rows = chain([first], rows)
     if into is None:
         array = np.empty(shape, np.uint8)
-        for number, row in enumerate(all_rows):
+        number = 0
+        for row in all_rows:
             array[number] = row
-        return array
+            number += 1
+        return array[:number]
     into.parent.mkdir(parents=True, exist_ok=True)
     with into.open("wb") as file:
         file.write(npy_header(shape))
+        number = 0
         for row in all_rows:
             file.write(row.tobytes())
+            number += 1
+        if number < count:
+            # The header has the same length for a smaller count: numpy pads it.
+            file.seek(0)
+            file.write(npy_header((number, *shape[1:])))
         file.flush()
         os.fsync(file.fileno())
     return memory_map(into)

@@ -1,20 +1,21 @@
 """Read class folders: train/CLASS/*.png and test/CLASS/*.png, or CLASS/images/*.png instead of CLASS/*.png."""
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import ImageReadError, UserError
 from halfmoon.data import dicom
-from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES, find_groups
+from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES, find_groups, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
-from halfmoon.data.readers.decode import decode_all
+from halfmoon.data.readers.decode import decode_all, drop_skipped
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", *dicom.SUFFIXES)
 PART_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
@@ -30,12 +31,18 @@ GROUPS_HINT = "where images share a patient or an object, make folders train and
 
 
 def read_folders(
-    folder: Path, test: str, cache: Path | None, rgb: bool = False, how: Preparation = UNCHANGED
+    folder: Path,
+    test: str,
+    cache: Path | None,
+    rgb: bool = False,
+    how: Preparation = UNCHANGED,
+    group_copies: bool = True,
 ) -> tuple[Images, Images, tuple[str, ...]]:
     """Read train images, test images and the sorted class names of a folder.
 
     Without a test folder, the validation folder is the test. Without any of these, `HELD_OUT_SHARE` of the images of
-    every class are held out, the same ones in every run. The `remark` of the test images states either.
+    every class are held out, the same ones in every run. The `remark` of the test images states either. Images with equal
+    pixels are one group (`Images.groups`), and none of them is held out without the others.
 
     Args:
         folder: The folder.
@@ -43,12 +50,14 @@ def read_folders(
         cache: The folder for decoded images.
         rgb: True to convert gray images to RGB.
         how: The conversion of images.
+        group_copies: False for published data sets, whose copies remain separate images.
 
     Raises:
         UserError: If a part or a class is missing or empty, train and test have different classes, or an image cannot be
             read.
     """
     remark = ""
+    held_out: tuple[dict[str, list[Path]], list[str] | None] | None = None
     train_folder = find_part(folder, "train")
     if train_folder is not None:
         refuse_unlabeled(folder, train_folder)
@@ -61,14 +70,55 @@ def read_folders(
         test_paths = list_classes(test_folder or folder / test)
         check_same_classes(folder, train, test_paths, test)
     else:
-        train, test_paths, grouped = _hold_out(list_classes(folder), how.group_pattern)
+        classes = list_classes(folder)
+        paths = [path for group in classes.values() for path in group]
+        groups = find_groups(paths, how.group_pattern)
+        grouped = groups is not None
+        held_out = (classes, groups)
+        train, test_paths = _hold_out(classes, groups)
         count = sum(map(len, test_paths.values()))
         remark = (
             f"{folder} has no folder test, so {HELD_OUT_SHARE:.0%} of the images of every class, {count:,} in all, "
             f"are held out as the test; {NO_GROUP_ON_BOTH_SIDES if grouped else GROUPS_HINT}"
         )
-    tests = replace(read_classes(test_paths, cache, rgb, how), remark=remark)
-    return read_classes(train, cache, rgb, how), tests, tuple(train)
+    test_images = read_classes(test_paths, cache, rgb, how)
+    train_images = read_classes(train, cache, rgb, how)
+    if held_out is not None and group_copies:
+        sides = ((train, train_images), (test_paths, test_images))
+        divided = _draw_without_copies(*held_out, sides)
+        if divided is not None:
+            train_images, test_images = (read_classes(files, cache, rgb, how) for files in divided)
+    return train_images, replace(test_images, remark=remark), tuple(train)
+
+
+def _draw_without_copies(
+    classes: Mapping[str, Sequence[Path]],
+    groups: Sequence[str] | None,
+    sides: Sequence[tuple[Mapping[str, Sequence[Path]], Images]],
+) -> tuple[dict[str, list[Path]], dict[str, list[Path]]] | None:
+    """Divide files again so that no two images with equal pixels are on different sides.
+
+    Args:
+        classes: The files of each class.
+        groups: The group of each file, one class after the other; None for none.
+        sides: The files of train and of test by class, and their images.
+
+    Returns:
+        Train and test files by class; None if no image is on both sides.
+    """
+    hashes: dict[Path, bytes] = {}
+    side_hashes: list[set[bytes]] = []
+    for files, images in sides:
+        paths = [path for group in files.values() for path in group]
+        new_hashes = hash_pixels(images.images)
+        hashes |= dict(zip(remaining_paths(paths, images), new_hashes, strict=True))
+        side_hashes.append(set(new_hashes))
+    if side_hashes[0].isdisjoint(side_hashes[1]):
+        return None
+    paths = [path for group in classes.values() for path in group]
+    # An unreadable image is equal to no other one.
+    merged = merge_equal_images(groups, [hashes.get(path, str(path).encode()) for path in paths])
+    return _hold_out(classes, merged, copies=True)
 
 
 def find_part(folder: Path, part: str) -> Path | None:
@@ -110,7 +160,7 @@ def has_classes(folder: Path) -> bool:
     if find_part(folder, "train") is not None:
         return True
     classes = _list_folders(folder)
-    return len(classes) > 1 and all(map(_list_class_images, classes))
+    return len(classes) > 1 and not _find_collections(classes) and all(map(_list_class_images, classes))
 
 
 def refuse_unsorted(folder: Path) -> None:
@@ -119,13 +169,14 @@ def refuse_unsorted(folder: Path) -> None:
     empty = next((path for path in classes if not _list_class_images(path)), None)
     if len(classes) > 1 and empty is not None and any(map(_list_class_images, classes)):
         raise UserError(f"{empty}: there is no image in it, as in a class folder; fill or remove it.")
-    if len(classes) == 1 and empty is None:
+    if len(classes) == 1 and (_lists_direct_images(classes[0]) or not has_classes(classes[0])) and empty is None:
         raise UserError(f"{folder}: {classes[0].name} is its only class folder; sort images of another class, too.")
     inner = [path for path in classes if has_classes(path)]
     if len(inner) > 1:
         raise UserError(
             f"{folder}: class folders lie in {inner[0].name} and {inner[1].name}: give one of these folders, or play "
-            f"them as sites: `halfmoon run --sites {shlex.join(map(str, inner))}`."
+            f"them as sites: `halfmoon run --sites {shlex.join(map(str, inner))}`. If {inner[0].name} and {inner[1].name} "
+            "are classes, move them into a folder train."
         )
     if inner:
         raise UserError(f"{folder}: class folders lie in {inner[0].name}: give the folder {inner[0]}, or move them up.")
@@ -141,16 +192,52 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def _list_class_images(folder: Path) -> list[Path]:
-    return list_images(folder) or list_images(folder / "images")
+    """List the images in and below a class folder, except in hidden folders."""
+    images = list_images(folder)
+    for subfolder in _list_folders(folder):
+        images += _list_class_images(subfolder)
+    return sorted(images)
+
+
+def _lists_direct_images(folder: Path) -> bool:
+    """Check whether images are in a class folder itself, or in its folder `images`."""
+    return bool(list_images(folder) or list_images(folder / "images"))
+
+
+def count_nested(classes: Mapping[str, Sequence[Path]], part: Path) -> int:
+    """Count the images in subfolders of the class folders of `part`, apart from subfolders `images`."""
+    return sum(
+        path.parent not in (part / name, part / name / "images") for name, paths in classes.items() for path in paths
+    )
+
+
+def _find_collections(classes: Sequence[Path]) -> list[Path]:
+    """Find folders that contain class folders, and are probably no classes themselves.
+
+    These are two or more folders without images of their own whose subfolders have names in common, such as
+    `hospital1/cat` and `hospital2/cat`. Names of digits (`cat/2023`, `dog/2023`) are no classes.
+    """
+    names_of: dict[Path, set[str]] = {}
+    for folder in classes:
+        if not _lists_direct_images(folder):
+            names_of[folder] = {path.name for path in _list_folders(folder) if _list_class_images(path)}
+    shared = Counter(name for names in names_of.values() for name in names if not name[:1].isdigit())
+    common = {name for name, count in shared.items() if count > 1}
+    return [folder for folder, names in names_of.items() if len(names & common) > 1]
 
 
 def _hold_out(
-    classes: Mapping[str, Sequence[Path]], pattern: str | None
-) -> tuple[dict[str, list[Path]], dict[str, list[Path]], bool]:
-    """Divide the files of every class into train and test files; return both, and whether groups were known."""
+    classes: Mapping[str, Sequence[Path]], all_groups: Sequence[str] | None, copies: bool = False
+) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
+    """Divide the files of every class into train and test files.
+
+    Args:
+        classes: The files of each class.
+        all_groups: The group of each file, one class after the other; None for none.
+        copies: Whether images with equal pixels are groups, for messages.
+    """
     train: dict[str, list[Path]] = {}
     test: dict[str, list[Path]] = {}
-    all_groups = find_groups([path for paths in classes.values() for path in paths], pattern)
     holdout = GroupHoldout()
     first = 0  # index in `all_groups` of the class's first file
     for name, paths in classes.items():
@@ -164,11 +251,16 @@ def _hold_out(
         train[name] = [path for row, path in enumerate(paths) if row not in rows]
         test[name] = [path for row, path in enumerate(paths) if row in rows]
         if not train[name] or not test[name]:
+            if copies:
+                raise UserError(
+                    f"{paths[0].parent}: too few of its {len(paths):,} images are different ones to train and test on "
+                    "(the others are copies with equal pixels); add other images, or make folders train and test yourself."
+                )
             raise UserError(
                 f"{paths[0].parent}: its images are of too few patients or groups to train and test on; add images of "
                 "another, or make folders train and test yourself."
             )
-    return train, test, all_groups is not None
+    return train, test
 
 
 def list_classes(part: Path) -> dict[str, list[Path]]:
@@ -204,21 +296,43 @@ def read_classes(
     """Read the images of all classes, one class after the other; labels are the indices of the classes."""
     paths = [path for group in classes.values() for path in group]
     labels = np.repeat(np.arange(len(classes)), [len(group) for group in classes.values()])
-    return read_images(paths, labels.astype(np.int64), cache, rgb, how)
+    images = read_images(paths, labels.astype(np.int64), cache, rgb, how)
+    empty = np.setdiff1d(np.arange(len(classes)), images.labels)
+    if len(empty):
+        name = list(classes)[empty[0]]
+        first = next(image for image in images.skipped if Path(image.path) in classes[name])
+        raise UserError(
+            f"{first.path}: {first.reason.removesuffix('; replace or remove it.')}. No image of class {name} can be read; "
+            "replace them, or remove the class."
+        )
+    return images
 
 
 def read_images(
     paths: Sequence[Path], labels: np.ndarray, cache: Path | None, rgb: bool, how: Preparation = UNCHANGED
 ) -> Images:
-    """Read the images of these files, with `labels`, int64 (N,); raise UserError if one cannot be read."""
+    """Read the images of these files, with `labels`, int64 (N,), without those that cannot be read.
+
+    Raises:
+        UserError: None can be read.
+    """
 
     def read(into: Path | None) -> store.Decoded:
         encoded = ((_read_bytes(path), str(path)) for path in paths)
-        return Images(decode_all(encoded, len(paths), rgb, how, into), labels), None
+        pixels, skipped = decode_all(encoded, len(paths), rgb, how, into)
+        return Images(pixels, drop_skipped(labels, skipped), skipped=skipped), None
 
     # Use the labels of this call, not the cached ones: the cache key does not depend on them.
     stored = store.load_or_decode(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
-    return Images(stored.images, labels, stored.spread, groups=find_groups(paths, how.group_pattern))
+    groups = find_groups(remaining_paths(paths, stored), how.group_pattern)
+    labels = drop_skipped(labels, stored.skipped)
+    return Images(stored.images, labels, stored.spread, groups=groups, skipped=stored.skipped)
+
+
+def remaining_paths(paths: Sequence[Path], images: Images) -> list[Path]:
+    """List the files of `images`, which are those of `paths` without the ones that were left out."""
+    skipped = {image.row for image in images.skipped}
+    return [path for row, path in enumerate(paths) if row not in skipped]
 
 
 def is_image(path: Path) -> bool:
@@ -228,8 +342,8 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES or dicom.holds_image(path)
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes | ImageReadError:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: the file cannot be read ({error.strerror}).") from error
+        return ImageReadError(f"{path}: the file cannot be read ({error.strerror}).")

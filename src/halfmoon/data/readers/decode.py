@@ -1,18 +1,25 @@
 """Decode image files (PNG, JPEG, WebP, TIFF, BMP, DICOM) into one uint8 array; errors name file and row."""
 
 import io
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 
-from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.errors import ImageReadError, UserError, one_line
+from halfmoon.core.quiet import IGNORE_WARNINGS
 from halfmoon.data import dicom
-from halfmoon.data.preparation import MAX_PIXELS, ROWS_PER_STRIP, UNCHANGED, Preparation, to_eight_bits
+from halfmoon.data.images import SkippedImage
+from halfmoon.data.preparation import (
+    MAX_PIXELS,
+    MAX_SKIPPED_SHARE,
+    ROWS_PER_STRIP,
+    UNCHANGED,
+    Preparation,
+    to_eight_bits,
+)
 from halfmoon.data.readers.cache import collect_rows
 
 MODES = ("L", "RGB")
@@ -21,36 +28,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
 
 _ORIENTATION_TAG = 0x0112
 """EXIF's orientation tag; values from 5 on swap height and width."""
-
-
-class _IgnoreWarnings:
-    """A thread-safe context manager that ignores warnings while at least one thread is inside.
-
-    `warnings.catch_warnings` restores the filters that it found. If threads exit in another order than they entered, it
-    would restore another thread's filters and ignore all later warnings.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0  # threads
-        self._filters = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._filters = warnings.catch_warnings()
-                self._filters.__enter__()
-                warnings.simplefilter("ignore")
-            self._inside += 1
-
-    def __exit__(self, *error: Any) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._filters.__exit__(*error)
-
-
-IGNORE_WARNINGS = _IgnoreWarnings()
 
 
 def decode_image(data: bytes, place: str) -> np.ndarray:
@@ -252,32 +229,85 @@ def is_deep(image: Image.Image) -> bool:
 
 
 def decode_all(
-    images: Iterable[tuple[bytes, str]],
+    images: Iterable[tuple[bytes | ImageReadError, str]],
     count: int,
     rgb: bool = False,
     how: Preparation = UNCHANGED,
     into: Path | None = None,
-) -> np.ndarray:
-    """Decode images into one array, uint8 (count, H, W, C).
+) -> tuple[np.ndarray, tuple[SkippedImage, ...]]:
+    """Decode images into one array, uint8 (N, H, W, C), without those that cannot be read.
 
     Args:
-        images: The content of each file, and its name for messages.
+        images: The content of each file, or the error that reading it raised, and its name for messages.
         count: The number of images.
         rgb: True to convert gray images to RGB: data sets such as Tiny ImageNet contain both.
         how: The conversion.
         into: A file that images are written to one by one; the result is then this file, mapped into memory.
 
+    Returns:
+        The array, and the images that were left out; N is `count` without these.
+
     Raises:
-        UserError: As in `decode_image`, and if size or channels differ from those of the first image.
+        UserError: If no image can be read, or size or channels differ from those of the first image. The caller limits
+            the number of unreadable images by `check_skipped`.
     """
-    return collect_rows(_decode_same_shape(images, rgb, how), count, into)
+    skipped: list[SkippedImage] = []
+    pixels = collect_rows(_decode_same_shape(images, count, rgb, how, skipped), count, into)
+    return pixels, tuple(skipped)
 
 
-def _decode_same_shape(images: Iterable[tuple[bytes, str]], rgb: bool, how: Preparation) -> Iterator[np.ndarray]:
+def drop_skipped(values: np.ndarray, skipped: Sequence[SkippedImage]) -> np.ndarray:
+    """Drop the rows (N, ...) of images that were left out."""
+    return np.delete(values, [image.row for image in skipped], axis=0) if skipped else values
+
+
+def check_skipped(skipped: Sequence[SkippedImage], count: int, how: Preparation) -> None:
+    """Check that few of `count` images were left out, or as many as the user permits.
+
+    Raises:
+        UserError: If more than `MAX_SKIPPED_SHARE` were left out without `skip_unreadable`, or all of them.
+    """
+    if not skipped or (how.skip_unreadable and len(skipped) < count):
+        return
+    if len(skipped) <= MAX_SKIPPED_SHARE * count:
+        return
+    if count == 1:
+        raise UserError(f"{skipped[0].path}: {skipped[0].reason}")
+    reasons = [f"{image.path}: {image.reason.removesuffix('; replace or remove it.')}" for image in skipped]
+    more = f" and {len(skipped) - MAX_LISTED:,} more" if len(skipped) > MAX_LISTED else ""
+    message = f"{'; '.join(reasons[:MAX_LISTED])}{more}. {len(skipped):,} of {count:,} images cannot be read"
+    if len(skipped) == count:
+        raise UserError(f"{message}; replace them.")
+    raise UnreadableImagesError(
+        message, option="skip_unreadable", hint="replace or remove them, or leave them out with {skip_unreadable}."
+    )
+
+
+class UnreadableImagesError(UserError):
+    """Too many images cannot be read; the option `skip_unreadable` leaves them out."""
+
+
+MAX_LISTED = 10
+"""Number of unreadable images in a message; further ones are counted."""
+
+
+def _decode_same_shape(
+    images: Iterable[tuple[bytes | ImageReadError, str]],
+    count: int,
+    rgb: bool,
+    how: Preparation,
+    skipped: list[SkippedImage],
+) -> Iterator[np.ndarray]:
     shape = None
     first = ""
-    for data, place in images:
-        pixels = decode_prepared(data, place, how) if how.converts else decode_image(data, place)
+    for row, (data, place) in enumerate(images):
+        try:
+            if isinstance(data, ImageReadError):
+                raise data
+            pixels = decode_prepared(data, place, how) if how.converts else decode_image(data, place)
+        except ImageReadError as error:
+            skipped.append(SkippedImage(row, place, str(error).removeprefix(f"{place}: ")))
+            continue
         if rgb and how.channels is None and pixels.shape[2] == 1:
             pixels = np.repeat(pixels, 3, axis=2)
         shape = shape or pixels.shape
@@ -288,6 +318,8 @@ def _decode_same_shape(images: Iterable[tuple[bytes, str]], rgb: bool, how: Prep
                 "all images need one size and one mode: give them --resize N, --channels 1 or 3, or both."
             )
         yield pixels
+    if len(skipped) == count:
+        check_skipped(skipped, count, how)
 
 
 def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels) -> Image.Image:
@@ -306,13 +338,13 @@ def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Imag
                 raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {limit:,} at most")
             image = load(image)
     except Image.DecompressionBombError as error:
-        raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
+        raise ImageReadError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
     except UnidentifiedImageError as error:  # Pillow's message contains the address of an object
-        raise UserError(f"{place}: not a readable image (no known format); replace or remove it.") from error
+        raise ImageReadError(f"{place}: not a readable image (no known format); replace or remove it.") from error
     except MemoryError:
         raise
     except Exception as error:  # damaged files make Pillow's readers raise undocumented exceptions
-        raise UserError(f"{place}: not a readable image ({one_line(error)}); replace or remove it.") from error
+        raise ImageReadError(f"{place}: not a readable image ({one_line(error)}); replace or remove it.") from error
     return image
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.core.errors import UserError, install_command
+from halfmoon.core.errors import ImageReadError, UserError, install_command
 from halfmoon.data.images import Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
-from halfmoon.data.readers.decode import decode_all
+from halfmoon.data.readers.decode import decode_all, drop_skipped
 from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, find_column
 
 LAYOUT_HINT = (
@@ -58,11 +58,9 @@ def read(
         names = names or _class_names(rows.features[label])
         # Without decoding, so that every image passes the same checks as a file.
         rows = rows.cast_column(image, datasets.Image(decode=False))
-        parts.append(
-            Images(
-                decode_all(_iterate_encoded(rows, image, place), len(rows), rgb, how), _check_labels(rows[label], place)
-            )
-        )
+        pixels, skipped = decode_all(_iterate_encoded(rows, image, place), len(rows), rgb, how)
+        labels = drop_skipped(_check_labels(rows[label], place), skipped)
+        parts.append(Images(pixels, labels, skipped=skipped))
     return parts[0], parts[1], names
 
 
@@ -71,12 +69,11 @@ def _class_names(feature: Any) -> tuple[str, ...] | None:
     return tuple(str(name) for name in names) if names else None
 
 
-def _iterate_encoded(rows: Any, image: str, place: str) -> Iterator[tuple[bytes, str]]:
+def _iterate_encoded(rows: Any, image: str, place: str) -> Iterator[tuple[bytes | ImageReadError, str]]:
     for row, record in enumerate(rows):
         data = record[image]["bytes"]
-        if data is None:
-            raise UserError(f"{place}, row {row}: the image has no bytes.")
-        yield data, f"{place}, row {row}"
+        name = f"{place}, row {row}"
+        yield ImageReadError(f"{name}: the image has no bytes.") if data is None else data, name
 
 
 def _check_labels(values: Any, place: str) -> np.ndarray:

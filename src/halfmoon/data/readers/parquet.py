@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.errors import ImageReadError, UserError, one_line
 from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
-from halfmoon.data.readers.decode import decode_all
+from halfmoon.data.readers.decode import decode_all, drop_skipped
 from halfmoon.storage import atomic_io
 
 IMAGE_COLUMNS = ("image", "img")
@@ -74,9 +74,9 @@ def read_parquet(
         raise UserError(f"{paths[0]}: there are no rows in it.")
     encoded = (item for path, file in opened for item in _iterate_encoded(path, file))
     path, file = opened[0]
-    return Images(decode_all(encoded, len(labels), rgb, how, into), labels), _read_class_names(
-        file, find_column(path, file.schema_arrow.names, LABEL_COLUMNS)
-    )
+    pixels, skipped = decode_all(encoded, len(labels), rgb, how, into)
+    names = _read_class_names(file, find_column(path, file.schema_arrow.names, LABEL_COLUMNS))
+    return Images(pixels, drop_skipped(labels, skipped), skipped=skipped), names
 
 
 def find_column(place: object, names: Sequence[str], candidates: Sequence[str]) -> str:
@@ -121,7 +121,7 @@ def _read_labels(path: Path, file: File) -> np.ndarray:
     return labels
 
 
-def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes, str]]:
+def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageReadError, str]]:
     schema = file.schema_arrow
     name = find_column(path, schema.names, IMAGE_COLUMNS)
     kind = schema.field(name).type
@@ -136,9 +136,9 @@ def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes, str]]:
         for batch in file.iter_batches(batch_size=1024, columns=[name]):
             values = batch.column(0)
             for value in (values.field("bytes") if inside else values).to_pylist():
-                if value is None:
-                    raise UserError(f"{path}, row {row}: the image has no bytes; store the image itself, not a path.")
-                yield value, f"{path}, row {row}"
+                place = f"{path}, row {row}"
+                missing = ImageReadError(f"{place}: the image has no bytes; store the image itself, not a path.")
+                yield missing if value is None else value, place
                 row += 1
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: unreadable after row {row} ({one_line(error)}); fetch the file again.") from error

@@ -1,0 +1,238 @@
+"""Faults of a user's images: unreadable files, copies, images in subfolders."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.image_files import encode, noise, write_parquet
+
+import halfmoon
+from halfmoon import UserError
+from halfmoon.cli.main import main
+from halfmoon.data import load
+from halfmoon.data.groups import hash_pixels, merge_equal_images
+from halfmoon.data.images import hold_out
+from halfmoon.data.preparation import Preparation
+from halfmoon.studies.scan_folder import count_equal_files, scan_folder
+
+SKIP = Preparation(skip_unreadable=True)
+
+
+def write_classes(folder: Path, count: int, subfolder: str = "", seed: int = 0, copies: int = 1) -> None:
+    """Write `count` different images of noise for each of the classes cat and dog, each `copies` times."""
+    for number, name in enumerate(("cat", "dog")):
+        place = folder / name / subfolder
+        place.mkdir(parents=True, exist_ok=True)
+        for row, pixels in enumerate(noise(count, 8, seed=2 * seed + number)):
+            for copy in range(copies):
+                Image.fromarray(pixels).save(place / f"{row}-{copy}.png")
+
+
+def test_few_unreadable_images_are_left_out_and_named(tmp_path: Path) -> None:
+    write_classes(tmp_path, 20)
+    for number in range(2):
+        (tmp_path / "cat" / f"bad{number}.png").write_bytes(b"")
+    source = load(str(tmp_path))
+    assert len(source.train) + len(source.test) == 40
+    assert sorted(Path(image.path).name for image in source.skipped) == ["bad0.png", "bad1.png"]
+    assert all("not a readable image" in image.reason for image in source.skipped)
+    assert len([note for note in source.notes if note.startswith("2 of 42 images cannot be read")]) == 1
+
+
+def test_labels_of_the_other_images_remain(tmp_path: Path) -> None:
+    """Classes of one shade each: a shifted label would be seen. The same with the cache, at both reads."""
+    for name, shade in (("a", 10), ("b", 200)):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for row in range(12):
+            pixels = np.full((4, 4), shade, np.uint8)
+            pixels[0, 0] = row
+            Image.fromarray(pixels).save(tmp_path / "in" / name / f"{row:02}.png")
+    (tmp_path / "in" / "a" / "05.png").write_bytes(b"?")
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        source = load(str(tmp_path / "in"), cache=cache)
+        for part in (source.train, source.test):
+            assert (part.images[:, 2, 2, 0] == np.where(part.labels == 0, 10, 200)).all()
+        assert [Path(image.path).name for image in source.skipped] == ["05.png"]
+        assert len(source.train) + len(source.test) == 23
+
+
+def test_many_unreadable_images_are_all_named_and_need_the_option(tmp_path: Path) -> None:
+    write_classes(tmp_path, 10)
+    for name in ("cat", "dog"):
+        (tmp_path / name / "bad.png").write_bytes(b"")
+    # A cache that was written with the option does not skip the question.
+    assert len(load(str(tmp_path), how=SKIP, cache=tmp_path / ".cache").skipped) == 2
+    with pytest.raises(
+        UserError, match=r"cat/bad\.png: .*dog/bad\.png: .*2 of 22 images .*--skip-unreadable"
+    ) as caught:
+        load(str(tmp_path), cache=tmp_path / ".cache")
+    assert "skip_unreadable" in caught.value.in_python()
+    assert "--skip" not in caught.value.in_python()
+
+
+def test_a_class_without_a_readable_image_is_refused(tmp_path: Path) -> None:
+    write_classes(tmp_path, 30)
+    (tmp_path / "eel").mkdir()
+    for number in range(2):
+        (tmp_path / "eel" / f"{number}.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"eel/0\.png: .*No image of class eel can be read"):
+        load(str(tmp_path))
+
+
+def test_unreadable_rows_of_parquet_are_left_out(tmp_path: Path) -> None:
+    files = [encode(image) for image in noise(30)]
+    files[3] = b"nothing"
+    write_parquet(tmp_path / "train.parquet", files, [row % 2 for row in range(30)])
+    write_parquet(tmp_path / "test.parquet", [encode(image) for image in noise(4, seed=1)], [0, 1, 0, 1])
+    source = load(str(tmp_path))
+    assert source.train.labels.tolist() == [row % 2 for row in range(30) if row != 3]
+    assert [image.path for image in source.skipped] == [f"{tmp_path / 'train.parquet'}, row 3"]
+
+
+def test_a_run_lists_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_classes(tmp_path / "in", 12)
+    for number in range(3):
+        (tmp_path / "in" / "cat" / f"bad{number}.png").write_bytes(b"")
+    options = ["--data", str(tmp_path / "in"), "--method", "fedavg", "--rounds", "1", "--clients", "2", "--labels", "8"]
+    options += ["--setting", "iid-iid", "--network", "small"]
+    assert main(["run", *options, "--run-dir", str(tmp_path / "out")]) == 2
+    assert "3 of 27 images cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["run", *options, "--run-dir", str(tmp_path / "out"), "--skip-unreadable"]) == 0
+    assert "3 of 27 images cannot be read and are left out" in capsys.readouterr().err
+    with (tmp_path / "out" / "skipped.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [Path(row["path"]).name for row in rows] == ["bad0.png", "bad1.png", "bad2.png"]
+    assert all("not a readable image" in row["reason"] for row in rows)
+
+
+def test_a_plan_of_a_site_lists_them_too(tmp_path: Path) -> None:
+    write_classes(tmp_path / "in", 20)
+    (tmp_path / "in" / "unlabeled").mkdir()
+    for row, pixels in enumerate(noise(6, 8, seed=9)):
+        Image.fromarray(pixels).save(tmp_path / "in" / "unlabeled" / f"{row}.png")
+    (tmp_path / "in" / "cat" / "bad.png").write_bytes(b"")
+    halfmoon.run(data=str(tmp_path / "in"), rounds=1, network="small", run_dir=tmp_path / "out", minutes=0.01)
+    assert "cat/bad.png" in (tmp_path / "out" / "skipped.csv").read_text()
+
+
+def test_at_a_terminal_the_command_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+    import sys
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    write_classes(tmp_path / "in", 8)
+    (tmp_path / "in" / "cat" / "bad.png").write_bytes(b"")
+    command = ["data", str(tmp_path / "in"), "--clients", "2", "--labels", "4", "--setting", "iid-iid"]
+    for answer, code in (("n\n", 2), ("y\n", 0)):
+        asked = Terminal()
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        monkeypatch.setattr(sys, "stderr", asked)
+        assert main(command) == code
+        assert asked.getvalue().count("Leave them out and continue? [y/N]") == 1
+
+
+def test_images_in_subfolders_of_a_class_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_classes(tmp_path / "in", 10)
+    write_classes(tmp_path / "in", 5, "2024/spring", seed=1)
+    (tmp_path / "in" / "cat" / ".thumbnails").mkdir()
+    Image.fromarray(noise(1, 8)[0]).save(tmp_path / "in" / "cat" / ".thumbnails" / "0.png")
+    source = load(str(tmp_path / "in"))
+    assert source.classes == ("cat", "dog")
+    assert len(source.train) + len(source.test) == 30
+    assert "10 images are in subfolders of class folders; the class is the first level" in source.notes
+    contents = scan_folder(tmp_path / "in")
+    assert contents is not None
+    assert contents.sentence.startswith("in: 30 images, each in the folder of its class, 10 of them in its subfolders")
+    # The same below train and test, and without images at the top.
+    write_classes(tmp_path / "parts" / "train", 4, "deep", seed=2)
+    write_classes(tmp_path / "parts" / "test", 3, "deep", seed=3)
+    parts = load(str(tmp_path / "parts"))
+    assert (len(parts.train), len(parts.test)) == (8, 6)
+    write_classes(tmp_path / "deep", 6, "2023", seed=4)
+    write_classes(tmp_path / "deep", 6, "2024", seed=5)
+    assert len(load(str(tmp_path / "deep")).classes) == 2
+
+
+def test_folders_of_class_folders_are_still_no_classes(tmp_path: Path) -> None:
+    for seed, name in enumerate(("east", "west")):
+        write_classes(tmp_path / name, 3, seed=seed)
+    with pytest.raises(UserError, match=r"class folders lie in east and west.*move them into a folder train"):
+        load(str(tmp_path))
+
+
+def test_equal_images_are_on_one_side(tmp_path: Path) -> None:
+    """Of 40 different images, each five times, no one is in two of train, test and validation."""
+    write_classes(tmp_path, 20, copies=5)
+    source = hold_out(load(str(tmp_path)), 0.2)
+    sides = [set(hash_pixels(part.images)) for part in source.parts.values()]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 40
+    assert sum(len(part) for part in source.parts.values()) == 200
+    assert 30 <= len(source.test) <= 50
+    assert any(note.startswith("160 of 200 images are copies of others") for note in source.notes)
+
+
+def test_images_without_copies_are_divided_as_before(tmp_path: Path) -> None:
+    write_classes(tmp_path, 20)
+    source = load(str(tmp_path))
+    assert source.train.groups is None
+    assert source.notes == ()
+    assert (len(source.train), len(source.test)) == (32, 8)
+
+
+def test_copies_in_a_folder_of_test_images_are_counted(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train", 6)
+    write_classes(tmp_path / "test", 4)
+    notes = load(str(tmp_path)).notes
+    assert any(note.startswith("8 of 8 test images are training images as well") for note in notes)
+    assert not any("one side" in note for note in notes)
+
+
+def test_copies_with_different_labels_are_counted(tmp_path: Path) -> None:
+    write_classes(tmp_path, 10)
+    (tmp_path / "dog" / "copy.png").write_bytes((tmp_path / "cat" / "3-0.png").read_bytes())
+    source = load(str(tmp_path))
+    assert any(note.startswith("1 image has copies with another label") for note in source.notes)
+
+
+def test_copies_of_parquet_files_are_one_group_in_validation(tmp_path: Path) -> None:
+    files = [encode(image) for image in noise(10)] * 3
+    write_parquet(tmp_path / "train.parquet", files, [row % 2 for row in range(30)])
+    write_parquet(tmp_path / "test.parquet", [encode(image) for image in noise(4, seed=1)], [0, 1, 0, 1])
+    source = hold_out(load(str(tmp_path)), 0.3)
+    assert source.validation is not None
+    assert not set(hash_pixels(source.train.images)) & set(hash_pixels(source.validation.images))
+
+
+def test_groups_of_equal_images_are_joined() -> None:
+    """Image 0 of anna equals image 3 of bert: all images of both are one group; equal images without one are another."""
+    hashes = [b"x", b"a", b"b", b"x", b"c", b"c", b"d"]
+    merged = merge_equal_images(["anna", "anna", "bert", "bert", "", "", ""], hashes)
+    assert merged is not None
+    assert len(set(merged[:4])) == 1
+    assert merged[0] in ("anna", "bert")
+    assert merged[4] == merged[5] not in ("", merged[0])
+    assert merged[6] == ""
+    assert merge_equal_images(None, [b"a", b"b"]) is None
+
+
+def test_only_different_images_can_be_divided(tmp_path: Path) -> None:
+    for name, shade in (("a", 0), ("b", 9)):
+        (tmp_path / name).mkdir()
+        for row in range(6):
+            Image.fromarray(np.full((4, 4), shade, np.uint8)).save(tmp_path / name / f"{row}.png")
+    with pytest.raises(UserError, match=r"too few of its 6 images are different"):
+        load(str(tmp_path))
+
+
+def test_a_plan_counts_equal_files(tmp_path: Path) -> None:
+    write_classes(tmp_path, 4, copies=3)
+    assert count_equal_files(sorted(tmp_path.rglob("*.png"))) == 16
+    contents = scan_folder(tmp_path)
+    assert contents is not None
+    assert "16 files are copies of others" in contents.sentence
