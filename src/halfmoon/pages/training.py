@@ -16,6 +16,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError, install_command, one_line
 from halfmoon.core.hubs import is_installed
+from halfmoon.core.parents import exit_with_parent
 from halfmoon.pages.label_order import Predictions
 from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
@@ -33,6 +34,7 @@ def run_training_process(pipe: Connection, folder: Path, paths: Sequence[str]) -
         folder: the folder of the images.
         paths: paths of the images relative to the folder.
     """
+    exit_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the page handles Ctrl-C, and then kills this process
     import torch
 

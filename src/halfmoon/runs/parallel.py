@@ -4,7 +4,6 @@ Runs are equal to the last byte to those that run one after another: a run depen
 computes with as many threads as a single run. The data is loaded once and sent to every process.
 """
 
-import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
+from halfmoon.core.parents import exit_with_parent
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
@@ -159,12 +159,10 @@ class _MessageCallback:
         _STATE["messages"].put(("begin", self.number, run))
         acknowledged = _STATE["acknowledged"][self.number]
         # A tracker reads the folder as it is before the first round, so the run waits for it.
-        while not acknowledged.wait(1.0):
-            _exit_if_orphaned()
+        acknowledged.wait()
         acknowledged.clear()
 
     def round(self, run: RunInfo, row: Row) -> None:
-        _exit_if_orphaned()
         _STATE["messages"].put(("round", run.folder, row))
 
     def end(self, run: RunInfo, summary: Row) -> None:
@@ -174,20 +172,16 @@ class _MessageCallback:
         _STATE["messages"].put(("say", self.number, text))
 
 
-def _exit_if_orphaned() -> None:
-    """End this process if its parent is gone, so that the folder's lock is free for a process that resumes the run."""
-    if os.getppid() != _STATE["parent"]:
-        os._exit(1)
-
-
 def _initialize_process(
     run_job: Callable[[int, Callback], Row], messages: Any, acknowledged: Mapping[int, Any], count: int
 ) -> None:
     """Prepare a process that trains runs."""
     # Ctrl-C reaches the whole process group; the main process handles it and ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Otherwise it would go on training, and hold the folder's lock against a process that resumes the run.
+    exit_with_parent()
     share_processors(count)
-    _STATE.update(run_job=run_job, messages=messages, acknowledged=acknowledged, parent=os.getppid())
+    _STATE.update(run_job=run_job, messages=messages, acknowledged=acknowledged)
 
 
 def _run_in_process(number: int) -> Row | RunFailure:

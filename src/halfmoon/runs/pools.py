@@ -17,9 +17,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from itertools import chain, islice
-from multiprocessing import connection, get_all_start_methods, get_context, parent_process
+from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
-from threading import Thread
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,7 +27,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.fork_server import STARTER_VARIABLE
 from halfmoon.core.memory import retain_freed_memory
+from halfmoon.core.parents import exit_with_parent
 from halfmoon.engine.evaluation import Item, Result
 
 
@@ -113,7 +114,8 @@ def ready_context(*modules: str) -> BaseContext:
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(list(modules))
+    os.environ[STARTER_VARIABLE] = str(os.getpid())
+    context.set_forkserver_preload(["halfmoon.core.fork_server_start", *modules])
     return context
 
 
@@ -235,11 +237,5 @@ def _initialize_process(threads: int, processor_groups: Any, path: list[str]) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path += [folder for folder in path if folder not in sys.path]
     os.dup2(2, 1)
-    parent: Any = parent_process()
-
-    def exit_with_parent() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    Thread(target=exit_with_parent, daemon=True).start()
+    exit_with_parent()
     configure_process(threads, processor_groups.get())

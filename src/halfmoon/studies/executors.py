@@ -17,6 +17,7 @@ import torch
 
 from halfmoon.config.schema import Config, resolve
 from halfmoon.core.errors import UserError
+from halfmoon.core.parents import exit_with_parent
 from halfmoon.engine.driver import Diverged
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
@@ -159,7 +160,7 @@ class ProcessExecutor:
         """
         waiting = list(queue)
         running: dict[Future[TaskResult], SweepTask] = {}
-        with ProcessPoolExecutor(self.jobs, ready_context(__name__)) as pool:
+        with ProcessPoolExecutor(self.jobs, ready_context(__name__), exit_with_parent) as pool:
             try:
                 while waiting or running:
                     # Submit only as many tasks as there are processes: when the pool breaks, all submitted tasks fail,

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from halfmoon.config import schema as settings
 from halfmoon.core import plugins, weight_files
 from halfmoon.core.errors import UserError
+from halfmoon.core.parents import exit_with_starter
 from halfmoon.federation.protocol.log import TermsSummary, format_bytes
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.methods import registry
@@ -64,6 +65,7 @@ def inspect_terms(text: str, allowed: tuple[str, ...] = ()) -> TermsOffer:
     """
     memory = max(MIN_MEMORY_BYTES, _machine_memory() // 2)
     question = {"text": text, "allowed": list(allowed), "memory": memory, "weights": weight_files.registered()}
+    question["parent"] = os.getpid()
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -106,6 +108,7 @@ def _machine_memory() -> int:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     """Read the terms in this process, whose limits are set first."""
+    exit_with_starter(question["parent"])
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (question["memory"], hard))
     _, hard_seconds = resource.getrlimit(resource.RLIMIT_CPU)

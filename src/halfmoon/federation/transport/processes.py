@@ -5,7 +5,6 @@ Flower starts its children by name, so scripts of these names, which call this m
 locks a file in its `HALFMOON_FLOWER` folder, with its number in it, until it is dead, and dies with its parent.
 """
 
-import ctypes
 import os
 import shlex
 import signal
@@ -20,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from halfmoon.core.errors import UserError, install_command
+from halfmoon.core.parents import exit_with_starter
 from halfmoon.storage import atomic_io, locks
 
 SUPERLINK = "flower-superlink"
@@ -47,8 +47,6 @@ TERMINATE_SECONDS = 5.0
 
 LOCK_SECONDS = 60.0
 """Time until a process stops waiting for the lock of its predecessor."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def require_flower() -> None:
@@ -163,8 +161,8 @@ def lock_path(folder: Path, script: str) -> Path:
 def claim_lock(script: str) -> Path:
     """Lock the file of a script for this process, let it die with its parent, and return the folder."""
     folder = Path(os.environ[FOLDER_VARIABLE])
-    if sys.platform == "linux":  # only Linux kills a process whose parent dies, however it dies
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Flower's server starts further programs, so the starter is not always the process that made the environment.
+    exit_with_starter(os.getppid())
     lock_until_exit(lock_path(folder, script))
     return folder
 
