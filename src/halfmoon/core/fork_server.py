@@ -7,6 +7,7 @@ Linux, which would end the server of all threads with the one that started it.
 
 import os
 import signal
+import sys
 from types import FrameType
 
 POLL_SECONDS = 0.25
@@ -23,7 +24,10 @@ def _check(number: int = 0, frame: FrameType | None = None) -> None:
 
 
 def watch() -> None:
-    """Check now, and then again and again."""
+    """In a fork server, check now, and then again and again."""
+    # Another process may import the module that calls this, such as a tool that imports all modules.
+    if not any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
+        return
     _check()
     signal.signal(signal.SIGALRM, _check)
     signal.setitimer(signal.ITIMER_REAL, POLL_SECONDS, POLL_SECONDS)
