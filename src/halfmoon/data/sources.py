@@ -1,6 +1,7 @@
 """Load data sets by name or path, from folders, the Hugging Face hub, or the package itself."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
@@ -10,6 +11,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.data import memory
+from halfmoon.data.class_names import find_near_equal
 from halfmoon.data.datasets import DATASETS, DatasetInfo
 from halfmoon.data.groups import describe_equal_images, hash_pixels, merge_equal_images
 from halfmoon.data.images import UNKNOWN, Images, SkippedImage, Source, channel_statistics
@@ -88,6 +90,9 @@ def load(
         _check_known_dataset(folder or name, name, train, classes, how)
     title = name if info else Path(name).name if folder else name
     keeps_class = default_mirror if mirror is None else mirror
+    repeated = [name for name, count in Counter(classes).items() if count > 1]
+    if repeated:
+        raise UserError(f"{name}: two classes are called {repeated[0]!r}; rename one, or give both one number.")
     skipped = (*train.skipped, *tests.skipped)
     check_skipped(skipped, len(train) + len(tests) + len(skipped), how)
     notes = _describe_skipped(skipped, len(train) + len(tests))
@@ -100,6 +105,10 @@ def load(
         train, tests, copies = _group_copies(train, tests)
         notes += copies
         notes += _describe_nested(folder)
+        for group in find_near_equal(classes):
+            notes.append(
+                f"the class names {' and '.join(map(repr, group))} are nearly the same: check that both are meant"
+            )
     return Source(
         title, train, tests, classes, keeps_class, mean, std, remark=tests.remark, notes=tuple(notes), skipped=skipped
     )

@@ -20,6 +20,7 @@ from halfmoon.data.partition.primitives import named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import (
     SUFFIXES,
+    check_same_classes,
     count_nested,
     find_part,
     has_classes,
@@ -210,7 +211,9 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
         refuse_unlabeled(folder, train_folder)
         test_folder = find_part(folder, "test") or find_part(folder, "validation")
         if test_folder is not None:
-            tests = sum(map(len, list_classes(test_folder).values()))
+            tests_by_class = list_classes(test_folder)
+            check_same_classes(folder, images_by_class, tests_by_class, test_folder.name)
+            tests = sum(map(len, tests_by_class.values()))
     paths = [path for images in images_by_class.values() for path in images]
     counts = [len(images) for images in images_by_class.values()]
     labels = np.repeat(np.arange(len(images_by_class)), counts)

@@ -16,6 +16,7 @@ import torch
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
+from halfmoon.data.class_names import find_near_equal, sort_class_names
 from halfmoon.data.groups import drop_shared_groups
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
@@ -351,7 +352,14 @@ def _merge_classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
     for site in sites:
         if set(site.classes) == all_classes:
             return site.classes
-    return tuple(sorted(all_classes))
+    for group in find_near_equal(sorted(all_classes)):
+        holders = [next(site.folder.name for site in sites if name in site.classes) for name in group]
+        names = " and ".join(f"{name!r} in {holder}" for name, holder in zip(group, holders, strict=True))
+        raise UserError(
+            f"the classes {names} differ only in case, blanks, dashes, underscores or the form of a number: correct "
+            "the labels of one site; if both are meant, name all classes in the classes.txt of a site."
+        )
+    return tuple(sort_class_names(all_classes))
 
 
 def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: str | None = None) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from halfmoon.core.errors import ImageReadError, UserError
 from halfmoon.data import dicom
+from halfmoon.data.class_names import find_near_equal, match_class_name, normalize_class_name, sort_class_names
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES, find_groups, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
@@ -23,6 +24,9 @@ PART_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid"
 
 HELD_OUT_SHARE = 0.2
 """Share of the images of every class that are held out for testing if there is no test folder."""
+
+CLASSES_FILE = "classes.txt"
+"""The file that names the classes, one a line, where names are nearly equal or their order matters."""
 
 UNLABELED_NAMES = ("unlabeled", "unlabelled")
 """Names, in lower case, of a folder whose images have no label."""
@@ -206,9 +210,8 @@ def _lists_direct_images(folder: Path) -> bool:
 
 def count_nested(classes: Mapping[str, Sequence[Path]], part: Path) -> int:
     """Count the images in subfolders of the class folders of `part`, apart from subfolders `images`."""
-    return sum(
-        path.parent not in (part / name, part / name / "images") for name, paths in classes.items() for path in paths
-    )
+    parents = [path.relative_to(part).parts[1:-1] for paths in classes.values() for path in paths]
+    return sum(parent not in ((), ("images",)) for parent in parents)
 
 
 def _find_collections(classes: Sequence[Path]) -> list[Path]:
@@ -267,13 +270,36 @@ def list_classes(part: Path) -> dict[str, list[Path]]:
     """List the image files of each class folder in `part`, both sorted by name; raise UserError if there are none."""
     if not part.is_dir():
         raise UserError(f"{part}: there is no such folder; expected {part.name}/CLASS/*.png.")
-    paths_of = {folder.name: _list_class_images(folder) for folder in _list_folders(part)}
-    if not paths_of:
+    folders = _list_folders(part)
+    if not folders:
         raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
+    _refuse_near_equal(part, [folder.name for folder in folders])
+    folder_of = {normalize_class_name(folder.name): folder for folder in folders}
+    paths_of = {name: _list_class_images(folder_of[name]) for name in sort_class_names(folder_of)}
     for name, paths in paths_of.items():
         if not paths:
-            raise UserError(f"{part / name}: there is no image in it ({', '.join(SUFFIXES)}); fill or remove it.")
+            raise UserError(f"{folder_of[name]}: there is no image in it ({', '.join(SUFFIXES)}); fill or remove it.")
     return paths_of
+
+
+def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
+    """Raise UserError for class folders whose names are nearly equal, unless a classes.txt names all of them."""
+    groups = find_near_equal(names)
+    if not groups:
+        return
+    try:
+        text = (part / CLASSES_FILE).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    meant = {normalize_class_name(line) for line in text.splitlines()}
+    for group in groups:
+        distinct = {normalize_class_name(name) for name in group}
+        if len(distinct) < len(group) or not distinct <= meant:
+            raise UserError(
+                f"{part}: the class folders {' and '.join(map(repr, group))} differ only in case, blanks, dashes, "
+                "underscores or the form of a number: move their images into one of them; if both are meant, name all "
+                f"classes in {part / CLASSES_FILE}, one a line."
+            )
 
 
 def check_same_classes(folder: Path, train: Mapping[str, object], other: Mapping[str, object], test: str) -> None:
@@ -281,8 +307,10 @@ def check_same_classes(folder: Path, train: Mapping[str, object], other: Mapping
     differing = sorted(train.keys() ^ other.keys())
     if differing:
         present, absent = ("train", test) if differing[0] in train else (test, "train")
+        similar = match_class_name(differing[0], other if present == "train" else train)
+        hint = f" (there it is {similar}: rename one)" if similar else ""
         raise UserError(
-            f"{folder}: class folder {differing[0]} is in {present} but not in {absent}; both need the same classes."
+            f"{folder}: class folder {differing[0]} is in {present} but not in {absent}{hint}; both need the same classes."
         )
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from halfmoon.core.errors import ImageReadError, UserError, one_line
+from halfmoon.data.class_names import normalize_class_name
 from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.decode import decode_all, drop_skipped
@@ -151,7 +152,7 @@ def _read_class_names(file: File, label: str) -> tuple[str, ...] | None:
         names = features[label]["names"]
     except (KeyError, TypeError, ValueError):
         return None
-    return tuple(str(name) for name in names)
+    return tuple(normalize_class_name(str(name)) for name in names)
 
 
 def encode_png(pixels: np.ndarray) -> bytes:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.class_names import normalize_class_name
 from halfmoon.report.spreadsheet import protect_cell, restore_cell
 from halfmoon.storage import atomic_io, locks
 
@@ -152,10 +153,10 @@ def _parse_rows(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
                 continue
             row = dict(zip(header, stripped, strict=False))
             group = row.get(GROUP_COLUMN, "")
-            if len(cells) != len(header) or not row["path"] or not (row["label"] or group):
+            if len(cells) != len(header) or not row["path"]:
                 faults.append(f"line {lines.line_num} is not one path and one label")
             else:
-                rows.append((cells[0], normalize_text(row["label"]), normalize_text(group)))
+                rows.append((cells[0], normalize_class_name(row["label"]), normalize_text(group)))
     except csv.Error as error:
         faults.append(f"line {lines.line_num}: {error}")
     if not header and not faults:

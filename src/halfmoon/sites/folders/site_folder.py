@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
+from halfmoon.data.class_names import find_near_equal, is_missing_label, normalize_class_name, sort_class_names
 from halfmoon.data.groups import find_groups
-from halfmoon.data.readers.class_folders import SUFFIXES, find_unlabeled
+from halfmoon.data.readers.class_folders import CLASSES_FILE, SUFFIXES, find_unlabeled
 from halfmoon.sites.folders.labels import (
     LABELS_FILE,
     LabelTable,
@@ -22,8 +24,6 @@ from halfmoon.sites.folders.labels import (
     read_label_table,
 )
 from halfmoon.storage import atomic_io
-
-CLASSES_FILE = "classes.txt"
 
 MODEL_FOLDER = "halfmoon-model"
 """Subfolder for a federation's final model and its card; it is not searched for images."""
@@ -133,14 +133,14 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
     images, other_files, closed_folders = _list_files(folder)
-    table = read_label_table(folder)
+    table = _drop_missing_labels(read_label_table(folder), folder)
     classes, class_faults = _read_classes(folder, table, images)
     class_index = {name: index for index, name in enumerate(classes)}
     names_by_path, image_groups, missing = _match_labels(images, table)
     if table.file is None:
         # Without labels.csv, top-level folders that are named like classes give the labels.
         for path in images:
-            top_folder = normalize_text(path.partition("/")[0])
+            top_folder = normalize_class_name(path.partition("/")[0])
             if "/" in path and top_folder in class_index:
                 names_by_path[path] = [top_folder]
     labels = np.full(len(images), UNLABELED, np.int64)
@@ -154,7 +154,10 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
         for path, names in names_by_path.items():
             if set(names) - class_index.keys():
                 unknown_labels[path] = ", ".join(f"{name}{suggest_class(name, classes)}" for name in names)
-    typos = [] if (folder / CLASSES_FILE).exists() else _find_likely_typos(labels, classes)
+    typos = []
+    if not (folder / CLASSES_FILE).exists():
+        typos = [*_find_near_equal_names(labels, classes), *_find_likely_typos(labels, classes)]
+    remedy = f"correct {LABELS_FILE}" if table.file is not None else "move their images into one folder"
     findings = [
         Finding("folders that cannot be opened", "make them readable", tuple(closed_folders), blocks=True),
         Finding(
@@ -177,7 +180,7 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
         ),
         Finding(
             "class names that are nearly the same",
-            f"correct {LABELS_FILE}; if both are meant, name all classes in a {CLASSES_FILE}",
+            f"{remedy}; if both are meant, name all classes in a {CLASSES_FILE}",
             tuple(typos),
             blocks=True,
         ),
@@ -195,6 +198,30 @@ def suggest_class(name: str, classes: Iterable[str]) -> str:
     return f" (did you mean {matches[0]}?)" if matches else ""
 
 
+def _drop_missing_labels(table: LabelTable, folder: Path) -> LabelTable:
+    """Empty the labels that mean a missing value, such as NaN, unless they are classes of classes.txt."""
+    text = decode_text_file(folder / CLASSES_FILE)[0] or ""
+    classes = {normalize_class_name(line) for line in text.splitlines()}
+    missing = Counter(label for _, label, _ in table.rows if is_missing_label(label) and label not in classes)
+    if not missing:
+        return table
+    rows = [(path, "" if label in missing else label, group) for path, label, group in table.rows]
+    counts = ", ".join(f"{count:,} {label or 'empty'}" for label, count in missing.most_common() if label)
+    oddities = [*table.oddities, *([f"labels that mean no label: {counts}"] if counts else [])]
+    return table._replace(rows=rows, oddities=oddities)
+
+
+def _find_near_equal_names(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
+    """Describe class names that differ only in case, blanks, dashes, underscores, or in the form of a number."""
+    questions = []
+    for group in find_near_equal(classes):
+        counts = {name: int((labels == classes.index(name)).sum()) for name in group}
+        frequent = max(group, key=lambda name: counts[name])
+        others = [f"{name} ({counts[name]:,} labels)" for name in group if name != frequent]
+        questions.append(f"{' and '.join(others)}: did you mean {frequent} ({counts[frequent]:,})?")
+    return questions
+
+
 def _find_likely_typos(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
     """Describe rare class names that are a typing error away from a class that is ten times as frequent."""
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))
@@ -204,6 +231,8 @@ def _find_likely_typos(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
             rare_count = counts[rare_index]
             frequent_count = counts[frequent_index]
             is_rare = rare_count < frequent_count and rare_count <= max(1, frequent_count // 10)
+            if find_near_equal((rare, frequent)):
+                continue  # these are reported whatever their counts
             if rare_index != frequent_index and is_rare and _is_likely_typo(rare, frequent):
                 questions.append(f"{rare} ({rare_count:,} labels): did you mean {frequent} ({frequent_count:,})?")
     return questions
@@ -215,8 +244,6 @@ def _is_likely_typo(name: str, other: str) -> bool:
     Different digits are deliberate (grade 1, grade 2), and so are differences in names of fewer than five letters.
     """
     simplified = [re.sub(r"[\s_-]+", "", text).casefold() for text in (name, other)]
-    if simplified[0] == simplified[1]:
-        return True
     short, long = sorted(simplified, key=len)
     if len(short) < 5 or len(long) - len(short) > 1:
         return False
@@ -320,11 +347,11 @@ def _read_classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tup
     if text is None and table.file is None and images:
         unlabeled_folder = find_unlabeled(folder)
         if unlabeled_folder is not None:
-            top_folders = {normalize_text(path.partition("/")[0]) for path in images if "/" in path}
-            return tuple(sorted(top_folders - {normalize_text(unlabeled_folder.name)})), faults
+            top_folders = {normalize_class_name(path.partition("/")[0]) for path in images if "/" in path}
+            return tuple(sort_class_names(top_folders - {normalize_class_name(unlabeled_folder.name)})), faults
     if text is None:
-        return tuple(sorted({label for _, label, _ in table.rows} - {""})), faults
-    lines = [normalize_text(line) for line in re.split(r"\r\n|\r|\n", text)]
+        return tuple(sort_class_names({label for _, label, _ in table.rows} - {""})), faults
+    lines = [normalize_class_name(line) for line in re.split(r"\r\n|\r|\n", text)]
     names = [line for line in lines if line]
     faults = [f"class {name} is listed twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     if not names:

@@ -3,7 +3,6 @@
 import csv
 import io
 import os
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.class_names import match_class_name, normalize_class_name
 from halfmoon.data.readers.cache import write_atomically
 from halfmoon.data.readers.class_folders import SUFFIXES, find_unlabeled, is_image
 from halfmoon.data.readers.decode import decode_to_shape
@@ -93,16 +93,18 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
                 f"class, or write a {LABELS_FILE} (path,label)."
             )
     # Some file systems decompose the accents in names of folders.
-    class_index = {_compose_accents(name): index for index, name in enumerate(classes)}
-    unknown = Counter(name for _, name in pairs if _compose_accents(name) not in class_index)
+    class_index = {normalize_class_name(name): index for index, name in enumerate(classes)}
+    unknown = Counter(name for _, name in pairs if normalize_class_name(name) not in class_index)
     if unknown:
         (name, count), others = unknown.most_common(1)[0], len(unknown) - 1
         more = f" ({others} more besides)" if others else ""
+        similar = match_class_name(name, classes)
+        hint = f"rename it to {similar!r}, if it is that class; " if similar else ""
         raise UserError(
-            f"{folder}: the model does not know the class {name!r} of {count} images{more}; its classes are: "
+            f"{folder}: the model does not know the class {name!r} of {count} images{more}; {hint}its classes are: "
             f"{join_names(classes, 20)}."
         )
-    labels = np.array([class_index[_compose_accents(name)] for _, name in pairs], np.int64)
+    labels = np.array([class_index[normalize_class_name(name)] for _, name in pairs], np.int64)
     return [path for path, _ in pairs], labels
 
 
@@ -134,10 +136,6 @@ def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> I
             readable = [result for result in results if isinstance(result, np.ndarray)]
             images = np.stack(readable) if readable else np.empty((0, *model.shape), np.uint8)
             yield ImageBatch(rows, images, [result for result in results if isinstance(result, UnreadableImage)])
-
-
-def _compose_accents(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
 
 
 def _raise_unreadable_folder(error: OSError) -> None:
