@@ -11,7 +11,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples"
-ORDER = ("main_job", "own_images", "objective", "network", "paper_table", "vectors", "federation", "labeling", "privacy")
+ORDER = (
+    "main_job",
+    "own_images",
+    "objective",
+    "network",
+    "paper_table",
+    "vectors",
+    "federation",
+    "labeling",
+    "privacy",
+)
 PATIENCE = 600
 """Seconds until a cell counts as stuck."""
 
