@@ -50,6 +50,6 @@ codes
 results = halfmoon.load_run("first")
 results
 # %%
-axes = results.plot()
+figure = results.plot()
 # %%
 results.model.evaluate("rehearsal/test")["accuracy"]

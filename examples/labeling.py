@@ -36,7 +36,7 @@ print(command("site", "label", sites[0], "--model", "runs/first", "--list", 8))
 # With twice the labels:
 # %%
 second = halfmoon.run(data_share=0.4, labels_per_class=4.0, run_dir="runs/second", **shared)
-axes = first.plot()
+axes = first.plot().axes[0]
 second.plot(axes=axes)
 axes.legend([f"{result.summaries[0]['accuracy']['last']:.1%}, {words}" for result, words in
              ((first, "2 labels a class"), (second, "4 labels a class"))])  # fmt: skip

@@ -55,5 +55,5 @@ class Slow(ModelAveraging):
 
 
 slow = halfmoon.run(config, method=Slow(keep=0.5), run_dir="runs/slow")
-axes = own.plot()
-slow.plot(axes=axes)
+figure = own.plot()
+slow.plot(axes=figure.axes[0])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import halfmoon
 from halfmoon.methods.objectives import FixMatch
@@ -26,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> halfmoon.Results:
 
 def test_a_frame_has_the_numbers_of_the_files(pair: halfmoon.Results) -> None:
     table = pair.to_frame()
-    assert list(table) == ["run", "method", "seed", "round", "metric", "value"]
+    assert list(table) == ["run", "method", "seed", "round", "metric", "value", "unit"]
     accuracy = table[table["metric"] == "accuracy"].set_index(["method", "seed", "round"])["value"]
     for path, method, seed in zip(pair.runs, np.repeat(METHODS, 2), (0, 1, 0, 1), strict=True):
         for row in read_rows(path / "metrics.jsonl"):
@@ -35,7 +36,12 @@ def test_a_frame_has_the_numbers_of_the_files(pair: halfmoon.Results) -> None:
 
 def test_a_summary_is_the_mean_of_the_seeds(pair: halfmoon.Results) -> None:
     ends = [100 * each["accuracy"]["last"] for each in pair.summaries]
-    assert list(pair.summary["last_percent"]) == pytest.approx([np.mean(ends[:2]), np.mean(ends[2:])])
+    means = [np.mean(ends[:2]), np.mean(ends[2:])]
+    assert list(pair.details["last_percent"]) == pytest.approx(means)
+    assert list(pair.summary["accuracy (%)"]) == pytest.approx(means, abs=0.005)
+    assert list(pair.summary["std"]) == pytest.approx([np.std(ends[:2], ddof=1), np.std(ends[2:], ddof=1)], abs=0.005)
+    assert max(map(len, repr(pair.summary).splitlines())) <= 80
+    assert "..." not in repr(pair.summary)
     assert list(pair.differences["mean"]) == pytest.approx([np.mean(ends[2:]) - np.mean(ends[:2])])
 
 
@@ -46,10 +52,8 @@ def test_a_result_is_one_line_and_a_table(pair: halfmoon.Results) -> None:
 
 
 def test_a_plot_has_a_line_a_method_and_a_band_over_seeds(pair: halfmoon.Results) -> None:
-    from matplotlib.figure import Figure
-
     axes = Figure().add_subplot()
-    assert pair.plot("accuracy", axes) is axes
+    assert pair.plot("accuracy", axes) is axes.figure
     table = pair.to_frame()
     table = table[(table["metric"] == "accuracy") & (table["method"] == "fedavg")]
     assert list(axes.lines[0].get_ydata()) == pytest.approx(list(table.groupby("round")["value"].mean()))
@@ -137,6 +141,7 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
     assert set(table["axis:method"]) == {"fedavg", "same"}  # cells that share their runs
     assert halfmoon.load_run(result.folder).to_frame().equals(table)
     assert "<table>" in result._repr_html_()
+    assert result.to_latex().count("\\begin{table}") == 1
     with pytest.raises(halfmoon.UserError, match="belongs into the recipe"):
         halfmoon.sweep(recipe, out=tmp_path / "out", rounds=3)
 
@@ -216,3 +221,75 @@ def test_images_in_memory_become_a_folder_that_runs_read(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(halfmoon.UserError, match="file: it cannot be written"):
         halfmoon.save_data(tmp_path / "file", train, test, names)
+
+
+def test_metrics_have_readable_names_and_units(pair: halfmoon.Results) -> None:
+    table = pair.to_frame()
+    units = dict(zip(table["metric"], table["unit"], strict=True))
+    assert {"accuracy", "training_loss", "pseudo_label_accuracy", "used_share", "megabytes_sent", "seconds"} <= set(
+        units
+    )
+    assert (units["accuracy"], units["used_share"], units["megabytes_sent"], units["seconds"]) == ("%", "%", "MB", "s")
+    rows = read_rows(pair.runs[0] / "metrics.jsonl")
+    losses = table[(table["run"] == pair.runs[0].name) & (table["metric"] == "training_loss")]
+    assert list(losses["value"]) == [row["train"]["loss"] for row in rows]
+
+
+def test_plots_are_figures_and_files(pair: halfmoon.Results, tmp_path: Path) -> None:
+    for name, start in (("a.png", b"\x89PNG"), ("b.pdf", b"%PDF"), ("c.svg", b"<?xml")):
+        figure = pair.plot(path=tmp_path / name)
+        assert isinstance(figure, Figure)
+        assert (tmp_path / name).read_bytes().startswith(start)
+        before = (tmp_path / name).read_bytes()
+        pair.plot(path=tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
+    with pytest.raises(halfmoon.UserError, match=r"d\.jpg does not end in \.png, \.pdf, \.svg"):
+        pair.plot(path=tmp_path / "d.jpg")
+    pseudo, used = pair.plot("pseudo_labels").axes
+    assert (pseudo.get_title("left"), used.get_title("left")) == ("pseudo label accuracy (%)", "used share (%)")
+    assert len(pseudo.lines) == 1  # labels only has no pseudo-labels
+    with pytest.raises(halfmoon.UserError, match="no run has values of 'epsilon': accuracy, "):
+        pair.plot("epsilon")
+
+
+def test_each_client_is_a_dot(pair: halfmoon.Results) -> None:
+    axes = pair.plot("clients").axes[0]
+    each = [run["client_accuracy"]["each"] for run in pair.summaries]
+    dots = [
+        dot for collection in axes.collections for dot in collection.get_offsets() if len(collection.get_offsets()) > 1
+    ]
+    heights = sorted(float(height) for _, height in dots)
+    expected = sorted(100 * share for values in each for share in values.values())
+    assert heights == pytest.approx(expected)
+    with pytest.raises(halfmoon.UserError, match="no finished run has accuracies of single clients"):
+        halfmoon.Results(pair.folder, []).plot("clients")
+
+
+def test_a_latex_table_has_heads_and_the_best_in_bold(pair: halfmoon.Results, tmp_path: Path) -> None:
+    text = pair.to_latex(tmp_path / "table.tex")
+    assert (tmp_path / "table.tex").read_text() == text
+    lines = text.splitlines()
+    assert lines[0] == r"\begin{tabular}{lrrrrr}"
+    assert lines[2] == r"Method & seeds & accuracy (\%) & best (\%) & used (\%) & sent (MB) \\"
+    accuracies = pair.summary["accuracy (%)"]
+    best = [line for line in lines if "textbf" in line]
+    assert len(best) == (accuracies == accuracies.max()).sum()
+    assert rf"\textbf{{{accuracies.max():.2f} $\pm$ " in best[0]
+    with pytest.raises(halfmoon.UserError, match="no run is finished"):
+        halfmoon.Results(tmp_path, []).to_latex()
+
+
+def test_messages_are_plain_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To stderr, in a notebook to stdout, and with Python's names of options."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        progress.note("give --clients 2.")
+        assert capsys.readouterr() == ("", "halfmoon: give clients=2.\n")
+        progress.note("give --clients 2.", show=False)
+        assert capsys.readouterr() == ("", "")
+        monkeypatch.setattr(progress, "in_notebook", lambda: True)
+        progress.note("give --clients 2.")
+        assert capsys.readouterr() == ("halfmoon: give clients=2.\n", "")
+        with progress.make_progress(show=False) as screen:
+            screen.say("give --clients 2.")
+    assert capsys.readouterr() == ("", "")

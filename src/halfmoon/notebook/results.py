@@ -5,16 +5,18 @@ from collections.abc import Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.engine.loop import Row
 from halfmoon.methods import registry
+from halfmoon.notebook.progress import in_notebook
 from halfmoon.notebook.trained import Model, load_model
 from halfmoon.report import frame, gather, study, tables
 from halfmoon.report.headline import write_headline
+from halfmoon.report.latex import escape_latex, format_latex
 from halfmoon.report.paired import compare_methods
 from halfmoon.report.remarks import describe_gain, list_remarks
 from halfmoon.report.run_reader import StoredRun
@@ -22,6 +24,13 @@ from halfmoon.runs.runner import CSV, CURVES, MARKDOWN
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import DECISION, MODEL
 from halfmoon.studies import sweep_folder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PSEUDO_LABELS_METRICS = ("pseudo_label_accuracy", "used_share")
+"""Metrics of `plot(kind="pseudo_labels")`."""
 
 MAX_NAMES = 4
 """Largest number of methods in one line."""
@@ -69,6 +78,28 @@ class Results:
 
     @property
     def summary(self) -> pd.DataFrame:
+        """A data frame of at most 80 characters with a row for each method, over its seeds.
+
+        Columns: seeds; accuracy (%) of the final model on test images and its standard deviation over seeds; chosen (%),
+        in the round that validation images choose; best (%) of all rounds; used (%), the share of unlabeled images whose
+        pseudo-label was used; sent (MB) in both directions. Columns without a value are left out, and values are rounded
+        to two decimals; `details` has unrounded values of more quantities.
+        """
+        details = self.details
+        columns = {
+            "seeds": details["seeds"],
+            "accuracy (%)": details["last_percent"],
+            "std": details["last_percent_deviation"],
+            "chosen (%)": details.get("chosen_percent"),
+            "best (%)": details["best_percent"],
+            "used (%)": details.get("used_percent"),
+            "sent (MB)": details["megabytes_down"] + details["megabytes_up"],
+        }
+        present = {name: values for name, values in columns.items() if values is not None and not values.isna().all()}
+        return pd.DataFrame(present, index=details.index).round(2)
+
+    @property
+    def details(self) -> pd.DataFrame:
         """A data frame with a row for each method over its seeds: accuracies in percent, costs, and standard deviations."""
         return pd.read_csv(io.StringIO(self._table.as_csv()), index_col="method")
 
@@ -96,40 +127,113 @@ class Results:
         return load_model(next((path for path in self.runs if (path / MODEL).exists()), first))
 
     def to_frame(self) -> pd.DataFrame:
-        """Make a data frame with a row for each run, round and metric: run, method, seed, round, metric, value.
+        """Make a data frame with a row for each run, round and metric: run, method, seed, round, metric, value, unit.
 
-        Accuracies and shares are in percent; "megabytes" and "seconds" are totals since the first round.
+        Metrics are accuracy (on test images), training_loss, pseudo_label_accuracy, used_share (of the unlabeled images),
+        and others in `halfmoon.report.frame.METRIC_NAMES`. Accuracies and shares have the unit "%"; megabytes_sent and
+        seconds are totals since the first round.
         """
-        rows = [
-            (run.path.name, str(run.options.get("method")), run.options.get("seed", 0), *point)
-            for run in self._stored_runs
-            for point in frame.iterate_points(run)
-        ]
-        return pd.DataFrame(rows, columns=["run", "method", "seed", "round", "metric", "value"])
+        rows: list[tuple[Any, ...]] = []
+        for run in self._stored_runs:
+            origin = (run.path.name, str(run.options.get("method")), run.options.get("seed", 0))
+            for number, metric, value in frame.iterate_points(run):
+                name, unit = frame.METRIC_NAMES[metric]
+                rows.append((*origin, number, name, value, unit))
+        return pd.DataFrame(rows, columns=["run", "method", "seed", "round", "metric", "value", "unit"])
 
-    def plot(self, metric: str = "accuracy", axes: Any = None) -> Any:
-        """Draw a metric of `to_frame` by round, several seeds as their mean in a band; return the axes.
+    def plot(self, kind: str = "accuracy", axes: Any = None, path: Path | str | None = None) -> "Figure":
+        """Draw results with a color for each method, and return the figure of Matplotlib.
 
         Args:
-            metric: accuracy, loss, or another metric of `to_frame`.
-            axes: axes of Matplotlib to draw into; None for a new figure.
+            kind: "accuracy" on test images, "pseudo_labels" (accuracy, and share that is used), or another metric of
+                `to_frame`, by round: the mean over seeds in a band from the smallest to the largest. "clients": the
+                accuracy of the final model at each client.
+            axes: axes to draw into, for kinds with one; None for a new figure.
+            path: a file to write: PNG, PDF or SVG, by its suffix.
 
         Raises:
-            UserError: there is no such metric.
+            UserError: there is no such kind, the runs have no values of it, or the file cannot be written.
         """
-        from halfmoon.report.curves import draw_metric  # Matplotlib is slow to import
+        # Matplotlib is slow to import.
+        from halfmoon.report.curves import draw_client_accuracies, draw_metric
+        from halfmoon.report.figures import save_figure
 
-        if metric not in frame.METRICS:
-            raise UserError(f"there is no metric {metric!r}: {suggest(metric, frame.METRICS)}")
-        if axes is None:
-            from matplotlib import pyplot
+        metrics = [PSEUDO_LABELS_METRICS[0], PSEUDO_LABELS_METRICS[1]] if kind == "pseudo_labels" else [kind]
+        if axes is not None and len(metrics) > 1:
+            raise UserError("plot(kind='pseudo_labels') draws two axes: leave axes out.")
+        if kind == "clients":
+            runs = [run for run in self._stored_runs if (run.summary or {}).get("client_accuracy", {}).get("each")]
+            if not runs:
+                raise UserError(
+                    "no finished run has accuracies of single clients: it has too few test images for them."
+                )
+            (client_axes,) = [axes] if axes is not None else _make_axes(1)
+            draw_client_accuracies(runs, client_axes)
+            figure = client_axes.figure
+        else:
+            keys = [_metric_key(metric) for metric in metrics]
+            for key in keys:
+                group, name, _ = frame.METRICS[key]
+                if not any(run.series(group, name) for run in self._stored_runs):
+                    raise UserError(f"no run has values of {kind!r}: {', '.join(self._list_metrics())} have some.")
+            all_axes = [axes] if axes is not None else _make_axes(len(keys))
+            for key, each in zip(keys, all_axes, strict=True):
+                draw_metric(self._stored_runs, key, each)
+            figure = all_axes[0].figure
+        if path is not None:
+            save_figure(figure, Path(path))
+        return figure
 
-            axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")[1]
-        draw_metric(self._stored_runs, metric, axes)
-        return axes
+    def _list_metrics(self) -> list[str]:
+        """List the metrics by round that a run has."""
+        names: list[str] = []
+        for key, (group, name, _) in frame.METRICS.items():
+            if any(run.series(group, name) for run in self._stored_runs):
+                names.append(frame.METRIC_NAMES[key][0])
+        return names
+
+    def to_latex(self, path: Path | str | None = None) -> str:
+        r"""Format `summary` as a LaTeX table with mean and standard deviation over seeds, the best accuracy in bold.
+
+        The document needs `\usepackage{booktabs}`.
+
+        Args:
+            path: a file to write as well.
+
+        Raises:
+            UserError: no run is finished, or the file cannot be written.
+        """
+        summary = self.summary
+        if summary.empty:
+            raise UserError("no run is finished: there is no accuracy for a table yet.")
+        digits = {"seeds": 0, "accuracy (%)": 2, "chosen (%)": 2, "best (%)": 2, "used (%)": 1, "sent (MB)": 2}
+        columns: dict[str, list[str]] = {}
+        for name, decimals in digits.items():
+            if name not in summary:
+                continue
+            cells = ["" if pd.isna(value) else f"{value:.{decimals}f}" for value in summary[name]]
+            if name == "accuracy (%)":
+                deviations = summary["std"] if "std" in summary else [float("nan")] * len(cells)
+                cells = [
+                    cell if pd.isna(deviation) else rf"{cell} $\pm$ {deviation:.2f}"
+                    for cell, deviation in zip(cells, deviations, strict=True)
+                ]
+                best = summary[name].max()
+                cells = [
+                    rf"\textbf{{{cell}}}" if len(cells) > 1 and value == best else cell
+                    for cell, value in zip(cells, summary[name], strict=True)
+                ]
+            columns[escape_latex(name)] = cells
+        table = pd.DataFrame(columns, index=[escape_latex(str(method)) for method in summary.index])
+        table.index.name = "Method"
+        text = (
+            table.reset_index().style.hide(axis="index").to_latex(hrules=True, column_format="l" + "r" * len(columns))
+        )
+        _write_text(text, path)
+        return text
 
     def __repr__(self) -> str:
-        texts = [f"{name} {value:.1f} %" for name, value in self.summary["last_percent"].items()]
+        texts = [f"{name} {value:.1f} %" for name, value in self.details["last_percent"].items()]
         open_runs = [f"{run.title}: {len(run.rows)} rounds so far" for run in self._stored_runs if run.summary is None]
         if len(texts) > MAX_NAMES:
             texts = [*texts[:MAX_NAMES], "..."]
@@ -189,6 +293,19 @@ class SweepResults(Results):
                 frames.append(Results(self.folder, [run.path]).to_frame().assign(**axes))
         return pd.concat(frames, ignore_index=True) if frames else super().to_frame()
 
+    def to_latex(self, path: Path | str | None = None) -> str:
+        """Format the accuracies of the sweep as LaTeX tables, as `halfmoon report` writes them.
+
+        Args:
+            path: a file to write as well.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        text = format_latex([self.study])
+        _write_text(text, path)
+        return text
+
     def __repr__(self) -> str:
         count = sum(1 for _ in self.study.finished())
         return f"<sweep in {self._short_folder}: {count} runs of {len(self.study.sweep.cells)} cells. {write_headline(self.study)}>"
@@ -197,6 +314,41 @@ class SweepResults(Results):
         sentences = [write_headline(self.study), study.describe_scale(self.study.sweep.scale), *self.study.notes]
         lines = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence)
         return f"{html_table(*self._cells)}{lines}<p><code>{escape(self._short_folder)}</code></p>"
+
+
+def _write_text(text: str, path: Path | str | None) -> None:
+    """Write a text into a file, unless `path` is None; raise `UserError` if it cannot be written."""
+    if path is None:
+        return
+    try:
+        atomic_io.write_atomically(Path(path), text.encode())
+    except OSError as error:
+        raise UserError(f"{path}: it cannot be written ({atomic_io.error_reason(error)}).") from error
+
+
+def _metric_key(name: str) -> str:
+    """Return the key in `frame.METRICS` of a metric's name in `to_frame`; keys themselves are accepted as well."""
+    keys = {frame.METRIC_NAMES[key][0]: key for key in frame.METRICS}
+    if name in keys:
+        return keys[name]
+    if name not in frame.METRICS:
+        raise UserError(f"there is no kind or metric {name!r}: {suggest(name, ['pseudo_labels', 'clients', *keys])}")
+    return name
+
+
+def _make_axes(count: int) -> "list[Axes]":
+    """Make a figure with axes side by side."""
+    from matplotlib import pyplot
+
+    size = (6.4 if count == 1 else 4.4 * count, 3.6)
+    if in_notebook():
+        # The notebook displays the figure that `plot` returns; pyplot would display it a second time.
+        from halfmoon.report.figures import new_figure
+
+        figure = new_figure(*size)
+    else:
+        figure = pyplot.figure(figsize=size, layout="constrained")
+    return [figure.add_subplot(1, count, number + 1) for number in range(count)]
 
 
 def html_table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from halfmoon.report.figures import GRAY, new_figure, save_figure, style_axes
-from halfmoon.report.frame import METRICS
+from halfmoon.report.frame import METRIC_NAMES, METRICS
 from halfmoon.report.run_reader import StoredRun, dataset_name
 from halfmoon.report.styles import LineStyle, line_styles
 
@@ -113,10 +113,36 @@ def draw_metric(runs: Sequence[StoredRun], metric: str, axes: Axes) -> None:
     """
     group, name, factor = METRICS[metric]
     groups, styles = _group_by_title([run for run in runs if run.series(group, name)])
-    label = f"{metric.replace('_', ' ')}{' (%)' if factor == 100 else ''}"
+    readable, unit = METRIC_NAMES[metric]
+    label = f"{readable.replace('_', ' ')}{f' ({unit})' if unit else ''}"
     _draw_quantity(axes, groups, styles, (group, name), label, factor)
     if groups:
         axes.legend(frameon=False, fontsize=8, title=_describe_seeds_band(groups) or None, title_fontsize=7.5)
+
+
+def draw_client_accuracies(runs: Sequence[StoredRun], axes: Axes) -> None:
+    """Draw the accuracy of the final model on the test share of each client: a dot a client and seed, a line for the mean.
+
+    Args:
+        runs: the runs whose summaries have "client_accuracy"; those with one title are seeds of one method.
+        axes: the axes.
+    """
+    groups, styles = _group_by_title(runs)
+    for number, (title, group) in enumerate(groups.items()):
+        values: list[float] = []
+        for run in group:
+            summary = run.summary or {}
+            values += [100 * share for share in summary["client_accuracy"]["each"].values()]
+        # Spread the dots over the width of a column, so that equal values do not cover each other.
+        offsets = number + 0.3 * (np.arange(len(values)) * 0.618034 % 1 - 0.5)
+        axes.scatter(offsets, values, s=14, color=styles[title].color, alpha=0.7, linewidth=0, label=title)
+        axes.hlines(float(np.mean(values)), number - 0.3, number + 0.3, color=styles[title].color, linewidth=1.4)
+    axes.set_xticks(range(len(groups)), list(groups), rotation=20 if len(groups) > 3 else 0, fontsize=8)
+    axes.set_title("accuracy of the final model at each client (%); line: mean", fontsize=8.5, loc="left")
+    axes.margins(x=0.1)
+    axes.grid(axis="y", color="#E3E3E3", linewidth=0.6)
+    axes.set_axisbelow(True)
+    style_axes(axes)
 
 
 def _group_by_title(runs: Sequence[StoredRun]) -> tuple[dict[str, list[StoredRun]], dict[str, LineStyle]]:

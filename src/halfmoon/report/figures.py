@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -29,9 +30,26 @@ def style_axes(axes: Axes) -> None:
     axes.tick_params(labelsize=8, colors=GRAY, labelcolor="black")
 
 
+FORMATS: dict[str, dict[str, str | None]] = {
+    ".png": {"Software": "halfmoon"},
+    ".pdf": {"Creator": "halfmoon", "CreationDate": None},
+    ".svg": {"Creator": "halfmoon", "Date": None},
+}
+"""Suffixes of figures, with their metadata. Without a date, the same figure has the same bytes."""
+
+
 def save_figure(figure: Figure, path: Path) -> None:
-    """Save a figure as PNG; raise `UserError` if the file cannot be written."""
+    """Save a figure as PNG, PDF or SVG, by the suffix of the file.
+
+    Raises:
+        UserError: the suffix is another one, or the file cannot be written.
+    """
+    # Files that are renamed when they are complete end in .partial.
+    suffix = Path(path.name.removesuffix(".partial")).suffix.lower()
+    if suffix not in FORMATS:
+        raise UserError(f"{path} does not end in {', '.join(FORMATS)}: the suffix chooses the format of a figure.")
     try:
-        figure.savefig(path, dpi=DOTS_PER_INCH, format="png", metadata={"Software": "halfmoon"})
+        with rc_context({"svg.hashsalt": "halfmoon"}):  # names in an SVG file are random otherwise
+            figure.savefig(path, dpi=DOTS_PER_INCH, format=suffix[1:], metadata=FORMATS[suffix])
     except OSError as error:
         raise UserError(f"{path}: the figure cannot be written ({error.strerror or error}).") from error

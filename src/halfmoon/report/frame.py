@@ -34,6 +34,32 @@ METRICS = {
 }
 """Metrics by round: group and name in metrics.jsonl, and the factor by which a report shows them."""
 
+METRIC_NAMES = {
+    "accuracy": ("accuracy", "%"),
+    "loss": ("training_loss", ""),
+    "pseudo": ("pseudo_label_accuracy", "%"),
+    "above": ("confident_pseudo_label_accuracy", "%"),
+    "share_above": ("confident_share", "%"),
+    "share_used": ("used_share", "%"),
+    "auc_confidence": ("auc_of_confidence", ""),
+    "auc_weight": ("auc_of_weight", ""),
+    "weights_mean": ("weight_mean", ""),
+    "weights_spread": ("weight_spread", ""),
+    "reward": ("reward", ""),
+    "js_app_u": ("js_divergence_unlabeled", ""),
+    "js_labeled": ("js_divergence_labeled", ""),
+    "local_js_app_u": ("local_js_divergence_unlabeled", ""),
+    "local_js_labeled": ("local_js_divergence_labeled", ""),
+    "global_js_app_u": ("global_js_divergence_unlabeled", ""),
+    "global_js_labeled": ("global_js_divergence_labeled", ""),
+    "epsilon": ("epsilon", ""),
+    "steps": ("labeled_steps", "steps"),
+    "forward": ("forward_passes", "images"),
+    "megabytes": ("megabytes_sent", "MB"),
+    "seconds": ("seconds", "s"),
+}
+"""Name and unit of each metric in the data frames of Python; the keys are those of `METRICS` and of `iterate_points`."""
+
 COST_COLUMNS = ("labeled_steps", "labeled_images", "unlabeled_images", "forward", "backward", "bytes_down", "bytes_up",
         "stored_client", "stored_server")  # fmt: skip
 """Costs of a run, as in its summary.json."""
