@@ -6,10 +6,13 @@ site computes those of the simulation.
 """
 
 import hashlib
+import io
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch import Tensor
 from halfmoon.api.types import Task
 from halfmoon.config.schema import Config, explicit_method_options
 from halfmoon.core import hubs, rng
+from halfmoon.core.errors import UserError
 from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.user_cache import trim
 from halfmoon.data.views import Plain, View
@@ -31,12 +35,16 @@ from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.models.modules import feature_function
 from halfmoon.models.network import Normalize
 from halfmoon.runs.pools import processors
+from halfmoon.storage import atomic_io
 
 Progress = Callable[[int, int], None]
 Chunk = Callable[[int], tuple[int, np.ndarray]]
 
 CHUNK = 16
 """Images in a batch of the backbone: more exceed a processor's cache. Constant, because rounding depends on it."""
+
+CHECKSUM_SUFFIX = ".sha256"
+"""Suffix of the file with the checksum of an entry of the cache."""
 
 DRAWS = {"labeled": 2, "weak": 2, "strong": 2}
 """Number of cached views of an image for each augmentation; a step draws one of them.
@@ -156,7 +164,7 @@ def load_or_compute_features(
         progress: receives the number of images that have features, and the number of all images.
 
     Raises:
-        OSError: the cache folder cannot be written.
+        UserError: the cache folder cannot be written, or its disk is full.
     """
     augmentations: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
     recipes: dict[str, View] = {"plain": Plain()}
@@ -172,26 +180,84 @@ def load_or_compute_features(
     for image_chunk in images.split(4096):
         digest.update(image_chunk.contiguous().cpu().numpy().tobytes())
     path = folder / f"{digest.hexdigest()[:32]}.npy"
-    if not path.is_file():
-        _write(path, _make_chunk_function(head, images, recipes, normalize), len(images), progress)
-    os.utime(path)  # `trim` removes the files that were not used for the longest time
-    values = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+    try:
+        if not _is_intact(path):
+            _write(path, _make_chunk_function(head, images, recipes, normalize), len(images), progress)
+        os.utime(path)  # `trim` removes the files that were not used for the longest time
+        values = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+    except OSError as error:
+        raise UserError(
+            f"{path.parent}: the cache of features cannot be used ({atomic_io.error_reason(error)}); free space on its disk, "
+            "or let XDG_CACHE_HOME name a folder elsewhere."
+        ) from error
     return Examples(values.to(images.device), examples.labels)
 
 
+def _is_intact(path: Path) -> bool:
+    """Compare an entry of the cache with its checksum; warn of an entry that has another one, or none."""
+    if not path.is_file():
+        return False
+    stored = atomic_io.read(path.with_suffix(CHECKSUM_SUFFIX))
+    with path.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if stored is not None and stored.strip() == actual.encode():
+        return True
+    fault = "has no checksum" if stored is None else "is damaged"
+    warnings.warn(f"{path} {fault}: its features are computed again.", RuntimeWarning, stacklevel=2)
+    return False
+
+
 def _write(path: Path, compute_chunk: Chunk, count: int, progress: Progress) -> None:
-    """Write the features of all images, batch by batch on all processors; their number does not change the bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the features of all images and their checksum, batch by batch on all processors.
+
+    The number of processors does not change the bytes. Writes are plain ones: with a map, a full disk would end the
+    process by a signal.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.stat().st_mode & 0o077:  # features reveal images
+        path.parent.chmod(0o700)
+    _remove_partial_files(path.parent)
     _, first = compute_chunk(0)  # only for the shape of an image's features
+    header = io.BytesIO()
+    description = {"descr": "<f2", "fortran_order": False, "shape": (count, *first.shape[1:])}
+    np.lib.format.write_array_header_1_0(header, description)
+    digest = hashlib.sha256()
     temporary_path = path.with_name(f".{path.name}-{os.getpid()}")
-    array = np.lib.format.open_memmap(temporary_path, "w+", np.float16, (count, *first.shape[1:]))
-    with ThreadPoolExecutor(len(processors())) as threads:
-        for number, (start, values) in enumerate(threads.map(compute_chunk, range(0, count, CHUNK)), start=1):
-            array[start : start + CHUNK] = values
-            progress(min(count, number * CHUNK), count)
-    array.flush()
-    os.replace(temporary_path, path)
+    temporary_path.unlink(missing_ok=True)  # an existing file would retain its mode
+    try:
+        with (
+            atomic_io.open_file(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as handle,
+            ThreadPoolExecutor(len(processors())) as threads,
+        ):
+            atomic_io.flock(handle)  # until it is closed, so that no other process removes it as a remainder
+
+            def write(data: bytes) -> None:
+                digest.update(data)
+                atomic_io.write_all(handle, data)
+
+            write(header.getvalue())
+            try:
+                for number, (_, values) in enumerate(threads.map(compute_chunk, range(0, count, CHUNK)), start=1):
+                    write(np.ascontiguousarray(values, np.dtype("<f2")).tobytes())
+                    progress(min(count, number * CHUNK), count)
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)  # the end of the block would compute them all
+                raise
+            os.fsync(handle)
+        os.replace(temporary_path, path)
+    except BaseException:
+        temporary_path.unlink(missing_ok=True)
+        raise
+    atomic_io.write_atomically(path.with_suffix(CHECKSUM_SUFFIX), digest.hexdigest().encode() + b"\n", private=True)
     trim(path.parent, path.stem)
+
+
+def _remove_partial_files(folder: Path) -> None:
+    """Remove the files of processes that were killed while they computed features: nobody holds a lock on them."""
+    for path in folder.glob(".*.npy-*"):
+        with suppress(OSError), atomic_io.open_file(path, os.O_RDWR) as handle:  # OSError: it is locked, or gone
+            if atomic_io.flock(handle):
+                path.unlink()
 
 
 def measure_seconds_per_image(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:

@@ -6,7 +6,6 @@ hostile, and a network's size is known only once it is built.
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -109,10 +108,11 @@ def _machine_memory() -> int:
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     """Read the terms in this process, whose limits are set first."""
     exit_with_starter(question["parent"])
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (question["memory"], hard))
-    _, hard_seconds = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, hard_seconds))
+    if os.name == "posix":  # elsewhere only the time is limited, by the other process
+        import resource
+
+        for limit, value in ((resource.RLIMIT_DATA, question["memory"]), (resource.RLIMIT_CPU, MAX_SECONDS)):
+            resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
     for path in question["weights"]:
         weight_files.register(Path(path))
     allowed: Sequence[str] = question["allowed"]
