@@ -384,6 +384,7 @@ def main() -> None:
                                 with kept.open("a") as file:
                                     file.write(json.dumps(rows[-1]) + "\n")
                                 page.write_text(head + table(rows))
+    page.write_text(head + table(rows))
 
 
 if __name__ == "__main__":

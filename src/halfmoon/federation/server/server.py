@@ -463,8 +463,8 @@ def defense_warning(config: Config) -> str | None:
         why = entry.robust_rule_conflict(default, norm)
         reason = f"with {config.method} {why}" if why else f"its file says aggregation cosine; {default} is the default"
         return (
-            "one hostile site can take 20 points of accuracy from this model, because aggregation cosine does not notice "
-            f"a change of a single bias: {reason}, or admit only sites that you trust."
+            "one hostile site can spoil this model, because aggregation cosine does not notice an update that "
+            f"concentrates on one class: {reason}, or admit only sites that you trust."
         )
     if config.aggregation != "mean" and config.cohort < MEASURED_COHORT:
         return (
