@@ -138,10 +138,38 @@ class Reusing(nn.Sequential):
         return super().forward(self[0](input))
 
 
+class Turned(nn.Sequential):
+    """Passes images (B, C, H, W) as (H, C, W, B)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(2, 1, 3, 0)).permute(3, 1, 0, 2)
+
+
+class Attending(nn.Module):
+    """Attention between the eight rows of an image."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=p, batch_first=True)
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x[:, 0]
+        return self.head(self.dropout(z + self.attention(z, z, z, need_weights=False)[0]).mean(1))
+
+
 @pytest.mark.parametrize(
     ("factory", "why"),
     [
-        (lambda **_: nn.Sequential(nn.Dropout(0.1), *flat()), "layer 0 .Dropout. draws random numbers"),
+        (
+            lambda **_: nn.Sequential(nn.AlphaDropout(0.1), *flat()),
+            "layer 0 .AlphaDropout. draws random numbers; of such",
+        ),
+        (lambda **_: nn.Sequential(nn.RReLU(), *flat()), "layer 0 .RReLU. draws random numbers; of such"),
+        (lambda **_: nn.Sequential(Turned(nn.Dropout(0.1)), *flat()), "layer 0.0 .Dropout. gets .8, 1, 8, 11. for 11 images"),
+        (lambda **_: Attending(0.1), "layer attention .MultiheadAttention. drops attention weights"),
+        (lambda **_: nn.Sequential(nn.Flatten(2), nn.LSTM(64, 4)), "layer 1 .LSTM. is no layer that vmap can lift"),
         (counting, "a pass changes its buffer seen"),
         (lambda **_: Looking(*flat()), "two images at two clients raised"),
         (lambda **_: Reusing(nn.BatchNorm2d(1), *flat()), "layer 0 normalizes batches in two places"),

@@ -15,6 +15,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.groups import WorkSize
 from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, batches, compute_views, draw
+from halfmoon.models.dropout import KEY, dropout_key
 
 
 class ObservedPseudoLabels(NamedTuple):
@@ -206,12 +207,13 @@ def update_one(
     initial_pseudo_labels = _initial_pseudo_labels(client_update, carry, data, len(data.u))
     draws = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
     log = _StepLog()
+    take_step = _with_dropout(client_update)
     normalize = client_update.task.normalize
     for stacked in batches([data], [draws], context.views, normalize, context.view_images):
         batch = _first_client(stacked)
         if use_channels_last:
             batch = _to_channels_last(batch)
-        carry, step_metrics = client_update.step(broadcast, carry, batch)
+        carry, step_metrics = take_step(broadcast, carry, batch)
         log.add(step_metrics, batch.u_rows)
     samples, step_pseudo_labels = log.summarize(context, client)
     upload, memory = client_update.finish(broadcast, carry, data)
@@ -291,7 +293,7 @@ def update_many(
     draws = [draw_for_client(k) for k in range(len(tasks))]
     steps = torch.tensor([update.amount.steps for update in draws], device=padded.y.device)
     fewest_steps = min(update.amount.steps for update in draws)
-    take_step = lift(client_update.step)
+    take_step = lift(_with_dropout(client_update))
     log = _StepLog()
     for number, batch in enumerate(batches(clients_data, draws, views, normalize, context.view_images)):
         new_carry, step_metrics = take_step(per_client, carry, batch)
@@ -328,6 +330,16 @@ def update_many(
         )
         results.append(result)
     return results
+
+
+def _with_dropout(client_update: ClientUpdate) -> Callable[[Tree, Tree, Batch], tuple[Tree, StepMetrics]]:
+    """Return the step of an update in which the network's dropouts use the key of the batch."""
+
+    def step(broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        with dropout_key(batch.mixing.get(KEY)):
+            return client_update.step(broadcast, carry, batch)
+
+    return step
 
 
 def first_memory(client_update: ClientUpdate, broadcast: Tree, seed: int, client: int) -> Tree:
@@ -450,7 +462,12 @@ def _draw(
     context: ClientContext, client: int, data: ClientData, amount: Amount, drawable: Tensor | None
 ) -> DrawnUpdate:
     requirements = context.client_update.requirements
-    return draw(amount, data, context.views, requirements, drawable, context.seed, *context.path(client))
+    drawn = draw(amount, data, context.views, requirements, drawable, context.seed, *context.path(client))
+    if not context.client_update.task.network.has_dropout:
+        return drawn
+    generator = rng.generator(context.seed, *context.path(client), KEY)
+    keys = torch.randint(2**62, (drawn.amount.steps,), generator=generator)
+    return drawn._replace(mixing={**drawn.mixing, KEY: keys})
 
 
 def _add_precomputed_views(context: ClientContext, client: int, data: ClientData) -> ClientData:

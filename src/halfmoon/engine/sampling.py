@@ -457,7 +457,7 @@ def _mixing_of_steps(update: DrawnUpdate, steps: range) -> dict[str, Tensor]:
 def _pad_mixing(mixing: dict[str, Tensor], update: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
     """Pad mixing draws (steps, ...) to more images of a step: padding is mixed with itself and not rotated."""
     amount = update.amount
-    if not mixing or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
+    if "order" not in mixing or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
         return mixing
     views = len(update.u_draws)
     # Of a step, first the labeled images, then each view of the unlabeled ones; each block is padded at its end.

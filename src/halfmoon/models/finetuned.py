@@ -49,6 +49,10 @@ class FineTunedNetwork(Network):
     def head(self) -> str | None:
         return self.inner.head
 
+    @property
+    def has_dropout(self) -> bool:
+        return self.inner.has_dropout
+
     def init(self, generator: torch.Generator) -> Tree:
         random = tree.flatten(self.inner.init(generator))
         weights = tree.flatten(self.start)

@@ -27,11 +27,13 @@ from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.plugins import load
 from halfmoon.core.tree import Tree
+from halfmoon.models.dropout import KINDS, current_key, drop, dropout_key
 from halfmoon.models.hubs import make as make_named
 from halfmoon.models.network import Network, forward_tangent
 from halfmoon.models.passes import MOMENTUM, normalize_batch, product_precision, to_float32
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+"""Layers that draw random numbers. Those of `dropout.KINDS` are replaced, the others are refused."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class ModuleNetwork(Network):
     @property
     def head(self) -> str | None:
         return _tried(self)
+
+    @property
+    def has_dropout(self) -> bool:
+        return _template(self).has_dropout
 
     def init(self, generator: torch.Generator) -> Tree:
         template = _template(self)
@@ -124,6 +130,8 @@ class ModuleNetwork(Network):
         record = _Pass(tree.flatten(stats), {}, {}, real)
         tensors = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
         constants = template.constants(x.device, next(iter(tensors.values())).dtype)
+        record.images = len(x)
+        record.key = current_key() if train else None
         with template.passing(record, train), product_precision(self.precision, x.device):
             logits = to_float32(_logits(functional_call(template.module, {**tensors, **constants}, (x,)), self))
         if train:
@@ -153,6 +161,33 @@ class _Pass:
     moments: dict[str, Any]
     inputs: dict[str, Tensor]  # inputs of the linear layers
     real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
+    key: Tensor | None = None  # the key of dropout masks; None: nothing is dropped
+    images: int = 0  # B
+    dropouts: int = 0  # the number of dropouts until now
+
+
+class _Dropout(nn.Module):
+    """A dropout whose masks follow from the key of the current pass."""
+
+    def __init__(self, name: str, old: nn.modules.dropout._DropoutNd, template: "_Template") -> None:
+        super().__init__()
+        self.name = name
+        self.p = old.p
+        self.by_channel = type(old) is not nn.Dropout
+        self._template: Any = template  # not a module, so PyTorch does not register it
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Drop entries of z by the key of the pass, if it has one."""
+        record = self._template.record
+        if record.key is None:
+            return z
+        if z.shape[0] % record.images:
+            raise UserError(
+                f"layer {self.name} (Dropout) gets {tuple(z.shape)} for {record.images} images: the first dimension "
+                "must be that of the images."
+            )
+        record.dropouts += 1
+        return drop(z, self.p, self.by_channel, record.key, record.dropouts, record.real, record.images)
 
 
 class _Batch(nn.Module):
@@ -193,6 +228,11 @@ class _Template:
         for name, layer in _norms(module).items():
             parent, _, last = name.replace("/", ".").rpartition(".")
             setattr(module.get_submodule(parent), last, _Batch(name, layer, self))
+        dropouts = [(name, layer) for name, layer in module.named_modules() if type(layer) in KINDS]
+        for name, layer in dropouts:
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, _Dropout(name, cast(Any, layer), self))
+        self.has_dropout = any(cast(Any, layer).p > 0 for _, layer in dropouts)
         self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         for name, layer in self.linears.items():
             layer.register_forward_pre_hook(partial(self._keep_input, name))
@@ -304,8 +344,11 @@ def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
             refuse(name, layer, "has a slash in its name")
         if isinstance(layer, LazyModuleMixin):
             refuse(name, layer, "does not know its size before its first image")
-        if isinstance(layer, _RANDOM) and getattr(layer, "p", 1) > 0:
-            refuse(name, layer, "draws random numbers, which no two executors share: set its probability to 0")
+        if isinstance(layer, _RANDOM) and type(layer) not in KINDS and getattr(layer, "p", 1) > 0:
+            names = ", ".join(kind.__name__ for kind in KINDS)
+            refuse(name, layer, f"draws random numbers; of such layers only {names} are supported")
+        if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0:
+            refuse(name, layer, "drops attention weights inside of PyTorch: set its dropout to 0")
         if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
             refuse(name, layer, "tracks the statistics of single images: set track_running_stats to False")
         if isinstance(layer, _NormBase) and not isinstance(layer, _InstanceNorm) and layer.running_mean is None:
@@ -343,7 +386,8 @@ def _tried(network: ModuleNetwork) -> str | None:
     ]
     two = tree.map(lambda leaf: torch.stack([leaf, leaf]), model["params"])
     try:
-        with torch.no_grad():
+        # With a key, so that dropouts are tried as well.
+        with torch.no_grad(), dropout_key(torch.tensor(0)):
             logits, _ = network.train(model["params"], x)
             head = next((name for name, out in outputs.items() if out is logits), None)
             for hook in hooks:
@@ -351,6 +395,9 @@ def _tried(network: ModuleNetwork) -> str | None:
             if logits.shape != (2, network.classes):
                 expected = f"for 2 images and {network.classes} classes"
                 raise _refusal(network, f"{expected} it returns {tuple(logits.shape)}, not (2, {network.classes})")
+            if template.has_dropout:
+                # A number that divides the sizes of few layers, so that a layer which does not get images is found.
+                network.train(model["params"], x[:1].expand(11, *x.shape[1:]))
             vmap(lambda params: network.train(params, x)[0])(two)
             network.predict(model["params"], model["stats"], x)
     except UserError:

@@ -85,6 +85,11 @@ class Network(ABC):
         """Path of the last linear layer; None if there is no such layer."""
         return "head"
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether passes of training drop entries (`halfmoon.models.dropout`)."""
+        return False
+
     def full_model(self, model: Tree) -> "tuple[Network, Tree]":
         """Convert a trained model to the network and the model that are saved. Subclasses add frozen parameters."""
         return self.in_float32, model
