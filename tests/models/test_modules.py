@@ -167,7 +167,10 @@ class Attending(nn.Module):
             "layer 0 .AlphaDropout. draws random numbers; of such",
         ),
         (lambda **_: nn.Sequential(nn.RReLU(), *flat()), "layer 0 .RReLU. draws random numbers; of such"),
-        (lambda **_: nn.Sequential(Turned(nn.Dropout(0.1)), *flat()), "layer 0.0 .Dropout. gets .8, 1, 8, 11. for 11 images"),
+        (
+            lambda **_: nn.Sequential(Turned(nn.Dropout(0.1)), *flat()),
+            "layer 0.0 .Dropout. gets .8, 1, 8, 11. for 11 images",
+        ),
         (lambda **_: Attending(0.1), "layer attention .MultiheadAttention. drops attention weights"),
         (lambda **_: nn.Sequential(nn.Flatten(2), nn.LSTM(64, 4)), "layer 1 .LSTM. is no layer that vmap can lift"),
         (counting, "a pass changes its buffer seen"),
