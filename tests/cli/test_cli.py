@@ -441,7 +441,7 @@ def drawn(watch: console.LiveProgress) -> list[str]:
     """Return the lines that a watcher shows on its terminal."""
     plain = Console(file=io.StringIO(), width=watch.console.width)
     with plain.capture() as shown:
-        plain.print(watch.table())
+        plain.print(watch.build_table())
     return shown.get().splitlines()
 
 

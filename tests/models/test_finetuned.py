@@ -23,7 +23,7 @@ from halfmoon.models import Network, ResNet8, SmallCNN
 from halfmoon.models import registry as networks
 from halfmoon.models.finetuned import FineTunedNetwork, fine_tune
 from halfmoon.models.modules import from_factory
-from halfmoon.models.weights import read
+from halfmoon.models.weights import read_weights_file
 
 NAMES = ("a", "b", "c", "d")
 OURS = SmallCNN(1, 4, 4)
@@ -45,7 +45,7 @@ def saved(path: Path, tensors: Tree, classes: tuple[str, ...] | None = None) -> 
 
 def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree | None = None) -> FineTunedNetwork:
     path = saved(tmp_path / "w.safetensors", given() if model is None else model)
-    return fine_tune(network, read(path), patterns, NAMES[: network.classes])
+    return fine_tune(network, read_weights_file(path), patterns, NAMES[: network.classes])
 
 
 def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_path: Path) -> None:
@@ -161,18 +161,18 @@ def test_the_head_is_drawn_anew_where_its_classes_differ(tmp_path: Path) -> None
     """Another number of classes, other names of classes in a file of ours, or no head in the file."""
     model = given()
     path = saved(tmp_path / "five.safetensors", model)
-    five = fine_tune(SmallCNN(1, 5, 4), read(path), ("backbone",), (*NAMES, "e"))
+    five = fine_tune(SmallCNN(1, 5, 4), read_weights_file(path), ("backbone",), (*NAMES, "e"))
     assert five.fresh
     assert five.init(rng.generator(0, "m"))["params"]["head"]["weight"].shape == (5, 8)
     named = saved(tmp_path / "named.safetensors", model, NAMES)
-    assert not fine_tune(OURS, read(named), (), NAMES).fresh
-    others = fine_tune(OURS, read(named), (), ("w", "x", "y", "z"))
+    assert not fine_tune(OURS, read_weights_file(named), (), NAMES).fresh
+    others = fine_tune(OURS, read_weights_file(named), (), ("w", "x", "y", "z"))
     one, two = (others.init(rng.generator(seed, "m"))["params"] for seed in (0, 1))
     assert others.fresh
     assert not torch.equal(one["head"]["weight"], two["head"]["weight"])
     assert torch.equal(one["conv1"]["conv"]["weight"], model["params"]["conv1"]["conv"]["weight"])
     headless = {"params": {k: v for k, v in model["params"].items() if k != "head"}, "stats": model["stats"]}
-    assert fine_tune(OURS, read(saved(tmp_path / "no.safetensors", headless)), ("backbone",), NAMES).fresh
+    assert fine_tune(OURS, read_weights_file(saved(tmp_path / "no.safetensors", headless)), ("backbone",), NAMES).fresh
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
@@ -196,10 +196,10 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (SmallCNN(1, 3, 4), good, ("head", "conv1"), "but the head starts at random"),
     ):
         with pytest.raises(UserError, match=why):
-            fine_tune(network, read(path), patterns, NAMES[: network.classes])
+            fine_tune(network, read_weights_file(path), patterns, NAMES[: network.classes])
     with pytest.raises(UserError, match=r"a file of weights with SHA-256 0{64}, which is not here"):
-        read(f"sha256:{'0' * 64}")
-    assert read(weight_files.register(Path(good))).tensors.keys() == read(good).tensors.keys()
+        read_weights_file(f"sha256:{'0' * 64}")
+    assert read_weights_file(weight_files.register(Path(good))).tensors.keys() == read_weights_file(good).tensors.keys()
 
 
 class Ending(nn.Module):
@@ -218,14 +218,14 @@ def test_a_state_dict_of_a_module_from_outside(tmp_path: Path, monkeypatch: pyte
     module(torch.zeros(1, 1, 8, 8))
     save_file(module.state_dict(), tmp_path / "s.safetensors")
     network = from_factory("outside_parts:small", 1, 4, (8, 8))
-    which = fine_tune(network, read(str(tmp_path / "s.safetensors")), ("conv?",), NAMES)
+    which = fine_tune(network, read_weights_file(str(tmp_path / "s.safetensors")), ("conv?",), NAMES)
     x = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(which.predict(which.init(rng.generator(0, "m"))["params"], {}, x), module(x).detach())
     monkeypatch.setattr(outside_parts, "ending", Ending, raising=False)
     headless = from_factory("outside_parts:ending", 1, 4, (8, 8))
     save_file(Ending(1, 4, (8, 8)).state_dict(), tmp_path / "e.safetensors")
     with pytest.raises(UserError, match="freeze backbone means every layer but the head, and this network does not"):
-        fine_tune(headless, read(str(tmp_path / "e.safetensors")), ("backbone",), NAMES)
+        fine_tune(headless, read_weights_file(str(tmp_path / "e.safetensors")), ("backbone",), NAMES)
 
 
 def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_weights_that_were_read_do_not_change_with_their_file(tmp_path: Path) ->
     """A run that trains from a file goes on with what it read when somebody writes another one in its place."""
     path, before = tmp_path / "w.safetensors", {"head.weight": torch.ones(1000, 1000)}
     save_file(before, path)
-    held = read(str(path))
+    held = read_weights_file(str(path))
     with path.open("r+b") as file:  # in place: what is mapped would change with it
         file.seek(-4_000_000, 2)
         file.write(bytes(4_000_000))

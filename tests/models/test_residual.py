@@ -12,7 +12,7 @@ from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.models import NETWORKS, ResNet8, ResNet18, ResNet18ImageNet, WideResNet
 from halfmoon.models.finetuned import fine_tune
-from halfmoon.models.weights import read
+from halfmoon.models.weights import read_weights_file
 
 
 def parts(model) -> tuple[int, int, int]:
@@ -130,7 +130,7 @@ def test_it_is_the_module_whose_state_dict_it_takes(tmp_path: Path, imagenet: bo
     module.train()(x)  # statistics that are not at their start
     save_file(module.state_dict(), tmp_path / "w.safetensors")
     network = (ResNet18ImageNet if imagenet else ResNet18)(3, 5, 4)
-    which = fine_tune(network, read(str(tmp_path / "w.safetensors")), (), tuple("abcde"))
+    which = fine_tune(network, read_weights_file(str(tmp_path / "w.safetensors")), (), tuple("abcde"))
     model = tree.to(which.init(rng.generator(0, "x")), dtype=torch.float64)
     module, x = module.double(), x.double()
     torch.testing.assert_close(which.predict(model["params"], model["stats"], x), module.eval()(x).detach())

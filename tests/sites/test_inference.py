@@ -41,7 +41,7 @@ from halfmoon.sites.inference import load as deployed
 from halfmoon.sites.inference.image_folder import list_images, list_labeled_images
 from halfmoon.sites.inference.measure import measure_fit
 from halfmoon.storage import integrity
-from halfmoon.storage.serialization import SEAL, check_seal
+from halfmoon.storage.serialization import CHECKSUM_KEY, check_seal
 
 TEST = load("digits").test
 
@@ -166,7 +166,7 @@ def test_every_damage_is_a_sentence(home, tmp_path, damage, capsys):
     change, words = DAMAGES[damage]
     with safe_open(home / "run" / "model.safetensors", "pt") as file:
         said, flat = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    said.pop(SEAL, None)  # what a seal finds first is a test of its own
+    said.pop(CHECKSUM_KEY, None)  # what a seal finds first is a test of its own
     change(said, flat)
     path = tmp_path / "model.safetensors"
     save_file(flat, path, said)

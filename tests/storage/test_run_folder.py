@@ -115,7 +115,7 @@ def test_any_tree_round_trips(tmp_path_factory: pytest.TempPathFactory, drawn: A
 
 def test_the_folder_holds_what_it_says(folder: RunFolder) -> None:
     play(folder, range(5))
-    folder.time({"round": 4, "seconds": 1.5})
+    folder.log_timing({"round": 4, "seconds": 1.5})
     checkpoints = {f"checkpoint-00000{round}.{kind}" for round in (3, 4) for kind in ("safetensors", "json")}
     others = {".lock", "run.json", "config.toml", "metrics.jsonl", "timings.jsonl"}
     assert {entry.name for entry in folder.path.iterdir()} == checkpoints | others
@@ -142,7 +142,7 @@ def test_load_before_any_save_is_none_and_forgets_the_rows(folder: RunFolder) ->
 def test_load_cuts_the_rows_back_to_the_checkpoint(folder: RunFolder) -> None:
     play(folder, range(2))
     folder.log({"round": 2})
-    folder.time({"seconds": 1.0})
+    folder.log_timing({"seconds": 1.0})
     for name in ("metrics.jsonl", "timings.jsonl"):
         with (folder.path / name).open("a") as file:
             file.write('{"round": 3, "tr')  # the line that a kill cut off
@@ -150,7 +150,7 @@ def test_load_cuts_the_rows_back_to_the_checkpoint(folder: RunFolder) -> None:
     again = reopened(folder)
     assert again.load() is not None
     assert (folder.path / "metrics.jsonl").read_text() == '{"round": 0}\n{"round": 1}\n'
-    again.time({"seconds": 2.0})
+    again.log_timing({"seconds": 2.0})
     assert (folder.path / "timings.jsonl").read_text() == '{"seconds": 1.0}\n{"seconds": 2.0}\n'
 
 

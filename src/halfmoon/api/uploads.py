@@ -125,6 +125,8 @@ class UploadSpec:
     def check(self, upload: Upload, broadcast: Tree, client_update: str) -> None:
         """Check that an upload has only declared tensors, and that its update matches the broadcast.
 
+        Each client's upload is checked before it is sent, so that the mistake of a method's author has a clear message.
+
         Args:
             upload: the upload of one client.
             broadcast: the tree that the client received.
@@ -133,7 +135,7 @@ class UploadSpec:
         Raises:
             UserError: a tensor is not declared, or the update has one that the broadcast does not have.
         """
-        before = tree.flatten({name: broadcast[name] for name in self.update if name in broadcast})
+        received = tree.flatten({name: broadcast[name] for name in self.update if name in broadcast})
         undeclared = [f"update {name!r}" for name in upload.update if name not in self.update]
         undeclared += [f"aux {name!r}" for name in upload.aux if name not in self.aux]
         if undeclared:
@@ -142,7 +144,8 @@ class UploadSpec:
                 "client update."
             )
         for path, leaf in tree.flatten(upload.update).items():
-            if path not in before or before[path].shape != leaf.shape:
+            # The server subtracts the broadcast from the update, so both need the same names and shapes.
+            if path not in received or received[path].shape != leaf.shape:
                 raise UserError(
                     f"{client_update} sends {path!r} as an update, but the broadcast has no tensor of that name and "
                     "shape: send it in `aux`, and declare it in the `upload_spec` of its client update."

@@ -207,7 +207,7 @@ class LiveProgress(NullProgress):
 
     def __enter__(self) -> LiveProgress:
         # Transient: the rows disappear at the end, and the table of results takes their lines.
-        self._live = Live(console=self.console, get_renderable=self.table, refresh_per_second=4, transient=True)
+        self._live = Live(console=self.console, get_renderable=self.build_table, refresh_per_second=4, transient=True)
         self._live.start(refresh=True)
         return self
 
@@ -219,32 +219,37 @@ class LiveProgress(NullProgress):
         super().begin(run)
         self.print_security_options(run)
 
-    def table(self) -> Table:
-        """Build the table of all rows at this time."""
+    def build_table(self) -> Table:
+        """Build the table that the live display shows now: one row for each method that has started.
+
+        Columns that do not fit on the terminal are left out (`choose_cells`).
+        """
         table = Table(box=None, pad_edge=False, caption_justify="left")
         if not self.runs:
             return table
         if self.rows > 1:
             table.caption = f"all rows: {duration(self.total_seconds_left())} left"
-        cells = [self._cells(progress) for progress in self.runs]
-        names, title_columns = choose_cells(cells, self.console.width)
+        cells_by_run = [self._format_cells(progress) for progress in self.runs]
+        names, title_columns = choose_cells(cells_by_run, self.console.width)
         table.add_column("method", no_wrap=True, overflow="ellipsis", max_width=title_columns)
         if BAR in names:
             table.add_column("")
-        columns = [name for name in cells[0] if name in names and name != BAR]
+        # The bar is no text: it is added to each row below.
+        columns = [name for name in cells_by_run[0] if name in names and name != BAR]
         for name in columns:
             # A minimum width, because rich would otherwise shrink numbers before the title of the method.
-            width = max(len(name), *(len(values[name]) for values in cells))
+            width = max(len(name), *(len(cells[name]) for cells in cells_by_run))
             table.add_column(name, justify="right", no_wrap=True, min_width=width)
-        for progress, values in zip(self.runs, cells, strict=True):
+        for progress, cells in zip(self.runs, cells_by_run, strict=True):
             row: list[Any] = [Text(progress.title)]
             if BAR in names:
                 row.append(ProgressBar(progress.rounds, progress.round, width=BAR_COLUMNS))
-            row += [values[name] for name in columns]
+            row += [cells[name] for name in columns]
             table.add_row(*row)
         return table
 
-    def _cells(self, progress: Progress) -> dict[str, str]:
+    def _format_cells(self, progress: Progress) -> dict[str, str]:
+        """Format the cells of a method's row by heading, without the title."""
         if progress.took is None:
             time_text = f"{duration(progress.seconds_left(self.clock()))} left"
         else:

@@ -308,6 +308,7 @@ def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], f
 
 
 def _count_clients(options: Mapping[str, Any]) -> int:
+    """Return the number of clients of the saved split, or otherwise that of the options."""
     split = options.get("split")
     if split is None or not split.is_file():
         return options.get("clients", Config.clients)
@@ -380,29 +381,36 @@ def count_rounds(config: Config) -> int:
 
 
 def to_toml(config: Config) -> str:
-    """Write the configuration as TOML from which `resolve` builds an equal one.
+    """Format a configuration as the text of a config.toml, from which `resolve` builds an equal configuration.
 
     The text does not contain `run_dir`, so equal runs in different folders write the same bytes.
     """
-    # Comments record the versions; they do not take part when the file is read again.
+    # Comments record the versions and hashes of the code and the weights. They are not options: `resolve` ignores them,
+    # and `halfmoon.runs.outside.check_origins` compares them when a run resumes.
     lines = [f"# {name} {metadata.version(name)}" for name in ("halfmoon", "torch")]
     lines += [f"# {origin}" for origin in plugin_origins(config)]
-    if (weights := initial_weights(config)) is not None:
+    weights = initial_weights(config)
+    if weights is not None:
         lines.append(f"# weights from {weight_files.display_name(weights)} sha256 {weight_files.sha256_of(weights)}")
+    unwritten = _unwritten_options(config)
     for name in option_types():
         value = getattr(config, name)
-        if value is not None and name not in _unwritten_options(config):
+        # TOML has no null: an option that is left out is None.
+        if value is not None and name not in unwritten:
             lines.append(f"{name} = {toml.format_value(value)}")
-    tables = {"options": _main_options(config)}
-    tables |= {f"options.{toml.format_key(method)}": table for method, table in _method_tables(config).items()}
-    for header, table in tables.items():
-        if table or header != "options":
-            lines += [
-                "",
-                f"[{header}]",
-                *(f"{toml.format_key(name)} = {toml.format_value(value)}" for name, value in table.items()),
-            ]
+    main_options = _main_options(config)
+    if main_options:
+        lines += _format_table("options", main_options)
+    for method, table in _method_tables(config).items():
+        lines += _format_table(f"options.{toml.format_key(method)}", table)
     return "\n".join(lines) + "\n"
+
+
+def _format_table(header: str, values: Mapping[str, Any]) -> list[str]:
+    """Format a TOML table as lines, after an empty line."""
+    lines = ["", f"[{header}]"]
+    lines += [f"{toml.format_key(name)} = {toml.format_value(value)}" for name, value in values.items()]
+    return lines
 
 
 def plugin_origins(config: Config) -> list[plugins.PluginOrigin]:
@@ -455,18 +463,19 @@ def identity(config: Config, method: str) -> str:
 
 
 def security_options(config: Config) -> dict[str, Any]:
-    """Return the options of defenses, privacy and attacks that are not at their default."""
+    """Collect the options of defenses, privacy and attacks that are not at their default."""
     names = option_names(sections.AggregationOptions, sections.PrivacyOptions)
     values = {name: getattr(config, name) for name in names}
     return {name: value for name, value in values.items() if value != getattr(Config, name)}
 
 
 def _unwritten_options(config: Config) -> set[str]:
+    """Return the options that are neither written nor part of the identity, because the folder or the split has them."""
     return {"run_dir", *(PARTITION_OPTIONS if config.split is not None else ())}
 
 
 def next_free_folder(config: Config, name: str) -> Path:
-    """Return the next free folder runs/<data>-<name>-seed<seed>-<n>; `name` is the method or the command."""
+    """Choose the next free folder runs/<data>-<name>-seed<seed>-<n>; `name` is the method or the command."""
     stem = plugins.folder_name(f"{Path(config.data).name}-{name}-seed{config.seed}")
     return next(path for number in count(1) if not (path := Path("runs", f"{stem}-{number}")).exists())
 
@@ -482,10 +491,12 @@ def _main_options(config: Config) -> dict[str, sections.Scalar]:
 
 
 def _method_tables(config: Config) -> dict[str, Mapping[str, sections.Scalar]]:
+    """Return the tables of method options by method."""
     return {name: value for name, value in config.options.items() if isinstance(value, Mapping)}
 
 
 def _flag(name: str) -> str:
+    """Write the flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -500,6 +511,7 @@ def unknown_option(name: str, file: Path | str | None) -> UserError:
 
 
 def _check_split(options: Mapping[str, Any]) -> None:
+    """Raise UserError if a saved split and an option that it replaces are both set."""
     conflicting = [name for name in PARTITION_OPTIONS if options.get(name) is not None]
     if conflicting and options.get("split") is not None:
         name = conflicting[0]
@@ -507,6 +519,7 @@ def _check_split(options: Mapping[str, Any]) -> None:
 
 
 def _absolute(folder: Path, path: str | Path) -> Path:
+    """Make a path absolute, relative to `folder`; a tilde is the user's home."""
     with suppress(RuntimeError, ValueError):  # a tilde before a name that is no user's remains as it is
         path = Path(path).expanduser()
     return (folder / path).absolute()

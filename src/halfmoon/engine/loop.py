@@ -154,7 +154,7 @@ def run_rounds(
         if number % experiment.checkpoint_every == 0 or is_last:
             _save(folder, number, state, runtime, row["cost"])
             release_memory(tree.nbytes(server))
-        folder.time({"round": number, "seconds": round(time.perf_counter() - start_time, 4)})
+        folder.log_timing({"round": number, "seconds": round(time.perf_counter() - start_time, 4)})
         watch(row)
     return _conclude(experiment, folder, state, scores, test, number, stop_reason)
 

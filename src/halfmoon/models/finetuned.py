@@ -21,7 +21,7 @@ from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.tree import Tree
 from halfmoon.models.efficientnet import centered
 from halfmoon.models.network import Network, Normalize, forward_tangent
-from halfmoon.models.weights import Weights, fit_to_network, is_head_path
+from halfmoon.models.weights import Weights, fit_weights_to_network, is_head_path
 
 BACKBONE = "backbone"
 """The pattern for all layers except the head."""
@@ -146,7 +146,7 @@ def fine_tune(
     Raises:
         UserError: if the weights do not fit the network, a pattern matches no layer, or all parameters are frozen.
     """
-    values, fresh = fit_to_network(network, weights, classes)
+    values, fresh = fit_weights_to_network(network, weights, classes)
     flat = tree.flatten(values)
     with torch.device("meta"):
         every = list(tree.flatten(network.init(torch.Generator())))

@@ -28,7 +28,7 @@ class Weights:
     tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
 
-def read(name: str) -> Weights:
+def read_weights_file(name: str) -> Weights:
     """Read a weights file.
 
     Args:
@@ -43,11 +43,11 @@ def read(name: str) -> Weights:
             f"weights {path} is a pickle, which can run code when it is opened: save its tensors as safetensors "
             "(safetensors.torch.save_file(model.state_dict(), FILE))."
         )
-    return _read(path, weight_files.file_sha256(path))
+    return _read_checked(path, weight_files.file_sha256(path))
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, sha256: str) -> Weights:
+def _read_checked(path: Path, sha256: str) -> Weights:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -65,7 +65,7 @@ def _read(path: Path, sha256: str) -> Weights:
     return Weights(path.name, sha256, classes, tensors)
 
 
-def fit_to_network(network: Network, weights: Weights, classes: tuple[str, ...]) -> tuple[Tree, bool]:
+def fit_weights_to_network(network: Network, weights: Weights, classes: tuple[str, ...]) -> tuple[Tree, bool]:
     """Convert weights to the network's tree {"params", "stats"}.
 
     The head is omitted if the file has no head, one of another shape, or one for classes of other names.

@@ -52,7 +52,7 @@ from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.finetuned import backbone_paths, feature_head, fine_tune
 from halfmoon.models.hubs import weights_file as published_weights_file
 from halfmoon.models.network import Normalize
-from halfmoon.models.weights import read as read_weights
+from halfmoon.models.weights import read_weights_file as read_weights
 from halfmoon.runs.features import Progress, select_inputs
 
 MAX_VMAP_PRODUCTS = 500_000

@@ -294,7 +294,7 @@ def write_split(config: Config, path: Path) -> Row:
             "classes": list(data.classes),
             "finished": True,
         }
-        folder.conclude(summary)
+        folder.write_summary(summary)
     return summary
 
 
@@ -538,7 +538,7 @@ def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
             f"{root} holds a comparison of {which} configuration; `{resume_command(root)}` goes on with it, "
             "or choose another --run-dir."
         )
-    RunFolder.refuse(root, run_identity)
+    RunFolder.check_unused(root, run_identity)
 
 
 @contextmanager

@@ -17,7 +17,10 @@ from typing import Any
 from halfmoon.core.errors import UserError
 
 PARTIAL = ".partial"
+"""Suffix of temporary files, which are complete only after they were renamed."""
+
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Error numbers of file systems that have no locks."""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -39,8 +42,17 @@ def parse_rows(data: bytes, path: Path) -> list[dict[str, Any]]:
     return table
 
 
-def read_number_pairs(path: Path, key: str, value: str) -> list[tuple[int, float]]:
-    """Read (row[key], row[value]) from a file of rows for display only; skip damaged lines."""
+def read_number_pairs(path: Path, first_name: str, second_name: str) -> list[tuple[int, float]]:
+    """Read two numbers of each row of a file, for display only; damaged lines are skipped.
+
+    Args:
+        path: the file, with a JSON object on each line.
+        first_name: name of an integer in the rows, such as "round".
+        second_name: name of a number in the rows, such as "seconds".
+
+    Returns:
+        The pairs of numbers, in the order of the lines.
+    """
     pairs: list[tuple[int, float]] = []
     try:
         lines = (read(path) or b"").split(b"\n")[:-1]
@@ -49,9 +61,10 @@ def read_number_pairs(path: Path, key: str, value: str) -> list[tuple[int, float
     for line in lines:
         with suppress(ValueError, LookupError, TypeError, OverflowError):
             row = parse_json(line)
-            number, seconds = row[key], float(row[value])
-            if type(number) is int and math.isfinite(seconds):
-                pairs.append((number, seconds))
+            first = row[first_name]
+            second = float(row[second_name])
+            if type(first) is int and math.isfinite(second):
+                pairs.append((first, second))
     return pairs
 
 
@@ -64,6 +77,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def sha256(data: bytes) -> str:
+    """Compute the SHA-256 of bytes as hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -111,6 +125,7 @@ def open_file(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
 
 
 def write_all(handle: int, data: bytes) -> None:
+    """Write all bytes to a file descriptor; one call of `os.write` may write only some of them."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]
@@ -162,6 +177,7 @@ def truncate(path: Path, length: int) -> None:
 
 
 def error_reason(error: OSError) -> str:
+    """Return the system's text of an error, without its number and path."""
     return error.strerror or str(error)
 
 

@@ -56,10 +56,10 @@ class Checkpoints:
     def save(self, round: int, state: Tree, meta: dict[str, Any], clients: TreeStore | None = None) -> None:
         """Write the checkpoint of a round; see `halfmoon.storage.run_folder.RunFolder.save`."""
         self.writer.acquire_lock()
-        name = stem(round)
+        name = checkpoint_stem(round)
         self._refuse_old(round, clients is not None and clients.changed)
         data, shape = pack(state)
-        with self.writer.writing(name):
+        with self.writer.convert_errors(name):
             length = atomic_io.flush_and_measure(self.path / METRICS)
         commit = self._commit_clients(clients, round)
         note = {
@@ -70,7 +70,7 @@ class Checkpoints:
             "metrics_sha256": self.metrics.digest,
             "clients": commit._asdict(),
             "meta": meta,
-            **versions(),
+            **software_versions(),
         }
         sealed_note = integrity.seal(note)
         if round == self.writer.saved:
@@ -89,7 +89,7 @@ class Checkpoints:
 
     def _remove_old(self, clients: TreeStore | None = None) -> None:
         """Remove all but the newest checkpoints, and the client files that only the removed ones need."""
-        with self.writer.writing("the folder"):
+        with self.writer.convert_errors("the folder"):
             rounds = self._rounds()
             for old in rounds[:-CHECKPOINTS]:
                 self._remove(old)
@@ -98,7 +98,7 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove all checkpoints and the client memory, which a finished run does not need."""
-        with self.writer.writing("the folder"):
+        with self.writer.convert_errors("the folder"):
             for round in self._rounds():
                 self._remove(round)
             if (self.path / CLIENTS).exists():
@@ -121,18 +121,18 @@ class Checkpoints:
             self.writer.saved = round
             older = [each for each in rounds if each < round]
             self._remove_old()  # a process killed after a save may have left older ones
-            with self.writer.writing(CLIENTS):
+            with self.writer.convert_errors(CLIENTS):
                 clients = remove_unreferenced(clients, older[-1] if older else round)
-            continued = f"going on from {stem(round)}"
-            warnings = [f"{stem(bad)} is damaged ({why}); {continued}." for bad, why in problems]
+            continued = f"going on from {checkpoint_stem(round)}"
+            warnings = [f"{checkpoint_stem(bad)} is damaged ({why}); {continued}." for bad, why in problems]
             warnings += [
                 f"{CLIENTS}/{name} was damaged and has been restored from its copy." for name in clients.repaired
             ]
             return LoadedCheckpoint(round, state, note["meta"], warnings + _version_warning(note), clients)
-        if len(rounds) > 1 or (rounds and (self.path / f"{stem(rounds[0])}.json").exists()):
-            what = "; ".join(f"{stem(bad)}: {why}" for bad, why in problems)
+        if len(rounds) > 1 or (rounds and (self.path / f"{checkpoint_stem(rounds[0])}.json").exists()):
+            reasons = "; ".join(f"{checkpoint_stem(bad)}: {why}" for bad, why in problems)
             raise UserError(
-                f"{self.path}: every checkpoint is damaged ({what})",
+                f"{self.path}: every checkpoint is damaged ({reasons})",
                 option="run_dir",
                 hint="restore one from a backup, or start the run again in another {run_dir}.",
             )
@@ -140,7 +140,7 @@ class Checkpoints:
         self._rewind(0, atomic_io.sha256(b""))
         for round in rounds:
             self._remove(round)
-        with self.writer.writing(CLIENTS):
+        with self.writer.convert_errors(CLIENTS):
             remove_unreferenced(StoreContents(self.path / CLIENTS, START, -1, {}, []), 0)
         return None
 
@@ -153,25 +153,29 @@ class Checkpoints:
             raise ValueError(f"round {round} cannot be saved: round {self.writer.saved} is on disk already")
 
     def _commit_clients(self, clients: TreeStore | None, round: int) -> Commit:
+        """Write the changes of the client memory, and return their commit, which the checkpoint names."""
         if clients is None:
             return START
-        with self.writer.writing(CLIENTS):
+        with self.writer.convert_errors(CLIENTS):
             clients.use_folder(self.path / CLIENTS)
             return clients.commit(round)
 
     def _rounds(self) -> list[int]:
+        """List the rounds of the checkpoints in the folder, ascending, also of incomplete ones."""
         matches = (_CHECKPOINT.fullmatch(entry.name) for entry in self.path.iterdir())
         return sorted({int(match[1]) for match in matches if match})
 
     def _remove(self, round: int) -> None:
+        """Remove the files of a checkpoint."""
         # The JSON first: the tensors without their JSON do not count as a checkpoint.
         for suffix in ("json", "safetensors"):
-            (self.path / f"{stem(round)}.{suffix}").unlink(missing_ok=True)
+            (self.path / f"{checkpoint_stem(round)}.{suffix}").unlink(missing_ok=True)
 
     def _rewind(self, length: int, digest: str) -> None:
+        """Truncate the metrics to a checkpoint, and remove incomplete lines and files that a killed process left."""
         path = self.path / METRICS
         self.metrics.rewind(length, digest)
-        with self.writer.writing(METRICS):
+        with self.writer.convert_errors(METRICS):
             atomic_io.truncate(path, length)
             with suppress(OSError):
                 timings = self.path / TIMINGS
@@ -182,15 +186,21 @@ class Checkpoints:
 
 
 def _version_warning(note: dict[str, Any]) -> list[str]:
-    changed = [f"{name} {note[name]} (now {now})" for name, now in versions().items() if note[name] != now]
+    """Build a warning if other versions of halfmoon or torch wrote the checkpoint; an empty list if not."""
+    changed = [f"{name} {note[name]} (now {now})" for name, now in software_versions().items() if note[name] != now]
     if not changed:
         return []
     return [f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."]
 
 
 def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, StoreContents]:
-    sealed_note = atomic_io.read(folder / f"{stem(round)}.json")
-    data = atomic_io.read(folder / f"{stem(round)}.safetensors")
+    """Read and verify a checkpoint: its JSON, the server's state, and the contents of the client memory.
+
+    Raises:
+        DamagedFile: if any of them is missing or damaged.
+    """
+    sealed_note = atomic_io.read(folder / f"{checkpoint_stem(round)}.json")
+    data = atomic_io.read(folder / f"{checkpoint_stem(round)}.safetensors")
     if sealed_note is None:
         raise DamagedFile("it was not completed: the .json is missing")
     if data is None:
@@ -212,7 +222,14 @@ def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, St
 
 
 def _parse_commit(note: dict[str, Any], round: int) -> Commit:
-    types = {"shape": dict, "metrics": int, "metrics_sha256": str, "meta": dict, **dict.fromkeys(versions(), str)}
+    """Check the types of a checkpoint's JSON, and return the commit of its client memory; raise `DamagedFile`."""
+    types = {
+        "shape": dict,
+        "metrics": int,
+        "metrics_sha256": str,
+        "meta": dict,
+        **dict.fromkeys(software_versions(), str),
+    }
     wrong = [name for name, expected in types.items() if type(note.get(name)) is not expected]
     if wrong or note.get("round") != round or note["metrics"] < 0:
         raise DamagedFile(f"its .json has no usable {wrong[0] if wrong else 'round and metrics'}")
@@ -223,7 +240,8 @@ def _parse_commit(note: dict[str, Any], round: int) -> Commit:
     return Commit(**commit)
 
 
-def versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
+    """Return the versions of halfmoon and torch, which a checkpoint records."""
     return {"halfmoon": _find_version(), "torch": torch.__version__}
 
 
@@ -236,5 +254,6 @@ def _find_version() -> str:
         return "unknown"
 
 
-def stem(round: int) -> str:
+def checkpoint_stem(round: int) -> str:
+    """Return the name of a checkpoint's files without their suffix."""
     return f"checkpoint-{round:06d}"

@@ -33,9 +33,9 @@ class Event:
     """One thing that happened in a federation.
 
     Attributes:
-        name: which kind of event it is, such as "site_joined".
+        name: the kind of event, such as "site_joined".
         text: one sentence about it, for people.
-        fields: what programs need to know about it; the keys depend on the name.
+        fields: the same information for programs; the keys depend on the name.
         time: local time, as YYYY-MM-DD HH:MM:SS.
     """
 
@@ -51,15 +51,15 @@ class Event:
 
 
 class EventRecorder(Protocol):
-    """Takes note of events."""
+    """Interface of objects that store events."""
 
     def record(self, name: str, text: str, /, **fields: Any) -> None:
         """Record an event.
 
         Args:
-            name: which kind of event it is.
+            name: the kind of event.
             text: one sentence about it, for people.
-            fields: what programs need to know about it; JSON values.
+            fields: the same information for programs, JSON values.
         """
         ...
 
@@ -164,6 +164,7 @@ def _ends_within_line(path: Path) -> bool:
 
 
 def _parse_lines(lines: list[str]) -> list[Event]:
+    """Parse lines of `EVENTS_FILE`; lines that are no records are skipped."""
     events = []
     for line in lines:
         try:

@@ -40,6 +40,7 @@ class FolderWriter:
         return "" if self._lock is None else self._lock.remark
 
     def acquire_lock(self) -> None:
+        """Take the lock of the folder, unless this writer has it; raise `FolderInUse` if another process has it."""
         if self._lock is None:
             self._lock = _lock_folder(self.path)
 
@@ -49,21 +50,28 @@ class FolderWriter:
             self._lock = None
 
     def write(self, name: str, data: bytes) -> None:
-        with self.writing(name):
+        """Write a file atomically."""
+        with self.convert_errors(name):
             atomic_io.write_atomically(self.path / name, data)
 
     def append(self, name: str, line: bytes) -> None:
+        """Append a line to a file."""
         self.acquire_lock()
-        with self.writing(name):
+        with self.convert_errors(name):
             atomic_io.append(self.path / name, line)
 
-    def note(self, digests: dict[str, str]) -> None:
-        with self.writing(integrity.CHECKSUMS):
+    def record_checksums(self, digests: dict[str, str]) -> None:
+        """Add SHA-256 hashes of files, by name, to checksums.json."""
+        with self.convert_errors(integrity.CHECKSUMS):
             integrity.record_checksums(self.path, digests)
 
     @contextmanager
-    def writing(self, what: str) -> Iterator[None]:
-        """Convert an OSError while `what` is written to a `WriteError` that names the remedy."""
+    def convert_errors(self, target: str) -> Iterator[None]:
+        """Convert an OSError in this block to a `WriteError` that names the remedy.
+
+        Args:
+            target: the file or folder that the block writes, for the message.
+        """
         try:
             yield
         except OSError as error:
@@ -75,12 +83,13 @@ class FolderWriter:
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
             exists = (self.path / CONFIG).exists()
             raise WriteError(
-                f"{self.path}: {what} cannot be written ({atomic_io.error_reason(error)}); {intact}. "
+                f"{self.path}: {target} cannot be written ({atomic_io.error_reason(error)}); {intact}. "
                 f"First {remedy}, then {f'go on with: {resume_command(self.path)}' if exists else 'start the run again.'}"
             ) from error
 
 
 def _lock_folder(path: Path) -> locks.Lock:
+    """Take the lock of a folder; raise `FolderInUse` or `WriteError` if that is impossible."""
     try:
         return locks.acquire(path / LOCK)
     except locks.LockConflict as error:
@@ -99,4 +108,5 @@ def _lock_folder(path: Path) -> locks.Lock:
 
 
 def resume_command(path: Path) -> str:
+    """Write the command that resumes the run in a folder."""
     return f"halfmoon resume {shlex.quote(str(path))}"

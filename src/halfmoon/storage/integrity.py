@@ -103,6 +103,7 @@ def record_checksums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 _UNCHECKED = [False]
+"""A stack, so that `allow_missing_checksums` can be nested: the last value applies."""
 
 
 @contextmanager
@@ -145,10 +146,12 @@ def check_files(folder: Path, *names: str) -> None:
 
 
 def record_files(folder: Path, *names: str) -> None:
+    """Record the checksums of files as they are now; a file that does not exist is skipped."""
     record_checksums(folder, {name: digest for name in names if (digest := file_sha256(folder / name))})
 
 
 def _has_checkpoint_or_summary(folder: Path) -> bool:
+    """Check whether a run has written a checkpoint or its summary, and so must have checksums."""
     return (folder / SUMMARY).exists() or any(_CHECKPOINT_NAME.fullmatch(path.name) for path in folder.iterdir())
 
 
@@ -198,12 +201,14 @@ class HashedLog:
 
     @property
     def digest(self) -> str:
+        """The SHA-256 of the expected content."""
         return self._hash.hexdigest()
 
     def add(self, data: bytes) -> None:
+        """Add bytes that were appended to the file to the running hash."""
         self._hash.update(data)
 
-    def verified(self) -> bytes:
+    def read_verified(self) -> bytes:
         """Read the file; raise UserError if its content differs from the running hash."""
         data = atomic_io.read(self.path) or b""
         if atomic_io.sha256(data) != self.digest:

@@ -36,6 +36,7 @@ class Lock:
     remark: str = ""
 
     def free(self) -> None:
+        """Free the lock, and remove the owner file."""
         if self.owner is not None:
             self.owner.unlink(missing_ok=True)
         os.close(self.handle)
@@ -167,6 +168,7 @@ def _identify_process(number: int) -> dict[str, Any]:
 
 
 def _is_alive(number: int) -> bool:
+    """Check whether a process of this number exists; signal 0 tests it without an effect."""
     try:
         os.kill(number, 0)
     except OSError as error:

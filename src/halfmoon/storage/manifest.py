@@ -118,8 +118,8 @@ def verify(folder: Path, commit: Commit) -> StoreContents:
     entries: dict[str, ManifestEntry] = {}
     replaced: list[tuple[int, str]] = []
     version = -1
-    for each in lines:
-        version, key, entry = _parse_line(each)
+    for line in lines:
+        version, key, entry = _parse_line(line)
         if key in entries:
             replaced.append((version, entries.pop(key).file))
         if entry is not None:
@@ -131,6 +131,7 @@ def verify(folder: Path, commit: Commit) -> StoreContents:
 
 
 def _read_lines(path: Path, commit: Commit) -> list[bytes] | None:
+    """Read the lines of a manifest up to a commit; None if the file is missing, too short or was changed."""
     try:
         lines = (atomic_io.read(path) or b"")[: commit.length].splitlines(keepends=True)
     except OSError:
@@ -175,9 +176,9 @@ def remove_unreferenced(contents: StoreContents, version: int) -> StoreContents:
 def remove(path: Path) -> None:
     """Remove a file and its copy if they exist and are not mapped. Raises OSError."""
     # Windows refuses to remove a mapped file; `remove_unreferenced` removes it after a restart.
-    for each in (path, path.with_name(copy_of(path.name))):
+    for file in (path, path.with_name(copy_of(path.name))):
         with suppress(PermissionError):
-            each.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
 
 
 def write_copy(folder: Path, entry: ManifestEntry) -> ManifestEntry:
@@ -188,11 +189,20 @@ def write_copy(folder: Path, entry: ManifestEntry) -> ManifestEntry:
 
 
 def copy_of(file: str) -> str:
+    """Return the name of the second copy of a tree's file."""
     return f"{file.removesuffix('.safetensors')}{COPY}"
 
 
 def _parse_line(line: bytes) -> tuple[int, str, ManifestEntry | None]:
-    """Parse a line of `format_line` into version, key and entry; raise `DamagedFile` for any other line."""
+    """Parse a line of `format_line`.
+
+    Returns:
+        The version of the commit, the key of the tree, and the new file of the tree; None for the file if the commit
+        removed the tree from the store.
+
+    Raises:
+        DamagedFile: the line has another form, or names a file that no store writes.
+    """
     try:
         row = atomic_io.parse_json(line)
         version = row["version"]
@@ -200,8 +210,10 @@ def _parse_line(line: bytes) -> tuple[int, str, ManifestEntry | None]:
         entry = None if row["file"] is None else ManifestEntry(*(row[field] for field in ManifestEntry._fields))
     except (ValueError, LookupError, TypeError) as error:
         raise DamagedFile(f"{MANIFEST} has an invalid line") from error
-    types = (int, str) if entry is None else (int, str, str, str, int, int)
-    if tuple(map(type, (version, key, *(entry or ())))) != types:
+    values = (version, key) if entry is None else (version, key, *entry)
+    expected_types = (int, str) if entry is None else (int, str, str, str, int, int)
+    # `type` and not `isinstance`: JSON's true would pass as an integer.
+    if tuple(map(type, values)) != expected_types:
         raise DamagedFile(f"{MANIFEST} has an invalid line")
     # Reject a name with a path, which could point outside the folder.
     if entry is not None and (not _STORE_FILE.fullmatch(entry.file) or Path(entry.file).name != entry.file):
@@ -236,6 +248,7 @@ def _check_or_repair(folder: Path, entry: ManifestEntry) -> bool:
 
 
 def _check(folder: Path, name: str, entry: ManifestEntry) -> None:
+    """Raise `DamagedFile` if a file differs from its entry in size or checksum, or cannot be read."""
     try:
         with (folder / name).open("rb") as file:
             if os.fstat(file.fileno()).st_size != entry.size:

@@ -12,7 +12,7 @@ from typing import Any
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, integrity, locks
-from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, LoadedCheckpoint, versions
+from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, LoadedCheckpoint, software_versions
 from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, WriteError, resume_command
 from halfmoon.storage.serialization import pack, with_seal
 from halfmoon.storage.state_store import TreeStore
@@ -45,7 +45,18 @@ _CREATION_FILES |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}", f".comparison.json{atom
 
 
 class RunFolder:
-    """One run on disk; the first write acquires the folder's lock, `close` (or the end of the process) frees it."""
+    """One run on disk.
+
+    The first write acquires the folder's lock; `close`, or the end of the process, frees it.
+
+    Attributes:
+        path: the folder.
+        config: text of `config.toml`.
+        identity: SHA-256 of all options that affect results.
+        writer: writes files, and has the lock.
+        metrics: the rows of finished rounds.
+        checkpoints: the newest checkpoints.
+    """
 
     def __init__(self, path: Path, config: str, identity: str) -> None:
         """Describe a folder that exists; use `create` or `open`."""
@@ -69,13 +80,13 @@ class RunFolder:
             UserError: if the folder is not empty, is in use, or cannot be written.
         """
         folder = cls(path, config, identity)
-        cls.refuse(path, identity)
+        cls.check_unused(path, identity)
         with _report_creation_error(path):
             path.mkdir(parents=True, exist_ok=True)
         folder.writer.acquire_lock()
         try:
-            cls.refuse(path, identity)  # repeated under the lock: another process may have created the run since
-            head = {"identity": identity, "config": atomic_io.sha256(config.encode()), **versions()}
+            cls.check_unused(path, identity)  # repeated under the lock: another process may have created the run since
+            head = {"identity": identity, "config": atomic_io.sha256(config.encode()), **software_versions()}
             # run.json first: a folder with only a config.toml may belong to the user.
             folder.writer.write(RUN, integrity.seal(head))
             folder.writer.write(CONFIG, config.encode())
@@ -85,7 +96,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def refuse(cls, path: Path, identity: str) -> None:
+    def check_unused(cls, path: Path, identity: str) -> None:
         """Raise UserError if the folder cannot be used for a new run, because it has a run or other files."""
         with _report_creation_error(path):
             if not path.exists():
@@ -93,7 +104,7 @@ class RunFolder:
             if not path.is_dir():
                 raise UserError(f"{path} is a file, not a folder", option="run_dir", hint="choose another {run_dir}.")
             head = atomic_io.read_json(path / RUN)
-            others = {e.name for e in path.iterdir()} - _CREATION_FILES
+            others = {entry.name for entry in path.iterdir()} - _CREATION_FILES
             if head is None or not others:
                 # Without other files it is empty, or its creation was killed before config.toml.
                 if others:
@@ -156,25 +167,30 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
+        """Free the folder's lock."""
         self.writer.close()
 
     @property
     def remark(self) -> str:
+        """A warning about the folder's lock, or ""."""
         return self.writer.remark
 
     @property
     def finished(self) -> bool:
+        """Whether the run has ended: it has a summary."""
         return self.summary() is not None
 
     def summary(self) -> dict[str, Any] | None:
+        """Read the summary, after a check of its checksum; None if the run is not finished."""
         return integrity.read_summary(self.path)
 
     def rows(self) -> list[dict[str, Any]]:
+        """Read the rows of `metrics.jsonl`."""
         return atomic_io.read_rows(self.path / METRICS)
 
     def verified_rows(self) -> list[dict[str, Any]]:
         """Read the rows of `metrics.jsonl`; raise UserError if another process changed the file."""
-        return atomic_io.parse_rows(self.metrics.verified(), self.path / METRICS)
+        return atomic_io.parse_rows(self.metrics.read_verified(), self.path / METRICS)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add a row to `metrics.jsonl`; a number that is not finite becomes null. Raise UserError if it cannot be written."""
@@ -182,7 +198,7 @@ class RunFolder:
         self.writer.append(METRICS, line)
         self.metrics.add(line)
 
-    def time(self, row: dict[str, Any]) -> None:
+    def log_timing(self, row: dict[str, Any]) -> None:
         """Add a row to `timings.jsonl`; ignore write errors, because no result depends on timings."""
         with suppress(WriteError):
             self.writer.append(TIMINGS, atomic_io.json_line(atomic_io.replace_nonfinite(row)))
@@ -224,16 +240,16 @@ class RunFolder:
         self.writer.acquire_lock()
         data = with_seal(pack(model)[0], meta)
         self.writer.write(MODEL, data)
-        self.writer.note({MODEL: atomic_io.sha256(data), METRICS: self.metrics.digest})
-        self.conclude(summary)
+        self.writer.record_checksums({MODEL: atomic_io.sha256(data), METRICS: self.metrics.digest})
+        self.write_summary(summary)
         self.checkpoints.clear()
 
-    def conclude(self, summary: dict[str, Any]) -> None:
+    def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`, which ends the run."""
         self.writer.acquire_lock()
         data = _format_summary(summary)
         # The checksum first: an existing summary must always have one.
-        self.writer.note({SUMMARY: atomic_io.sha256(data), CONFIG: atomic_io.sha256(self.config.encode())})
+        self.writer.record_checksums({SUMMARY: atomic_io.sha256(data), CONFIG: atomic_io.sha256(self.config.encode())})
         self.writer.write(SUMMARY, data)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from halfmoon.core.tree import Tree, flatten
 from halfmoon.storage.atomic_io import parse_json
 
-SEAL = "sha256"
+CHECKSUM_KEY = "sha256"
 """Metadata key of the checksum of the rest of the file."""
 
 
@@ -28,15 +28,17 @@ def pack(tree: Tree) -> tuple[bytes, dict[str, Any]]:
         The bytes of a safetensors file, and the tree's structure as JSON values: nested dicts with None for a contiguous
         leaf and the order of dimensions for a permuted one (channels last).
     """
-    return safetensors.torch.save(plain(tree)), _shape(tree)
+    return safetensors.torch.save(copy_leaves_to_cpu(tree)), _describe_structure(tree)
 
 
 def unpack(data: bytes, shape: dict[str, Any]) -> Tree:
+    """Deserialize a tree from the two results of `pack`."""
     return _fill_structure(safetensors.torch.load(data), shape)
 
 
 def pack_file(tree: Tree) -> bytes:
-    return safetensors.torch.save(plain(tree), {"shape": json.dumps(_shape(tree))})
+    """Serialize a tree to a safetensors file whose metadata contain the tree's structure."""
+    return safetensors.torch.save(copy_leaves_to_cpu(tree), {"shape": json.dumps(_describe_structure(tree))})
 
 
 def map_file(path: Path) -> Tree:
@@ -53,6 +55,7 @@ def map_file(path: Path) -> Tree:
 
 
 def map_tree(path: Path, shape: dict[str, Any]) -> Tree:
+    """Map the tree of a safetensors file into memory, with a structure as `pack` returns it."""
     with safe_open(path, "pt") as file:
         return _fill_structure({name: file.get_tensor(name) for name in _list_paths(shape)}, shape)
 
@@ -62,27 +65,27 @@ def with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
 
     The library's own writer orders metadata by a hash that differs from process to process, and so would the file.
     """
-    header, end = _header(data)
+    header, end = _parse_header(data)
     del header["__metadata__"]
     text = json.dumps({"__metadata__": meta, **header}).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format aligns tensors to 8 bytes
     return len(text).to_bytes(8, "little") + text + data[end:]
 
 
 def with_seal(data: bytes, meta: dict[str, str]) -> bytes:
     """Put metadata and a checksum of the rest of the file into the header of a safetensors file."""
     plain = with_metadata(data, meta)
-    return with_metadata(data, {**meta, SEAL: _seal(plain)})
+    return with_metadata(data, {**meta, CHECKSUM_KEY: _hash_content(plain)})
 
 
 def check_seal(data: bytes) -> bool:
     """Check the checksum of a file of `with_seal`; True without a checksum. Raise ValueError for another file type."""
-    header, _ = _header(data)
-    checksum = header["__metadata__"].get(SEAL)
-    return checksum is None or checksum == _seal(data)
+    header, _ = _parse_header(data)
+    checksum = header["__metadata__"].get(CHECKSUM_KEY)
+    return checksum is None or checksum == _hash_content(data)
 
 
-def _header(data: bytes) -> tuple[dict[str, Any], int]:
+def _parse_header(data: bytes) -> tuple[dict[str, Any], int]:
     """Parse the header of a safetensors file; return it with the offset of the tensors. Raise ValueError if invalid."""
     end = 8 + int.from_bytes(data[:8], "little")
     if end > len(data):
@@ -95,15 +98,15 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
     return header, end
 
 
-def _seal(data: bytes) -> str:
+def _hash_content(data: bytes) -> str:
     """Compute the SHA-256 of a file's header, without checksum and padding, and of its tensors."""
-    header, end = _header(data)
-    meta = {name: value for name, value in header["__metadata__"].items() if name != SEAL}
+    header, end = _parse_header(data)
+    meta = {name: value for name, value in header["__metadata__"].items() if name != CHECKSUM_KEY}
     text = json.dumps({**header, "__metadata__": meta}, sort_keys=True).encode()
     return sha256(sha256(text).digest() + data[end:]).hexdigest()
 
 
-def plain(tree: Tree) -> dict[str, Tensor]:
+def copy_leaves_to_cpu(tree: Tree) -> dict[str, Tensor]:
     """Copy the leaves to the CPU by path, each contiguous and with separate memory."""
     # Clone each leaf: safetensors refuses tensors that share memory.
     return {
@@ -111,11 +114,16 @@ def plain(tree: Tree) -> dict[str, Tensor]:
     }
 
 
-def _shape(tree: Tree) -> dict[str, Any]:
-    return {key: _shape(value) if isinstance(value, dict) else _dimension_order(value) for key, value in tree.items()}
+def _describe_structure(tree: Tree) -> dict[str, Any]:
+    """Describe keys and memory formats as nested dicts: the dimension order of each leaf, None if it is contiguous."""
+    return {
+        key: _describe_structure(value) if isinstance(value, dict) else _dimension_order(value)
+        for key, value in tree.items()
+    }
 
 
 def _dimension_order(leaf: Tensor) -> list[int] | None:
+    """Compute the order of dimensions in which a permuted leaf is contiguous; None for a contiguous leaf and for others."""
     if leaf.is_contiguous():
         return None
     order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
@@ -123,6 +131,7 @@ def _dimension_order(leaf: Tensor) -> list[int] | None:
 
 
 def _list_paths(shape: dict[str, Any], prefix: str = "") -> list[str]:
+    """List the paths of the leaves of a structure, such as "params/head/weight"."""
     paths: list[str] = []
     for key, value in shape.items():
         path = f"{prefix}{key}"
@@ -131,15 +140,20 @@ def _list_paths(shape: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _fill_structure(flat: dict[str, Tensor], shape: dict[str, Any], prefix: str = "") -> Tree:
-    return {
-        key: _fill_structure(flat, value, f"{prefix}{key}/")
-        if isinstance(value, dict)
-        else _permute_leaf(flat[f"{prefix}{key}"], value)
-        for key, value in shape.items()
-    }
+    """Build the tree of a structure from its leaves by path; `prefix` is the path of the structure itself."""
+    tree: Tree = {}
+    for key, value in shape.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            tree[key] = _fill_structure(flat, value, f"{path}/")
+        else:
+            tree[key] = _permute_leaf(flat[path], value)
+    return tree
 
 
 def _permute_leaf(leaf: Tensor, order: list[int] | None) -> Tensor:
+    """Restore the memory format of a leaf; the values by index do not change."""
     if order is None:
         return leaf
+    # Copy to the stored order of dimensions, then undo the permutation, which is a view.
     return leaf.permute(order).contiguous().permute([order.index(d) for d in range(leaf.dim())])

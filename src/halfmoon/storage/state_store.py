@@ -29,14 +29,14 @@ from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, manifest, serialization
 from halfmoon.storage.manifest import START, Commit, ManifestEntry, StoreContents
 
-CAP = 2**30
+DEFAULT_MEMORY_BYTES = 2**30
 """Default limit of the bytes in memory: 1 GiB."""
 
 
 class TreeStore:
     """Trees by key ("17", "server", "helpers/17"), on the CPU, at most `cap` bytes of them in memory."""
 
-    def __init__(self, folder: Path | None = None, cap: int = CAP) -> None:
+    def __init__(self, folder: Path | None = None, cap: int = DEFAULT_MEMORY_BYTES) -> None:
         """Create an empty store.
 
         Args:
@@ -63,6 +63,7 @@ class TreeStore:
         self.resident = 0  # bytes in memory
 
     def keys(self, prefix: str = "") -> list[str]:
+        """List the keys that begin with `prefix`, sorted."""
         return sorted(key for key in self._sizes if key.startswith(prefix))
 
     def total_bytes(self, prefix: str = "") -> int:
@@ -78,14 +79,17 @@ class TreeStore:
         return self._bytes[prefix]
 
     def size(self, key: str) -> int:
+        """Return the bytes of a tree, 0 if the key is unknown."""
         return self._sizes.get(key, 0)
 
-    def _count(self, key: str, nbytes: int) -> None:
+    def _add_to_totals(self, key: str, nbytes: int) -> None:
+        """Add bytes (negative to subtract) to the totals of all keys and of the key's first part."""
         for prefix in {"", key[: key.find("/") + 1]}:
             self._bytes[prefix] += nbytes
 
     @property
     def changed(self) -> bool:
+        """Whether trees were put or discarded since the last commit."""
         return bool(self._changed)
 
     def get(self, key: str) -> Tree | None:
@@ -114,12 +118,13 @@ class TreeStore:
         if nbytes > self.cap:
             self._files[key] = self.disk.spill(key, value)
         else:
+            # The first key is the one that was not used for the longest time.
             while self.resident + nbytes > self.cap:
                 self._evict(next(iter(self._trees)))
             self._trees[key] = tree.map(lambda leaf: leaf.detach().to("cpu", copy=True), value)
             self.resident += nbytes
         self._sizes[key] = nbytes
-        self._count(key, nbytes)
+        self._add_to_totals(key, nbytes)
         self._changed.add(key)
 
     def discard(self, key: str) -> None:
@@ -203,7 +208,7 @@ class TreeStore:
         self._sizes = {key: entry.nbytes for key, entry in contents.entries.items()}
         self._bytes.clear()
         for key, nbytes in self._sizes.items():
-            self._count(key, nbytes)
+            self._add_to_totals(key, nbytes)
         self._changed = set()
         self._replaced = list(contents.replaced)
 
@@ -216,9 +221,10 @@ class TreeStore:
         entry = self._files.pop(key, None)
         if entry is not None and entry != self._committed_files.get(key):
             self.disk.remove(entry)
-        self._count(key, -self._sizes.pop(key))
+        self._add_to_totals(key, -self._sizes.pop(key))
 
     def _evict(self, key: str) -> None:
+        """Remove a tree from memory; write it to a file first, unless its file is up to date."""
         if key not in self._files:
             self._files[key] = self.disk.spill(key, self._trees[key])
         del self._trees[key]
@@ -341,10 +347,12 @@ class TreeFiles:
 
 
 def _quote_key(key: str) -> str:
+    """Encode a key as a file name: slashes become %2F."""
     return quote(key, safe="")
 
 
 def _rename_flushed(old: Path, new: Path) -> None:
+    """Flush a file to disk and rename it, so that a file under its final name is complete even after a power loss."""
     with atomic_io.open_file(old, os.O_RDWR) as handle:
         os.fsync(handle)
     os.replace(old, new)

@@ -73,7 +73,7 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
     """
     config = replace(plan.config, run_dir=root)
     if not resume:
-        RunFolder.refuse(root, identity(config, config.method))
+        RunFolder.check_unused(root, identity(config, config.method))
         _write_plan(plan, root)
     methods = [config.method, *config.baselines]
     if plan.contents.site:

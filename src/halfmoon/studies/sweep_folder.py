@@ -230,17 +230,21 @@ def build_table(contents: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _accuracy_texts(cell: dict[str, Any]) -> list[str]:
-    """Format a cell's last and best accuracy, its number of seeds with an accuracy, and its published accuracy."""
+    """Format the last four columns of a cell's row in `build_table`.
+
+    Returns:
+        The accuracy after the last round and that of the best round, as mean and deviation over seeds in percent, "-"
+        without any; the number of finished seeds; and the published accuracy, "" if the paper has none.
+    """
+    # A run without an accuracy is not finished, or has failed.
     accuracies = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
-    texts: list[str] = []
+    measured: list[str] = []
     for name in ("last", "best"):
         percent = [100 * accuracy[name] for accuracy in accuracies]
-        value = tables.mean_and_deviation(percent) if percent else None
-        texts.append(tables.format_mean(value) or "-")
-    texts.append(f"{len(accuracies)}")
-    paper = cell["published"]
-    if paper is None:
-        texts.append("")
-    else:
-        texts.append(tables.format_mean(tables.MeanDeviation(paper["mean"], paper["deviation"])))
-    return texts
+        mean = tables.mean_and_deviation(percent) if percent else None
+        measured.append(tables.format_mean(mean) or "-")
+    published = cell["published"]
+    published_text = ""
+    if published is not None:
+        published_text = tables.format_mean(tables.MeanDeviation(published["mean"], published["deviation"]))
+    return [*measured, str(len(accuracies)), published_text]

@@ -193,8 +193,9 @@ class ClientManager:
         """
         start = self.clock.now()
         logged_names = ""
-        # Sites whose request is not sent yet, and since when they are waited for. A site that was absent for the whole
-        # last exchange gets no time: one absent site would delay every round.
+        # Sites whose request is not sent yet, and since when the server waits for them to connect. For a site that was
+        # absent during the whole last exchange, this is minus infinity: it gets its request if it is connected at once,
+        # and is given up otherwise. One absent site would else delay every round.
         waiting: dict[str, float] = {}
         for name in requests:
             absent = name in self._absent and name not in self.members.nodes
@@ -210,7 +211,7 @@ class ClientManager:
             self._send_waiting(requests, description, start, now, waiting, pending, send_count)
             for name, response in self._receive(pending).items():
                 if response.data is None and send_count[name] <= MAX_RESENDS:
-                    # Not `now`: receiving may have taken minutes.
+                    # The request was lost: send it again. The time is not `now`, because receiving may take minutes.
                     waiting[name] = self.clock.now()
                 else:
                     responses[name] = response
