@@ -329,8 +329,8 @@ def test_terms_are_read_in_a_process_with_limits_before_anybody_has_agreed(
     assert inspection.inspect_terms(TERMS.text) == inspection.describe_offer(TERMS)
     site = member(ward, tmp_path / "home")
     built: list[str] = []
-    monkeypatch.setattr(terms_module, "task", lambda *_: built.append("task"))
-    monkeypatch.setattr(limits, "task", lambda *_: built.append("task"))
+    monkeypatch.setattr(terms_module, "build_task", lambda *_: built.append("task"))
+    monkeypatch.setattr(limits, "build_task", lambda *_: built.append("task"))
     assert told(site.reply_to(offer())).reason == NOT_AGREED
     assert built == []
     inspection.inspect_terms.cache_clear()
