@@ -180,6 +180,9 @@ def test_derivatives_of_a_centered_head_on_features() -> None:
     back = tree.map(lambda a, b: a - 1e-3 * b, params, direction)
     expected = (network.predict(step, {}, x) - network.predict(back, {}, x)) / 2e-3
     torch.testing.assert_close(network.tangent(params, x, tape, direction), expected, rtol=1e-2, atol=1e-3)
+    # The gradient of a sum is an expanded tensor, as in a step of FedDure.
+    expanded = tree.map(lambda leaf: torch.ones(()).expand(leaf.shape), params)
+    torch.testing.assert_close(network.tangent(params, x, tape, expanded), expected, rtol=1e-2, atol=1e-3)
     whole, model = network.full_model({"params": params, "stats": {}})
     images = torch.rand(4, 1, 8, 8)
     expected, features = whole.represent(model["params"], {}, images)

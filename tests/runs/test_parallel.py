@@ -1,4 +1,4 @@
-"""Runs side by side: the same bytes as one after another, told of in one place, stopped by the first that fails."""
+"""Runs side by side: the same bytes as one after another, told of in one place, and not lost if one of them fails."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,8 @@ import pytest
 from halfmoon.config.schema import Config
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
-from halfmoon.runs import parallel, runner
+from halfmoon.methods import registry
+from halfmoon.runs import assembly, parallel, runner
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.storage.checkpoints import METRICS
 
@@ -46,11 +47,24 @@ def test_runs_side_by_side_are_those_played_one_after_another(tmp_path: Path) ->
     assert watch.said == {folder: ["begin", (1, here), (2, here), name] for folder, name in names.items()}
 
 
-def test_the_first_run_that_fails_ends_all(tmp_path: Path) -> None:
+def test_an_error_of_all_runs_is_raised(tmp_path: Path) -> None:
     config = Config(**SMALL | {"rounds": 40}, lr=1e30, method="fedavg", baselines=("fedavg-sl",), processes=2,
                     run_dir=tmp_path / "run")  # fmt: skip
     with pytest.raises(Diverged, match="training stopped"):
         runner.start(config)
+    assert not (tmp_path / "run" / assembly.MARKDOWN).exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_failed_method_does_not_lose_the_results_of_the_others(processes: int, tmp_path: Path) -> None:
+    config = Config(**SMALL | {"rounds": 10}, method="fedavg-fixmatch", baselines=("fedavg", "fedavg-sl"), lr=0.01,
+                    options={"fedavg-fixmatch": {"unlabeled_weight": 1e30, "threshold": 0.0}},
+                    processes=processes, run_dir=tmp_path / "run")  # fmt: skip
+    with pytest.raises(Diverged):
+        runner.start(config)
+    table = (tmp_path / "run" / assembly.MARKDOWN).read_text()
+    titles = {name: registry.entry(name).title for name in (config.method, *config.baselines)}
+    assert {name for name, title in titles.items() if f"| {title} " in table} == {"fedavg", "fedavg-sl"}
 
 
 @pytest.mark.parametrize(

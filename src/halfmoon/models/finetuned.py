@@ -306,6 +306,9 @@ class FeatureHead(Network):
     ) -> Tensor:
         if self._leaf(params, "center") is None:
             return self.predict(direction, {}, x)  # logits are linear in the head
+        # A gradient may be an expanded tensor, whose elements share memory: forward mode needs separate ones.
+        params = tree.contiguous(params)
+        direction = tree.contiguous(direction)
         return jvp(lambda p: self.predict(p, {}, x), (params,), (direction,))[1]
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ def count_processes(config: Config, runs: int) -> int:
 
 def run_in_processes(
     run_job: Callable[[int, Callback], Row], numbers: Sequence[int], config: Config, watch: Callback
-) -> dict[int, Row]:
+) -> tuple[dict[int, Row], dict[int, Exception]]:
     """Train runs in several processes.
 
     Args:
@@ -69,19 +69,20 @@ def run_in_processes(
         watch: receives the events of all runs.
 
     Returns:
-        Summaries by number; {} if nothing was trained because one process is enough.
+        Summaries by number, and the `UserError` or `Diverged` of each run that raised one; both are empty if nothing
+        was trained because one process is enough.
 
     Raises:
-        UserError: a run raised it, or a process was killed. The other runs are stopped, and can be resumed.
-        Diverged: a run raised it.
+        UserError: a process was killed. The other runs are stopped, and can be resumed.
     """
     count = count_processes(config, len(numbers))
     if count < 2:
-        return {}
+        return {}, {}
     context = ready_context(__name__, "halfmoon.runs.runner")
     messages = context.Queue()
     acknowledged = {number: context.Event() for number in numbers}
     summaries: dict[int, Row] = {}
+    failures: dict[int, Exception] = {}
     runs: dict[Path, RunInfo] = {}
     initial_arguments = (run_job, messages, acknowledged, count)
     with ProcessPoolExecutor(count, context, _initialize_process, initial_arguments) as pool:
@@ -94,27 +95,33 @@ def run_in_processes(
                 _forward_messages(messages, runs, acknowledged, watch)
                 for future in finished:
                     number = pending.pop(future)
-                    summaries[number] = _read_summary(future)
+                    result = _read_result(future)
+                    if isinstance(result, RunFailure):
+                        result.error.__cause__ = result.cause
+                        failures[number] = result.error
+                    else:
+                        summaries[number] = result
         except BaseException:
             terminate(pool)
             raise
     # Messages may arrive after the future of their run.
     _forward_messages(messages, runs, acknowledged, watch)
-    return summaries
+    return summaries, failures
 
 
-def _read_summary(future: Future[Row | RunFailure]) -> Row:
-    """Return the summary of a finished run, or raise the error that stopped it."""
+def _read_result(future: Future[Row | RunFailure]) -> Row | RunFailure:
+    """Return the summary of a finished run, or the error that stopped it.
+
+    Raises:
+        UserError: the process was killed.
+    """
     try:
-        result = future.result()
+        return future.result()
     except BrokenProcessPool as error:
         raise UserError(
             "a process that trained a run was killed, or the memory is full: go on with the run folder, or choose "
             "fewer --processes."
         ) from error
-    if isinstance(result, RunFailure):
-        raise result.error from result.cause
-    return result
 
 
 def _forward_messages(

@@ -389,14 +389,22 @@ def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Cal
     """
     if shared is not None and shared.source.skipped:
         write_skipped(root, shared.source.skipped)
-    summaries_by_number = _run_jobs(root, jobs, shared, watch)
+    summaries_by_number, failures = _run_jobs(root, jobs, shared, watch)
+    finished = sorted(summaries_by_number)
     outcome = RunResult(
         folder=root,
-        summaries=[summaries_by_number[number] for number in range(len(jobs))],
+        summaries=[summaries_by_number[number] for number in finished],
         curves=root / CURVES,
-        runs=[root / job.folder for job in jobs],
+        runs=[root / jobs[number].folder for number in finished],
         tables=[root / CSV, root / MARKDOWN],
     )
+    if failures:
+        # The results of the finished methods are written before the error of the first failed one is raised.
+        if finished:
+            write_comparison(outcome)
+            names = ", ".join(dict.fromkeys(jobs[number].config.method for number in sorted(failures)))
+            watch.say(f"{names} failed; the results of the other methods are in {outcome.tables[1]}.")
+        raise failures[min(failures)]
     if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
         write_comparison(outcome)
     return outcome
@@ -424,8 +432,14 @@ def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
         ) from error
 
 
-def _run_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:
-    """Run the jobs that are not finished, in one or several processes, and return all summaries by number."""
+def _run_jobs(
+    root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback
+) -> tuple[dict[int, Row], dict[int, Exception]]:
+    """Run the jobs that are not finished, in one or several processes.
+
+    Returns:
+        The summaries by the job's number, and the errors of the jobs that failed.
+    """
     pending: list[int] = []
     for number, job in enumerate(jobs):
         if shared is not None and not _is_finished(root / job.folder, job.config):
@@ -434,11 +448,15 @@ def _run_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Ca
     if any(":" in job.config.method for job in jobs):
         pending = []
     run_number = partial(_run_numbered_job, root, tuple(jobs), shared)
-    summaries = run_in_processes(run_number, pending, jobs[0].config, watch)
+    summaries, failures = run_in_processes(run_number, pending, jobs[0].config, watch)
     for number in range(len(jobs)):
-        if number not in summaries:
+        if number in summaries or number in failures:
+            continue
+        try:
             summaries[number] = run_number(number, watch)
-    return summaries
+        except Exception as error:
+            failures[number] = error
+    return summaries, failures
 
 
 def _run_numbered_job(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
