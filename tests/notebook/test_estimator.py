@@ -3,11 +3,13 @@
 import importlib.util
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.linear_model import Ridge
@@ -18,6 +20,7 @@ from sklearn.utils.estimator_checks import check_classifiers_classes, check_esti
 
 import halfmoon
 from halfmoon import FederatedClassifier, UserError
+from halfmoon.data import memory
 from halfmoon.data.partition.split import Split
 from halfmoon.runs import vectors
 
@@ -204,8 +207,10 @@ def test_it_fits_into_pipelines_searches_and_clones() -> None:
 
 def test_rows_are_dealt_evenly_by_the_seed() -> None:
     model = FederatedClassifier(n_clients=4)
-    dealt = [model._number_clients(None, 10, np.random.RandomState(seed))[0] for seed in (0, 0, 1)]
-    assert sorted(np.bincount(dealt[0])) == [2, 2, 3, 3]
+    labels = np.where(np.arange(14) < 6, 0, -1)
+    dealt = [model._number_clients(None, labels, np.random.RandomState(seed))[0] for seed in (0, 0, 1)]
+    assert sorted(np.bincount(dealt[0])) == [3, 3, 4, 4]
+    assert sorted(np.bincount(dealt[0][:6])) == [1, 1, 2, 2]
     np.testing.assert_array_equal(dealt[0], dealt[1])
     assert (dealt[0] != dealt[2]).any()
 
@@ -281,3 +286,57 @@ def test_training_on_vectors_checks_the_layout_of_options() -> None:
     model = vectors.train(training, x, y.astype(np.int64), split, seed=0)
     # No unlabeled vector: the ridge head's directions remain.
     assert (model.logits(x).argmax(1) == y).mean() > 0.8
+
+
+IMAGE_OPTIONS = {"network": "small", "steps": 2, "threads": 1, "cohort": 2, "lr": 1e-2}
+
+
+def digit_images(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `count` images of three digits, float64 (count, 8, 8) from 0 to 1, and their names."""
+    images, digits = load_digits(n_class=3, return_X_y=True)
+    return images[:count].reshape(-1, 8, 8) / 16, np.array(["nil", "one", "two"], dtype=object)[digits[:count]]
+
+
+def test_images_train_as_halfmoon_run_does(tmp_path: Path) -> None:
+    x, y = digit_images(60)
+    y[30:] = None
+    clients = np.arange(60) % 2
+    known = len(memory._registered)
+    model = FederatedClassifier("fedavg-fixmatch", rounds=2, random_state=3, options=IMAGE_OPTIONS)
+    model.fit(x, y, clients=clients)
+    assert (model.method_, model.n_clients_, model.n_features_in_) == ("fedavg-fixmatch", 2, 64)
+    numbers = pd.Series(y).map({"nil": 0, "one": 1, "two": 2}).fillna(-1).astype(int).to_numpy()
+    seed = int(np.random.RandomState(3).randint(2**31 - 1))
+    pixels = np.floor(x * 255 + 0.5).astype(np.uint8)
+    expected = halfmoon.run(
+        data=(pixels, numbers),
+        test=(pixels[:3], numbers[:3]),
+        clients=clients,
+        seed=seed,
+        method="fedavg-fixmatch",
+        rounds=2,
+        progress=False,
+        run_dir=tmp_path / "run",
+        **IMAGE_OPTIONS,
+    )
+    p = model.predict_proba(x)
+    np.testing.assert_array_equal(p, expected.model.predict_proba(pixels[..., None]))
+    np.testing.assert_array_equal(model.predict(x), model.classes_[p.argmax(1)])
+    assert list(model.classes_) == ["nil", "one", "two"]
+    # The registry keeps the arrays of `halfmoon.run` for `resume`, but not those of fits.
+    assert len(memory._registered) == known + 1
+    # One image stays a batch, and lists of PIL images are the same images.
+    np.testing.assert_allclose(model.predict_proba(x[:1]), p[:1], atol=1e-6)
+    np.testing.assert_allclose(model.predict_proba([Image.fromarray(one) for one in pixels]), p, atol=1e-6)
+    with pytest.raises(UserError, match="trained on images"):
+        model.predict(x.reshape(60, 64))
+
+
+def test_recommended_on_images() -> None:
+    x, y = digit_images(40)
+    parameters = {"n_clients": 2, "rounds": 1, "options": IMAGE_OPTIONS, "random_state": 0}
+    assert FederatedClassifier(**parameters).fit(x, y).method_ == "fedavg"
+    y[20:] = None
+    assert FederatedClassifier(**parameters).fit(x, y).method_ == "fedavg-soft-labels"
+    with pytest.raises(UserError, match="options has 'seed'"):
+        FederatedClassifier(options={"seed": 1}).fit(x, y)

@@ -6,7 +6,8 @@ data sets of other libraries.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -119,6 +120,20 @@ def register(data: MemoryData) -> str:
     name = data.compute_name()
     _registered[name] = data
     return name
+
+
+@contextmanager
+def registered(data: MemoryData) -> Iterator[str]:
+    """Register a data set in a `with` block, and yield its name; after it the images can be freed."""
+    name = data.compute_name()
+    before = _registered.get(name)
+    _registered[name] = data
+    try:
+        yield name
+    finally:
+        del _registered[name]
+        if before is not None:
+            _registered[name] = before
 
 
 def is_memory_name(name: str) -> bool:
