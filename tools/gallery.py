@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples"
 ORDER = (
     "main_job",
+    "arrays",
     "own_images",
     "objective",
     "network",

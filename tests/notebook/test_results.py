@@ -141,7 +141,7 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
     assert set(table["axis:method"]) == {"fedavg", "same"}  # cells that share their runs
     assert halfmoon.load_run(result.folder).to_frame().equals(table)
     assert "<table>" in result._repr_html_()
-    assert result.to_latex().count("\\begin{table}") == 1
+    assert result.to_latex().count("\\begin{table}") == 2  # at the end, and at equal steps
     with pytest.raises(halfmoon.UserError, match="belongs into the recipe"):
         halfmoon.sweep(recipe, out=tmp_path / "out", rounds=3)
 

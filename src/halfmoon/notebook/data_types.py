@@ -11,7 +11,7 @@ Labels are whole numbers or strings. `-1` (in strings also "-1") and None mean "
 are the sorted different labels as text, unless the data set names its classes.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -372,7 +372,7 @@ def _to_numpy(values: Any) -> np.ndarray:
 
 def _list_labels(labels: Any, name: str) -> list[Any]:
     """List labels as Python values."""
-    if isinstance(labels, str) or not (isinstance(labels, Sized) and hasattr(labels, "__iter__")):
+    if isinstance(labels, str) or not isinstance(labels, Collection):
         raise UserError(
             f"{name}: the labels are {_describe_type(labels)}: give one number or string for each image, -1 for an "
             "unlabeled one."
