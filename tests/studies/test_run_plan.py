@@ -123,7 +123,10 @@ def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> No
     assert (made.config.resize, made.config.network, made.config.flip) == (112, "efficientnet-lite0", False)
     assert (made.config.method, made.config.baselines) == ("mixture-head", ("ridge-head",))
     assert made.seconds > 0
-    many = make_plan({"data": str(tmp_path / "photos"), "labels": 93}, found)
+    written(tmp_path / "more", 45, 12)
+    more = scan_folder(tmp_path / "more")
+    assert more is not None
+    many = make_plan({"data": str(tmp_path / "more"), "labels": 93, "clients": 2}, more)
     assert (many.config.method, many.config.baselines) == ("ridge-head", ())
 
 

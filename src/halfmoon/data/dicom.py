@@ -240,10 +240,11 @@ def _read_identifiers(path: Path) -> tuple[str, str]:
     if not holds_image(path):
         return "", ""
     try:
+        # Values are converted, with warnings, when they are read from the data set.
         with path.open("rb") as data, IGNORE_WARNINGS:
             tags = ["PatientID", "StudyInstanceUID"]
             file = import_module("pydicom").dcmread(_inflate(data, ""), stop_before_pixels=True, specific_tags=tags)
-        return str(file.get("PatientID") or "").strip(), str(file.get("StudyInstanceUID") or "").strip()
+            return str(file.get("PatientID") or "").strip(), str(file.get("StudyInstanceUID") or "").strip()
     except Exception:  # decoding reports the error
         return "", ""
 

@@ -13,7 +13,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
-from halfmoon.data import Images, Source, Split
+from halfmoon.data import Images, Source, Split, take_share
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES
 from halfmoon.data.readers.class_folders import HELD_OUT_SHARE, find_part, list_images
 from halfmoon.engine.evaluation import Examples
@@ -159,9 +159,86 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
     use_heads = network == PRETRAINED or (
         network is None and hubs.is_installed(PRETRAINED) and "weights" not in options
     )
+    options = _fit_clients(options, contents, use_heads)
     if use_heads:
         return _plan_heads(options, contents, 60 * minutes)
     return _plan_from_scratch(options, contents, 60 * minutes)
+
+
+def _fit_clients(options: Mapping[str, Any], contents: FolderContents, heads: bool) -> Mapping[str, Any]:
+    """Check that the run can split the images, and choose fewer clients if it cannot and the user gave no number.
+
+    Returns:
+        The options, with the numbers of clients and labels if they were changed.
+
+    Raises:
+        UserError: as the run would: a class cannot be divided, or the images do not suffice for the split.
+    """
+    if contents.site or contents.in_memory:
+        return options
+    labels = _training_labels(contents)
+    config = _configure(options, contents, heads)
+    try:
+        _check_split(config, contents, labels)
+    except UserError:
+        if options.get("clients"):
+            raise
+    else:
+        return options
+    label_options = {} if LABEL_COUNT_OPTIONS & options.keys() else {"labels": config.labels}
+    for clients in range(config.clients - 1, 0, -1):
+        fewer = {**options, **label_options, "clients": clients}
+        try:
+            _check_split(_configure(fewer, contents, heads), contents, labels)
+        except UserError:
+            continue
+        return fewer
+    _check_split(config, contents, labels)  # no number of clients helps: raise the first error
+    return options
+
+
+def _enlarge_share(config: Config, contents: FolderContents, share: float) -> float:
+    """Double a share of the images, up to 1, until the clients can be given images."""
+    if contents.in_memory:
+        return share
+    labels = _training_labels(contents)
+    while share < 1:
+        try:
+            _check_split(replace(config, data_share=share * config.data_share), contents, labels)
+        except UserError:
+            share = min(1.0, 2 * share)
+        else:
+            break
+    return share
+
+
+def _configure(options: Mapping[str, Any], contents: FolderContents, heads: bool) -> Config:
+    return head_config(options, contents)[0] if heads else _scratch_config(options, contents)[0]
+
+
+def _training_labels(contents: FolderContents) -> np.ndarray:
+    """Return the labels of the images that remain for training after test images are held out, int64 (N,)."""
+    if contents.tests:
+        return contents.labels
+    counts = np.bincount(contents.labels, minlength=len(contents.classes))
+    for name, count in zip(contents.classes, counts.tolist(), strict=True):
+        if count < 2:
+            raise UserError(
+                f"{contents.folder / name}: a class of one image has none to test on; add another, or remove it."
+            )
+    remaining = [count - max(1, round(HELD_OUT_SHARE * count)) for count in counts.tolist()]
+    return np.repeat(np.arange(len(contents.classes)), remaining)
+
+
+def _check_split(config: Config, contents: FolderContents, labels: np.ndarray) -> None:
+    """Raise the error of a split of training images with these labels, int64 (N,), if the images do not suffice."""
+
+    def make_blank(image_labels: np.ndarray) -> Images:
+        return Images(np.zeros((len(image_labels), 1, 1, 1), np.uint8), image_labels.astype(np.int64))
+
+    every_class = make_blank(np.arange(len(contents.classes)))
+    source = Source(contents.folder.name, make_blank(labels), every_class, contents.classes, False, (0.5,), (0.5,))
+    factory.get_split(config, take_share(source, config.data_share))
 
 
 def image_options(contents: FolderContents, heads: bool) -> dict[str, Any]:
@@ -233,6 +310,7 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, seconds_li
         slope = image_seconds * optional_count + solving_per_image * optional_count
         share = float(np.clip(1 - (total_seconds - seconds_limit) / slope, 0.05, 1))
     if not contents.site:
+        share = _enlarge_share(config, contents, share)
         share *= config.data_share
         config = replace(config, data_share=share)
     images = train_count - optional_count * (1 - share)
@@ -266,7 +344,10 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, seconds_li
     )
 
 
-def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, seconds_limit: float) -> Plan:
+def _scratch_config(
+    options: Mapping[str, Any], contents: FolderContents
+) -> tuple[Config, tuple[str, str], dict[str, Any]]:
+    """Configure a network that is trained from scratch: the configuration, the methods, and the defaults."""
     label_location = "server" if options.get("labels_at") == "server" else "clients"
     pair = ("fedavg", registry.RECOMMENDED[label_location])
     defaults = {
@@ -275,7 +356,11 @@ def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, sec
         **image_options(contents, heads=False),
         "rounds": MAX_ROUNDS,
     }
-    config = _resolve_pair(options, defaults, pair)
+    return _resolve_pair(options, defaults, pair), pair, defaults
+
+
+def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, seconds_limit: float) -> Plan:
+    config, pair, defaults = _scratch_config(options, contents)
     round_costs = {name: _measure_round(replace(config, method=name, baselines=()), contents) for name in pair}
     splits = FOLDS if contents.site else SCRATCH_SPLITS
 

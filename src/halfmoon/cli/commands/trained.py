@@ -230,7 +230,7 @@ def _export(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference import load_model
     from halfmoon.sites.inference.export import export_onnx, export_torch, real_images
 
-    model = load_model(args.model)
+    model = load_model(args.model, network=args.network)
     real = real_images(model, args.images)
     makers = {"onnx": (export_onnx, args.onnx), "torch": (export_torch, args.torch)}
     result = {name: make(model, path, real) for name, (make, path) in makers.items() if path is not None}

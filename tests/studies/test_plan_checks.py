@@ -1,0 +1,47 @@
+"""The plan of a folder makes the checks of the run, and chooses as many clients as there are images for."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from support.image_files import noise
+
+from halfmoon.cli.main import main
+
+
+def write_classes(folder: Path, **counts: int) -> Path:
+    for number, (name, count) in enumerate(counts.items()):
+        (folder / name).mkdir(parents=True)
+        for row, pixels in enumerate(noise(count, 8, seed=number)):
+            Image.fromarray(pixels).save(folder / name / f"{row}.png")
+    return folder
+
+
+@pytest.mark.parametrize("extra", [["--network", "small"], []])
+def test_a_plan_chooses_clients_that_the_run_can_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
+    """20 labels of 24 training images leave 4 unlabeled ones, for fewer than the 6 clients of the default."""
+    data = str(write_classes(tmp_path / "in", cat=15, dog=15))
+    command = ["run", "--data", data, "--labels", "20", "--minutes", "0.01", *extra]
+    assert main([*command, "--plan", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert "simulated client" in plan["chosen"]["labels"]
+    assert "6 simulated clients" not in plan["chosen"]["labels"]
+    assert main([*command, "--run-dir", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+
+
+def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = str(write_classes(tmp_path / "few", cat=15, dog=15))
+    one = str(write_classes(tmp_path / "one", cat=15, zebra=1))
+    for options, words in (
+        (["--data", few, "--labels", "20", "--clients", "6"], "6 clients with at least 1 unlabeled images each need 6"),
+        (["--data", one], "zebra: a class of one image has none to test on"),
+    ):
+        messages = []
+        for flags in (["--plan"], ["--run-dir", str(tmp_path / "out")]):
+            assert main(["run", *options, "--network", "small", *flags]) == 2
+            messages.append(capsys.readouterr().err)
+        assert messages[0] == messages[1]
+        assert words in messages[0]
