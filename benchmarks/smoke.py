@@ -52,6 +52,7 @@ Small = tuple[str, dict[str, Any]]
 REHEARSED = {
     "federation_attacks": ("attackers", "Besieged"),
     "federation_faults": ("disturbed", "Federation"),
+    "hostile_sums": ("--seeds 0 --labels 250 --out {out}/sums", {"METHODS": {"ridge-head": 1}}),
     "hostile_site": ("disturbed", "Federation"),
 }
 """Scripts whose federations are played in one process, and the class that would start their processes."""
