@@ -462,12 +462,12 @@ def _draw(
     context: ClientContext, client: int, data: ClientData, amount: Amount, drawable: Tensor | None
 ) -> DrawnUpdate:
     requirements = context.client_update.requirements
-    drawn = draw(amount, data, context.views, requirements, drawable, context.seed, *context.path(client))
+    update = draw(amount, data, context.views, requirements, drawable, context.seed, *context.path(client))
     if not context.client_update.task.network.has_dropout:
-        return drawn
+        return update
     generator = rng.generator(context.seed, *context.path(client), KEY)
-    keys = torch.randint(2**62, (drawn.amount.steps,), generator=generator)
-    return drawn._replace(mixing={**drawn.mixing, KEY: keys})
+    keys = torch.randint(2**62, (update.amount.steps,), generator=generator)
+    return update._replace(mixing={**update.mixing, KEY: keys})
 
 
 def _add_precomputed_views(context: ClientContext, client: int, data: ClientData) -> ClientData:
