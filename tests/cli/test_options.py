@@ -21,6 +21,7 @@ import pytest
 from halfmoon.cli import main as cli
 from halfmoon.config import schema
 from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
 from halfmoon.runs import factory, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK
 from halfmoon.sites import inference

@@ -80,7 +80,7 @@ class ModelEvaluation(NamedTuple):
         shares = self.confusion.diagonal()[present].double() / images[present].double()
         return round(float(shares.mean()), 6)
 
-    def row(self) -> dict[str, float | list[float]]:
+    def row(self) -> dict[str, Any]:
         """Return accuracy, loss, accuracy by class and balanced accuracy, as metrics.jsonl stores them."""
         accuracy = int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
         return {
