@@ -31,7 +31,7 @@ results = halfmoon.compare(
 )
 results.summary
 # %%
-figure = results.plot(path="accuracy.pdf")
+results.plot(path="accuracy.pdf")
 # %% [markdown]
 # `to_frame` has every number, `to_latex` is the table of a paper.
 # %%

@@ -50,6 +50,6 @@ codes
 results = halfmoon.load_run("first")
 results
 # %%
-figure = results.plot()
+results.plot()
 # %%
 results.model.evaluate("rehearsal/test")["accuracy"]

@@ -40,6 +40,7 @@ axes = first.plot().axes[0]
 second.plot(axes=axes)
 axes.legend([f"{result.summaries[0]['accuracy']['last']:.1%}, {words}" for result, words in
              ((first, "2 labels a class"), (second, "4 labels a class"))])  # fmt: skip
+axes.figure
 # %% [markdown]
 # Review: where does the model disagree with a label, and how sure is it? `halfmoon review` shows these as a wall.
 # %%

@@ -20,7 +20,7 @@ halfmoon.problem(config).split
 results = halfmoon.compare(["fedavg", "fedavg-soft-labels", "fedavg-sl"], config, seeds=2, run_dir="runs/main")
 results
 # %%
-figure = results.plot()
+results.plot()
 # %% [markdown]
 # The numbers behind the picture are a data frame, a row for each run, round and metric.
 # %%

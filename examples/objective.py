@@ -55,5 +55,4 @@ class Slow(ModelAveraging):
 
 
 slow = halfmoon.run(config, method=Slow(keep=0.5), run_dir="runs/slow")
-figure = own.plot()
-slow.plot(axes=figure.axes[0])
+slow.plot(axes=own.plot().axes[0])

@@ -341,13 +341,10 @@ def _make_axes(count: int) -> "list[Axes]":
     from matplotlib import pyplot
 
     size = (6.4 if count == 1 else 4.4 * count, 3.6)
+    figure = pyplot.figure(figsize=size, layout="constrained")
     if in_notebook():
-        # The notebook displays the figure that `plot` returns; pyplot would display it a second time.
-        from halfmoon.report.figures import new_figure
-
-        figure = new_figure(*size)
-    else:
-        figure = pyplot.figure(figsize=size, layout="constrained")
+        # The notebook displays the figure that `plot` returns; pyplot would display an open one a second time.
+        pyplot.close(figure)
     return [figure.add_subplot(1, count, number + 1) for number in range(count)]
 
 
