@@ -52,7 +52,6 @@ Small = tuple[str, dict[str, Any]]
 REHEARSED = {
     "federation_attacks": ("attackers", "Besieged"),
     "federation_faults": ("disturbed", "Federation"),
-    "hostile_sums": ("--seeds 0 --labels 250 --out {out}/sums", {"METHODS": {"ridge-head": 1}}),
     "hostile_site": ("disturbed", "Federation"),
 }
 """Scripts whose federations are played in one process, and the class that would start their processes."""
@@ -144,6 +143,7 @@ SMALLEST: dict[str, Small] = {
     "foreign_app": ("", {"MOMENTS": ("after the run",)}),
     "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
     "half_open": ("--connections 5 --seconds 1", {}),
+    "hostile_sums": ("--seeds 0 --labels 250 --out {out}/sums", {"METHODS": {"ridge-head": 1}}),
     "hostile_site": ("--rounds 1 --only hostile --out {out}/hostile", {"SITES": NAMES, "EXPORT": export(2)}),
     "label_choice": ("--out {out}/choice", {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 45, "TESTS": 12}),
     "large_data": ("6000 8 {out}", {}),
