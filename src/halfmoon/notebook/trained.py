@@ -211,4 +211,4 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     """
     file = load.find_model_file(to_path(path))
     model = load.load_model(file, device, network)
-    return Model(model.card, model.params, model.stats, model.device, file)
+    return Model(model.card, model.params, model.stats, model.device, file, file=file)

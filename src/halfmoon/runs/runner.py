@@ -47,7 +47,7 @@ from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, feature_pr
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, parse_jobs, render_jobs
 from halfmoon.runs.parallel import run_in_processes
-from halfmoon.storage import atomic_io, integrity
+from halfmoon.storage import atomic_io, image_digests, integrity
 from halfmoon.storage.folder_writer import CONFIG, resume_command
 from halfmoon.storage.run_folder import BASELINES, PENDING, SKIPPED, SUMMARY, RunFolder
 from halfmoon.storage.state_store import TreeStore
@@ -466,6 +466,16 @@ def _run_numbered_job(root: Path, jobs: Sequence[Job], shared: Problem | None, n
     return _run_job(root, jobs[number], shared, watch)
 
 
+def _iterate_training_images(shared: Problem) -> Iterator[np.ndarray]:
+    """Iterate over the images that clients or the server have, uint8 (H, W, C), without the padding of the network."""
+    images = shared.source.train.images
+    height, width = shared.input_size
+    top = max(0, images.shape[1] - height) // 2
+    left = max(0, images.shape[2] - width) // 2
+    for row in np.flatnonzero(shared.split.client != -1):
+        yield images[row, top : top + height, left : left + width]
+
+
 def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
     """Train one job from its latest checkpoint, or from the start, to its end.
 
@@ -501,6 +511,8 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
         if not (path / SPLIT).exists():
             assembly.save_split(path, shared.split, shared.source)
         assembly.record_split_checksums(path)
+        if Path(config.data).is_dir():
+            image_digests.write_digests(path, _iterate_training_images(shared))
         run = RunInfo(path, config, entry.title, first=checkpoint.round if checkpoint else 0)
         watch.begin(run)
         with workers.open_workers(config) as parallel_map, factory.use_threads(factory.count_threads(config)):

@@ -147,7 +147,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     else:
         _print_metrics(result, files)
     if result["training_images"]:
-        print_warning(f"{args.folder} {TRAINING_IMAGES_WARNING}", 0)
+        count = result["training_image_count"]
+        images = f"({count:,} of {result['images']:,}) " if count else ""
+        print_warning(f"{args.folder} {images}{TRAINING_IMAGES_WARNING}", 0)
     return _report_unreadable(unreadable)
 
 
@@ -192,11 +194,21 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.2f}"
 
 
+MAX_EXAMINED_IMAGES = 500
+"""Images of which `halfmoon review` checks whether the model was trained on them, before the page opens."""
+
+
 def _review(args: argparse.Namespace) -> int:
     from halfmoon.pages.review import serve_review_page as review
+    from halfmoon.sites.inference.image_folder import list_images
+    from halfmoon.sites.inference.measure import TRAINING_IMAGES_WARNING, count_training_images
 
     port = parse_page_port(args)
     model = model_loader(args.model, args.device, args.network)()
+    paths = list_images(args.folder)
+    sample = paths[:: -(-len(paths) // MAX_EXAMINED_IMAGES)]
+    if count := count_training_images(model, args.folder, sample):
+        print_warning(f"{args.folder} ({count:,} of {len(sample):,} examined) {TRAINING_IMAGES_WARNING}", 0)
     with exit_on_interrupt("the page is closed."):
         review(model, args.model.resolve().name, args.folder, port, not args.no_browser, line_writer(False))
     return 0

@@ -62,6 +62,7 @@ from halfmoon.sites.inference import card_document
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import SITE_LOG, Event, EventLog
+from halfmoon.storage.image_digests import DIGESTS
 from halfmoon.storage.run_folder import MODEL
 from halfmoon.storage.serialization import pack, with_seal
 
@@ -451,6 +452,8 @@ def copy_final_model(folder: Path, state_folder: Path, text: str) -> str:
         copy_folder.mkdir(exist_ok=True)
         for file in (MODEL, *card_document.CARD_FILES):
             atomic_io.write_atomically(copy_folder / file, (state_folder / FINAL_FOLDER / file).read_bytes())
+        if (digests := atomic_io.read(state_folder / DIGESTS)) is not None:
+            atomic_io.write_atomically(copy_folder / DIGESTS, digests)
     except OSError as error:
         return f"{text}; it could not be copied to {copy_folder} ({atomic_io.error_reason(error)})"
     return f"{text}; a copy and its card ({card_document.CARD_FILES[1]}) are in {copy_folder}"

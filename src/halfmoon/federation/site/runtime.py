@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -50,6 +51,7 @@ from halfmoon.runs.features import Progress, select_inputs
 from halfmoon.sites.folders.prepare import open_prepared_site
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
+from halfmoon.storage.image_digests import write_digests
 from halfmoon.storage.state_store import StateView, TreeStore
 
 _MEMORY_FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-[0-9a-f]{16}\.safetensors")
@@ -430,6 +432,8 @@ class SiteImages:
         assert folder.images is not None, "it was just prepared"
         number = terms.sites.index(name)
         labels = map_labels(folder, terms)
+        with suppress(OSError):  # the digests only warn of training images later
+            write_digests(self.state_folder, folder.images, replace=True)
         site = SiteRuntime.from_terms(terms, number, folder.images, labels, version, self.device)
         local_clients = site.local_clients
         # With a frozen feature extractor, images are replaced by features, and network and views with them.

@@ -1,7 +1,7 @@
 """Load a trained model from a run or a file, check it, and compute its probabilities."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +34,14 @@ class InferenceModel:
         params: the parameters.
         stats: running statistics such as batch normalization's; {} for a network without them.
         device: the device of the tensors.
+        file: the model's file; None if it is unknown.
     """
 
     card: Card
     params: Tree
     stats: Tree
     device: torch.device
+    file: Path | None = field(default=None, kw_only=True)
 
     @property
     def network(self) -> Network:
@@ -148,7 +150,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     model = tree.unflatten(tensors)
     params = tree.channels_last(tree.to(model["params"], device))
     stats = tree.to(model.get("stats", {}), device)
-    return InferenceModel(card, params, stats, torch.device(device))
+    return InferenceModel(card, params, stats, torch.device(device), file=file)
 
 
 def find_model_file(path: Path) -> Path:

@@ -19,6 +19,7 @@ from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.sites.inference.image_folder import UnreadableImage, check_confidence, list_labeled_images, read_batches
 from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_model
 from halfmoon.storage import atomic_io, integrity
+from halfmoon.storage.image_digests import load_digests
 from halfmoon.storage.serialization import with_seal
 
 TRAINING_IMAGES_WARNING = "has the images that the model was trained on: on new ones its accuracy is lower."
@@ -46,7 +47,10 @@ def evaluate_folder(
     check_confidence(min_confidence)
     truth, logits, unreadable = compute_labeled_logits(model, folder)
     metrics = score_logits(model, truth, logits, min_confidence)
-    return {**metrics, "training_images": has_training_images(model, folder)}, unreadable
+    count = count_training_images(model, folder, list_labeled_images(folder, model.classes)[0])
+    is_training_folder = has_training_images(model, folder)
+    metrics |= {"training_images": is_training_folder or count > 0, "training_image_count": count}
+    return metrics, unreadable
 
 
 def score_logits(model: InferenceModel, truth: np.ndarray, logits: np.ndarray, min_confidence: float) -> Scores:
@@ -72,11 +76,33 @@ def has_training_images(model: InferenceModel, folder: Path) -> bool:
 
 
 def refuse_training_images(model: InferenceModel, folder: Path) -> None:
-    """Raise UserError for the model's training images, on which it is more confident than on new ones."""
+    """Raise UserError for the model's training images, on which it is more confident than on new ones.
+
+    They are recognized by their folder, or by the digests next to the model's file.
+    """
     if has_training_images(model, folder):
         raise UserError(
             f"{folder}: the model was trained on these images; calibrate on labeled ones that are new to it."
         )
+
+    paths = list_labeled_images(folder, model.classes)[0]
+    count = count_training_images(model, folder, paths)
+    if count:
+        raise UserError(
+            f"{folder}: the model was trained on {count:,} of these {len(paths):,} images; calibrate on labeled ones that "
+            "are new to it."
+        )
+
+
+def count_training_images(model: InferenceModel, folder: Path, paths: Sequence[str]) -> int:
+    """Count the images of a folder, by `paths` relative to it, that the model was trained on.
+
+    Training images are recognized by the digests next to the model's file; without these the count is 0.
+    """
+    digests = load_digests(model.file)
+    if digests is None:
+        return 0
+    return sum(digests.count(batch.images) for batch in read_batches(model, folder, paths))
 
 
 def compute_labeled_logits(model: InferenceModel, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:

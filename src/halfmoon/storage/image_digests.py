@@ -1,0 +1,73 @@
+"""Keyed digests of the images that a model was trained on, by which later commands recognize them.
+
+The file is next to the model and is never sent. Its random key makes digests of two runs incomparable.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from halfmoon.storage import atomic_io
+
+DIGESTS = "training-images.digests"
+"""A key, and the digest of each training image, `DIGEST_BYTES` each."""
+
+DIGEST_BYTES = 16
+SEARCHED_PARENTS = 3
+"""Folders in which the file is searched: that of the model's file and those above it."""
+
+
+@dataclass(frozen=True)
+class TrainingDigests:
+    """The digests of a model's training images.
+
+    Attributes:
+        key: the random key.
+        digests: the digest of each image.
+    """
+
+    key: bytes
+    digests: frozenset[bytes]
+
+    def count(self, images: Iterable[np.ndarray]) -> int:
+        """Count the images, each uint8 (H, W, C) in the size that the model reads, that were training images."""
+        return sum(compute_digest(self.key, image) in self.digests for image in images)
+
+
+def compute_digest(key: bytes, image: np.ndarray) -> bytes:
+    """Compute the keyed digest of an image, uint8 (H, W, C)."""
+    digest = hashlib.blake2b(repr(image.shape).encode(), key=key, digest_size=DIGEST_BYTES)
+    digest.update(np.ascontiguousarray(image).data)
+    return digest.digest()
+
+
+def write_digests(folder: Path, images: Iterable[np.ndarray], replace: bool = False) -> None:
+    """Write the digests of training images into a folder, unless it has them already and `replace` is false.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = folder / DIGESTS
+    if path.exists() and not replace:
+        return
+    key = secrets.token_bytes(DIGEST_BYTES)
+    # Sorted, so that the order of the images cannot be learned from the file.
+    digests = sorted(compute_digest(key, image) for image in images)
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_io.write_atomically(path, key + b"".join(digests))
+
+
+def load_digests(model_file: Path | None) -> TrainingDigests | None:
+    """Load the digests of a model's training images; None if there are none near its file."""
+    if model_file is None:
+        return None
+    for folder in list(model_file.absolute().parents)[:SEARCHED_PARENTS]:
+        data = atomic_io.read(folder / DIGESTS)
+        if data:
+            chunks = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
+            return TrainingDigests(chunks[0], frozenset(chunks[1:]))
+    return None
