@@ -237,6 +237,15 @@ def test_constant_features_and_more_clients_than_rows_do_no_harm() -> None:
         ({"method": "ridge-head", "options": {"lr": 1}}, "ridge-head on vectors has no option 'lr'"),
         ({"method": "ridge-head", "options": {"strenght": 1}}, "did you mean 'strength'"),
         ({"method": "fedavg", "options": {"epochs": 0}}, "epochs is 0"),
+        ({"method": "fedavg", "options": {"lr": -1}}, "lr is -1.0: it must be a number above 0"),
+        ({"method": "fedavg", "options": {"lr": "fast"}}, "lr in options is"),
+        ({"method": "ridge-head", "options": {"strength": -1}}, "strength is -1.0: it must be at least 0"),
+        ({"method": "ridge-head", "options": {"strength": "big"}}, "strength in options is"),
+        ({"method": "mixture-head", "options": {"even_labels": 0}}, "even_labels is 0.0"),
+        ({"method": "mixture-head", "options": {"directions": 0}}, "directions is 0"),
+        ({"method": "mixture-head", "options": {"shrinkage": 7}}, "shrinkage is 7.0: it must be from 0 to 1"),
+        ({"method": "mixture-head", "options": {"em_rounds": -1}}, "em_rounds is -1"),
+        ({"method": "mixture-head", "options": {"em_rounds": 2.5}}, "em_rounds in options is 2.5"),
         ({"n_clients": 0}, "n_clients is 0"),
         ({"n_clients": 2.5}, "n_clients is 2.5"),
     ],
@@ -245,6 +254,14 @@ def test_a_wrong_parameter_is_a_sentence(parameters: dict[str, Any], message: st
     x, y = make_data(30)
     with pytest.raises(UserError, match=message):
         FederatedClassifier(**parameters).fit(x, y)
+
+
+def test_numbers_of_numpy_are_options_and_a_head_without_a_solution_is_a_sentence() -> None:
+    x, y = make_data(30)
+    options = {"strength": np.float64(2), "directions": np.int64(3), "em_rounds": 0}
+    FederatedClassifier("mixture-head", options=options).fit(x, hide(y, 9))
+    with pytest.raises(UserError, match="set strength in options above 0"):
+        FederatedClassifier("ridge-head", options={"strength": 0}).fit(np.hstack([x, 0 * x]), y)
 
 
 def test_wrong_labels_and_clients_are_a_sentence() -> None:

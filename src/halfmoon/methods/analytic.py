@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
+from halfmoon.api.ranges import POSITIVE, PROBABILITY, at_least
 from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
 from halfmoon.api.types import ClientData, ClientUpdate, Federation, Passes, Task, UpdateRequirements
 from halfmoon.api.uploads import Upload, UploadSpec
@@ -235,6 +236,7 @@ class RidgeHead:
     min_class_images: int = 5
 
     def __post_init__(self) -> None:
+        at_least(0).check("strength", self.strength)
         if self.min_class_images < 1:
             raise UserError(f"min_class_images is {self.min_class_images}: it must be 1 or more.")
 
@@ -315,6 +317,13 @@ class MixtureHead(RidgeHead):
     directions: int = 96
     shrinkage: float = 0.2
     em_rounds: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        POSITIVE.check("even_labels", self.even_labels)
+        at_least(1).check("directions", self.directions)
+        PROBABILITY.check("shrinkage", self.shrinkage)
+        at_least(0).check("em_rounds", self.em_rounds)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {**super().client_updates(task), "soft labels": SoftSums(task)}

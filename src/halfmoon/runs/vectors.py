@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from halfmoon.api.ranges import POSITIVE
 from halfmoon.api.types import Method, Task
+from halfmoon.config.option_types import convert_value
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
@@ -25,7 +27,7 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
-from halfmoon.methods.analytic import MixtureHead, RidgeHead
+from halfmoon.methods.analytic import NO_SOLUTION, MixtureHead, RidgeHead
 from halfmoon.methods.standardization import Standardization
 from halfmoon.models.vectors import LinearClassifier, Standardize
 
@@ -100,8 +102,7 @@ def build_training(name: str, options: Mapping[str, Any], rounds: int | None) ->
             "or fedavg."
         )
     is_solved = isinstance(entry.method, RidgeHead)
-    defaults = {} if is_solved else STEP_OPTIONS
-    allowed = {*registry.options(name), *defaults}
+    allowed = {*registry.options(name), *({} if is_solved else STEP_OPTIONS)}
     for option in sorted(set(options) - allowed):
         hint = suggest(option, allowed) if allowed else "leave it out."
         raise UserError(f"{name} on vectors has no option {option!r}: {hint}")
@@ -112,13 +113,20 @@ def build_training(name: str, options: Mapping[str, Any], rounds: int | None) ->
         )
     if rounds is not None and rounds < 1:
         raise UserError(f"rounds is {rounds}: it must be at least 1.")
-    method = registry.make(name, {option: value for option, value in options.items() if option not in defaults})
-    steps = {option: options.get(option, default) for option, default in defaults.items()}
+    types = {option: declared.type for option, declared in registry.options(name).items()}
+    types |= {option: type(default) for option, default in STEP_OPTIONS.items()}
+    values: dict[str, Any] = {}
+    for option, value in options.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        values[option] = convert_value(f"{option} in options", types[option], plain)
+    steps = {option: values.pop(option, default) for option, default in STEP_OPTIONS.items()}
+    POSITIVE.check("lr", steps["lr"])
+    method = registry.make(name, values)
     training = VectorTraining(
         method,
         rounds=STEP_ROUNDS if rounds is None else rounds,
-        lr=steps.get("lr", 1.0),
-        batching=Batching(labeled=steps.get("labeled_batch", 10), epochs=steps.get("epochs", 1)),
+        lr=steps["lr"],
+        batching=Batching(labeled=steps["labeled_batch"], epochs=steps["epochs"]),
     )
     if isinstance(method, RidgeHead):
         return replace(training, rounds=1 + getattr(method, "em_rounds", 0))
@@ -151,7 +159,15 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
     spread = _run(Standardization(), task, examples, split, training.batching, seed, rounds=1)["head"]
     standardize = Standardize(center=spread["center"], scale=spread["scale"])
     task = _make_task(training, features, classes, standardize, centered=training.is_solved)
-    server = _run(training.method, task, examples, split, training.batching, seed, training.rounds)
+    try:
+        server = _run(training.method, task, examples, split, training.batching, seed, training.rounds)
+    except UserError as error:
+        if str(error) != NO_SOLUTION:
+            raise
+        raise UserError(
+            "the head cannot be solved: labeled rows do not determine it, or values are too large; set strength in options "
+            "above 0, or scale the features."
+        ) from error
     head = training.method.solution(task, server)["params"]["head"]
     center = spread["center"]
     if training.is_solved:
