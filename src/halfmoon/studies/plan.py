@@ -154,9 +154,9 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
     """
     network = options.get("network")
     head_only = options.get("tune") in (None, "auto", "head") and options.get("features") is not False
-    if network == PRETRAINED and not head_only:
-        raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
-    use_heads = network == PRETRAINED or (
+    if network in hubs.PRETRAINED and not head_only:
+        raise UserError(f"a plan for {network} trains its head on features: name a --method to train more of it.")
+    use_heads = network in hubs.PRETRAINED or (
         network is None and hubs.is_installed(PRETRAINED) and "weights" not in options
     )
     options = _fit_clients(options, contents, use_heads)
@@ -328,7 +328,7 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, seconds_li
     limit = f" (pays up to about {MAX_MIXTURE_LABELS})" if label_count <= MAX_MIXTURE_LABELS else ""
     reasons = [
         ("images", f"{SIDE} x {SIDE} pixels: {pixels}"),
-        ("network", f"{PRETRAINED}, from ImageNet: features once, then its head"),
+        ("network", f"{config.network}, from ImageNet: features once, then its head"),
         ("methods", _describe_methods(pair, label_count, limit)),
         *_other_reasons(config, contents, share),
     ]
