@@ -33,6 +33,7 @@ from halfmoon.runs.model_card import Card
 from halfmoon.sites import folders
 from halfmoon.sites.inference import card_document
 from halfmoon.sites.inference.load import load_model
+from halfmoon.storage.image_digests import load_digests
 
 TERMS = terms(("north", "south"), method="fedavg-fixmatch", cohort=2, rounds=2, labeled_batch=2, unlabeled_batch=2)
 
@@ -76,6 +77,11 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
     site, before = folders.read_site(folder), folders.scan_site(folder)[1]
     read_message(member.reply_to(write_message(final(member.version))), Receipt)
     shown = folder / "halfmoon-model"
+    known = load_digests(shown / "model.safetensors")
+    prepared = folders.open_prepared_site(folder).images
+    assert known is not None
+    assert prepared is not None
+    assert known.count(prepared) == len(prepared) > 0, "calibrate can recognize the site's training images"
     text, page = ((shown / name).read_text() for name in ("model-card.md", "model-card.html"))
     labeled = int((site.labels >= 0).sum())
     assert f"{labeled:,} images with a label and {len(site) - labeled:,} without" in text

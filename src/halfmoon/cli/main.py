@@ -77,6 +77,7 @@ SKIPPING_COMMANDS = ("run", "compare", "tune", "data")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    base.replace_unencodable_characters()
     try:
         code = _run_command_line(arguments)
         # Flush inside `try`: with a closed pipe the write fails here and not at exit of the interpreter.

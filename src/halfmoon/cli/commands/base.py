@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import json
 import re
 import signal
@@ -443,3 +445,23 @@ def describe_out_of_memory(error: BaseException) -> str | None:
     if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in str(error):
         return "the GPU's memory is used up: take smaller batches, --executor loop or --device cpu."
     return None
+
+
+_ASCII_FORMS = {"\u00b1": "+-", "\u2026": "...", "\u2013": "-", "\u2014": "-", "\u00d7": "x"}
+"""Characters of tables and messages, and what replaces them where the output's encoding lacks them."""
+
+
+def replace_unencodable_characters() -> None:
+    """Let output in an encoding such as ASCII replace the characters that it lacks, instead of raising an error."""
+    codecs.register_error("halfmoon", _replace_characters)
+    for stream in (sys.stdout, sys.stderr):
+        is_text = isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape")
+        if is_text and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="halfmoon")
+
+
+def _replace_characters(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    characters = error.object[error.start : error.end]
+    return "".join(_ASCII_FORMS.get(character, "?") for character in characters), error.end

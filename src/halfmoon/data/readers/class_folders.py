@@ -291,10 +291,10 @@ def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
         text = (part / CLASSES_FILE).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         text = ""
-    meant = {normalize_class_name(line) for line in text.splitlines()}
+    listed = {normalize_class_name(line) for line in text.splitlines()}
     for group in groups:
         distinct = {normalize_class_name(name) for name in group}
-        if len(distinct) < len(group) or not distinct <= meant:
+        if len(distinct) < len(group) or not distinct <= listed:
             raise UserError(
                 f"{part}: the class folders {' and '.join(map(repr, group))} differ only in case, blanks, dashes, "
                 "underscores or the form of a number: move their images into one of them; if both are meant, name all "
