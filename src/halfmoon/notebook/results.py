@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
@@ -169,7 +169,7 @@ class Results:
                 )
             (client_axes,) = [axes] if axes is not None else _make_axes(1)
             draw_client_accuracies(runs, client_axes)
-            figure = client_axes.figure
+            figure = cast("Figure", client_axes.figure.figure)  # of a figure in a figure, the outer one
         else:
             keys = [_metric_key(metric) for metric in metrics]
             for key in keys:
@@ -179,7 +179,7 @@ class Results:
             all_axes = [axes] if axes is not None else _make_axes(len(keys))
             for key, each in zip(keys, all_axes, strict=True):
                 draw_metric(self._stored_runs, key, each)
-            figure = all_axes[0].figure
+            figure = cast("Figure", all_axes[0].figure.figure)
         if path is not None:
             save_figure(figure, Path(path))
         return figure
