@@ -51,6 +51,13 @@ class Address:
         return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
 
 
+_TIME_ADVICE = {
+    9: "check the clock of this machine",
+    10: "the server's people renew it by `halfmoon federation rotate FOLDER --server`; if they did, check this machine's clock",
+}
+"""Advice by OpenSSL's verification codes for certificates that are not valid yet (9) and that have expired (10)."""
+
+
 def tls_context(ca: Path) -> ssl.SSLContext:
     """Make a context that trusts the certificates that the authority in the PEM file `ca` signed; raises `UserError`."""
     try:
@@ -81,6 +88,11 @@ def check_server(address: Address, ca: Path | None) -> None:
         link.request("GET", "/health")
         status = link.getresponse().status
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _TIME_ADVICE:
+            raise UserError(
+                f"the certificate of {address} is not to be trusted ({error.verify_message}): "
+                f"{_TIME_ADVICE[error.verify_code]}."
+            ) from error
         raise UserError(
             f"the certificate of {address} is not to be trusted ({error.verify_message}): --ca must be the file of "
             "the authority that signed it, and the certificate must name this host."
