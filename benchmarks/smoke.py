@@ -91,6 +91,15 @@ SMALLEST: dict[str, Small] = {
     "damaged_federations": ("--places 1", {}),
     "damaged_folders": ("--places 1", {}),
     "dicom_files": ("--files 20", {}),
+    "gpu": (
+        "--device cpu --rounds 2 --no-ceilings",
+        {
+            "NETWORKS": {"small, width 4": ("small", 4)},
+            "METHODS": {"fedavg": {}},
+            "EXECUTORS": ("loop",),
+            "IMAGES_PER_CLIENT": 40,
+        },
+    ),
     "failing_disks": ("--every 60", {}),
     "false_counts": (
         "--seeds 0 --out {out}/counts.md",
