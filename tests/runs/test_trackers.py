@@ -43,7 +43,10 @@ def expected(folder: Path) -> dict[str, Any]:
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows(folder):
         for part, values in row.items():
-            for name, value in values.items() if isinstance(values, dict) else []:
+            numbers = dict(values) if isinstance(values, dict) else {}
+            clients = numbers.pop("clients", {}) if part == "test" else {}
+            numbers |= {f"clients/{name}": value for name, value in clients.items()}
+            for name, value in numbers.items():
                 if isinstance(value, int | float):
                     found.setdefault(f"{part}/{name}", []).append((row["round"], float(np.float32(value))))
     return found
