@@ -20,6 +20,7 @@ from halfmoon.studies.decision import (
     Fold,
     cross_validation_folds,
     decide,
+    difference_interval,
     estimate_missing_labels,
     head_accuracy,
     label_draws,
@@ -116,6 +117,12 @@ def test_a_group_is_on_one_side_of_every_split() -> None:
         others = names[np.concatenate([fold.labeled, fold.unlabeled])]
         assert not (set(names[fold.test]) & set(others)) - {""}
         assert len(fold.test)
+
+
+def test_an_interval_is_within_what_is_possible() -> None:
+    found = difference_interval([100.0, 0.0], [0.0, 0.0], 0.25, 2)
+    assert (found.low, found.high) == (-100.0, 100.0)
+    assert found.mean == 50.0
 
 
 @pytest.fixture(scope="module")

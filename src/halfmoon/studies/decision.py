@@ -149,7 +149,10 @@ def difference_interval(method: Sequence[float], baseline: Sequence[float], over
     """
     difference = compare_paired(method, baseline, overlap)
     margin = 300 / labels if difference.low == difference.high else 0
-    return Difference(difference.mean, difference.low - margin, difference.high + margin, difference.p)
+    # Two accuracies differ by 100 points at most; the t-distribution of few splits has no bound.
+    low = max(-100.0, difference.low - margin)
+    high = min(100.0, difference.high + margin)
+    return Difference(difference.mean, low, high, difference.p)
 
 
 def estimate_missing_labels(difference: Difference, labels: int) -> int:
