@@ -42,7 +42,7 @@ from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
-from halfmoon.runs.budgets import budget
+from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.pools import retain_freed_memory
 
 METHODS = ("fedavg-soft-labels", "fedavg-fixmatch", "feddure")
@@ -203,7 +203,7 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
                 images[rows], labels[rows] = patched(images[rows]), 0
         train = Examples(images, labels)
     label_flippers = frozenset(range(hostile) if cell.attack == "label flip" else ())
-    training = Training(shared.batching, budget(config, shared.task), shared.serving, "vmap")
+    training = Training(shared.batching, build_budget(config, shared.task), shared.serving, "vmap")
     rules = [Forgers(cell.attack, hostile), WeightCap(FACTOR)]
     rules += [] if cell.rule == "mean" else [RobustAggregator(cell.rule, 0.2)]
     simulation = Simulation(

@@ -40,7 +40,7 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods.feddure import PAPER
 from halfmoon.methods.fine_regulator import instance_weights
-from halfmoon.runs.budgets import budget
+from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.factory import build_batch_rules, build_method, build_problem
 
 HORIZONS, SEEDS = (25, 50, 100, 200, 400), (0, 1, 2, 3, 4)
@@ -75,7 +75,7 @@ class Measured:
         self.horizon, self.seed, self.task, self.method = horizon, seed, shared.task, build_method(config)
         self.runtime = Simulation(
             self.method, self.task, FederatedDataset(shared.train, shared.split), shared.views,
-            Training(batching, budget(config, self.task), serving, "vmap"), RuntimeSettings(config.cohort, seed),
+            Training(batching, build_budget(config, self.task), serving, "vmap"), RuntimeSettings(config.cohort, seed),
         )  # fmt: skip
         self.client_update = self.method.client_updates(self.task)["train"]
         self.locals = [self.runtime.dataset.client_data(client)[0] for client in range(config.clients)]

@@ -28,7 +28,7 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods.analytic import MeanSums, MomentSums, SoftSums, SumsUpdate, upper_triangle
 from halfmoon.runs import factory
-from halfmoon.runs.budgets import budget
+from halfmoon.runs.budgets import build_budget
 
 SITES = 5
 CAP = 2.0
@@ -174,7 +174,7 @@ def measure_accuracy(method: str, labels: int, seed: int, attack: str) -> float:
     shared = factory.build_problem(config)
     head = factory.build_method(config)
     updates = {"mean": MeanSums(shared.task), "moments": MomentSums(shared.task), "soft labels": SoftSums(shared.task)}
-    training = Training(shared.batching, budget(config, shared.task), shared.serving)
+    training = Training(shared.batching, build_budget(config, shared.task), shared.serving)
     dataset = FederatedDataset(shared.train, shared.split, classes=10)
     settings = RuntimeSettings(SITES, seed, clients=SITES)
     simulation = Simulation(

@@ -44,7 +44,7 @@ from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
-from halfmoon.runs.budgets import budget
+from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.factory import Problem, build_batch_rules, build_method, build_problem
 
 CLIENTS, COHORT = 20, 10
@@ -98,7 +98,7 @@ def simulation(config: Config, shared: Problem, held: FederatedDataset | None = 
     batching, serving = build_batch_rules(config)
     dataset = held or FederatedDataset(shared.train, shared.split)
     return Simulation(
-        build_method(config), shared.task, dataset, shared.views, Training(batching, budget(config, shared.task), serving),
+        build_method(config), shared.task, dataset, shared.views, Training(batching, build_budget(config, shared.task), serving),
         RuntimeSettings(min(config.cohort, dataset.clients), config.seed),
     )  # fmt: skip
 

@@ -26,11 +26,11 @@ def test_the_interval_is_the_hand_counted_one(
     """360 test images against a tenth of 960 passes; FixMatch passes 30 images three times and 30 once more."""
     monkeypatch.setattr(budgets, "MIN_IMAGES_FOR_INTERVAL", 0)
     config = replace(CONFIG, **changes)
-    assert budgets.evaluation_interval(config, factory.build_problem(config)) == interval
+    assert budgets.choose_evaluation_interval(config, factory.build_problem(config)) == interval
 
 
 def test_small_test_sets_are_evaluated_after_each_round():
-    assert budgets.evaluation_interval(CONFIG, factory.build_problem(CONFIG)) == 1
+    assert budgets.choose_evaluation_interval(CONFIG, factory.build_problem(CONFIG)) == 1
 
 
 def test_a_run_says_so_and_its_model_does_not_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -89,7 +89,7 @@ def test_the_cache_is_filled_once_and_its_bytes_do_not_depend_on_processors(weig
     assert torch.equal(factory.build_problem(replace(config, seed=5)).train.images, first)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    monkeypatch.setattr(features, "processors", lambda: [0])
+    monkeypatch.setattr(features, "available_processors", lambda: [0])
     factory.build_problem(config)
     again = sorted((tmp_path / "other" / "halfmoon" / "features").iterdir())
     assert [path.name for path in files] == [path.name for path in again]

@@ -80,7 +80,7 @@ def test_a_failed_method_does_not_lose_the_results_of_the_others(processes: int,
     ],
 )
 def test_how_many_processes(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], runs: int, wanted: int) -> None:
-    monkeypatch.setattr(parallel, "processors", lambda: [0, 1, 2])
+    monkeypatch.setattr(parallel, "available_processors", lambda: [0, 1, 2])
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert parallel.count_processes(Config(**{"processes": "auto", **options}), runs) == wanted
     assert (

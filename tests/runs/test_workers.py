@@ -118,7 +118,7 @@ def test_a_program_that_starts_processes_runs_once(tmp_path: Path) -> None:
     ],
 )
 def test_how_many_workers(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], wanted: int) -> None:
-    monkeypatch.setattr(workers, "processors", lambda: [0, 1, 5])
+    monkeypatch.setattr(workers, "available_processors", lambda: [0, 1, 5])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert workers.count_workers(Config(device="cpu", **options)) == wanted
 

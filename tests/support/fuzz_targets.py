@@ -55,7 +55,7 @@ from halfmoon.methods import registry
 from halfmoon.report.tables import comparison_table
 from halfmoon.report.writer import write_report
 from halfmoon.runs import runner
-from halfmoon.runs.budgets import budget
+from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.factory import build_batch_rules, build_task, build_views
 from halfmoon.sites.folders import check_site as examine
 from halfmoon.sites.folders import prepare_site
@@ -770,7 +770,7 @@ def play_round(wire: Wire) -> Tree:
     config, form = held.config, held.image_spec
     shared, seen = build_task(config, form), build_views(config, form)
     batching, _ = build_batch_rules(config)
-    spent = budget(config, shared)
+    spent = build_budget(config, shared)
     inspection = Inspection(
         patterns(),
         lambda client_update, site: (spent.amount(batching, client_update, ClientSize(3, 5), ClientSize(3, 5)), 8),

@@ -262,6 +262,7 @@ def _add_wide_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Run `run`: train a method, or plan and train on a folder of images."""
     values, flags, file = base.read_layers(args)
     if args.sites:
         return _rehearse_sites(args, values, flags, file)
@@ -394,6 +395,7 @@ def _with_processes(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[st
 
 
 def _compare(args: argparse.Namespace) -> int:
+    """Run `compare`: train several methods on the same split."""
     values, flags, file = base.read_layers(args)
     seeds = []
     for text in args.seeds:
@@ -423,6 +425,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _resume(args: argparse.Namespace) -> int:
+    """Run `resume`: continue a run, a comparison or a plan."""
     from halfmoon.runs import runner
     from halfmoon.studies.run_plan import load_plan
 

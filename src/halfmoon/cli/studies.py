@@ -37,6 +37,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_minutes(text: str) -> float:
+    """Parse `--minutes`: a number above 0."""
     try:
         value = float(text)
     except ValueError:

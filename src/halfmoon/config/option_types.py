@@ -91,6 +91,7 @@ def convert_value(subject: str, option_type: Any, value: Any) -> Any:
 
 
 def _type_error(subject: str, option_type: Any, value: Any) -> UserError:
+    """Build the error about a value of the wrong type: a similar choice, or the values that are allowed."""
     members = union_members(option_type)
     choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
     # A similar choice is a better hint than the list of all; an option that also takes numbers needs the list.

@@ -318,6 +318,7 @@ def _count_clients(options: Mapping[str, Any]) -> int:
 
 
 def _registry() -> Any:
+    """Import the registry of methods on first use."""
     from halfmoon.methods import registry  # slow to import: it loads torch
 
     return registry

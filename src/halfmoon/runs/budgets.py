@@ -17,7 +17,7 @@ MIN_IMAGES_FOR_INTERVAL = 1_000
 """With fewer test and validation images every round is evaluated."""
 
 
-def budget(config: Config, task: Task) -> Budget:
+def build_budget(config: Config, task: Task) -> Budget:
     """Create the budget of a configuration: the rule, and the client update that sets the cost.
 
     Args:
@@ -58,7 +58,7 @@ def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
     return find_largest_update(configs[0].budget, shared.batching, client_updates, sizes)
 
 
-def evaluation_interval(config: Config, shared: Problem) -> int:
+def choose_evaluation_interval(config: Config, shared: Problem) -> int:
     """Compute the number of rounds between evaluations.
 
     Without the option `evaluate_every`, evaluation costs at most `MAX_EVALUATION_SHARE` of the training. The cost of a

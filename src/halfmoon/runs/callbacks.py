@@ -98,6 +98,7 @@ class Callbacks:
         self._call(lambda callback: callback.say(text))
 
     def _call(self, event: Callable[[Callback], None]) -> None:
+        """Call an event of all callbacks; remove a callback that raises an exception."""
         # A copy, because callbacks that fail are removed during the loop.
         for callback in tuple(self._callbacks):
             try:

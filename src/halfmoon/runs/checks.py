@@ -16,7 +16,7 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import Job
 
 
-def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
+def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     """Check that jobs can run on their data, and warn about slow or unusual settings.
 
     Args:

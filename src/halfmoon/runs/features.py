@@ -34,7 +34,7 @@ from halfmoon.methods import registry
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.models.modules import feature_function
 from halfmoon.models.network import Normalize
-from halfmoon.runs.pools import processors
+from halfmoon.runs.pools import available_processors
 from halfmoon.storage import atomic_io
 
 Progress = Callable[[int, int], None]
@@ -227,7 +227,7 @@ def _write(path: Path, compute_chunk: Chunk, count: int, progress: Progress) -> 
     try:
         with (
             atomic_io.open_file(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as handle,
-            ThreadPoolExecutor(len(processors())) as threads,
+            ThreadPoolExecutor(len(available_processors())) as threads,
         ):
             atomic_io.flock(handle)  # until it is closed, so that no other process removes it as a remainder
 
@@ -268,7 +268,7 @@ def measure_seconds_per_image(head: FeatureHead, images: Tensor, normalize: Norm
         images: uint8 (N, C, H, W), repeated if there are too few.
         normalize: the normalization of pixels.
     """
-    count = len(processors())
+    count = len(available_processors())
     needed = 2 * CHUNK * count
     repeats = -(-needed // len(images))  # rounded up
     images = images.repeat(repeats, 1, 1, 1)[:needed]

@@ -108,6 +108,7 @@ class Card:
 
 
 def _check_format(metadata: Mapping[str, str], path: Path) -> None:
+    """Raise UserError if metadata have no format that this version reads."""
     number = metadata.get("format")
     if number in (PLAIN, SCALED):
         return
@@ -127,6 +128,7 @@ def _check_format(metadata: Mapping[str, str], path: Path) -> None:
 
 
 def _parse_field(name: str, words: str, path: Path) -> Any:
+    """Parse a field of the metadata from JSON, and check its type."""
     try:
         return TypeAdapter({**_REQUIRED_TYPES, **_OPTIONAL_TYPES}[name]).validate_json(words, strict=True)
     except ValidationError as error:
@@ -137,6 +139,7 @@ def _parse_field(name: str, words: str, path: Path) -> Any:
 
 
 def _build_network(description: dict[str, Any], path: Path) -> Network:
+    """Build the network that metadata describe; raise UserError if this version cannot make it."""
     try:
         return networks.from_description(description)
     except (TypeError, UserError) as error:
@@ -147,6 +150,7 @@ def _build_network(description: dict[str, Any], path: Path) -> Network:
 
 
 def _find_contradiction(card: Card) -> str:
+    """Find two fields that exclude each other, and describe them; "" if there are none."""
     channels, height, width = card.image
     if channels not in (1, 3) or min(card.image) < 1 or min(card.input_size) < 1 or card.shrink < 1:
         return f"images of {card.input_size} are shrunk by {card.shrink} to {card.image}"

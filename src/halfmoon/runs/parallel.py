@@ -19,7 +19,7 @@ from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import count_threads, select_device
-from halfmoon.runs.pools import processors, ready_context, terminate
+from halfmoon.runs.pools import available_processors, make_process_context, terminate_pool
 from halfmoon.runs.workers import share_processors
 
 MIN_ROUNDS = 100
@@ -53,7 +53,7 @@ def count_processes(config: Config, runs: int) -> int:
         return min(config.processes, runs)
     if select_device(config).type != "cpu" or count_threads(config) > 1 or runs * config.rounds < MIN_ROUNDS:
         return 1
-    return min(len(processors()), runs)
+    return min(len(available_processors()), runs)
 
 
 def run_in_processes(
@@ -78,7 +78,7 @@ def run_in_processes(
     count = count_processes(config, len(numbers))
     if count < 2:
         return {}, {}
-    context = ready_context(__name__, "halfmoon.runs.runner")
+    context = make_process_context(__name__, "halfmoon.runs.runner")
     messages = context.Queue()
     acknowledged = {number: context.Event() for number in numbers}
     summaries: dict[int, Row] = {}
@@ -102,7 +102,7 @@ def run_in_processes(
                     else:
                         summaries[number] = result
         except BaseException:
-            terminate(pool)
+            terminate_pool(pool)
             raise
     # Messages may arrive after the future of their run.
     _forward_messages(messages, runs, acknowledged, watch)

@@ -98,14 +98,14 @@ def configure_process(threads: int, processors: tuple[int, ...] = ()) -> None:
             os.sched_setaffinity(0, processors)
 
 
-def processors() -> list[int]:
+def available_processors() -> list[int]:
     """Return the numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
-def ready_context(*modules: str) -> BaseContext:
+def make_process_context(*modules: str) -> BaseContext:
     """Return a multiprocessing context whose processes start with these modules imported.
 
     Processes are not forked from this one: a copy of PyTorch's threads may hang. If the system supports it, they are
@@ -119,7 +119,7 @@ def ready_context(*modules: str) -> BaseContext:
     return context
 
 
-def terminate(pool: ProcessPoolExecutor) -> None:
+def terminate_pool(pool: ProcessPoolExecutor) -> None:
     """Terminate the processes of a pool without waiting for their tasks."""
     for process in (pool._processes or {}).values():
         process.terminate()
@@ -202,14 +202,14 @@ class Workers(Pool):
 
     def close(self) -> None:
         if self._pool is not None:
-            terminate(self._pool)
+            terminate_pool(self._pool)
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
     def _start(self) -> ProcessPoolExecutor:
         """Start all processes, each on a separate group of processors if these are exactly enough."""
-        context = ready_context("halfmoon.runs.runner")
-        available = processors()
+        context = make_process_context("halfmoon.runs.runner")
+        available = available_processors()
         processor_groups = context.SimpleQueue()
         # With more or fewer processors, fixed groups would leave some idle or overload others.
         fits = self.number * self.threads == len(available)

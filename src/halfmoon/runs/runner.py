@@ -42,7 +42,7 @@ from halfmoon.report.run_reader import check_finished
 from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.runs import assembly, checks, factory, outside, workers
 from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, write_comparison
-from halfmoon.runs.budgets import budget, evaluation_interval, find_costliest_method
+from halfmoon.runs.budgets import build_budget, choose_evaluation_interval, find_costliest_method
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, feature_progress, isolate_failures
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, parse_jobs, render_jobs
@@ -371,7 +371,7 @@ def _load_shared(
         shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_first)
         for note in shared.source.notes:
             watch.say(note)
-    checks.check(jobs, shared, watch)
+    checks.check_jobs(jobs, shared, watch)
     text = training_summary(shared.task.network)
     if text is not None:
         watch.say(text)
@@ -625,7 +625,7 @@ def _build_experiment(
         task = replace(task, class_weights=weights)
     training = Training(
         batching=shared.batching,
-        budget=budget(config, task),
+        budget=build_budget(config, task),
         server_batching=shared.serving,
         executor=factory.select_executor(config),
         parallel_map=parallel_map,
@@ -650,7 +650,7 @@ def _build_experiment(
         store=TreeStore(cap=config.memory_cap * 1_000_000),
         aggregators=(*attacks, *factory.build_aggregators(config, noise_seed, path)),
     )
-    interval = evaluation_interval(config, shared)
+    interval = choose_evaluation_interval(config, shared)
     if interval > 1 and config.evaluate_every is None:
         watch.say(f"Test images are evaluated every {interval} rounds (--evaluate-every 1: after each).")
     experiment = assembly.build_experiment(config, task, runtime, shared.test, shared.validation)

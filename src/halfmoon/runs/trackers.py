@@ -122,6 +122,7 @@ TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard, "wand
 
 
 def _import_package(name: str) -> Any:
+    """Import a tracker's package; raise UserError if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -179,6 +180,7 @@ def scalars(row: Row) -> dict[str, float]:
 
 
 def _writer_type() -> type[SummaryWriter]:
+    """Import TensorBoard's writer; raise UserError if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -187,6 +189,7 @@ def _writer_type() -> type[SummaryWriter]:
 
 
 def _start_writer(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
+    """Open the event files of a run, and write its configuration and all rows of metrics.jsonl."""
     run = StoredRun.read(folder)
     events = folder / EVENTS
     # Files are emptied, not removed: a running TensorBoard would wait for removed ones. `purge_step` makes it drop
@@ -203,6 +206,7 @@ def _start_writer(writer_type: type[SummaryWriter], folder: Path) -> SummaryWrit
 
 
 def _write(writer: SummaryWriter, row: Row, when: float | None) -> None:
+    """Write the numbers of a row; `when` is the time of the row in seconds since 1970, None for now."""
     for name, value in scalars(atomic_io.replace_nonfinite(row)).items():
         writer.add_scalar(name, value, row["round"], when)
 

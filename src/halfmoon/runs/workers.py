@@ -14,7 +14,7 @@ from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.evaluation import ParallelMap
 from halfmoon.methods import registry
 from halfmoon.runs import factory
-from halfmoon.runs.pools import Pool, Workers, call_packed, configure_process, pack, processors
+from halfmoon.runs.pools import Pool, Workers, available_processors, call_packed, configure_process, pack
 
 
 def import_ray() -> Any:
@@ -136,7 +136,7 @@ def count_workers(config: Config) -> int:
     one_by_one = on_cpu and factory.select_executor(config) == "loop"
     if not one_by_one or small or custom or config.threads is not None:
         return 1
-    available = min(len(processors()), torch.get_num_threads()) // _CONCURRENT_RUNS["runs"]
+    available = min(len(available_processors()), torch.get_num_threads()) // _CONCURRENT_RUNS["runs"]
     return max(1, min(available, config.cohort))
 
 

@@ -21,7 +21,7 @@ from halfmoon.core.parents import exit_with_parent
 from halfmoon.engine.driver import Diverged
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
-from halfmoon.runs.pools import ready_context, terminate
+from halfmoon.runs.pools import make_process_context, terminate_pool
 from halfmoon.storage.folder_writer import FolderInUse
 
 TRACEBACK_FILE = "defect.txt"
@@ -160,7 +160,7 @@ class ProcessExecutor:
         """
         waiting = list(queue)
         running: dict[Future[TaskResult], SweepTask] = {}
-        with ProcessPoolExecutor(self.jobs, ready_context(__name__), exit_with_parent) as pool:
+        with ProcessPoolExecutor(self.jobs, make_process_context(__name__), exit_with_parent) as pool:
             try:
                 while waiting or running:
                     # Submit only as many tasks as there are processes: when the pool breaks, all submitted tasks fail,
@@ -178,6 +178,6 @@ class ProcessExecutor:
                     deaths[task] += 1
                 return [*running.values(), *waiting]
             except BaseException:
-                terminate(pool)
+                terminate_pool(pool)
                 raise
         return []

@@ -26,7 +26,7 @@ from halfmoon.models.efficientnet import MEAN, STD, centered
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.runs.features import load_or_compute_features
-from halfmoon.runs.pools import processors
+from halfmoon.runs.pools import available_processors
 from halfmoon.studies.decision import (
     FOLDS,
     MARGIN,
@@ -187,7 +187,7 @@ class HeadProblem:
 
         accuracies: list[float] = []
         half_accuracies: list[float] = []
-        with ThreadPoolExecutor(len(processors())) as pool:
+        with ThreadPoolExecutor(len(available_processors())) as pool:
             for finished, (accuracy, half_accuracy) in enumerate(pool.map(test_fold, range(len(splits))), start=1):
                 accuracies.append(accuracy)
                 half_accuracies.append(half_accuracy)

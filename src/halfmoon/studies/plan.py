@@ -276,6 +276,7 @@ def head_config(options: Mapping[str, Any], contents: FolderContents) -> tuple[C
 
 
 def _plan_heads(options: Mapping[str, Any], contents: FolderContents, seconds_limit: float) -> Plan:
+    """Plan to train heads on features of a pretrained network; leave images out if all take longer than the limit."""
     config, pair, label_count = head_config(options, contents)
     image_spec = _image_spec(config, contents)
     head, task, normalize = head_task(config, image_spec)
@@ -471,6 +472,7 @@ def _labels_per_class(config: Config, contents: FolderContents) -> float:
 
 
 def _describe_methods(pair: tuple[str, str], label_count: float, limit: str) -> str:
+    """Describe the two methods to compare, and which is recommended for this number of labels."""
     labels_only, with_unlabeled = (registry.entry(name).title for name in pair)
     if pair == HEADS and label_count > MAX_MIXTURE_LABELS:
         return (
@@ -535,6 +537,7 @@ def _measure_decoding(config: Config, contents: FolderContents) -> float:
 
 
 def _image_spec(config: Config, contents: FolderContents) -> ImageSpec:
+    """Describe the images of a folder as the network gets them."""
     height, width = (config.resize, config.resize) if config.resize else next(iter(contents.sizes))
     channels = config.channels or contents.channels
     return ImageSpec(

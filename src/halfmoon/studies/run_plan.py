@@ -106,6 +106,7 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
 
 
 def _write_plan(plan: Plan, root: Path) -> None:
+    """Write a plan into the folder of its run."""
     record = {
         "pair": plan.pair,
         "heads": plan.heads,
@@ -209,6 +210,7 @@ def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], w
 
 
 def _start_or_resume(config: Config, watch: Callback, problem: Problem) -> RunResult:
+    """Start a run, or resume it if its folder has one."""
     assert config.run_dir is not None, "every split has its run folder"
     if RunFolder.exists(config.run_dir):
         return runner.resume(config.run_dir, watch, shared=problem)

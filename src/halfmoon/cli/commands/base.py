@@ -92,6 +92,7 @@ def add_actions(commands: Any, name: str, about: str) -> Any:
 
 
 def _add_parser(commands: Any, name: str, about: str, usage: str) -> argparse.ArgumentParser:
+    """Add the parser of a command, with its usage line and its description."""
     return commands.add_parser(
         name,
         help=about,

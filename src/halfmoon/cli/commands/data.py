@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _contents(values: Mapping[str, Any]) -> FolderContents | None:
+    """Scan the folder that `data` names; None if it is the name of a data set."""
     if not Path(name := values.get("data", Config.data)).is_dir():
         return None
     from halfmoon.studies.scan_folder import scan_folder
@@ -96,6 +97,7 @@ def _contents(values: Mapping[str, Any]) -> FolderContents | None:
 
 
 def _image_options(contents: FolderContents) -> dict[str, Any]:
+    """Choose the size and channels to which a folder's images are converted for training."""
     from halfmoon.core.hubs import is_installed
     from halfmoon.studies.plan import PRETRAINED, image_options
 
@@ -103,6 +105,7 @@ def _image_options(contents: FolderContents) -> dict[str, Any]:
 
 
 def _describe_contents(contents: FolderContents | None) -> dict[str, Any]:
+    """Describe a folder's images and labels as fields of the JSON output; {} for a data set."""
     if contents is None:
         return {}
     rows = [[name, int((contents.labels == k).sum())] for k, name in enumerate(contents.classes)]
@@ -110,6 +113,7 @@ def _describe_contents(contents: FolderContents | None) -> dict[str, Any]:
 
 
 def _describe_split(config: Config, args: argparse.Namespace) -> dict[str, Any]:
+    """Load a data set and its split, write the requested files, and describe both as fields of the JSON output."""
     from halfmoon.data import pad_source, shrink, summarize
     from halfmoon.runs.factory import get_split, load_images
 
@@ -183,6 +187,7 @@ def print_data(description: Mapping[str, Any]) -> None:
 
 
 def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
+    """Describe a split in one line: its rule, the clients, and the numbers of images."""
     counts = split["counts"]
     setting = scenario.get("setting", "custom")
     rule = setting

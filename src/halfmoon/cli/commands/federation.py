@@ -80,6 +80,7 @@ _PUBLIC = "the site's public key, made at the site; its private key stays there"
 
 
 def _action(group: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
+    """Add the parser of an action on a folder of keys, such as `federation init FOLDER`."""
     parser = add_command(group, name, about, usage, do)
     about = "a new folder" if name == "init" else "the folder that halfmoon federation init has made"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
@@ -87,6 +88,7 @@ def _action(group: Any, name: str, about: str, usage: str, do: Command) -> argpa
 
 
 def _init(args: argparse.Namespace) -> int:
+    """Run `federation init`: create the keys and certificates of a federation."""
     from halfmoon.sites.keys.make import create_keys
 
     days = parse_int("--days", args.days, 1, AUTHORITY_DAYS)
@@ -97,6 +99,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> int:
+    """Run `federation add-site`: admit a site."""
     from halfmoon.sites.keys.make import add_site
 
     change = add_site(args.folder, args.name, args.public_key)
@@ -104,6 +107,7 @@ def _add(args: argparse.Namespace) -> int:
 
 
 def _remove(args: argparse.Namespace) -> int:
+    """Run `federation remove-site`: refuse the key of a site."""
     from halfmoon.sites.keys.make import remove_site
 
     change = remove_site(args.folder, args.name)
@@ -111,6 +115,7 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _rotate(args: argparse.Namespace) -> int:
+    """Run `federation rotate`: replace the server's certificate, the authority, or the key of a site."""
     from halfmoon.sites.keys.make import renew_certificates, replace_site_key
 
     # Both flags renew the server's certificate; --ca also replaces the authority that signs it.
@@ -149,6 +154,7 @@ def _print_change(args: argparse.Namespace, message: str, change: KeyChange) -> 
 
 
 def _show(args: argparse.Namespace) -> int:
+    """Run `federation show`: print the keys of a federation."""
     from halfmoon.sites.keys.make import list_keys
 
     result = list_keys(args.folder)
@@ -164,6 +170,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _key_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Format the certificates and the admitted and refused keys as rows of a table."""
     rows = [
         [f"certificate of the {name}", f"{result[name]['left']} ({result[name]['until']})", result[name]["fingerprint"]]
         for name in ("authority", "server")
@@ -209,6 +216,7 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    """Run `serve`: start the server of a federation, or resume it, until it is finished."""
     from halfmoon.federation.server.plan import load_plan
     from halfmoon.federation.server.server import FederationServer
     from halfmoon.federation.transport.launch import MODEL_FILE, Halted, is_finished, serve, sites_without_model
@@ -256,6 +264,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _serve_page(
     args: argparse.Namespace, folder: Path, write_line: Callable[[str], None]
 ) -> AbstractContextManager[object]:
+    """Serve the page of the run in the background, if `--page` is given; close it at the end of the block."""
     if args.page is None:
         return nullcontext()
     from halfmoon.pages.server import serve_in_background
@@ -280,6 +289,7 @@ def _check_access_flags(args: argparse.Namespace) -> None:
 def _server_options(
     args: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int
 ) -> ServerOptions:
+    """Build the options of the server's process from the flags, or from the folder of `--access`."""
     from halfmoon.federation.transport.launch import ServerOptions
     from halfmoon.sites.keys import Access
 

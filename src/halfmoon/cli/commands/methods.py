@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe_method(name: str) -> dict[str, Any]:
+    """Describe a method and its options as fields of the JSON output."""
     from halfmoon.methods import registry
 
     entry = registry.entry(name)
@@ -96,6 +97,7 @@ def add_check(commands: Any) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
+    """Run `check-method`: run all checks of the contract, and print each result at once."""
     from halfmoon.contract import check
 
     write_line = line_writer(args.json)
@@ -118,6 +120,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Parse the values of `--option NAME=VALUE` to the types of the method's options."""
     from halfmoon.methods import registry
 
     options = registry.options(args.method)

@@ -124,6 +124,7 @@ def run_label(args: argparse.Namespace) -> int:
 
 
 def _print_order(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
+    """Print the paths of the first images in the order in which the page would show them for labeling."""
     from halfmoon.pages.label import order_unlabeled
     from halfmoon.pages.label_order import rank_descending
     from halfmoon.pages.label_store import LabelStore
@@ -163,6 +164,7 @@ def add_watch(commands: Any) -> None:
 
 
 def _watch(args: argparse.Namespace) -> int:
+    """Run `watch`: serve a page that follows runs."""
     from halfmoon.pages.watch import serve_watch_page as watch
 
     port = parse_page_port(args)

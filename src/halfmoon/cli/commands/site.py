@@ -86,6 +86,7 @@ def add(commands: Any) -> None:
 
 
 def _add_image_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how images are decoded."""
     parser.add_argument(
         "--size",
         metavar="HxW",
@@ -99,6 +100,7 @@ def _add_image_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
+    """Run `site check`: print what is in a site's folder, and whether it can take part."""
     from halfmoon.sites.folders import check_site
 
     result = check_site(args.folder, image_progress(), classes=args.classes, tests=args.test)
@@ -143,6 +145,7 @@ def _print_survey(result: Survey) -> None:
 
 
 def _print_finding(finding: Any) -> None:
+    """Print a kind of fault, its remedy, and the first images that have it."""
     lines = finding.describe_images()
     print_text(f"\n{finding.kind} ({len(lines):,}): {finding.remedy}")
     for line in _shorten(lines):
@@ -150,6 +153,7 @@ def _print_finding(finding: Any) -> None:
 
 
 def _shorten(lines: list[str]) -> list[str]:
+    """Leave out the end of a long list of lines, and add a line with their number."""
     from halfmoon.sites.folders.site_folder import MAX_LISTED_NAMES
 
     more = (
@@ -159,6 +163,7 @@ def _shorten(lines: list[str]) -> list[str]:
 
 
 def _prepare(args: argparse.Namespace) -> int:
+    """Run `site prepare`: decode a site's images and store them."""
     from halfmoon.data.preparation import parse_window
     from halfmoon.sites.folders import prepare_site
 
@@ -194,6 +199,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _parse_size(text: str | None) -> tuple[int, int] | None:
+    """Parse `--size HxW` to height and width in pixels."""
     if text is None:
         return None
     # At most six digits: larger numbers are typing errors, and would use up the memory.
@@ -204,12 +210,14 @@ def _parse_size(text: str | None) -> tuple[int, int] | None:
 
 
 def _parse_channels(text: str | None) -> int | None:
+    """Parse `--channels`."""
     if text not in (None, "1", "3"):
         raise UserError(f"--channels is {text!r}: it must be 1 (gray) or 3 (RGB).")
     return text and int(text)
 
 
 def _export(args: argparse.Namespace) -> int:
+    """Run `site export`: write a data set as folders of sites."""
     from halfmoon.runs.factory import get_split, load_source_for_network
     from halfmoon.sites.folders import export_sites
     from halfmoon.sites.folders.export import FEDERATION_FILE
@@ -286,6 +294,7 @@ def add_join_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _join(args: argparse.Namespace) -> int:
+    """Run `site join`: take part in a federation as a site, until it is finished."""
     from halfmoon.federation.site import consent
     from halfmoon.federation.transport.contact import Address
     from halfmoon.federation.transport.processes import interruptible, require_flower
@@ -344,6 +353,7 @@ def _join(args: argparse.Namespace) -> int:
 
 
 def _check_methods(names: Sequence[str]) -> None:
+    """Raise UserError if `--accept` names an unknown method."""
     if not names:
         return
     from halfmoon.methods import registry  # slow to import: it loads torch
@@ -386,6 +396,7 @@ def terminal() -> Terminal | None:
 
 
 def _terms(args: argparse.Namespace) -> int:
+    """Run `site terms`: print the terms of a federation's file, as sites see them."""
     from halfmoon.federation.server.plan import load_plan
 
     terms = load_plan(args.config).terms

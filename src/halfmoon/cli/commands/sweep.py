@@ -158,6 +158,7 @@ def _make_executor(args: argparse.Namespace, progress: Any, jobs: int, cleanup: 
 
 
 def _print_cells(cells: list[Any], as_json: bool) -> int:
+    """Print the runs that a sweep would train: cell, seed and identity."""
     rows = [
         (cell.label, str(seed), settings.identity(config, config.method)[:16])
         for cell in cells
@@ -188,6 +189,7 @@ def add_recipes(commands: Any) -> None:
 
 
 def _recipes(args: argparse.Namespace) -> int:
+    """Run `recipes`: list recipes, print one in detail, or estimate its time."""
     from halfmoon.studies import recipe
 
     loaded = [recipe.load(name) for name in args.names or recipe.list_names()]
@@ -219,6 +221,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _describe_recipe(loaded: Recipe) -> dict[str, Any]:
+    """Describe a recipe as fields of the JSON output."""
     from halfmoon.studies import grid
 
     return {
@@ -271,6 +274,7 @@ def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_recipes(recipes: Sequence[dict[str, Any]]) -> None:
+    """Print a table of recipes."""
     rows = [
         [
             *(each["name"], each["title"], f"{each['cells']:,}", str(len(each["seeds"]))),
@@ -284,6 +288,7 @@ def _print_recipes(recipes: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_recipe(recipe: dict[str, Any]) -> None:
+    """Print a recipe in detail, from the fields of `_describe_recipe`."""
     print_text(f"{recipe['name']}: {recipe['title']}\n  {recipe['about']}")
     if recipe["reading"]:
         print_text(f"  reading: {recipe['reading']}")
@@ -306,6 +311,7 @@ def _print_recipe(recipe: dict[str, Any]) -> None:
 
 
 def _print_cost(cost: dict[str, Any]) -> None:
+    """Print the estimated time of each row of a recipe, from the fields of `_estimate_cost`."""
     if cost["scale"]:
         print_text(f"\n  SCALED DOWN, not the paper's experiment: {cost['scale']['about']}")
     print_text(f"\ncost on {cost['machine']}: one round of one cell of each row was timed, and multiplied")

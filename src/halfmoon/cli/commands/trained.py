@@ -102,6 +102,7 @@ def _report_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
+    """Run `predict`: write the predicted labels of a folder's images to a table."""
     from halfmoon.sites.inference.image_folder import predict_folder
 
     model = model_loader(args.model, args.device, args.network)()
@@ -130,6 +131,7 @@ def _predict(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    """Run `evaluate`: measure a model on a folder of labeled images."""
     from halfmoon.sites.inference.measure import TRAINING_IMAGES_WARNING, evaluate_folder, write_evaluation
 
     model = model_loader(args.model, args.device, args.network)()
@@ -154,6 +156,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _print_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
+    """Print the metrics of an evaluation as tables and lines."""
     rows = [
         [each["class"], *(_percent(each[name]) for name in ("precision", "recall", "f1")), f"{each['support']:,}"]
         for each in result["per_class"]
@@ -191,6 +194,7 @@ def _print_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
 
 
 def _percent(share: float | None) -> str:
+    """Format a share in percent with two decimals; `-` for None."""
     return "-" if share is None else f"{100 * share:.2f}"
 
 
@@ -199,6 +203,7 @@ MAX_EXAMINED_IMAGES = 500
 
 
 def _review(args: argparse.Namespace) -> int:
+    """Run `review`: serve a page with the predictions for a folder's images."""
     from halfmoon.pages.review import serve_review_page as review
     from halfmoon.sites.inference.image_folder import list_images
     from halfmoon.sites.inference.measure import TRAINING_IMAGES_WARNING, count_training_images
@@ -215,6 +220,7 @@ def _review(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    """Run `calibrate`: fit the temperature of a model on a folder of labeled images."""
     from halfmoon.runs.factory import select_device
     from halfmoon.sites.inference.measure import calibrate_model
 
@@ -237,6 +243,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    """Run `export`: write a model as an ONNX file or a torch.export program, compared with the model."""
     if args.onnx is None and args.torch is None:
         raise UserError("no file is given: give {onnx=FILE}, {torch=FILE} or both.", option=("onnx", "torch"))
     from halfmoon.sites.inference import load_model

@@ -259,7 +259,7 @@ class FederationServer:
         if self.plan.validation is not None:
             validation = model_inputs.prepare_test(factory.to_examples(self._load_images(self.plan.validation), device))
         batching, server_batching = factory.build_batch_rules(config)
-        budget = budgets.budget(config, task)
+        budget = budgets.build_budget(config, task)
 
         server = None
         if self.plan.server is not None and config.labels_at == "server":

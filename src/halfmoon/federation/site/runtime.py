@@ -45,7 +45,7 @@ from halfmoon.federation.protocol.terms import (
 from halfmoon.federation.protocol.tree_spec import make_tree_spec
 from halfmoon.federation.site.download_spec import DownloadSpecs
 from halfmoon.methods import registry
-from halfmoon.runs.budgets import budget
+from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.factory import build_batch_rules, build_method, build_task, build_views, select_device, to_examples
 from halfmoon.runs.features import Progress, select_inputs
 from halfmoon.sites.folders.prepare import open_prepared_site
@@ -239,7 +239,7 @@ class SiteRuntime:
         split = Split(np.full(len(labels), number), labeled, len(terms.sites))
         dataset = FederatedDataset(train, split, entry.all_labels, reuse_labeled=config.reuse_labeled)
         client_batching, server_batching = build_batch_rules(config)
-        update_budget = budget(config, site_task)
+        update_budget = build_budget(config, site_task)
         for client_update in site_method.client_updates(site_task).values():
             amount = update_budget.amount(
                 client_batching, client_update, dataset.training_size(number), dataset.split_size(number)
