@@ -39,4 +39,4 @@ accuracy.tail(3).round(1)
 # %% [markdown]
 # What a federation sends grows with the parameters, so a network is a choice of bytes as well.
 # %%
-pd.concat({name: result.summary[["megabytes_down", "megabytes_up"]] for name, result in runs.items()}).round(2)
+pd.concat({name: result.details[["megabytes_down", "megabytes_up"]] for name, result in runs.items()}).round(2)

@@ -456,8 +456,9 @@ def replace_unencodable_characters() -> None:
     """Let output in an encoding such as ASCII replace the characters that it lacks, instead of raising an error."""
     codecs.register_error("halfmoon", _replace_characters)
     for stream in (sys.stdout, sys.stderr):
-        is_text = isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape")
-        if is_text and not stream.encoding.lower().startswith("utf"):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if stream.errors in ("strict", "surrogateescape") and not stream.encoding.lower().startswith("utf"):
             stream.reconfigure(errors="halfmoon")
 
 
