@@ -6,6 +6,7 @@ additional black pixel that represents everything outside the image, so that a m
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -113,35 +114,64 @@ def geometric_maps(pool: OperationPool, height: int, width: int, device: torch.d
 
 @lru_cache(maxsize=16)
 def shear_maps(pool: OperationPool, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Create the tables of bilinear shears: two index maps and the weight of the second, all (2 * 2 * levels, H * W).
+    """Create the tables of bilinear shears: for each pixel of the result its two source pixels, and their weights.
 
-    The first axis is operation (ShearX, ShearY), direction and level. They equal Pillow's affine transform (Geometry.c)
-    in bilinear mode and double precision, with black outside. A shear changes one coordinate only, so that two source
-    pixels instead of four determine each pixel.
+    They equal Pillow's affine transform (Geometry.c) in bilinear mode and double precision, with black outside. A shear
+    changes one coordinate only, so that two source pixels instead of four determine each pixel.
+
+    Args:
+        pool: the levels and the shear of each.
+        height: H, the height of images in pixels.
+        width: W, their width.
+        device: the device of the tables.
+
+    Returns:
+        The index map of the first source pixels, int64; that of the second ones, int64; and the weight of the second,
+        0 to 1, float64. Each is (4 * levels, H * W). The order of the rows: ShearX with the shears of the pool by
+        level, ShearX with their negatives, then ShearY likewise.
     """
     y = torch.arange(height)[:, None]
     x = torch.arange(width)
     shear = torch.tensor([pool.shear, [-value for value in pool.shear]], dtype=torch.float64).view(-1, 1, 1)
-    across = _neighbor_pixels((x + 0.5) + shear * (y + 0.5), width)
-    down = _neighbor_pixels(shear * (x + 0.5) + (y + 0.5), height)
-    outside = torch.cat([across[3], down[3]])
-    maps = [
-        torch.where(outside, height * width, torch.cat([y * width + across[side], down[side] * width + x]))
-        for side in (0, 1)
-    ]
-    weight = torch.cat([across[2], down[2]])
-    return maps[0].flatten(1).to(device), maps[1].flatten(1).to(device), weight.flatten(1).to(device)
+    # Pixel centers are at (x + 0.5, y + 0.5). ShearX stays in the row of a pixel, ShearY in its column.
+    columns = _neighbor_pixels((x + 0.5) + shear * (y + 0.5), width)
+    rows = _neighbor_pixels(shear * (x + 0.5) + (y + 0.5), height)
+    first = torch.cat([y * width + columns.first, rows.first * width + x])
+    second = torch.cat([y * width + columns.second, rows.second * width + x])
+    second_weight = torch.cat([columns.second_weight, rows.second_weight])
+    outside = torch.cat([columns.outside, rows.outside])
+    black = height * width  # the index of an additional black pixel, after those of the image
+    first = torch.where(outside, black, first)
+    second = torch.where(outside, black, second)
+    return first.flatten(1).to(device), second.flatten(1).to(device), second_weight.flatten(1).to(device)
 
 
-def _neighbor_pixels(position: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the two pixels around each position, the weight of the second, and a mask of positions outside."""
+class _NeighborPixels(NamedTuple):
+    """The two neighboring pixels, in a row or column of an image, between whose centers each position is.
+
+    Attributes:
+        first: the number of the pixel before the position, int64.
+        second: the number of the pixel after it, int64. Beside the border both are the border pixel.
+        second_weight: the weight of the second, 0 to 1; that of the first is 1 minus this.
+        outside: whether the position is outside the image, bool.
+    """
+
+    first: Tensor
+    second: Tensor
+    second_weight: Tensor
+    outside: Tensor
+
+
+def _neighbor_pixels(position: Tensor, length: int) -> _NeighborPixels:
+    """Find the neighboring pixels of positions in a row or column of `length` pixels, for linear interpolation."""
     # Pixel i has its center at i + 0.5.
     lower = (position - 0.5).floor()
-    first = lower.clamp(0, length - 1).long()
-    second = (lower + 1).clamp(0, length - 1).long()
-    weight = (position - 0.5) - lower
-    outside = (position < 0) | (position >= length)
-    return first, second, weight, outside
+    return _NeighborPixels(
+        first=lower.clamp(0, length - 1).long(),
+        second=(lower + 1).clamp(0, length - 1).long(),
+        second_weight=(position - 0.5) - lower,
+        outside=(position < 0) | (position >= length),
+    )
 
 
 def _to_fixed_point(value: Tensor) -> Tensor:
