@@ -236,10 +236,10 @@ class SiteCalls:
                 replies[site] = reply
         return replies
 
-    def plain_spec(self, context: ClientContext, down: Tree) -> TreeSpec:
+    def plain_spec(self, context: ClientContext, received: Tree) -> TreeSpec:
         """Find the spec of the uploads that a masked sum hides; raise UserError if it cannot be found."""
         patterns = self.inspection.patterns
-        spec = None if patterns is None else patterns.find_spec(context, down)
+        spec = None if patterns is None else patterns.find_spec(context, received)
         if not spec:
             raise UserError("the shape of the sites' uploads cannot be computed, so their masked sum cannot be read.")
         return spec
@@ -279,19 +279,19 @@ class SiteCalls:
                 "evaluation_rejected", f"{site} sent an impossible evaluation of a model: it is left out", site=site
             )
 
-    def max_reply_bytes(self, context: ClientContext | None, request: Request, down: Tree, network: Network) -> int:
+    def max_reply_bytes(self, context: ClientContext | None, request: Request, received: Tree, network: Network) -> int:
         """Compute the size of the largest reply that an honest site can send.
 
         Args:
             context: the client update; None if the spec of its upload is not known.
             request: the request.
-            down: the download of the site.
+            received: the tree that the site receives.
             network: the network that the federation trains.
         """
         patterns = self.inspection.patterns
         if patterns is None:
             return messages.MAX_MESSAGE_BYTES
-        spec = None if context is None else patterns.find_spec(context, down)
+        spec = None if context is None else patterns.find_spec(context, received)
         if spec is None and request.client_update:
             return limits.max_unknown_message_bytes(network)
         evaluation = limits.evaluation_spec(network.classes) if request.evaluation else {}
@@ -343,7 +343,7 @@ class SiteCalls:
         """
         replies: dict[str, CheckedReply] = {}
         for site, response in responses.items():
-            reply = self._check(site, response, requests[site], context, downlinks[site], network)
+            reply = self._read_and_check(site, response, requests[site], context, downlinks[site], network)
             if reply is not None:
                 replies[site] = reply
         # Masked uploads have no norm of their own (0), so this check does not reject any of them.
@@ -354,53 +354,80 @@ class SiteCalls:
             self.reject(site, fault, context.round)
         return {site: reply for site, reply in replies.items() if site not in too_large}
 
-    def _check(
+    def _read_and_check(
         self,
         site: str,
         response: SiteResponse,
         request: Request,
         context: ClientContext,
-        down: Tree,
+        received: Tree,
         network: Network,
     ) -> CheckedReply | None:
+        """Read a site's reply, reject it if it breaks a rule, and measure its upload.
+
+        Without `Inspection.patterns` only the size and the encoding are checked, and that it answers the request. Of a
+        masked upload only the layout and the counts are checked, as its numbers mean nothing before they are summed.
+
+        Args:
+            site: the site.
+            response: what it sent.
+            request: the request that it answers.
+            context: the client update.
+            received: the tree that the site received.
+            network: the network that the federation trains.
+
+        Returns:
+            The reply without its upload; None if there is no usable reply, which has been logged.
+        """
         masked = self.inspection.keys is not None
-        max_bytes = self.max_reply_bytes(None if masked else context, request, down, network)
+        max_bytes = self.max_reply_bytes(None if masked else context, request, received, network)
         result = self._read(site, response, request, max_bytes)
         if result is None or response.data is None:
             return None
         reply, layout = result
         weight = 0.0
         norm = 0.0
-        patterns = self.inspection.patterns
-        if patterns is not None:
-            if masked:
-                upload_spec = None
-                spec = sum_spec(sum_layout(self.plain_spec(context, down)))
-            else:
-                upload_spec = context.client_update.requirements.upload_spec
-                spec = patterns.find_spec(context, down)
-            fault = check_schema(reply.upload, reply.samples, spec, upload_spec)
-            if fault is None:
-                max_amount, images = self.inspection.max_amount(context.client_update, site)
-                fault = check_counts(reply, max_amount, images, upload_spec)
+        if self.inspection.patterns is not None:
+            fault = self._find_fault(self.inspection.patterns, site, reply, context, received)
             if fault is not None:
                 return self.reject(site, fault, context.round)
-            if upload_spec is not None:
+            if not masked:
                 precision = context.client_update.task.upload_precision
-                upload = decompress_upload(Upload.from_tree(reply.upload), down, precision)
-                if precision != "float32":
-                    # Finite values of a small type may overflow when they are decoded.
-                    fault = check_schema(upload.tree, {}, None)
-                    if fault is not None:
-                        return self.reject(site, fault, context.round)
-                declared = self.inspection.declared(site)
-                fault = context.client_update.find_fault(upload, declared.labeled, declared.unlabeled)
+                upload = decompress_upload(Upload.from_tree(reply.upload), received, precision)
+                fault = self._find_value_fault(site, upload, context)
                 if fault is not None:
                     return self.reject(site, fault, context.round)
-                weight = float(upload.weight)
-                custom_norm = context.client_update.upload_norm(upload)
-                norm = update_norm(upload, down, upload_spec) if custom_norm is None else custom_norm
+                weight, norm = _measure_upload(upload, received, context)
         return CheckedReply(replace(reply, upload={}), response.data, layout, weight, norm)
+
+    def _find_fault(
+        self, patterns: UploadProbe, site: str, reply: Reply, context: ClientContext, received: Tree
+    ) -> str | None:
+        """Describe what is wrong with the layout of a reply's trees or with its counts; None if nothing is.
+
+        The layout of a masked upload is that of a masked sum.
+        """
+        if self.inspection.keys is None:
+            upload_spec = context.client_update.requirements.upload_spec
+            tree_spec = patterns.find_spec(context, received)
+        else:
+            upload_spec = None
+            tree_spec = sum_spec(sum_layout(self.plain_spec(context, received)))
+        fault = check_schema(reply.upload, reply.samples, tree_spec, upload_spec)
+        if fault is not None:
+            return fault
+        max_amount, images = self.inspection.max_amount(context.client_update, site)
+        return check_counts(reply, max_amount, images, upload_spec)
+
+    def _find_value_fault(self, site: str, upload: Upload, context: ClientContext) -> str | None:
+        """Describe what is wrong with the numbers of a decoded upload, which is not masked; None if nothing is."""
+        if context.client_update.task.upload_precision != "float32":
+            # Finite values of a small type may overflow when they are decoded.
+            fault = check_schema(upload.tree, {}, None)
+            if fault is not None:
+                return fault
+        declared = self.inspection.declared(site)
+        return context.client_update.find_fault(upload, declared.labeled, declared.unlabeled)
 
     def weight_scale(self, replies: Mapping[int, CheckedReply], upload_spec: UploadSpec) -> dict[int, float]:
         """Compute the factor that brings each client's weight below the cap, by client number.
@@ -432,6 +459,14 @@ class SiteCalls:
             limit = self.quarantine.limit
             text = f"{site} is set aside after {limit} unusable answers; --readmit {site} lets it back"
             self.log.record("site_quarantined", text, site=site)
+
+
+def _measure_upload(upload: Upload, received: Tree, context: ClientContext) -> tuple[float, float]:
+    """Compute the weight of a decoded upload and the norm of its update, by the method's rule if it has one."""
+    norm = context.client_update.upload_norm(upload)
+    if norm is None:
+        norm = update_norm(upload, received, context.client_update.requirements.upload_spec)
+    return float(upload.weight), norm
 
 
 def _serialize(requests: Mapping[str, Request]) -> dict[str, bytes]:
