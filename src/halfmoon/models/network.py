@@ -161,7 +161,17 @@ class Network(ABC):
         return self._run_layers(x, run), to_float32(run.inputs["head"]), run.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Compute logits (B, classes) under batch statistics, and a tape of activations for `tangent`."""
+        """Compute logits (B, classes) under batch statistics, and record for `tangent` what it needs of each layer.
+
+        Args:
+            params: parameters.
+            x: images (B, C, H, W).
+            real: (B,) bool, False for padding, which is left out of the statistics; None if there is none.
+
+        Returns:
+            The logits, those of padding undefined, and the tape: the activations, batch statistics and positions of
+            maxima that each layer recorded, in the order in which the layers ran.
+        """
         run = RecordingPass(params, self.norm, real=real)
         return self._run_layers(x, run), run.tape
 
@@ -170,16 +180,18 @@ class Network(ABC):
     ) -> Tensor:
         """Compute the derivative (B, classes) of the logits of `linearize` along a direction of the parameters.
 
-        It equals that of `torch.func.jvp`, which would compute the activations again; here they are on the tape.
+        It equals that of `torch.func.jvp`, which would compute the activations again. Here each layer takes them from
+        the tape, in the order in which `linearize` recorded them.
 
         Args:
             params: the parameters of `linearize`.
-            x: its images.
-            tape: its tape.
+            x: the images of `linearize`.
+            tape: the tape that `linearize` returned. It is read, not changed.
             direction: a tree like the parameters.
-            real: its mask.
+            real: the mask of `linearize`, (B,) bool: False for padding, whose derivatives are undefined.
         """
-        return self._run_layers(x, TangentPass(params, self.norm, direction, x, iter(tape), real))
+        tangents = TangentPass(params, self.norm, direction, x, iter(tape), real)
+        return self._run_layers(x, tangents)
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         """Compute logits (B, classes) under the tracked statistics ({} if there are none)."""
@@ -193,7 +205,7 @@ class Network(ABC):
 
 
 def check_sides(name: str, shape: tuple[int, int, int], multiple: int, minimum: int) -> None:
-    """Check that the sides of images (C, H, W) are multiples, and not below `least`; raises `UserError`."""
+    """Check that the sides of images (C, H, W) are multiples, and not below `minimum`; raises `UserError`."""
     _, height, width = shape
     if min(height, width) < minimum or height % multiple or width % multiple:
         raise UserError(

@@ -222,16 +222,20 @@ class RecordingPass(TrainPass):
 
 @dataclass
 class TangentPass(ForwardPass):
-    """A pass of tangents after a recorded one: z is the derivative of the activations along `direction`.
+    """A pass of tangents after a recorded one: the derivative of the logits along a direction of the parameters.
 
-    Activations are read from the tape. Each layer with weights needs two products, one for the derivative in its weights
-    and one for that in its input; the first layer needs one, because images do not change.
+    The tangent of activations is their derivative along `direction`. Each method gets the tangent of the input of its
+    layer and returns that of the output, of the same shapes as the activations. It takes the activations themselves
+    from the tape, so the layers must be called in the order of the recorded pass.
+
+    The tangent of a layer with weights has two terms: one from the direction of its weights, at the recorded input, and
+    one from the tangent of the input, at its weights. The first layer has only the former, as images do not change.
 
     Attributes:
         direction: a tree like the parameters.
         images: the images of the recorded pass.
-        tape: its tape.
-        real: its mask.
+        tape: what `RecordingPass` recorded, in its order.
+        real: (B,) bool, False for padding, as in the recorded pass; None if there is none.
     """
 
     direction: Tree
@@ -239,54 +243,86 @@ class TangentPass(ForwardPass):
     tape: Iterator[Tensor]
     real: Tensor | None = None
 
-    def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
-        """d(w * x) = dw * x + w * dx."""
-        x = next(self.tape)
-        w = self.params[name]["conv"]["weight"]
-        d = self.direction[name]["conv"]
-        padding = w.shape[-1] // 2
-        tangent = F.conv2d(x, d["weight"], d.get("bias"), stride, padding)
+    def conv(self, name: str, input_tangent: Tensor, stride: int = 1) -> Tensor:
+        """Compute the tangent of a convolution w * x + b: dw * x + db + w * dx."""
+        recorded_input = next(self.tape)
+        weight = self.params[name]["conv"]["weight"]
+        direction = self.direction[name]["conv"]
+        padding = weight.shape[-1] // 2
+        from_params = F.conv2d(recorded_input, direction["weight"], direction.get("bias"), stride, padding)
         # The first layer gets the images themselves instead of a tangent: their derivative is 0.
-        return tangent if z is self.images else tangent.add_(F.conv2d(z, w, None, stride, padding))
+        if input_tangent is self.images:
+            return from_params
+        from_input = F.conv2d(input_tangent, weight, None, stride, padding)
+        return from_params.add_(from_input)
 
-    def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        """Add the derivatives in weight and bias, in which it is affine, and in the input.
+    def batch_norm(self, name: str, input_tangent: Tensor) -> Tensor:
+        """Compute the tangent of a batch normalization under batch statistics, w n(x) + b: dw n + db + w J dx.
 
-        The Jacobian in the input is symmetric, so PyTorch's backward computes the forward derivative.
+        n(x) is the input with the mean and the variance of the batch removed, and J its Jacobian. The Jacobian of each
+        channel is symmetric, so the product with dx is that of PyTorch's backward pass, with dx as the gradient.
         """
-        w = self.params[name]["norm"]["weight"]
-        d = self.direction[name]["norm"]
-        x = next(self.tape)
+        weight = self.params[name]["norm"]["weight"]
+        direction = self.direction[name]["norm"]
+        # In the order of `RecordingPass.batch_norm`.
+        recorded_input = next(self.tape)
         mean = next(self.tape)
-        inverse = next(self.tape)
+        inverse_deviation = next(self.tape)
         if self.real is not None:
-            return _masked_tangent(z, (x, mean, inverse), self.real, (w, d["weight"], d["bias"]))
-        tangent = torch.native_batch_norm(x, d["weight"], d["bias"], None, None, True, MOMENTUM, EPS)[0]
-        only_input = [True, False, False]
-        backward = torch.ops.aten.native_batch_norm_backward
-        return tangent.add_(backward(z, x, w, None, None, mean, inverse, True, EPS, only_input)[0])
+            batch = (recorded_input, mean, inverse_deviation)
+            return _masked_tangent(input_tangent, batch, self.real, (weight, direction["weight"], direction["bias"]))
+        from_params = torch.native_batch_norm(
+            recorded_input, direction["weight"], direction["bias"], None, None, True, MOMENTUM, EPS
+        )[0]
+        from_input = torch.ops.aten.native_batch_norm_backward(
+            input_tangent,
+            recorded_input,
+            weight,
+            None,  # running mean
+            None,  # running variance
+            mean,
+            inverse_deviation,
+            True,  # the statistics are those of the batch
+            EPS,
+            [True, False, False],  # of the gradients in input, weight and bias only the first
+        )[0]
+        return from_params.add_(from_input)
 
-    def group_norm(self, name: str, z: Tensor) -> Tensor:
-        """d(w n + b) = dw n + db + w dn. The Jacobian of n, not that of w n, is symmetric, so its backward is used."""
-        p = self.params[name]["norm"]
-        d = self.direction[name]["norm"]
-        groups = group_count(z.shape[-3])
-        n, pull, _ = vjp(lambda at: (F.group_norm(at["x"], groups, eps=EPS), ()), {"x": next(self.tape)})
-        w, dw, db = (leaf[:, None, None] for leaf in (p["weight"], d["weight"], d["bias"]))
-        return torch.addcmul(torch.addcmul(db, dw, n), w, pull(z, False)["x"])
+    def group_norm(self, name: str, input_tangent: Tensor) -> Tensor:
+        """Compute the tangent of a group normalization w n(x) + b: dw n + db + w J dx.
 
-    def relu(self, z: Tensor) -> Tensor:
-        """The derivative is 0 where the output is 0."""
-        return torch.ops.aten.threshold_backward(z, next(self.tape), 0)
+        The Jacobian J of n is symmetric, so the product with dx is that of the backward pass of n. That of w n is not,
+        as the channels of a group have different weights.
+        """
+        params = self.params[name]["norm"]
+        direction = self.direction[name]["norm"]
+        groups = group_count(input_tangent.shape[-3])
+        normalized, pull, _ = vjp(
+            lambda variables: (F.group_norm(variables["x"], groups, eps=EPS), ()), {"x": next(self.tape)}
+        )
+        weight, weight_direction, bias_direction = (
+            leaf[:, None, None] for leaf in (params["weight"], direction["weight"], direction["bias"])
+        )
+        from_params = torch.addcmul(bias_direction, weight_direction, normalized)
+        return torch.addcmul(from_params, weight, pull(input_tangent, False)["x"])
 
-    def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
-        """The derivative of a maximum is that of the activation at its position."""
-        return _gather_positions(z, next(self.tape))
+    def relu(self, input_tangent: Tensor) -> Tensor:
+        """Compute the tangent of a ReLU: that of the input where the recorded output is positive, 0 elsewhere."""
+        recorded_output = next(self.tape)
+        return torch.ops.aten.threshold_backward(input_tangent, recorded_output, 0)
 
-    def linear(self, name: str, z: Tensor) -> Tensor:
-        """d(w x) = dw x + w dx."""
-        d = self.direction[name]
-        return F.linear(next(self.tape), d["weight"], d.get("bias")) + F.linear(z, self.params[name]["weight"])
+    def pool(self, input_tangent: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
+        """Compute the tangent of a maximum: that of the activation at its recorded position in the input."""
+        positions = next(self.tape)
+        return _gather_positions(input_tangent, positions)
+
+    def linear(self, name: str, input_tangent: Tensor) -> Tensor:
+        """Compute the tangent of a linear layer w x + b: dw x + db + w dx."""
+        recorded_input = next(self.tape)
+        direction = self.direction[name]
+        from_params = F.linear(recorded_input, direction["weight"], direction.get("bias"))
+        from_input = F.linear(input_tangent, self.params[name]["weight"])
+        return from_params + from_input
 
 
 def _max_pool_on_cpu(z: Tensor, size: int | list[int], stride: int | None, padding: int) -> Tensor:
