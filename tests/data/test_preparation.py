@@ -117,7 +117,7 @@ def test_damage_is_a_sentence_with_the_name() -> None:
 
 def test_other_formats_are_not_opened() -> None:
     with pytest.raises(UserError, match=r"^a: not a readable image \(no known format\)"):
-        decode_to_shape(encode(GRAY, "GIF"), "a", 8, 6, 1)
+        decode_to_shape(encode(GRAY, "PPM"), "a", 8, 6, 1)
 
 
 def test_damaged_files_never_raise_anything_else() -> None:

@@ -21,6 +21,7 @@ from halfmoon.runs import factory
 from halfmoon.sites.folders import read_site
 from halfmoon.studies import decision as decision_rule
 from halfmoon.studies import plan as planning
+from halfmoon.studies import scan_folder as folder_scan
 from halfmoon.studies.label_selection import folder_features, head_problem
 from halfmoon.studies.plan import make_plan
 from halfmoon.studies.run_plan import PlanResult
@@ -241,23 +242,29 @@ def test_a_lone_site_from_scratch(tmp_path: Path, scratch: None, capsys: pytest.
 
 
 def test_images_of_other_formats_are_left_out_with_a_word(
-    tmp_path: Path, scratch: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, scratch: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a telephone writes would be missing in silence. Hidden folders and other files are not counted."""
+    monkeypatch.setattr(folder_scan, "SUFFIXES", (".png", ".jfif", ".gif"))  # as without pillow-heif
     written(tmp_path / "photos", 12)
-    for name in ("0/one.HEIC", "0/two.heic", "1/three.gif", "1/notes.txt", ".trash/four.gif"):
+    for name in ("0/one.HEIC", "0/two.heic", "1/three.ppm", "1/notes.txt", ".trash/four.ppm"):
         (tmp_path / "photos" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "photos" / name).touch()
     (tmp_path / "photos" / "0" / "0.png").rename(tmp_path / "photos" / "0" / "0.JFIF")
     written(tmp_path / "photos", 2, where="{label}-{number}.png")
+    frames = [Image.new("L", (8, 8), value) for value in (0, 255)]
+    frames[0].save(tmp_path / "photos" / "0" / "moving.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "photos" / "0" / "still.gif")
     tiny = "--resize 8 --network small --width 4 --steps 1"
     assert main(["run", "--data", "photos", "--plan", *tiny.split()]) == 0
-    words = capsys.readouterr().out
+    words = " ".join(capsys.readouterr().out.split())
     assert "in all, about" in words
     assert not (tmp_path / "runs").exists()
-    assert "photos: 36 images" in words
+    assert "photos: 38 images" in words
     assert "left out: images in no class folder (6): put them into a folder unlabeled" in words
-    assert "left out: files of formats that are not read (2 .heic, 1 .gif): convert them to PNG or JPEG" in words
+    assert "left out: files of formats that are not read (2 .heic, 1 .ppm): convert them to PNG or JPEG, or" in words
+    assert "pip install 'halfmoon[heif]'" in words
+    assert "animated: 1 GIF files with several frames: only the first frame is used" in words
 
 
 @pytest.mark.parametrize(("count", "clients", "labels"), [(2, 1, 3), (8, 3, 9), (30, 12, 30), (60, 20, 30)])

@@ -22,7 +22,6 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import MAX_PIXELS, estimate_window, to_eight_bits
 from halfmoon.data.readers.decode import (
-    FORMATS,
     IGNORE_WARNINGS,
     convert_channels,
     is_deep,
@@ -32,6 +31,7 @@ from halfmoon.data.readers.decode import (
     read_values,
     window_in_stored_values,
 )
+from halfmoon.data.readers.formats import HEAD_BYTES, find_formats
 from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
 
@@ -199,7 +199,9 @@ def needs_queue(path: Path, name: str) -> bool:
         if dicom.holds_image(path):
             height, width, _, _, bytes_per_pixel = dicom.read_header(path, name)
         else:
-            with IGNORE_WARNINGS, Image.open(path, formats=FORMATS) as image:
+            with path.open("rb") as file:
+                formats = find_formats(file.read(HEAD_BYTES), name)
+            with IGNORE_WARNINGS, Image.open(path, formats=formats) as image:
                 width, height = image.size
                 # Bytes that the decoder needs for a pixel.
                 bytes_per_pixel = 20 if image.format == "WEBP" else 8

@@ -16,6 +16,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, Split, take_share
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES
 from halfmoon.data.readers.class_folders import HELD_OUT_SHARE, find_part, list_images
+from halfmoon.data.readers.formats import HEIF_SUFFIXES
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import FEATURES, SIDE
@@ -25,7 +26,7 @@ from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.studies.cost import measure_seconds
 from halfmoon.studies.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
-from halfmoon.studies.scan_folder import FolderContents, count_unsupported_formats, scan_data
+from halfmoon.studies.scan_folder import FolderContents, count_animations, count_unsupported_formats, scan_data
 
 EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
 """Options with which the user chooses what to train; the folder is then not planned."""
@@ -514,7 +515,12 @@ def _other_reasons(config: Config, contents: FolderContents, share: float) -> li
         reasons.append(("left out", f"images in no class folder ({len(loose_images):,}): {advice}"))
     if formats := count_unsupported_formats(contents.folder):
         counts = ", ".join(f"{count:,} {suffix}" for suffix, count in formats.most_common(3))
-        reasons.append(("left out", f"files of formats that are not read ({counts}): convert them to PNG or JPEG"))
+        advice = "convert them to PNG or JPEG"
+        if formats.keys() & {*HEIF_SUFFIXES}:
+            advice += ", or read HEIC by pip install 'halfmoon[heif]'"
+        reasons.append(("left out", f"files of formats that are not read ({counts}): {advice}"))
+    if animations := count_animations(contents.folder):
+        reasons.append(("animated", f"{animations:,} GIF files with several frames: only the first frame is used"))
     return reasons
 
 

@@ -4,12 +4,13 @@ import hashlib
 import mimetypes
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source, memory
@@ -28,6 +29,7 @@ from halfmoon.data.readers.class_folders import (
     refuse_unlabeled,
 )
 from halfmoon.data.readers.decode import check_skipped, decode_prepared, read_header
+from halfmoon.data.readers.formats import AVIF_SUFFIXES, HEIF_SUFFIXES
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LABELS_FILE
 from halfmoon.sites.folders.site_folder import is_site_folder
@@ -255,13 +257,29 @@ def count_equal_files(paths: Sequence[Path]) -> int:
 
 def count_unsupported_formats(folder: Path) -> Counter[str]:
     """Count the image files in and below a folder whose formats are not supported, by suffix."""
-    suffixes = Counter[str]()
-    for _, folders, files in os.walk(folder):
+    suffixes = Counter(path.suffix.lower() for path in _walk_files(folder))
+    images = {suffix for suffix in suffixes if str(mimetypes.guess_type(f"a{suffix}")[0]).startswith("image/")}
+    images.update(suffixes.keys() & {*HEIF_SUFFIXES, *AVIF_SUFFIXES})  # some systems do not list them as images
+    return Counter({suffix: suffixes[suffix] for suffix in images.difference(SUFFIXES)})
+
+
+def count_animations(folder: Path) -> int:
+    """Count the GIF files in and below a folder that have several frames; only the first frame is read."""
+    animations = 0
+    for path in _walk_files(folder):
+        if path.suffix.lower() == ".gif":
+            # Pillow raises many kinds of errors for damaged files; they are reported when all images are read.
+            with suppress(Exception), Image.open(path, formats=("GIF",)) as image:
+                animations += bool(getattr(image, "is_animated", False))
+    return animations
+
+
+def _walk_files(folder: Path) -> Iterator[Path]:
+    """Yield the files in and below a folder, except hidden ones."""
+    for current, folders, files in os.walk(folder):
         # os.walk descends into the folders that remain in this list: hidden ones are skipped.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        suffixes.update(os.path.splitext(name)[1].lower() for name in files if not name.startswith("."))
-    images = {suffix for suffix in suffixes if str(mimetypes.guess_type(f"a{suffix}")[0]).startswith("image/")}
-    return Counter({suffix: suffixes[suffix] for suffix in images.difference(SUFFIXES)})
+        yield from (Path(current, name) for name in files if not name.startswith("."))
 
 
 def scan_images(

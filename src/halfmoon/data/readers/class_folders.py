@@ -17,8 +17,9 @@ from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import decode_all, drop_skipped
+from halfmoon.data.readers.formats import list_suffixes
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", *dicom.SUFFIXES)
+SUFFIXES = list_suffixes()
 PART_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
 """Accepted folder names, in lower case, of each part of a data set."""
 

@@ -1,4 +1,4 @@
-"""Decode image files (PNG, JPEG, WebP, TIFF, BMP, DICOM) into one uint8 array; errors name file and row."""
+"""Decode image files (PNG, JPEG, WebP, TIFF, BMP, GIF, HEIC, AVIF, DICOM) into one uint8 array; errors name file and row."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +21,9 @@ from halfmoon.data.preparation import (
     to_eight_bits,
 )
 from halfmoon.data.readers.cache import collect_rows
+from halfmoon.data.readers.formats import HEAD_BYTES, find_formats
 
 MODES = ("L", "RGB")
-FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
-"""Pillow formats that are opened: none that start other programs (EPS) or are hardly tested."""
 
 _ORIENTATION_TAG = 0x0112
 """EXIF's orientation tag; values from 5 on swap height and width."""
@@ -38,7 +37,7 @@ def decode_image(data: bytes, place: str) -> np.ndarray:
         place: The file (and row), for messages.
 
     Raises:
-        UserError: If the data are no complete image in one of `FORMATS`, the mode is neither L nor RGB, or the image has
+        UserError: If the data are no complete image in a supported format, the mode is neither L nor RGB, or the image has
             more than `MAX_PIXELS` pixels.
     """
     image = _open(data, place)
@@ -161,7 +160,9 @@ def read_header(path: Path) -> tuple[int, int, bool] | None:
         if dicom.holds_image(path):
             height, width, gray = dicom.read_header(path, str(path))[:3]
             return (height, width, gray) if height and width else None  # None: a report or a radiotherapy plan
-        with IGNORE_WARNINGS, Image.open(path, formats=FORMATS) as image:
+        with path.open("rb") as file:
+            formats = find_formats(file.read(HEAD_BYTES), str(path))
+        with IGNORE_WARNINGS, Image.open(path, formats=formats) as image:
             gray = ImageMode.getmode(image.mode).basemode == "L"
             if image.format == "TIFF":  # the size before or after rotation, depending on Pillow's version and the file
                 upright = open_upright(path.read_bytes(), str(path))
@@ -325,13 +326,14 @@ def _decode_same_shape(
 def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels) -> Image.Image:
     """Open an image and load all of its pixels; raise UserError if it is damaged, incomplete or too large."""
     data = io.BytesIO(data) if isinstance(data, bytes) else data
-    head = data.read(132)
+    head = data.read(HEAD_BYTES)
     data.seek(0)
     if dicom.is_dicom(head):
         return load(dicom.read(data, place))
+    formats = find_formats(head, place)
     try:
         with IGNORE_WARNINGS:  # about invalid metadata, which Pillow ignores
-            image = Image.open(data, formats=FORMATS)
+            image = Image.open(data, formats=formats)
             # Pillow only warns up to twice its limit, and filters of warnings are shared by all threads: check it here.
             limit = min(MAX_PIXELS, Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
             if image.width * image.height > limit:
