@@ -207,13 +207,15 @@ class ServerRuntime(ABC):
     def query(
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
     ) -> Upload:
-        """Have clients run an update and return their uploads.
+        """Have clients run an update, return their uploads, and set `responders` to the clients that sent them.
+
+        Clients that do not reply, or whose upload an aggregator drops, are removed from the cohort.
 
         Args:
             client_update: the name of the update.
             broadcast: the tree that all clients receive.
             per_client: leaves (number of clients, ...), of which each client receives its slice too.
-            clients: numbers of the clients; None: the cohort.
+            clients: numbers of the clients, at least one; None: the cohort.
 
         Returns:
             The uploads of the `responders`, stacked: every leaf is (k, ...). If none of `clients` replies, it
@@ -224,6 +226,7 @@ class ServerRuntime(ABC):
         """
         recipients = self.cohort if clients is None else clients.cpu()
         private = {} if per_client is None else per_client
+        query = self._query  # the next call increases it
         uploads: dict[int, Upload] = {}
         for client, result in self._train_responders(client_update, recipients, broadcast, private):
             uploads[client] = result.upload
@@ -237,7 +240,7 @@ class ServerRuntime(ABC):
             context = AggregationContext(
                 round=self._round,
                 attempt=self._attempt,
-                query=self._query - 1,
+                query=query,
                 client_update=client_update,
                 broadcast=broadcast,
                 per_client=tree.map(lambda leaf: leaf[rows.to(leaf.device)], private),
@@ -250,11 +253,12 @@ class ServerRuntime(ABC):
             upload = self._aggregate(context, upload)
         else:
             self.responders = torch.tensor(responders, dtype=torch.int64)
-        self._remove_missing(recipients, tree.nbytes(broadcast) + tree.nbytes(private) // len(recipients))
+        bytes_per_recipient = tree.nbytes(broadcast) + tree.nbytes(private) // len(recipients)
+        self._remove_missing(recipients, bytes_per_recipient)
         return upload
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
-        """Have the cohort run an update and return the weighted mean of their uploads.
+        """Have the cohort run an update, return the weighted mean of the uploads, and set `responders` as `query` does.
 
         Uploads are added to a running sum as they arrive. Aggregators need all of them at once, so with aggregators
         all uploads of the cohort are in memory together.
@@ -361,12 +365,12 @@ class ServerRuntime(ABC):
         """Observe the upload of a client before it is aggregated."""
         return
 
-    def _remove_missing(self, recipients: Tensor, nbytes: int) -> None:
-        """Remove recipients that did not reply from the cohort, and count the `nbytes` that each was sent."""
+    def _remove_missing(self, recipients: Tensor, bytes_per_recipient: int) -> None:
+        """Remove recipients that are no `responders` from the cohort, and count the bytes that each was sent."""
         # Clients outside of the cohort may be queried, too: these do not change it.
         missing = recipients[~torch.isin(recipients, self.responders)]
         self.cohort = self.cohort[~torch.isin(self.cohort, missing)]
-        self.cost.bytes_down += len(missing) * nbytes
+        self.cost.bytes_down += len(missing) * bytes_per_recipient
 
     def _aggregate(self, context: AggregationContext, upload: Upload) -> Upload:
         """Pass stacked uploads through the aggregators; clients whose upload is dropped count as not replying."""
