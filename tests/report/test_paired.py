@@ -24,7 +24,7 @@ def test_a_difference_is_students_t_of_the_pairs() -> None:
 def test_overlapping_splits_widen_the_interval() -> None:
     """Nadeau and Bengio: the variance is (1/n + test/train) s^2, here (1/4 + 1/4) in place of 1/4."""
     ours, base = [3.0, 5.0, 4.0, 8.0], [1.0, 2.0, 3.0, 4.0]
-    narrow, wide = paired.compare_paired(ours, base), paired.compare_paired(ours, base, overlap=0.25)
+    narrow, wide = paired.compare_paired(ours, base), paired.compare_paired(ours, base, test_train_ratio=0.25)
     assert wide.high - wide.mean == pytest.approx(2**0.5 * (narrow.high - narrow.mean))
 
 

@@ -34,15 +34,16 @@ class Difference(NamedTuple):
 
 
 def compare_paired(
-    method: Sequence[float], baseline: Sequence[float], overlap: float = 0.0, comparisons: int = 1
+    method: Sequence[float], baseline: Sequence[float], test_train_ratio: float = 0.0, comparisons: int = 1
 ) -> Difference:
     """Compare two methods on the same splits, by Student's t of the differences.
 
     Args:
         method: accuracy of the method on n >= 2 splits.
         baseline: accuracy of the baseline on the same splits, in the same order.
-        overlap: ratio of test to training size if the splits are drawn from the same images. The variance is then
-            (1/n + overlap) s^2 (Nadeau and Bengio 2003, Inference for the generalization error, section 3).
+        test_train_ratio: ratio of test to training size if the splits are drawn from the same images. The variance is
+            then (1/n + test_train_ratio) s^2 (Nadeau and Bengio 2003, Inference for the generalization error, section
+            3).
         comparisons: number of comparisons that are reported together. Interval and p-value are adjusted for it
             (Bonferroni), so that the interval excludes zero if and only if p < 0.05.
 
@@ -55,7 +56,7 @@ def compare_paired(
         )
     differences = np.asarray(method, float) - np.asarray(baseline, float)
     count = len(differences)
-    variance = (1 / count + overlap) * float(differences.var(ddof=1))
+    variance = (1 / count + test_train_ratio) * float(differences.var(ddof=1))
     return _student_t(float(differences.mean()), variance, count - 1, comparisons)
 
 

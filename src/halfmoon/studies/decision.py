@@ -102,7 +102,7 @@ class Decision:
 def decide(
     method: Sequence[float],
     baseline: Sequence[float],
-    overlap: float,
+    test_train_ratio: float,
     labels: int,
     verdicts: tuple[str, str, str] = UNLABELED_VERDICTS,
 ) -> Decision:
@@ -111,11 +111,11 @@ def decide(
     Args:
         method: accuracy of the method on each split, in percent.
         baseline: accuracy of the baseline on each split, in percent.
-        overlap: the ratio of test to training images, as in `difference_interval`.
+        test_train_ratio: the ratio of test to training images, as in `difference_interval`.
         labels: the number of different test images of all splits.
         verdicts: the sentences for "help", "harm" and "equal".
     """
-    difference = difference_interval(method, baseline, overlap, labels)
+    difference = difference_interval(method, baseline, test_train_ratio, labels)
     kind: DecisionKind = "unknown"
     if difference.low > 0:
         kind = "help"
@@ -135,7 +135,9 @@ def decide(
     )
 
 
-def difference_interval(method: Sequence[float], baseline: Sequence[float], overlap: float, labels: int) -> Difference:
+def difference_interval(
+    method: Sequence[float], baseline: Sequence[float], test_train_ratio: float, labels: int
+) -> Difference:
     """Compute the mean paired difference in points with the interval of the corrected resampled t-test.
 
     See `halfmoon.report.paired.compare_paired`. If all splits show the same difference, the interval is that of a proportion of
@@ -144,10 +146,10 @@ def difference_interval(method: Sequence[float], baseline: Sequence[float], over
     Args:
         method: accuracy of the method on each split, in percent.
         baseline: accuracy of the baseline on each split, in percent.
-        overlap: the ratio of test to training images.
+        test_train_ratio: the ratio of test to training images.
         labels: the number of different test images of all splits.
     """
-    difference = compare_paired(method, baseline, overlap)
+    difference = compare_paired(method, baseline, test_train_ratio)
     margin = 300 / labels if difference.low == difference.high else 0
     # Two accuracies differ by 100 points at most; the t-distribution of few splits has no bound.
     low = max(-100.0, difference.low - margin)

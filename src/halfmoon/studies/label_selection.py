@@ -195,10 +195,10 @@ class HeadProblem:
         if len(splits) < 2:
             return None
         tested = int(may_test.sum())
-        overlap = 1 / (FOLDS - 1)
+        test_train_ratio = 1 / (FOLDS - 1)
         # The difference from 0 is the accuracy itself, with the interval of the same test.
-        mean = difference_interval(accuracies, [0.0] * len(accuracies), overlap, tested)
-        gain = difference_interval(accuracies, half_accuracies, overlap, tested)
+        mean = difference_interval(accuracies, [0.0] * len(accuracies), test_train_ratio, tested)
+        gain = difference_interval(accuracies, half_accuracies, test_train_ratio, tested)
         return LabelingResult(
             labels=int(is_labeled.sum()),
             random=random_count,

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -132,14 +133,8 @@ def _run_site_methods(
 
 def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
     """Compare heads that are solved on every split; None where there are fewer than two splits."""
-    train = problem.source.train
-    if plan.contents.site:
-        data = problem.train
-        splits = list(cross_validation_folds(train.labels, train.groups))
-        overlap = 1 / (FOLDS - 1)
-        tested = int((train.labels >= 0).sum())
-    else:
-        data, splits, overlap, tested = _draw_head_splits(plan, problem)
+    drawn = _cross_validate_labels(problem) if plan.contents.site else _redraw_labels(plan, problem)
+    splits = drawn.splits
     if len(splits) < 2 or not all(map(len, splits[0])):
         return None
     labels_only, with_unlabeled = (
@@ -148,35 +143,64 @@ def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
     baseline: list[float] = []
     method: list[float] = []
     for fold in splits:
-        baseline.append(head_accuracy(labels_only, problem.task, data, fold))
-        method.append(head_accuracy(with_unlabeled, problem.task, data, fold))
-    return decide(method, baseline, overlap, tested)
+        baseline.append(head_accuracy(labels_only, problem.task, drawn.images, fold))
+        method.append(head_accuracy(with_unlabeled, problem.task, drawn.images, fold))
+    return decide(method, baseline, drawn.test_train_ratio, drawn.test_count)
 
 
-def _draw_head_splits(plan: Plan, problem: Problem) -> tuple[Examples, list[Fold], float, int]:
-    """Draw labels again in class folders, where all labels are known.
+class _HeadSplits(NamedTuple):
+    """The splits on which two heads are compared.
 
-    Returns:
-        All images, the splits, the ratio of test to training images, and the number of different test images.
+    Attributes:
+        images: the images that the rows of the splits number, and their labels.
+        splits: the rows of each split.
+        test_train_ratio: the ratio of test to training images of a split, which corrects the interval for splits that
+            share images.
+        test_count: the number of different test images of all splits.
+    """
+
+    images: Examples
+    splits: list[Fold]
+    test_train_ratio: float
+    test_count: int
+
+
+def _cross_validate_labels(problem: Problem) -> _HeadSplits:
+    """Split a site's folder, of which only some labels are known, by cross-validation of the labeled images."""
+    train = problem.source.train
+    return _HeadSplits(
+        images=problem.train,
+        splits=list(cross_validation_folds(train.labels, train.groups)),
+        test_train_ratio=1 / (FOLDS - 1),
+        test_count=int((train.labels >= 0).sum()),
+    )
+
+
+def _redraw_labels(plan: Plan, problem: Problem) -> _HeadSplits:
+    """Draw again which images of class folders are labeled, so that methods are compared on more than one split.
+
+    All labels of such folders are known. Each draw has as many labels of a class as the run. It is tested on the test
+    folders or, without these, on images that it draws from each class.
     """
     source = problem.source
-    assert problem.test is not None, "a folder has a test part"
+    assert problem.test is not None, "class folders have test images"
     images, labels = (torch.cat(pair) for pair in zip(problem.train, problem.test, strict=True))
     train_count = len(problem.train.labels)
-    test_rows = None
-    overlap = 1 / (FOLDS - 1)
-    tested = len(labels)
     if plan.contents.tests:
         test_rows = np.arange(train_count, len(labels))
-        overlap = len(test_rows) / train_count
-        tested = len(test_rows)
+        test_count = len(test_rows)
+        test_train_ratio = test_count / train_count
+    else:
+        test_rows = None
+        test_count = len(labels)
+        test_train_ratio = 1 / (FOLDS - 1)
     groups = None
     if source.train.groups is not None and source.test.groups is not None:
         groups = [*source.train.groups, *source.test.groups]
     used_labels = source.train.labels[problem.split.labeled & (problem.split.client != -1)]
-    counts = np.bincount(used_labels, minlength=len(plan.contents.classes)).tolist()
-    splits = list(label_draws(labels.numpy(), counts, test_rows, groups))
-    return Examples(images, labels), splits, overlap, tested
+    labels_per_class = np.bincount(used_labels, minlength=len(plan.contents.classes)).tolist()
+    splits = list(label_draws(labels.numpy(), labels_per_class, test_rows, groups))
+    return _HeadSplits(Examples(images, labels), splits, test_train_ratio, test_count)
 
 
 def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], watch: Callback) -> Decision | None:
