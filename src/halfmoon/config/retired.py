@@ -87,19 +87,24 @@ def is_ignored(name: str, value: Any) -> bool:
 
 
 def strip_ignored_lines(text: str) -> str:
-    """Remove the lines of removed options at their last defaults from a configuration that `to_toml` has written.
+    """Remove options that no longer exist from a run's configuration, so that it compares equal to one of today.
 
-    With them removed, the text of an earlier version equals that of this version for the same configuration.
+    Earlier versions wrote such options too, mostly at their defaults, which have no effect. Lines with another value
+    remain, so that these configurations differ.
+
+    Args:
+        text: a configuration that `to_toml` of this or an earlier version has written.
     """
-    ignored = {
-        f"{name} = {toml.format_value(option.default)}"
-        for name, option in OPTIONS.items()
-        if option.default is not None and option.default is not NO_DEFAULT
-    }
-    # A method may have an option of the same name: tables keep all their lines.
+    ignored_lines: set[str] = set()
+    for name, option in OPTIONS.items():
+        # Of an option without a default (NO_DEFAULT) each value counts. One whose default was None has no line at
+        # its default, as TOML has no such value.
+        if option.default is not NO_DEFAULT and option.default is not None:
+            ignored_lines.add(f"{name} = {toml.format_value(option.default)}")
     lines = text.split("\n")
+    # The run's options come first. A table has the options of a method, which may have the same names: it is kept.
     first_table = next((number for number, line in enumerate(lines) if line.startswith("[")), len(lines))
-    remaining = [line for line in lines[:first_table] if line not in ignored]
+    remaining = [line for line in lines[:first_table] if line not in ignored_lines]
     return "\n".join([*remaining, *lines[first_table:]])
 
 
