@@ -77,7 +77,7 @@ def images_per_call(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class ClientContext:
-    """One query to clients.
+    """The settings of one query to clients, the same for all of them.
 
     Attributes:
         client_update: what they run.
@@ -182,14 +182,18 @@ def update_one(
 ) -> ClientResult:
     """Run one client's update in a plain loop, as a CPU and a site of a federation do.
 
+    `ClientUpdate.begin` creates the carry, the state of the update between its steps (parameters, running statistics,
+    optimizer). Each step takes a minibatch and returns a new carry, and `ClientUpdate.finish` turns the last one into
+    the upload and the memory.
+
     On a CPU all images and weights are channels-last inside of this function. Upload and memory are contiguous,
     so that they do not depend on how they were computed.
 
     Args:
-        context: the query.
+        context: the settings of this query: what the clients run, and the names of its random streams.
         client: the number of the client.
-        broadcast: all that the client receives.
-        memory: the client's memory, which is not modified.
+        broadcast: all that the client receives, also what only this client receives.
+        memory: what the client stored at its last update; it is not modified.
         data: the client's images.
         amount: steps, and images of each step.
 
@@ -205,19 +209,19 @@ def update_one(
     data = _add_precomputed_views(context, client, data)
     carry = client_update.begin(broadcast, memory, data)
     initial_pseudo_labels = _initial_pseudo_labels(client_update, carry, data, len(data.u))
-    draws = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
+    drawn = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
     log = _StepLog()
     take_step = _with_dropout(client_update)
     normalize = client_update.task.normalize
-    for stacked in batches([data], [draws], context.views, normalize, context.view_images):
-        batch = _first_client(stacked)
+    for batch_of_one_client in batches([data], [drawn], context.views, normalize, context.view_images):
+        batch = _first_client(batch_of_one_client)
         if use_channels_last:
             batch = _to_channels_last(batch)
         carry, step_metrics = take_step(broadcast, carry, batch)
         log.add(step_metrics, batch.u_rows)
     samples, step_pseudo_labels = log.summarize(context, client)
     upload, memory = client_update.finish(broadcast, carry, data)
-    _check_upload(context, client, upload, broadcast, draws.amount.steps)
+    _check_upload(context, client, upload, broadcast, drawn.amount.steps)
     traffic = client_update.traffic(broadcast, upload)
     upload = upload.map(Tensor.contiguous)
     memory = tree.contiguous(memory)
@@ -225,7 +229,7 @@ def update_one(
         upload=upload,
         memory=memory,
         samples=samples,
-        amount=draws.amount,
+        amount=drawn.amount,
         traffic=traffic,
         images_outside_steps=client_update.images_outside_steps(len(data.x), len(data.u)),
         memory_bytes=tree.nbytes(memory),
@@ -243,7 +247,7 @@ def update_many(
     a client at once, of equal size.
 
     Args:
-        context: the query.
+        context: the settings of this query.
         broadcast: the tree that all clients receive.
         per_client: the trees that single clients receive, stacked: leaves (K, ...).
         tasks: the K clients.
@@ -372,7 +376,7 @@ class _StepLog:
         """Sum a client's metrics over its steps.
 
         Args:
-            context: the query.
+            context: the settings of this query.
             client: the number of the client.
             k: its position among batched clients.
             amount: its steps and images of each step; None if there is only one client.
@@ -427,7 +431,7 @@ def _check_upload(
     The last step can spoil the weights after a finite loss.
 
     Args:
-        context: the query.
+        context: the settings of this query.
         client: the number of the client.
         upload: its upload.
         broadcast: what it received.
