@@ -341,31 +341,36 @@ def predict_with_running_stats(task: Task, params: Tree, stats: Tree, images: Te
 
 @torch.no_grad()
 def predict_all_rows(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
-    """Compute detached logits of any number of images, under the statistics that `task.labeling` names.
+    """Compute detached logits of all unlabeled images of a client, under the statistics that `task.labeling` names.
+
+    "running": running statistics. "batch": those of the images that share a forward pass, chunks of at most
+    `CHUNK_IMAGES`.
 
     Args:
         task: the settings that all methods share.
         params: parameters of the model.
-        stats: its running statistics.
-        images: (n, C, H, W).
+        stats: its running statistics, which are only read with "running".
+        images: (n, C, H, W), any number.
         real: (n,) bool, False for padding rows, which come last; None if no row is padding. The real images share
             forward passes as they would without padding.
 
     Returns:
-        Logits (n, classes).
+        Logits (n, classes) in the order of the images; those of padding rows are undefined.
     """
     if not len(images):
         return next(leaves(params)).new_zeros(0, task.network.classes)
     if task.labeling == "running":
         return predict_with_running_stats(task, params, stats, images)
+    # A pass of training normalizes by batch statistics. Its moments are dropped: nothing is trained here.
     if real is None:
         return torch.cat([task.network.train(params, chunk)[0].detach() for chunk in split_into_chunks(images)])
     chunk_rows, chunk_masks, positions = index_chunks(real)
-    logits = [
+    chunk_logits = [
         task.network.train(params, images[rows], real=mask)[0].detach()
         for rows, mask in zip(chunk_rows.unbind(), chunk_masks.unbind(), strict=True)
     ]
-    return torch.cat(logits)[positions]
+    # Chunks are padded too: `positions` finds the logits of each image among those of all chunks.
+    return torch.cat(chunk_logits)[positions]
 
 
 def split_into_chunks(images: Tensor, size: int = CHUNK_IMAGES) -> Iterator[Tensor]:
