@@ -17,7 +17,7 @@ from scripts import script
 
 import halfmoon
 from halfmoon.cli import main as cli
-from halfmoon.contract import check
+from halfmoon.contract import check_method
 from halfmoon.methods import registry
 from halfmoon.report import tables
 from halfmoon.runs import outside, runner
@@ -176,7 +176,7 @@ def test_the_method_of_the_rules_keeps_them() -> None:
     names: dict[str, Any] = {"__name__": "page"}
     exec(dict(blocks(ROOT / "docs/contract.md"))["python"], names)
     outside.register(names["bold"])
-    assert [each for each in check("page:ByLabels") if not each.kept] == []
+    assert [each for each in check_method("page:ByLabels") if not each.kept] == []
 
 
 class Command(NamedTuple):

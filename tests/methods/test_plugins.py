@@ -19,7 +19,7 @@ from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.types import Passes, UpdateRequirements
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
-from halfmoon.contract import check
+from halfmoon.contract import check_method
 from halfmoon.core import plugins
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
@@ -318,9 +318,9 @@ class Careless(FedAvg):
 
 def test_check_method_names_the_promises_that_are_broken(capsys) -> None:
     """A good method keeps all; one that draws and writes is told so, and the command returns 1."""
-    assert all(each.kept for each in check("fedavg-fixmatch", {"threshold": 0.39}))
+    assert all(each.kept for each in check_method("fedavg-fixmatch", {"threshold": 0.39}))
     name = outside.register(Careless())
-    broken = {each.promise: each.said for each in check(name) if not each.kept}
+    broken = {each.promise: each.said for each in check_method(name) if not each.kept}
     assert "a run repeats itself" in broken
     assert "differ" in broken["loop = vmap, 4 + 4 images a step"]
     assert cli.main(["check-method", name]) == 1

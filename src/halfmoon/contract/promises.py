@@ -54,15 +54,22 @@ class PromiseResult:
     trace: str = ""
 
 
-def check(method: str, options: dict[str, Any] | None = None, network: str | None = None) -> Iterator[PromiseResult]:
-    """Run all checks of a method and yield each result at once.
+def check_method(
+    method: str, options: dict[str, Any] | None = None, network: str | None = None
+) -> Iterator[PromiseResult]:
+    """Run all checks of the contract for a method, and yield each result as soon as it is known.
 
-    A check that needs the result of a failed one is left out.
+    The method trains a small federation under each batch rule of `BATCHINGS`, with each executor: "loop" trains its
+    clients one after the other, "vmap" together. Later checks compare these runs with repeated, resumed and remote
+    ones. A check that needs the run of a failed one is left out.
 
     Args:
         method: the name of the method.
         options: its options.
-        network: the name of a custom network to test with, for gray images of 8x8 pixels.
+        network: the name of a custom network to test with, for gray images of 8x8 pixels; None: the small network.
+
+    Yields:
+        The result of each check.
 
     Raises:
         UserError: there is no such method or network.
@@ -73,22 +80,22 @@ def check(method: str, options: dict[str, Any] | None = None, network: str | Non
     else:
         test_network = networks.make(network, 1, CLASSES, (8, 8), "batch", None)
     test_network.check((1, 8, 8))
-    runs: dict[tuple[str, str], list[Snapshot]] = {}
+    runs: dict[tuple[str, str], list[Snapshot]] = {}  # by batch rule and executor, without failed ones
 
-    def run_and_store(rule: str, executor: str) -> str:
+    def run_and_store(batch_rule: str, executor: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the federation is too small for most methods, which they report
-            runs[rule, executor] = checks.run_experiment(entry, rule, executor, test_network)
+            runs[batch_rule, executor] = checks.run_experiment(entry, batch_rule, executor, test_network)
         return f"{ROUNDS} rounds"
 
     yield _run_check("its fields are its options", partial(checks.check_fields, entry.method))
-    for rule in BATCHINGS:
-        batches = BATCH_DESCRIPTIONS[rule]
+    for batch_rule in BATCHINGS:
+        description = BATCH_DESCRIPTIONS[batch_rule]
         for executor in ("loop", "vmap"):
-            yield _run_check(f"runs in {executor}, {batches}", partial(run_and_store, rule, executor))
-        if (rule, "loop") in runs and (rule, "vmap") in runs:
-            compare = partial(_compare_executors, runs[rule, "loop"], runs[rule, "vmap"])
-            yield _run_check(f"loop = vmap, {batches}", compare)
+            yield _run_check(f"runs in {executor}, {description}", partial(run_and_store, batch_rule, executor))
+        if (batch_rule, "loop") in runs and (batch_rule, "vmap") in runs:
+            compare = partial(_compare_executors, runs[batch_rule, "loop"], runs[batch_rule, "vmap"])
+            yield _run_check(f"loop = vmap, {description}", compare)
     if ("both", "loop") not in runs:
         return
     run = runs["both", "loop"]
@@ -102,10 +109,10 @@ def check(method: str, options: dict[str, Any] | None = None, network: str | Non
             yield _run_check(f"resumes bit by bit in {executor}", resume)
     if entry.pooled:
         return  # a centralized method has no sites
-    for rule in BATCHINGS:
-        if (rule, "loop") in runs:
-            suffix = ", 2 + the rest" if rule == "rest" else ""
-            check_sites = partial(_check_sites, entry, test_network, rule, runs[rule, "loop"])
+    for batch_rule in BATCHINGS:
+        if (batch_rule, "loop") in runs:
+            suffix = ", 2 + the rest" if batch_rule == "rest" else ""
+            check_sites = partial(_check_sites, entry, test_network, batch_rule, runs[batch_rule, "loop"])
             yield _run_check(f"sites behind messages compute the same{suffix}", check_sites)
 
 
@@ -179,9 +186,9 @@ def _check_resume(entry: registry.MethodEntry, network: Network, executor: str, 
         checks.check_resume(entry, run, executor, Path(folder) / "run", network)
 
 
-def _check_sites(entry: registry.MethodEntry, network: Network, rule: str, run: list[Snapshot]) -> str:
+def _check_sites(entry: registry.MethodEntry, network: Network, batch_rule: str, run: list[Snapshot]) -> str:
     """Check the method with sites, and list what they upload: every section with its largest size."""
-    _, replies = checks.check_sites(entry, rule, run, network)
+    _, replies = checks.check_sites(entry, batch_rule, run, network)
     sizes: dict[str, int] = {}
     for reply in replies:
         for name, leaves in Upload.from_tree(reply.upload).parts.items():

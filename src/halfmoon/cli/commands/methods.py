@@ -98,11 +98,11 @@ def add_check(commands: Any) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Run `check-method`: run all checks of the contract, and print each result at once."""
-    from halfmoon.contract import check
+    from halfmoon.contract import check_method
 
     write_line = line_writer(args.json)
     promises = []
-    for each in check(args.method, _options(args), args.network):
+    for each in check_method(args.method, _options(args), args.network):
         promises.append(each)
         if not args.json:
             detail = f": {each.said}" if each.said else ""
