@@ -209,11 +209,11 @@ def update_one(
     data = _add_precomputed_views(context, client, data)
     carry = client_update.begin(broadcast, memory, data)
     initial_pseudo_labels = _initial_pseudo_labels(client_update, carry, data, len(data.u))
-    drawn = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
+    drawn_update = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
     log = _StepLog()
     take_step = _with_dropout(client_update)
     normalize = client_update.task.normalize
-    for batch_of_one_client in batches([data], [drawn], context.views, normalize, context.view_images):
+    for batch_of_one_client in batches([data], [drawn_update], context.views, normalize, context.view_images):
         batch = _first_client(batch_of_one_client)
         if use_channels_last:
             batch = _to_channels_last(batch)
@@ -221,7 +221,7 @@ def update_one(
         log.add(step_metrics, batch.u_rows)
     samples, step_pseudo_labels = log.summarize(context, client)
     upload, memory = client_update.finish(broadcast, carry, data)
-    _check_upload(context, client, upload, broadcast, drawn.amount.steps)
+    _check_upload(context, client, upload, broadcast, drawn_update.amount.steps)
     traffic = client_update.traffic(broadcast, upload)
     upload = upload.map(Tensor.contiguous)
     memory = tree.contiguous(memory)
@@ -229,7 +229,7 @@ def update_one(
         upload=upload,
         memory=memory,
         samples=samples,
-        amount=drawn.amount,
+        amount=drawn_update.amount,
         traffic=traffic,
         images_outside_steps=client_update.images_outside_steps(len(data.x), len(data.u)),
         memory_bytes=tree.nbytes(memory),

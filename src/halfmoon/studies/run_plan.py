@@ -133,8 +133,8 @@ def _run_site_methods(
 
 def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
     """Compare heads that are solved on every split; None where there are fewer than two splits."""
-    drawn = _cross_validate_labels(problem) if plan.contents.site else _redraw_labels(plan, problem)
-    splits = drawn.splits
+    head_splits = _cross_validate_labels(problem) if plan.contents.site else _redraw_labels(plan, problem)
+    splits = head_splits.splits
     if len(splits) < 2 or not all(map(len, splits[0])):
         return None
     labels_only, with_unlabeled = (
@@ -143,9 +143,9 @@ def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
     baseline: list[float] = []
     method: list[float] = []
     for fold in splits:
-        baseline.append(head_accuracy(labels_only, problem.task, drawn.images, fold))
-        method.append(head_accuracy(with_unlabeled, problem.task, drawn.images, fold))
-    return decide(method, baseline, drawn.test_train_ratio, drawn.test_count)
+        baseline.append(head_accuracy(labels_only, problem.task, head_splits.images, fold))
+        method.append(head_accuracy(with_unlabeled, problem.task, head_splits.images, fold))
+    return decide(method, baseline, head_splits.test_train_ratio, head_splits.test_count)
 
 
 class _HeadSplits(NamedTuple):
