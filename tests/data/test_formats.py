@@ -9,6 +9,7 @@ from image_files import encode
 from PIL import Image
 
 from halfmoon import UserError
+from halfmoon.data.groups import describe_equal_images
 from halfmoon.data.readers import formats
 from halfmoon.data.readers.decode import decode_to_shape, read_header
 
@@ -57,3 +58,26 @@ def test_heic_is_read(tmp_path: Path) -> None:
     assert (read_header(tmp_path / "a.heic") or ())[:2] == (32, 16)
     with pytest.raises(UserError, match="not a readable image"):
         decode_to_shape(HEIC_HEAD, "a", 8, 8, 3)
+
+
+def test_a_large_jpeg_is_reduced_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ramp = np.tile(np.arange(0, 256, 8, np.uint8)[:, None], (1, 32))
+    whole = decode_to_shape(encode(ramp, "JPEG", quality=95), "a", 8, 8, 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)  # of 1,024
+    reduced = decode_to_shape(encode(ramp, "JPEG", quality=95), "a", 8, 8, 1)
+    assert np.abs(reduced.astype(int) - whole).max() <= 12
+    with pytest.raises(UserError, match="too large to open safely"):
+        decode_to_shape(encode(ramp), "a", 8, 8, 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    with pytest.raises(UserError, match="too large to open safely"):
+        decode_to_shape(encode(ramp, "JPEG"), "a", 8, 8, 1)
+
+
+def test_a_folder_of_one_repeated_image_is_described() -> None:
+    labels = np.array([0, 0, 1, 1])
+    assert describe_equal_images([b"a"] * 4, labels) == [
+        "all 4 images have equal pixels, so no class can be learned: export them again, without a transparency "
+        "channel, which is not read"
+    ]
+    assert "1 of 4 images are copies" in describe_equal_images([b"a", b"a", b"b", b"c"], labels)[0]
+    assert describe_equal_images([b"a"], labels[:1]) == []

@@ -96,6 +96,11 @@ def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[s
     copies = len(hashes) - len(set(hashes))
     if not copies:
         return []
+    if copies == len(hashes) - 1:
+        return [
+            f"all {len(hashes):,} images have equal pixels, so no class can be learned: export them again, without "
+            "a transparency channel, which is not read"
+        ]
     notes = [
         f"{copies:,} of {len(hashes):,} images are copies of others (equal pixels): all copies are on one side of a split"
     ]

@@ -324,7 +324,10 @@ def _decode_same_shape(
 
 
 def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels) -> Image.Image:
-    """Open an image and load all of its pixels; raise UserError if it is damaged, incomplete or too large."""
+    """Open an image and load all of its pixels; raise UserError if it is damaged, incomplete or too large.
+
+    A JPEG of up to twice the limit of pixels is decoded at half its height and width.
+    """
     data = io.BytesIO(data) if isinstance(data, bytes) else data
     head = data.read(HEAD_BYTES)
     data.seek(0)
@@ -336,6 +339,9 @@ def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Imag
             image = Image.open(data, formats=formats)
             # Pillow only warns up to twice its limit, and filters of warnings are shared by all threads: check it here.
             limit = min(MAX_PIXELS, Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
+            if image.format == "JPEG" and limit < image.width * image.height <= 2 * limit:
+                # The decoder halves both sides, so that memory stays below that of the limit (108-megapixel cameras).
+                image.draft(image.mode, (image.width // 2, image.height // 2))
             if image.width * image.height > limit:
                 raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {limit:,} at most")
             image = load(image)
