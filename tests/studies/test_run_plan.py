@@ -185,10 +185,15 @@ def test_a_lone_site_trains_and_is_judged_on_its_labels(
     right = [row["label"] == Path(row["path"]).name[0] for row in rows]
     assert (len(right), np.mean(right) > 0.8) == (42, True)
     assert main(["evaluate", "run", "ward"]) == 0
-    assert "ward has the images that the model was trained on" in capsys.readouterr().err
+    assert "ward (24 of 24) has the images that the model was trained on" in capsys.readouterr().err
     assert main(["calibrate", "run", "ward"]) == 2
     assert "the model was trained on these images" in capsys.readouterr().err
     shutil.copytree("ward", "new")
+    assert main(["calibrate", "run", "new"]) == 2  # copies are the same images
+    assert "the model was trained on 24 of these 24 images" in capsys.readouterr().err
+    for path in Path("new").rglob("*.png"):
+        pixels = np.asarray(Image.open(path))
+        Image.fromarray(pixels ^ 1).save(path)
     assert main(["calibrate", "run", "new"]) == 0
     assert main(["evaluate", "run", "new"]) == 0
     assert "trained on" not in capsys.readouterr().err
