@@ -1,6 +1,7 @@
 """Choose the formats that Pillow may open: the common ones, and AVIF and HEIC where a decoder is installed."""
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 from PIL import features
@@ -82,6 +83,4 @@ def find_brand(head: bytes) -> str | None:
 
 @cache
 def _register_heif() -> None:
-    import pillow_heif
-
-    pillow_heif.register_heif_opener()
+    import_module("pillow_heif").register_heif_opener()
