@@ -579,6 +579,7 @@ def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
         "most_used",
         "pseudo_labels",
         "defenses",
+        "client_accuracy",
     }  # by a simulation alone: it has the truth of unlabeled images
     assert mine.keys() - {"federation", "sites"} == theirs.keys() - {"setting"} - known
     assert [mine[name] for name in ("accuracy", "budget", "confusion")] == [

@@ -296,7 +296,7 @@ def test_an_installed_package_announces_its_parts(tmp_path: Path, monkeypatch: p
         assert "theirs" in registry.names()
         assert registry.entry("theirs").about == "FedAvg with FixMatch, once more"
         config = Config(method="theirs", network="net", setting="spread")
-        assert [(each.part, each.module, each.version) for each in settings.plugin_origins(config)] == [
+        assert [(each.name, each.module, each.version) for each in settings.plugin_origins(config)] == [
             ("theirs", "brought", "1.5"), ("net", "brought", "1.5"), ("spread", "brought", "1.5"),
         ]  # fmt: skip
     finally:

@@ -125,9 +125,10 @@ class Town:
             shutil.rmtree(self.folder / name / ".halfmoon" / "federations", ignore_errors=True)
 
 
-def found(place: str, folder: Path, clients: int = 3) -> Town:
+def found(place: str, folder: Path, clients: int | None = None) -> Town:
     """Write sites, three by default, with labels at this place."""
-    config = settings.resolve({**SMALL, **SHORT, **PLACES[place], "clients": clients}, {})
+    count = {} if clients is None else {"clients": clients}
+    config = settings.resolve({**SMALL, **SHORT, **PLACES[place], **count}, {})
     data = load_source_for_network(config)
     split = get_split(config, data)
     # Of other names: "0" to "9" are everywhere.

@@ -336,7 +336,11 @@ class ClientUpdate:
         return None
 
     def upload_norm(self, upload: Upload) -> float | None:
-        """Compute the norm that a server compares with the cohort's median; None for that of the update."""
+        """Compute the norm that a server compares with the cohort's median; None for that of the update.
+
+        Args:
+            upload: what the client sends.
+        """
         return None
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

@@ -117,7 +117,9 @@ def folder_features(folder: Path, paths: Sequence[str], report_progress: Progres
     for first in range(0, len(paths), BATCH_IMAGES):
         report_progress("features of images", first, len(paths))
         rows = np.arange(first, min(first + BATCH_IMAGES, len(paths)))
-        pixels, rows, _ = decode_images(contents, rows, factory.image_preparation(config), lambda line: None)
+        # People label one image at a time: whatever cannot be read is left out of the training, however many.
+        preparation = replace(factory.image_preparation(config), skip_unreadable=True)
+        pixels, rows, _ = decode_images(contents, rows, preparation, lambda line: None)
         if pixels:
             images = factory.to_examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
             values.append(load_or_compute_features(head, views, normalize, cache, images).images)

@@ -210,6 +210,8 @@ class SiteClient:
         folder = self._federation_folder(message.federation)
         terms, site = self._load_membership(message.federation, folder)
         text, accuracy = save_final_model(self.state_folder, unparsed, terms, site)
+        with suppress(OSError):  # without digests, only the warning about training images is missing
+            self.images.write_training_digests(terms, self._record_note)
         text = copy_final_model(self.images.folder, self.state_folder, text)
         secure_sum.erase_secrets(folder)
         self._record("finished", text, accuracy=accuracy)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -432,8 +431,6 @@ class SiteImages:
         assert folder.images is not None, "it was just prepared"
         number = terms.sites.index(name)
         labels = map_labels(folder, terms)
-        with suppress(OSError):  # the digests only warn of training images later
-            write_digests(self.state_folder, folder.images, replace=True)
         site = SiteRuntime.from_terms(terms, number, folder.images, labels, version, self.device)
         local_clients = site.local_clients
         # With a frozen feature extractor, images are replaced by features, and network and views with them.
@@ -450,6 +447,12 @@ class SiteImages:
         dataset = replace(local_clients.dataset, train=train)
         local_clients = replace(local_clients, dataset=dataset, views=converted.views)
         return replace(site, task=converted.task, local_clients=local_clients, held_out=HeldOut(**held_out))
+
+    def write_training_digests(self, terms: Terms, log: Callable[[str], None]) -> None:
+        """Write the digests of the training images next to the final model; later commands recognize them by it."""
+        images = self._decode(terms, log).images
+        if images is not None:
+            write_digests(self.state_folder, images, replace=True)
 
     def _decode(self, terms: Terms, log: Callable[[str], None]) -> SiteFolder:
         """Open the folder, decoded into the state folder, or a subfolder if that has images of another size already."""
