@@ -52,6 +52,6 @@ for X, y, test_X, test_y in map(draw, range(5)):
 # Gains in points are paired by seed, with 95 % intervals for four comparisons on splits that overlap.
 # %%
 ours, others = scores["FederatedClassifier"], list(scores)[1:]
-rows = {one: compare_paired(ours, scores[one], overlap=0.3 / 0.7, comparisons=4)[:3] for one in others}
+rows = {one: compare_paired(ours, scores[one], test_train_ratio=0.3 / 0.7, comparisons=4)[:3] for one in others}
 table = pd.DataFrame(rows, index=["gain", "from", "to"]).T.reindex(list(scores))
 print(table.assign(accuracy=pd.DataFrame(scores).mean()).round(1))
