@@ -94,8 +94,8 @@ SMALLEST: dict[str, Small] = {
     "gpu": (
         "--device cpu --rounds 2 --no-ceilings",
         {
-            "NETWORKS": {"small, width 4": ("small", 4)},
-            "METHODS": {"fedavg": {}},
+            "NETWORKS": {"small, width 16": ("small", 4), "ResNet-9, width 64": None},
+            "METHODS": {"fedavg-fixmatch": None, "feddure": None},
             "EXECUTORS": ("loop",),
             "IMAGES_PER_CLIENT": 40,
         },
