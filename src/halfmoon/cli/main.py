@@ -408,9 +408,9 @@ def _compare(args: argparse.Namespace) -> int:
         without_method = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
         if without_method:
             name = without_method[0]
-            raise UserError(
-                f"option {name!r} does not name its method: in a comparison write {args.methods[0]}.{name}."
-            )
+            # The options of a run's own file are those of its method.
+            method = layer.get("method", args.methods[0])
+            raise UserError(f"option {name!r} does not name its method: in a comparison write {method}.{name}.")
     flags |= {"method": args.methods[0], "baselines": ()}
     config = settings.resolve(values, _with_processes(values, flags), file)
     if args.explain:

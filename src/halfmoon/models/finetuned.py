@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import jvp
 
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.tree import Tree
 from halfmoon.models.efficientnet import centered
+from halfmoon.models.feature_classifier import FeatureClassifier
 from halfmoon.models.network import Network, Normalize, forward_tangent
 from halfmoon.models.weights import Weights, fit_weights_to_network, is_head_path
 
@@ -257,7 +257,7 @@ def _require_head(network: Network, option: str) -> None:
 
 
 @dataclass(frozen=True)
-class FeatureHead(Network):
+class FeatureHead(FeatureClassifier):
     """The head of `inner`, whose backbone is frozen, as a network from features (B, F) to logits (B, classes).
 
     It has the parameters of `inner` at the same paths, so uploads, averages and saved models are the same.
@@ -279,37 +279,15 @@ class FeatureHead(Network):
     def in_float32(self) -> Network:
         return self
 
-    def zero_moments(self, params: Tree) -> Tree:
-        return {}
-
     def count_products(self, shape: tuple[int, int, int]) -> int | None:
         return shape[-1] * self.classes
-
-    def check(self, shape: tuple[int, int, int]) -> None:
-        return None
-
-    def train(
-        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
-    ) -> tuple[Tensor, Tree]:
-        return self.predict(params, {}, x), {}
-
-    def embed(
-        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tree]:
-        return *self.represent(params, {}, x), {}
-
-    def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        return self.predict(params, {}, x), []
 
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
         if self._leaf(params, "center") is None:
             return self.predict(direction, {}, x)  # logits are linear in the head
-        # A gradient may be an expanded tensor, whose elements share memory: forward mode needs separate ones.
-        params = tree.contiguous(params)
-        direction = tree.contiguous(direction)
-        return jvp(lambda p: self.predict(p, {}, x), (params,), (direction,))[1]
+        return super().tangent(params, x, tape, direction, real)
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         flat = tree.flatten(params)

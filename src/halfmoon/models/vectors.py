@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import jvp
 
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
-from halfmoon.models.network import Network, Normalize
+from halfmoon.models.feature_classifier import FeatureClassifier
+from halfmoon.models.network import Normalize
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Standardize(Normalize):
 
 
 @dataclass(frozen=True)
-class LinearClassifier(Network):
+class LinearClassifier(FeatureClassifier):
     """Map standardized vectors (B, F) linearly to logits (B, classes), in float64. It starts at 0.
 
     Attributes:
@@ -52,32 +52,8 @@ class LinearClassifier(Network):
             head["center"] = torch.zeros(self.features, dtype=torch.float64)
         return {"params": {"head": head}, "stats": {}}
 
-    def zero_moments(self, params: Tree) -> Tree:
-        return {}
-
     def count_products(self, shape: tuple[int, int, int]) -> int | None:
         return self.features * self.classes
-
-    def check(self, shape: tuple[int, int, int]) -> None:
-        return None
-
-    def train(
-        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
-    ) -> tuple[Tensor, Tree]:
-        return self.predict(params, {}, x), {}
-
-    def embed(
-        self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tree]:
-        return *self.represent(params, {}, x), {}
-
-    def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        return self.predict(params, {}, x), []
-
-    def tangent(
-        self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
-    ) -> Tensor:
-        return jvp(lambda p: self.predict(p, {}, x), (params,), (direction,))[1]
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         head = tree.flatten(params)
