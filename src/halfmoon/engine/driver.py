@@ -401,10 +401,7 @@ class _StepLog:
             return torch.stack(list(leaves))[step_index]
 
         losses = stack(metrics.loss for metrics in self.steps).detach()
-        bad_steps = diverged(losses).nonzero()
-        if len(bad_steps):
-            step = int(bad_steps[0])
-            raise Diverged(context.round, client, step, float(losses[step]))
+        _check_losses(context, client, losses)
         first = self.steps[0]
         samples = {"loss": WeightedMetric(losses.sum(), losses.square().sum(), torch.ones_like(losses).sum())}
         for name in first.samples:
@@ -421,6 +418,17 @@ class _StepLog:
         rows = stack(self.rows)[:, image_slice].flatten()
         pseudo = join(metrics.pseudo[0] for metrics in self.steps)
         return samples, (ObservedPseudoLabels(rows, pseudo, models),)
+
+
+def _check_losses(context: ClientContext, client: int, losses: Tensor) -> None:
+    """Raise `Diverged` at the first step of a client whose loss (steps,) is not finite or too large.
+
+    This waits for the device, once a client and query; no step does (`tests/engine/test_meta_device.py`).
+    """
+    bad_steps = diverged(losses).nonzero()
+    if len(bad_steps):
+        step = int(bad_steps[0])
+        raise Diverged(context.round, client, step, float(losses[step]))
 
 
 def _check_upload(
