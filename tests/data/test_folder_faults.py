@@ -63,7 +63,7 @@ def test_many_unreadable_images_are_all_named_and_need_the_option(tmp_path: Path
     for name in ("cat", "dog"):
         (tmp_path / name / "bad.png").write_bytes(b"")
     # A cache that was written with the option does not skip the question.
-    assert len(load(str(tmp_path), how=SKIP, cache=tmp_path / ".cache").skipped) == 2
+    assert len(load(str(tmp_path), preparation=SKIP, cache=tmp_path / ".cache").skipped) == 2
     with pytest.raises(
         UserError, match=r"cat/bad\.png: .*dog/bad\.png: .*2 of 22 images .*--skip-unreadable"
     ) as caught:

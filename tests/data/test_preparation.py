@@ -139,7 +139,7 @@ def test_mixed_sizes_and_modes_are_named_or_taken(tmp_path: Path) -> None:
     ):
         load(folder)
     for channels in (1, 3):
-        found = load(folder, how=Preparation((16, 16), channels))
+        found = load(folder, preparation=Preparation((16, 16), channels))
         assert found.train.images.shape == (6, 16, 16, channels)
         assert (
             found.train.images[2].tolist()
@@ -153,16 +153,16 @@ def test_mixed_sizes_and_modes_are_named_or_taken(tmp_path: Path) -> None:
 def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start reads no pixel: not for the statistics either; another form is another file."""
     folder, cache, how = str(mixed(tmp_path / "set")), tmp_path / "cache", Preparation((16, 16), 1)
-    plain = load(folder, how=how)
-    first = load(folder, cache=cache, how=how)
+    plain = load(folder, preparation=how)
+    first = load(folder, cache=cache, preparation=how)
     monkeypatch.setattr("halfmoon.data.sources.channel_statistics", lambda _: pytest.fail("pixels were read"))
-    again = load(folder, cache=cache, how=how)
+    again = load(folder, cache=cache, preparation=how)
     for found in (first, again):
         assert isinstance(found.train.images, np.memmap)
         assert np.array_equal(found.train.images, plain.train.images)
         assert (found.mean, found.std) == (plain.mean, plain.std)
     monkeypatch.undo()
-    other = load(folder, cache=cache, how=Preparation((16, 16), 1, crop=True))
+    other = load(folder, cache=cache, preparation=Preparation((16, 16), 1, crop=True))
     assert not np.array_equal(other.train.images, plain.train.images)
 
 
@@ -179,7 +179,7 @@ def test_mapped_images_give_the_clients_the_same(tmp_path: Path) -> None:
 
 def test_every_source_is_resized() -> None:
     """The digits, decoded long ago: 8x8 gray become 16x16 RGB, by the same resampling as an image file."""
-    plain, made = load("digits"), load("digits", how=Preparation((16, 16), 3))
+    plain, made = load("digits"), load("digits", preparation=Preparation((16, 16), 3))
     assert made.train.images.shape == (1437, 16, 16, 3)
     for row in (0, 700):
         data = encode(plain.train.images[row, :, :, 0])
@@ -352,7 +352,7 @@ def test_no_patient_is_on_both_sides(tmp_path: Path) -> None:
                 seed = 4 * (10 * (name == "b") + patient) + k  # no two images are equal
                 pixels = np.random.default_rng(seed).integers(0, 900, (4, 4))
                 dicom(place, pixels, PatientID=f"{name}{patient}", PatientName="Doe^Jane")
-    source = load(str(tmp_path), how=Preparation(channels=1))
+    source = load(str(tmp_path), preparation=Preparation(channels=1))
     parts = hold_out(source, 0.2).parts
     groups = {name: set(part.groups or ()) for name, part in parts.items()}
     assert {name: len(each) for name, each in groups.items()} == {"train": 12, "test": 4, "validation": 4}

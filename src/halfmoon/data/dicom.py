@@ -62,7 +62,7 @@ def holds_image(path: Path | str) -> bool:
     return is_dicom(head) and not kind.startswith(_CLASSES_WITHOUT_PIXELS)
 
 
-def read(data: BinaryIO, place: str) -> Image.Image:
+def read(data: BinaryIO, location: str) -> Image.Image:
     """Decode the representative frame of a DICOM file: the one that the file names, otherwise the middle one.
 
     Returns:
@@ -73,31 +73,31 @@ def read(data: BinaryIO, place: str) -> Image.Image:
         UserError: If the file has no image, or cannot be read.
     """
     with IGNORE_WARNINGS:
-        data = _inflate(data, place)
-        file = _read_dataset(data, place)
+        data = _inflate(data, location)
+        file = _read_dataset(data, location)
         pixels_start = data.tell()
         try:
             if not file.get("Rows") or not file.get("Columns"):
-                raise ImageReadError(f"{place}: a DICOM file without an image; remove it.")
+                raise ImageReadError(f"{location}: a DICOM file without an image; remove it.")
             if int(file.Rows) * int(file.Columns) > MAX_PIXELS:
                 size = f"{int(file.Columns)}x{int(file.Rows)}"
-                message = f"{place}: the image has {size} pixels, of {MAX_PIXELS:,} at most; make it smaller."
+                message = f"{location}: the image has {size} pixels, of {MAX_PIXELS:,} at most; make it smaller."
                 raise ImageReadError(message)
-            return _decode_frame(file, data, place, pixels_start)
+            return _decode_frame(file, data, location, pixels_start)
         except (MemoryError, UserError):
             raise
         except Exception as error:  # a damaged header makes pydicom and its decoders raise undocumented exceptions
-            raise _describe_failure(file, place, error) from None
+            raise _describe_failure(file, location, error) from None
 
 
-def _decode_frame(file: Any, data: BinaryIO, place: str, pixels_start: int) -> Image.Image:
+def _decode_frame(file: Any, data: BinaryIO, location: str, pixels_start: int) -> Image.Image:
     tools: Any = import_module("pydicom.pixels")
     count = _count_frames(file)
     representative = file.get("RepresentativeFrameNumber")  # from 1
     has_representative = representative and 1 <= int(representative) <= count
     frame = int(representative) - 1 if has_representative else count // 2
     kind = str(file.get("PhotometricInterpretation", ""))
-    _check_stream_size(file, data, place, pixels_start, frame)
+    _check_stream_size(file, data, location, pixels_start, frame)
     data.seek(0)
     pixels = tools.pixel_array(data, index=frame)
     if kind == "PALETTE COLOR":
@@ -111,16 +111,16 @@ def _decode_frame(file: Any, data: BinaryIO, place: str, pixels_start: int) -> I
         return image
     if "ModalityLUTSequence" in file:
         pixels = tools.apply_modality_lut(pixels, file)
-    return _make_gray_image(file, frame, np.asarray(pixels), kind == "MONOCHROME1", place)
+    return _make_gray_image(file, frame, np.asarray(pixels), kind == "MONOCHROME1", location)
 
 
-def _check_stream_size(file: Any, data: BinaryIO, place: str, pixels_start: int, frame: int) -> None:
+def _check_stream_size(file: Any, data: BinaryIO, location: str, pixels_start: int, frame: int) -> None:
     """Compare the size in a frame's compressed stream with the header's; raise UserError if they differ.
 
     Args:
         file: the header.
         data: the file.
-        place: the file, for messages.
+        location: the file, for messages.
         pixels_start: position of the element with the pixels.
         frame: number of the frame, from 0.
     """
@@ -140,18 +140,20 @@ def _check_stream_size(file: Any, data: BinaryIO, place: str, pixels_start: int,
         if size != declared:
             stated, actual = (f"{columns}x{rows} pixels of {channels}" for rows, columns, channels in (declared, size))
             raise ImageReadError(
-                f"{place}: its header states {stated} channels, and its compressed image has {actual}; export it again or "
+                f"{location}: its header states {stated} channels, and its compressed image has {actual}; export it again or "
                 "remove it."
             )
 
 
-def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str) -> Image.Image:
+def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, location: str) -> Image.Image:
     """Create an image whose larger values are lighter, with its rescale and window in `info` (see `read`)."""
     headers = list(_iterate_headers(file, frame))
     for name in ("RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth"):
         value = _first_number(headers, name, 0.0)
         if not abs(value) <= MAX_VALUE or 0 < abs(value) < 1 / MAX_VALUE:
-            raise ImageReadError(f"{place}: its {name} is {value:g}, which no image has; export it again or remove it.")
+            raise ImageReadError(
+                f"{location}: its {name} is {value:g}, which no image has; export it again or remove it."
+            )
     slope = _first_number(headers, "RescaleSlope", 1.0) or 1.0
     intercept = _first_number(headers, "RescaleIntercept", 0.0)
     if "ModalityLUTSequence" in file:  # the table was applied already
@@ -159,7 +161,7 @@ def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, 
         intercept = 0.0
     if pixels.dtype.itemsize > 2 or pixels.dtype.kind == "f":
         if not np.isfinite(pixels).all():
-            raise ImageReadError(f"{place}: some of its values are no numbers; leave it out.")
+            raise ImageReadError(f"{location}: some of its values are no numbers; leave it out.")
         pixels = pixels.astype(np.float32)
     else:
         low = min(0, int(pixels.min()))  # shift signed values to start at 0; uint16 wraps around correctly
@@ -194,18 +196,18 @@ def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, 
     return image
 
 
-def read_header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
+def read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
     """Read height, width, whether it is gray, the number of frames, and the bytes per pixel that decoding needs."""
     with IGNORE_WARNINGS:
-        return _read_header(path, place)
+        return _read_header(path, location)
 
 
-def _read_header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
+def _read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
     try:
         with path.open("rb") as data:
-            file = _read_dataset(_inflate(data, place), place)
+            file = _read_dataset(_inflate(data, location), location)
     except OSError as error:
-        raise ImageReadError(f"{place}: not a readable DICOM file ({error.strerror}).") from error
+        raise ImageReadError(f"{location}: not a readable DICOM file ({error.strerror}).") from error
     try:
         kind = str(file.get("PhotometricInterpretation", ""))
         gray = kind.startswith("MONOCHROME")
@@ -218,7 +220,7 @@ def _read_header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
             bytes_per_pixel = 9 if kind == "RGB" and not compressed else 36
         return int(file.get("Rows") or 0), int(file.get("Columns") or 0), gray, _count_frames(file), bytes_per_pixel
     except Exception as error:
-        raise _describe_failure(file, place, error) from None
+        raise _describe_failure(file, location, error) from None
 
 
 def find_patients(paths: Sequence[Path]) -> list[str] | None:
@@ -249,7 +251,7 @@ def _read_identifiers(path: Path) -> tuple[str, str]:
         return "", ""
 
 
-def _inflate(data: BinaryIO, place: str) -> BinaryIO:
+def _inflate(data: BinaryIO, location: str) -> BinaryIO:
     """Inflate a deflated file; return any other file unchanged.
 
     Raises:
@@ -265,23 +267,23 @@ def _inflate(data: BinaryIO, place: str) -> BinaryIO:
     try:
         body = unpacker.decompress(content[start:], MAX_UNPACKED_BYTES)
     except zlib.error as error:
-        raise ImageReadError(f"{place}: not a readable DICOM file ({error}).") from error
+        raise ImageReadError(f"{location}: not a readable DICOM file ({error}).") from error
     if unpacker.unconsumed_tail:
         raise ImageReadError(
-            f"{place}: it unpacks to over {MAX_UNPACKED_BYTES:,} bytes; convert, replace or remove it."
+            f"{location}: it unpacks to over {MAX_UNPACKED_BYTES:,} bytes; convert, replace or remove it."
         )
     return io.BytesIO(content[:start].replace(_DEFLATED, _NOT_DEFLATED) + body)
 
 
-def _read_dataset(data: BinaryIO, place: str) -> Any:
+def _read_dataset(data: BinaryIO, location: str) -> Any:
     try:
         pydicom = import_module("pydicom")  # an optional dependency
     except ImportError as error:
-        raise UserError(f"{place} is a DICOM file: {install_command('dicom')} to read it.") from error
+        raise UserError(f"{location} is a DICOM file: {install_command('dicom')} to read it.") from error
     try:
         return pydicom.dcmread(data, stop_before_pixels=True)
     except Exception as error:  # damaged files make it raise undocumented exceptions
-        raise ImageReadError(f"{place}: not a readable DICOM file ({_describe_cause(error)}).") from None
+        raise ImageReadError(f"{location}: not a readable DICOM file ({_describe_cause(error)}).") from None
 
 
 def _describe_cause(error: Exception) -> str:
@@ -294,19 +296,19 @@ def _describe_cause(error: Exception) -> str:
     return type(error).__name__
 
 
-def _describe_failure(file: Any, place: str, error: Exception) -> UserError:
+def _describe_failure(file: Any, location: str, error: Exception) -> UserError:
     """Create the error for pixels that cannot be decoded. Raise it without its cause, which quotes the header."""
     reason = one_line(error)
     syntax = file.file_meta.get("TransferSyntaxUID")
     if "missing" in reason and "dependencies" in reason:
         return UserError(
-            f"{place}: its pixels are compressed ({syntax.name}): {install_command('dicom')} to read them."
+            f"{location}: its pixels are compressed ({syntax.name}): {install_command('dicom')} to read them."
         )
     if "exceptions were raised by all" in reason:  # followed by a long list of all decoders' errors
         return ImageReadError(
-            f"{place}: no decoder can read its pixels ({syntax.name}); convert, replace or remove it."
+            f"{location}: no decoder can read its pixels ({syntax.name}); convert, replace or remove it."
         )
-    return ImageReadError(f"{place}: its pixels cannot be read ({_describe_cause(error)}); replace or remove it.")
+    return ImageReadError(f"{location}: its pixels cannot be read ({_describe_cause(error)}); replace or remove it.")
 
 
 def _count_frames(file: Any) -> int:

@@ -71,7 +71,7 @@ class ImageCollection:
             UserError: the prepared images have different shapes.
         """
         if self.pixels is not None:
-            return preparation.applied(self.pixels)
+            return preparation.convert(self.pixels)
         images: np.ndarray | None = None
         for row in range(len(self)):
             image = self.read(row, preparation)

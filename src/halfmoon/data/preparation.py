@@ -52,11 +52,11 @@ class Preparation:
         return self != Preparation(group_pattern=self.group_pattern, skip_unreadable=self.skip_unreadable)
 
     @property
-    def form(self) -> str:
+    def cache_id(self) -> str:
         """A string that identifies the conversion, for cache keys; "" for none."""
         return f"-{self.size}-{self.channels}-{self.crop}-{self.window}" if self.converts else ""
 
-    def resized(self, image: Image.Image) -> Image.Image:
+    def resize(self, image: Image.Image) -> Image.Image:
         """Resize an image to `size`; return it unchanged if it has this size already."""
         if self.size is None or image.size == (self.size[1], self.size[0]):
             return image
@@ -64,7 +64,7 @@ class Preparation:
         box = center_box(image.height, image.width, height, width) if self.crop else None
         return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
 
-    def applied(self, images: np.ndarray) -> np.ndarray:
+    def convert(self, images: np.ndarray) -> np.ndarray:
         """Convert decoded images, uint8 (N, H, W, C), to `size` and `channels`; return the same array if they fit already."""
         count, height, width, channels = images.shape
         size = self.size or (height, width)
@@ -76,7 +76,7 @@ class Preparation:
             image = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
             if depth != channels:
                 image = image.convert({1: "L", 3: "RGB"}[depth])
-            result[row] = np.asarray(self.resized(image)).reshape(*size, depth)
+            result[row] = np.asarray(self.resize(image)).reshape(*size, depth)
         return result
 
 
@@ -123,20 +123,20 @@ def estimate_window(strips: Iterable[np.ndarray], count: int) -> tuple[float, fl
     return float(low), float(high if high > low else low + 1)
 
 
-def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: str) -> np.ndarray:
+def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, location: str) -> np.ndarray:
     """Convert gray values of any depth (H, W) to uint8, rounded to nearest.
 
     Args:
         pixels: The values, (H, W).
         window: The values that become 0 and 255; None to estimate them (`estimate_window`).
-        place: The file (and row), for messages.
+        location: The file (and row), for messages.
 
     Raises:
         UserError: If there is no window and the values have 32 bits or are floats, whose range is unknown.
     """
     if window is None and (pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535):
         raise UserError(
-            f"{place}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
+            f"{location}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
             "values are black and white (--window LOW HIGH)."
         )
     low, high = estimate_window([pixels], pixels.size) if window is None else window

@@ -41,7 +41,7 @@ def load(
     cache: Path | None = None,
     test: str = "test",
     mirror: bool | None = None,
-    how: Preparation = UNCHANGED,
+    preparation: Preparation = UNCHANGED,
 ) -> Source:
     """Load a data set into memory.
 
@@ -56,13 +56,13 @@ def load(
         cache: a folder for decoded images.
         test: the part for evaluation (`validation` if a data set has it).
         mirror: True if a mirrored image has the same class; None: False for digits and svhn, True otherwise.
-        how: the conversion of images while they are decoded.
+        preparation: the conversion of images while they are decoded.
 
     Raises:
         UserError: If the name is unknown or a file cannot be read; the message names file and row.
     """
     if memory.is_memory_name(name):
-        return memory.load_memory(name, how)
+        return memory.load_memory(name, preparation)
     info = DATASETS.get(name)
     folder = None if name == "digits" else _find_folder(name, data_dir, info)
     default_mirror = name != "digits" and (info is None or info.mirror)
@@ -74,32 +74,32 @@ def load(
     elif folder is not None:
         official = _detect_official(folder, name)
         default_mirror = default_mirror and (official is None or DATASETS[official].mirror)
-        train, tests, classes = _read_folder(folder, name, official, test, cache, how)
+        train, tests, classes = _read_folder(folder, name, official, test, cache, preparation)
     elif info is not None:
         test_part = info.test_part if test == "test" else test
-        train, tests, classes = hub.read(info.hub, test_part, info.config, info.gray, how)
+        train, tests, classes = hub.read(info.hub, test_part, info.config, info.gray, preparation)
     elif Path(name).is_file():
         raise UserError(f"{name} is a file: give the folder that holds the images.")
     elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        train, tests, classes = hub.read(name, test, how=how)
+        train, tests, classes = hub.read(name, test, preparation=preparation)
     else:
         raise UserError(f"no data set or folder is called {name!r}; {suggest(name, list_datasets())}")
     if classes is None:
         classes = info.classes if info else _number_classes(name, train.labels)
     if info:
-        _check_known_dataset(folder or name, name, train, classes, how)
+        _check_known_dataset(folder or name, name, train, classes, preparation)
     title = name if info else Path(name).name if folder else name
     keeps_class = default_mirror if mirror is None else mirror
     repeated = [name for name, count in Counter(classes).items() if count > 1]
     if repeated:
         raise UserError(f"{name}: two classes are called {repeated[0]!r}; rename one, or give both one number.")
     skipped = (*train.skipped, *tests.skipped)
-    check_skipped(skipped, len(train) + len(tests) + len(skipped), how)
+    check_skipped(skipped, len(train) + len(tests) + len(skipped), preparation)
     notes = _describe_skipped(skipped, len(train) + len(tests))
-    if info and not how.converts:
+    if info and not preparation.converts:
         mean, std = info.mean, info.std
     else:
-        train, tests = (replace(each, images=how.applied(each.images)) for each in (train, tests))
+        train, tests = (replace(each, images=preparation.convert(each.images)) for each in (train, tests))
         mean, std = train.spread or channel_statistics(train.images)
     if folder is not None and info is None and official is None:
         train, tests, copies = _group_copies(train, tests)
@@ -218,7 +218,7 @@ def _detect_official(folder: Path, name: str) -> str | None:
 
 
 def _read_folder(
-    folder: Path, name: str, official: str | None, test: str, cache: Path | None, how: Preparation
+    folder: Path, name: str, official: str | None, test: str, cache: Path | None, preparation: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
     """Read train images, test images and class names (None if unknown) of a folder in any supported format."""
     info = DATASETS.get(name)
@@ -227,14 +227,14 @@ def _read_folder(
         _require_test_part(folder, "an idx set", test)
         return idx.read_pair(folder, "train"), idx.read_pair(folder, "t10k"), None
     if files := parquet.find_shards(folder, "train"):
-        return _read_parquet(folder, files, info, test, cache, how)
+        return _read_parquet(folder, files, info, test, cache, preparation)
     if official in binary.LAYOUTS:
         _require_test_part(folder, f"the binary version of {official}", test)
         return binary.read(folder, official)
     if official == "tiny_imagenet":
-        return tinyimagenet.read(folder, test, cache, how)
+        return tinyimagenet.read(folder, test, cache, preparation)
     if class_folders.find_part(folder, "train") is not None:
-        return class_folders.read_folders(folder, test, cache, rgb, how, group_copies=info is None)
+        return class_folders.read_folders(folder, test, cache, rgb, preparation, group_copies=info is None)
     binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or info is None])
     if info:
         raise UserError(
@@ -243,7 +243,7 @@ def _read_folder(
     _refuse_other_formats(folder)
     if class_folders.has_classes(folder):
         _require_test_part(folder, "a folder of class folders only", test)
-        return class_folders.read_folders(folder, test, cache, rgb, how)
+        return class_folders.read_folders(folder, test, cache, rgb, preparation)
     class_folders.refuse_unsorted(folder)
     raise UserError(
         f"{folder}: no data set was found; expected train*.parquet and {test}*.parquet, or train/CLASS/*.png and "
@@ -271,10 +271,10 @@ def _refuse_other_formats(folder: Path) -> None:
 
 
 def _read_parquet(
-    folder: Path, files: list[Path], info: DatasetInfo | None, test: str, cache: Path | None, how: Preparation
+    folder: Path, files: list[Path], info: DatasetInfo | None, test: str, cache: Path | None, preparation: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
     rgb = info is not None and info.gray
-    cache_form = f"{'rgb' if rgb else ''}{how.form}"
+    cache_form = f"{'rgb' if rgb else ''}{preparation.cache_id}"
     # Some known data sets have another name for their test part, but files with the requested name have priority.
     tests = parquet.find_shards(folder, test)
     if not tests and info and test == "test":
@@ -282,10 +282,10 @@ def _read_parquet(
     if not tests:
         raise UserError(f"{folder}: there is no {test}*.parquet next to train*.parquet.")
     train, classes = store.load_or_decode(
-        cache, files, lambda into: parquet.read_parquet(files, rgb, how, into), cache_form
+        cache, files, lambda into: parquet.read_parquet(files, rgb, preparation, into), cache_form
     )
     test_images, _ = store.load_or_decode(
-        cache, tests, lambda into: parquet.read_parquet(tests, rgb, how, into), cache_form
+        cache, tests, lambda into: parquet.read_parquet(tests, rgb, preparation, into), cache_form
     )
     return train, test_images, classes
 
@@ -295,17 +295,19 @@ def _require_test_part(folder: Path, what: str, test: str) -> None:
         raise UserError(f"{folder}: {what} has no part {test!r}, only train and test.")
 
 
-def _check_known_dataset(place: object, name: str, train: Images, classes: tuple[str, ...], how: Preparation) -> None:
+def _check_known_dataset(
+    location: object, name: str, train: Images, classes: tuple[str, ...], preparation: Preparation
+) -> None:
     """Raise UserError if channels or classes show that these images are not the known data set `name`."""
     info = DATASETS[name]
     channels = train.images.shape[3]
-    if channels != len(info.mean) and how.channels is None:
+    if channels != len(info.mean) and preparation.channels is None:
         raise UserError(
-            f"{place}: images of {name} have {len(info.mean)} channel(s), but these have {channels}; check the folder."
+            f"{location}: images of {name} have {len(info.mean)} channel(s), but these have {channels}; check the folder."
         )
     if len(classes) > len(info.classes):
         raise UserError(
-            f"{place}: {name} has {len(info.classes)} classes, but {len(classes)} were found; check the folder."
+            f"{location}: {name} has {len(info.classes)} classes, but {len(classes)} were found; check the folder."
         )
 
 

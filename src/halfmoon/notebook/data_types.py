@@ -167,14 +167,14 @@ def read_unlabeled(
         UserError: the type, a shape or a value is wrong, or there are none.
     """
     if isinstance(images, Images):
-        return preparation.applied(images.images), False
+        return preparation.convert(images.images), False
     if isinstance(images, Image.Image):
         return _read_image(images, preparation, name)[None], True
     if isinstance(images, np.ndarray | torch.Tensor):
         array = _to_numpy(images)
         if array.ndim == 2 or (array.ndim == 3 and (array.shape[2] in CHANNELS or array.shape[0] == channels)):
             return _read_image(array, preparation, name)[None], True
-        return preparation.applied(_read_batch(array, name)), False
+        return preparation.convert(_read_batch(array, name)), False
     is_list = isinstance(images, Sequence) and not isinstance(images, str | tuple)
     if (is_list or (isinstance(images, tuple) and len(images) != 2)) and not _is_hugging_face(images):
         if not len(images):
@@ -263,7 +263,7 @@ def find_test(data: Any) -> Any:
 
 def _array_collection(pixels: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], name: str) -> ImageCollection:
     def read(row: int, preparation: Preparation) -> np.ndarray:
-        return preparation.applied(pixels[row : row + 1])[0]
+        return preparation.convert(pixels[row : row + 1])[0]
 
     return ImageCollection(read, labels, classes, name, pixels)
 
@@ -320,7 +320,7 @@ def _read_image(image: Any, preparation: Preparation, name: str) -> np.ndarray:
         raise UserError(f"{name} has the shape {array.shape}: an image is (H, W), (H, W, C) or (C, H, W).")
     if not array.size:
         raise UserError(f"{name} has no pixels: its shape is {array.shape}.")
-    return preparation.applied(_to_bytes(array, name)[None])[0]
+    return preparation.convert(_to_bytes(array, name)[None])[0]
 
 
 def _move_channels(array: np.ndarray, name: str, batch: str) -> np.ndarray:

@@ -281,7 +281,7 @@ def load_images(config: DataOptions) -> Source:
     """
     if config.validation_part and config.validation_share:
         raise UserError("validation_part and validation_share both select validation images; leave one of them out.")
-    load = partial(load_source, config.data, config.data_dir, cache=config.cache, how=image_preparation(config))
+    load = partial(load_source, config.data, config.data_dir, cache=config.cache, preparation=image_preparation(config))
     data = take_share(load(), config.data_share)
     if config.validation_part and data.remark:
         raise UserError(f"validation_part needs images apart from the test, but {data.remark}.")

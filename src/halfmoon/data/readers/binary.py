@@ -110,10 +110,10 @@ def refuse_pickles(folder: Path, names: Sequence[str]) -> None:
     """Raise UserError if a folder has the Python version of a data set in `names`: pickles can run any program."""
     for name in names:
         inside, files = PICKLES[name]
-        for place in (folder, folder / inside):
-            if all((place / file).is_file() for file in files):
+        for location in (folder, folder / inside):
+            if all((location / file).is_file() for file in files):
                 raise UserError(
-                    f"{place}: this is the Python version of {name}, whose files are pickles, and opening a pickle "
+                    f"{location}: this is the Python version of {name}, whose files are pickles, and opening a pickle "
                     f"can run any program hidden in it; take the binary version ({DATASETS[name].files}) or parquet "
                     "files instead."
                 )

@@ -40,7 +40,7 @@ def read_folders(
     test: str,
     cache: Path | None,
     rgb: bool = False,
-    how: Preparation = UNCHANGED,
+    preparation: Preparation = UNCHANGED,
     group_copies: bool = True,
 ) -> tuple[Images, Images, tuple[str, ...]]:
     """Read train images, test images and the sorted class names of a folder.
@@ -54,7 +54,7 @@ def read_folders(
         test: The name of the test part.
         cache: The folder for decoded images.
         rgb: True to convert gray images to RGB.
-        how: The conversion of images.
+        preparation: The conversion of images.
         group_copies: False for published data sets, whose copies remain separate images.
 
     Raises:
@@ -77,7 +77,7 @@ def read_folders(
     else:
         classes = list_classes(folder)
         paths = [path for group in classes.values() for path in group]
-        groups = find_groups(paths, how.group_pattern)
+        groups = find_groups(paths, preparation.group_pattern)
         grouped = groups is not None
         held_out = (classes, groups)
         train, test_paths = _hold_out(classes, groups)
@@ -86,13 +86,13 @@ def read_folders(
             f"{folder} has no folder test, so {HELD_OUT_SHARE:.0%} of the images of every class, {count:,} in all, "
             f"are held out as the test; {NO_GROUP_ON_BOTH_SIDES if grouped else GROUPS_HINT}"
         )
-    test_images = read_classes(test_paths, cache, rgb, how)
-    train_images = read_classes(train, cache, rgb, how)
+    test_images = read_classes(test_paths, cache, rgb, preparation)
+    train_images = read_classes(train, cache, rgb, preparation)
     if held_out is not None and group_copies:
         sides = ((train, train_images), (test_paths, test_images))
         divided = _draw_without_copies(*held_out, sides)
         if divided is not None:
-            train_images, test_images = (read_classes(files, cache, rgb, how) for files in divided)
+            train_images, test_images = (read_classes(files, cache, rgb, preparation) for files in divided)
     return train_images, replace(test_images, remark=remark), tuple(train)
 
 
@@ -320,12 +320,12 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def read_classes(
-    classes: Mapping[str, Sequence[Path]], cache: Path | None, rgb: bool, how: Preparation = UNCHANGED
+    classes: Mapping[str, Sequence[Path]], cache: Path | None, rgb: bool, preparation: Preparation = UNCHANGED
 ) -> Images:
     """Read the images of all classes, one class after the other; labels are the indices of the classes."""
     paths = [path for group in classes.values() for path in group]
     labels = np.repeat(np.arange(len(classes)), [len(group) for group in classes.values()])
-    images = read_images(paths, labels.astype(np.int64), cache, rgb, how)
+    images = read_images(paths, labels.astype(np.int64), cache, rgb, preparation)
     empty = np.setdiff1d(np.arange(len(classes)), images.labels)
     if len(empty):
         name = list(classes)[empty[0]]
@@ -338,7 +338,7 @@ def read_classes(
 
 
 def read_images(
-    paths: Sequence[Path], labels: np.ndarray, cache: Path | None, rgb: bool, how: Preparation = UNCHANGED
+    paths: Sequence[Path], labels: np.ndarray, cache: Path | None, rgb: bool, preparation: Preparation = UNCHANGED
 ) -> Images:
     """Read the images of these files, with `labels`, int64 (N,), without those that cannot be read.
 
@@ -348,12 +348,12 @@ def read_images(
 
     def read(into: Path | None) -> store.Decoded:
         encoded = ((_read_bytes(path), str(path)) for path in paths)
-        pixels, skipped = decode_all(encoded, len(paths), rgb, how, into)
+        pixels, skipped = decode_all(encoded, len(paths), rgb, preparation, into)
         return Images(pixels, drop_skipped(labels, skipped), skipped=skipped), None
 
     # Use the labels of this call, not the cached ones: the cache key does not depend on them.
-    stored = store.load_or_decode(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
-    groups = find_groups(remaining_paths(paths, stored), how.group_pattern)
+    stored = store.load_or_decode(cache, paths, read, f"{'rgb' if rgb else ''}{preparation.cache_id}")[0]
+    groups = find_groups(remaining_paths(paths, stored), preparation.group_pattern)
     labels = drop_skipped(labels, stored.skipped)
     return Images(stored.images, labels, stored.spread, groups=groups, skipped=stored.skipped)
 

@@ -29,23 +29,23 @@ _ORIENTATION_TAG = 0x0112
 """EXIF's orientation tag; values from 5 on swap height and width."""
 
 
-def decode_image(data: bytes, place: str) -> np.ndarray:
+def decode_image(data: bytes, location: str) -> np.ndarray:
     """Decode an image without conversion: uint8 (H, W, 1) for gray or (H, W, 3) for RGB, rotated by its EXIF tag.
 
     Args:
         data: The file's content.
-        place: The file (and row), for messages.
+        location: The file (and row), for messages.
 
     Raises:
         UserError: If the data are no complete image in a supported format, the mode is neither L nor RGB, or the image has
             more than `MAX_PIXELS` pixels.
     """
-    image = _open(data, place)
+    image = _open(data, location)
     if "rescale" in image.info:
-        image = convert_channels(image, place, 1)
+        image = convert_channels(image, location, 1)
     if image.mode not in MODES:
         raise UserError(
-            f"{place}: the image has mode {image.mode}; give --channels 1 (gray) or 3 (RGB), and all are converted."
+            f"{location}: the image has mode {image.mode}; give --channels 1 (gray) or 3 (RGB), and all are converted."
         )
     pixels = np.asarray(_apply_orientation(image) if "exif" in image.info else image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
@@ -53,7 +53,7 @@ def decode_image(data: bytes, place: str) -> np.ndarray:
 
 def decode_to_shape(
     data: bytes,
-    place: str,
+    location: str,
     height: int,
     width: int,
     channels: int,
@@ -68,7 +68,7 @@ def decode_to_shape(
 
     Args:
         data: The file's content.
-        place: The file (and row), for messages.
+        location: The file (and row), for messages.
         height: The height of the result.
         width: The width of the result.
         channels: 1 (gray) or 3 (RGB).
@@ -80,21 +80,21 @@ def decode_to_shape(
         UserError: If the data are no complete image, the image has more than `MAX_PIXELS` pixels (or Pillow's lower
             limit), or the range of its pixels is unknown (32 bits).
     """
-    return decode_prepared(data, place, Preparation((height, width), channels, crop, window))
+    return decode_prepared(data, location, Preparation((height, width), channels, crop, window))
 
 
-def decode_prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
-    """Decode an image and convert it as `how` defines, uint8 (H, W, C); raise UserError like `decode_to_shape`."""
-    return _convert(open_upright(data, place), place, how)
+def decode_prepared(data: bytes, location: str, preparation: Preparation) -> np.ndarray:
+    """Decode an image and convert it as `preparation` defines, uint8 (H, W, C); raise UserError like `decode_to_shape`."""
+    return _convert(open_upright(data, location), location, preparation)
 
 
-def prepare_image(image: Image.Image, place: str, how: Preparation) -> np.ndarray:
+def prepare_image(image: Image.Image, location: str, preparation: Preparation) -> np.ndarray:
     """Convert an image that is open already as `decode_prepared` does; the image itself is not changed.
 
     Args:
         image: The image, of any size and mode.
-        place: Its origin, for messages.
-        how: The conversion.
+        location: Its origin, for messages.
+        preparation: The conversion.
 
     Raises:
         UserError: If its pixels cannot be decoded, or their range is unknown.
@@ -105,15 +105,15 @@ def prepare_image(image: Image.Image, place: str, how: Preparation) -> np.ndarra
         if "exif" in image.info:
             upright = _apply_orientation(image.copy())
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{place}: the image cannot be decoded ({one_line(error)}).") from error
-    return _convert(upright, place, how)
+        raise UserError(f"{location}: the image cannot be decoded ({one_line(error)}).") from error
+    return _convert(upright, location, preparation)
 
 
-def _convert(image: Image.Image, place: str, how: Preparation) -> np.ndarray:
-    if image.mode not in MODES or how.channels is not None:
+def _convert(image: Image.Image, location: str, preparation: Preparation) -> np.ndarray:
+    if image.mode not in MODES or preparation.channels is not None:
         gray = ImageMode.getmode(image.mode).basemode == "L" or is_deep(image)
-        image = convert_channels(image, place, how.channels or (1 if gray else 3), how.window)
-    pixels = np.asarray(how.resized(image))
+        image = convert_channels(image, location, preparation.channels or (1 if gray else 3), preparation.window)
+    pixels = np.asarray(preparation.resize(image))
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
@@ -131,16 +131,16 @@ def load_pixels(image: Image.Image) -> Image.Image:
 
 
 def open_upright(
-    data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels
+    data: bytes | BinaryIO, location: str, load: Callable[[Image.Image], Image.Image] = load_pixels
 ) -> Image.Image:
     """Decode an image in its mode and depth, rotated by its EXIF tag; raise UserError like `decode_to_shape`.
 
     Args:
         data: The file or its content.
-        place: The file (and row), for messages.
+        location: The file (and row), for messages.
         load: Loads the pixels of an opened image. It may reduce the image, because rotation doubles its memory.
     """
-    image = _open(data, place, load)
+    image = _open(data, location, load)
     return image if "rescale" in image.info else _apply_orientation(image)
 
 
@@ -187,17 +187,19 @@ def _is_sideways(image: Image.Image) -> bool:
 
 
 def convert_channels(
-    image: Image.Image, place: str, channels: int, window: tuple[float, float] | None = None
+    image: Image.Image, location: str, channels: int, window: tuple[float, float] | None = None
 ) -> Image.Image:
     """Convert an image to 8-bit gray (`channels` 1) or RGB (3) in its size; raise UserError like `decode_to_shape`."""
     mode = {1: "L", 3: "RGB"}[channels]
     if is_deep(image):
-        image = Image.fromarray(to_eight_bits(read_values(image), window_in_stored_values(image, window), place))
+        image = Image.fromarray(to_eight_bits(read_values(image), window_in_stored_values(image, window), location))
     try:
         with IGNORE_WARNINGS:  # about transparency in palettes, which is ignored intentionally
             return image if image.mode == mode else image.convert(mode)
     except ValueError as error:
-        raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
+        raise UserError(
+            f"{location}: an image of mode {image.mode} cannot be converted; make it gray or RGB."
+        ) from error
 
 
 def iterate_strips(image: Image.Image, rows: int = ROWS_PER_STRIP) -> Iterator[np.ndarray]:
@@ -233,7 +235,7 @@ def decode_all(
     images: Iterable[tuple[bytes | ImageReadError, str]],
     count: int,
     rgb: bool = False,
-    how: Preparation = UNCHANGED,
+    preparation: Preparation = UNCHANGED,
     into: Path | None = None,
 ) -> tuple[np.ndarray, tuple[SkippedImage, ...]]:
     """Decode images into one array, uint8 (N, H, W, C), without those that cannot be read.
@@ -242,7 +244,7 @@ def decode_all(
         images: The content of each file, or the error that reading it raised, and its name for messages.
         count: The number of images.
         rgb: True to convert gray images to RGB: data sets such as Tiny ImageNet contain both.
-        how: The conversion.
+        preparation: The conversion.
         into: A file that images are written to one by one; the result is then this file, mapped into memory.
 
     Returns:
@@ -253,7 +255,7 @@ def decode_all(
             the number of unreadable images by `check_skipped`.
     """
     skipped: list[SkippedImage] = []
-    pixels = collect_rows(_decode_same_shape(images, count, rgb, how, skipped), count, into)
+    pixels = collect_rows(_decode_same_shape(images, count, rgb, preparation, skipped), count, into)
     return pixels, tuple(skipped)
 
 
@@ -262,13 +264,13 @@ def drop_skipped(values: np.ndarray, skipped: Sequence[SkippedImage]) -> np.ndar
     return np.delete(values, [image.row for image in skipped], axis=0) if skipped else values
 
 
-def check_skipped(skipped: Sequence[SkippedImage], count: int, how: Preparation) -> None:
+def check_skipped(skipped: Sequence[SkippedImage], count: int, preparation: Preparation) -> None:
     """Check that few of `count` images were left out, or as many as the user permits.
 
     Raises:
         UserError: If more than `MAX_SKIPPED_SHARE` were left out without `skip_unreadable`, or all of them.
     """
-    if not skipped or (how.skip_unreadable and len(skipped) < count):
+    if not skipped or (preparation.skip_unreadable and len(skipped) < count):
         return
     if len(skipped) <= MAX_SKIPPED_SHARE * count:
         return
@@ -296,34 +298,38 @@ def _decode_same_shape(
     images: Iterable[tuple[bytes | ImageReadError, str]],
     count: int,
     rgb: bool,
-    how: Preparation,
+    preparation: Preparation,
     skipped: list[SkippedImage],
 ) -> Iterator[np.ndarray]:
     shape = None
     first = ""
-    for row, (data, place) in enumerate(images):
+    for row, (data, location) in enumerate(images):
         try:
             if isinstance(data, ImageReadError):
                 raise data
-            pixels = decode_prepared(data, place, how) if how.converts else decode_image(data, place)
+            pixels = (
+                decode_prepared(data, location, preparation) if preparation.converts else decode_image(data, location)
+            )
         except ImageReadError as error:
-            skipped.append(SkippedImage(row, place, str(error).removeprefix(f"{place}: ")))
+            skipped.append(SkippedImage(row, location, str(error).removeprefix(f"{location}: ")))
             continue
-        if rgb and how.channels is None and pixels.shape[2] == 1:
+        if rgb and preparation.channels is None and pixels.shape[2] == 1:
             pixels = np.repeat(pixels, 3, axis=2)
         shape = shape or pixels.shape
-        first = first or place
+        first = first or location
         if pixels.shape != shape:
             raise UserError(
-                f"{place}: the image is {_describe_shape(pixels.shape)}, but {first} is {_describe_shape(shape)}; "
+                f"{location}: the image is {_describe_shape(pixels.shape)}, but {first} is {_describe_shape(shape)}; "
                 "all images need one size and one mode: give them --resize N, --channels 1 or 3, or both."
             )
         yield pixels
     if len(skipped) == count:
-        check_skipped(skipped, count, how)
+        check_skipped(skipped, count, preparation)
 
 
-def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels) -> Image.Image:
+def _open(
+    data: bytes | BinaryIO, location: str, load: Callable[[Image.Image], Image.Image] = load_pixels
+) -> Image.Image:
     """Open an image and load all of its pixels; raise UserError if it is damaged, incomplete or too large.
 
     A JPEG of up to twice the limit of pixels is decoded at half its height and width.
@@ -332,8 +338,8 @@ def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Imag
     head = data.read(HEAD_BYTES)
     data.seek(0)
     if dicom.is_dicom(head):
-        return load(dicom.read(data, place))
-    formats = find_formats(head, place)
+        return load(dicom.read(data, location))
+    formats = find_formats(head, location)
     try:
         with IGNORE_WARNINGS:  # about invalid metadata, which Pillow ignores
             image = Image.open(data, formats=formats)
@@ -346,13 +352,15 @@ def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Imag
                 raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {limit:,} at most")
             image = load(image)
     except Image.DecompressionBombError as error:
-        raise ImageReadError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
+        raise ImageReadError(
+            f"{location}: the image is too large to open safely ({error}); make it smaller."
+        ) from error
     except UnidentifiedImageError as error:  # Pillow's message contains the address of an object
-        raise ImageReadError(f"{place}: not a readable image (no known format); replace or remove it.") from error
+        raise ImageReadError(f"{location}: not a readable image (no known format); replace or remove it.") from error
     except MemoryError:
         raise
     except Exception as error:  # damaged files make Pillow's readers raise undocumented exceptions
-        raise ImageReadError(f"{place}: not a readable image ({one_line(error)}); replace or remove it.") from error
+        raise ImageReadError(f"{location}: not a readable image ({one_line(error)}); replace or remove it.") from error
     return image
 
 

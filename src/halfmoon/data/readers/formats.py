@@ -41,12 +41,12 @@ def list_suffixes() -> tuple[str, ...]:
     return (*common, *heif, *avif, *dicom.SUFFIXES)
 
 
-def find_formats(head: bytes, place: str) -> tuple[str, ...]:
+def find_formats(head: bytes, location: str) -> tuple[str, ...]:
     """Return the Pillow formats that a file may be opened with.
 
     Args:
         head: The first `HEAD_BYTES` of the file, or all of it.
-        place: The file (and row), for messages.
+        location: The file (and row), for messages.
 
     Raises:
         ImageReadError: If it is a HEIC or AVIF file and its decoder is not installed.
@@ -55,14 +55,14 @@ def find_formats(head: bytes, place: str) -> tuple[str, ...]:
     if brand == "HEIF":
         if not has_heif():
             raise ImageReadError(
-                f"{place}: HEIC images need pillow-heif; pip install 'halfmoon[heif]', or convert it to PNG or JPEG."
+                f"{location}: HEIC images need pillow-heif; pip install 'halfmoon[heif]', or convert it to PNG or JPEG."
             )
         _register_heif()
         return ("HEIF",)
     if brand == "AVIF":
         if not has_avif():
             raise ImageReadError(
-                f"{place}: AVIF images need Pillow 11.3 or later; pip install 'pillow>=11.3', "
+                f"{location}: AVIF images need Pillow 11.3 or later; pip install 'pillow>=11.3', "
                 "or convert it to PNG or JPEG."
             )
         return ("AVIF",)

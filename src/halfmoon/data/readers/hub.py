@@ -19,7 +19,7 @@ LAYOUT_HINT = (
 
 
 def read(
-    repository: str, test: str, config: str | None = None, rgb: bool = False, how: Preparation = UNCHANGED
+    repository: str, test: str, config: str | None = None, rgb: bool = False, preparation: Preparation = UNCHANGED
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
     """Read train images, test images and class names (None if there are none) of a repository.
 
@@ -28,7 +28,7 @@ def read(
         test: The name of the test split.
         config: The configuration, if the repository has several.
         rgb: True to convert gray images to RGB.
-        how: The conversion of images.
+        preparation: The conversion of images.
 
     Raises:
         UserError: If the library is not installed, the data set cannot be downloaded, or a row cannot be read.
@@ -51,15 +51,15 @@ def read(
                 f"{repository}: its {part} part could not be fetched from the Hugging Face hub "
                 f"({type(error).__name__}: {error}); go online, {LAYOUT_HINT}."
             ) from error
-        place = f"{repository}, {part}"
+        location = f"{repository}, {part}"
         image, label = (
-            find_column(place, rows.column_names, candidates) for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS)
+            find_column(location, rows.column_names, candidates) for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS)
         )
         names = names or _class_names(rows.features[label])
         # Without decoding, so that every image passes the same checks as a file.
         rows = rows.cast_column(image, datasets.Image(decode=False))
-        pixels, skipped = decode_all(_iterate_encoded(rows, image, place), len(rows), rgb, how)
-        labels = drop_skipped(_check_labels(rows[label], place), skipped)
+        pixels, skipped = decode_all(_iterate_encoded(rows, image, location), len(rows), rgb, preparation)
+        labels = drop_skipped(_check_labels(rows[label], location), skipped)
         parts.append(Images(pixels, labels, skipped=skipped))
     return parts[0], parts[1], names
 
@@ -69,16 +69,16 @@ def _class_names(feature: Any) -> tuple[str, ...] | None:
     return tuple(str(name) for name in names) if names else None
 
 
-def _iterate_encoded(rows: Any, image: str, place: str) -> Iterator[tuple[bytes | ImageReadError, str]]:
+def _iterate_encoded(rows: Any, image: str, location: str) -> Iterator[tuple[bytes | ImageReadError, str]]:
     for row, record in enumerate(rows):
         data = record[image]["bytes"]
-        name = f"{place}, row {row}"
+        name = f"{location}, row {row}"
         yield ImageReadError(f"{name}: the image has no bytes.") if data is None else data, name
 
 
-def _check_labels(values: Any, place: str) -> np.ndarray:
+def _check_labels(values: Any, location: str) -> np.ndarray:
     values = list(values)
     for row, value in enumerate(values):
         if type(value) is not int or value < 0:
-            raise UserError(f"{place}, row {row}: label {value!r} is not a whole number from 0.")
+            raise UserError(f"{location}, row {row}: label {value!r} is not a whole number from 0.")
     return np.array(values, np.int64)

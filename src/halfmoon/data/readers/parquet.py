@@ -46,7 +46,7 @@ File = pq.ParquetFile | ArrowFile
 def find_shards(folder: Path, part: str) -> list[Path]:
     """Find the files part*.parquet of a folder, or part/data*.arrow, in order; raise UserError if one is missing."""
     inside = (folder, *(folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)))
-    paths = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
+    paths = next(filter(None, (sorted(location.glob(f"{part}*.parquet")) for location in inside)), [])
     paths = paths or sorted((folder / part).glob("data-*.arrow"))
     for path in paths:
         numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.(?:parquet|arrow)$", path.name)
@@ -59,7 +59,7 @@ def find_shards(folder: Path, part: str) -> list[Path]:
 
 
 def read_parquet(
-    paths: Sequence[Path], rgb: bool = False, how: Preparation = UNCHANGED, into: Path | None = None
+    paths: Sequence[Path], rgb: bool = False, preparation: Preparation = UNCHANGED, into: Path | None = None
 ) -> tuple[Images, tuple[str, ...] | None]:
     """Read the images of the files in order, and the class names, or None if the files do not contain them.
 
@@ -75,18 +75,18 @@ def read_parquet(
         raise UserError(f"{paths[0]}: there are no rows in it.")
     encoded = (item for path, file in opened for item in _iterate_encoded(path, file))
     path, file = opened[0]
-    pixels, skipped = decode_all(encoded, len(labels), rgb, how, into)
+    pixels, skipped = decode_all(encoded, len(labels), rgb, preparation, into)
     names = _read_class_names(file, find_column(path, file.schema_arrow.names, LABEL_COLUMNS))
     return Images(pixels, drop_skipped(labels, skipped), skipped=skipped), names
 
 
-def find_column(place: object, names: Sequence[str], candidates: Sequence[str]) -> str:
+def find_column(location: object, names: Sequence[str], candidates: Sequence[str]) -> str:
     """Find the first of the candidates among the column names; raise UserError if there is none."""
     for name in candidates:
         if name in names:
             return name
     raise UserError(
-        f"{place}: there is no column {' or '.join(candidates)}; it has {', '.join(names) or 'no columns'}. Rename one."
+        f"{location}: there is no column {' or '.join(candidates)}; it has {', '.join(names) or 'no columns'}. Rename one."
     )
 
 
@@ -137,9 +137,9 @@ def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageRead
         for batch in file.iter_batches(batch_size=1024, columns=[name]):
             values = batch.column(0)
             for value in (values.field("bytes") if inside else values).to_pylist():
-                place = f"{path}, row {row}"
-                missing = ImageReadError(f"{place}: the image has no bytes; store the image itself, not a path.")
-                yield missing if value is None else value, place
+                location = f"{path}, row {row}"
+                missing = ImageReadError(f"{location}: the image has no bytes; store the image itself, not a path.")
+                yield missing if value is None else value, location
                 row += 1
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: unreadable after row {row} ({one_line(error)}); fetch the file again.") from error

@@ -29,7 +29,7 @@ def has_files(folder: Path) -> bool:
 
 
 def read(
-    folder: Path, test: str, cache: Path | None, how: Preparation = UNCHANGED
+    folder: Path, test: str, cache: Path | None, preparation: Preparation = UNCHANGED
 ) -> tuple[Images, Images, tuple[str, ...]]:
     """Read the training images, the images of `val` (both RGB) and class names such as `n01443537 goldfish`.
 
@@ -44,8 +44,8 @@ def read(
     train = class_folders.list_classes(folder / "train")
     _check_ids(folder / "wnids.txt", train)
     return (
-        class_folders.read_classes(train, cache, rgb=True, how=how),
-        _read_validation(folder, train, cache, how),
+        class_folders.read_classes(train, cache, rgb=True, preparation=preparation),
+        _read_validation(folder, train, cache, preparation),
         _read_class_names(folder / "words.txt", tuple(train)),
     )
 
@@ -64,13 +64,15 @@ def _check_ids(path: Path, train: dict[str, list[Path]]) -> None:
         raise UserError(f"{path}: it does not list {name}, which is a folder of train; unpack the archive again.")
 
 
-def _read_validation(folder: Path, train: dict[str, list[Path]], cache: Path | None, how: Preparation) -> Images:
+def _read_validation(
+    folder: Path, train: dict[str, list[Path]], cache: Path | None, preparation: Preparation
+) -> Images:
     """Read the images of `val`, labeled by the annotations, or by class folders if val/images does not exist."""
     images = class_folders.list_images(folder / "val" / "images")
     if not images:
         paths = class_folders.list_classes(folder / "val")
         class_folders.check_same_classes(folder, train, paths, "val")
-        return class_folders.read_classes(paths, cache, rgb=True, how=how)
+        return class_folders.read_classes(paths, cache, rgb=True, preparation=preparation)
     path = folder / "val" / ANNOTATIONS
     if not path.is_file():
         raise UserError(f"{path} is missing; it says which class each image of val/images has.")
@@ -83,7 +85,7 @@ def _read_validation(folder: Path, train: dict[str, list[Path]], cache: Path | N
     if extra:
         raise UserError(f"{path}: it has no line for {extra[0]} of val/images; unpack the archive again.")
     labels = np.array([classes[image.name] for image in images], np.int64)
-    return class_folders.read_images(images, labels, cache, rgb=True, how=how)
+    return class_folders.read_images(images, labels, cache, rgb=True, preparation=preparation)
 
 
 def _read_annotations(path: Path, wnids: list[str]) -> dict[str, int]:

@@ -92,7 +92,7 @@ def prepare_site(
     previous = _load_index(state_folder)
     shape = _choose_shape(site, previous, size, channels)
     preparation = Preparation(crop=crop, window=window)
-    if previous is not None and previous.preparation != preparation.form:
+    if previous is not None and previous.preparation != preparation.cache_id:
         previous = None
     if (
         previous is not None
@@ -314,7 +314,7 @@ def _decode(
             "folder by --out or a smaller --size."
         )
     unchanged = _unchanged_images(previous, stamps, shape)
-    content_hash = hashlib.sha256(json.dumps([shape, preparation.form, stamps]).encode()).hexdigest()
+    content_hash = hashlib.sha256(json.dumps([shape, preparation.cache_id, stamps]).encode()).hexdigest()
     array_file = f"images-{content_hash[:16]}.npy"
     partial = state_folder / f".{array_file}{atomic_io.PARTIAL}"
     left_out: dict[str, str] = {}
@@ -354,7 +354,7 @@ def _decode(
         labels=labels,
         stamps=dict(stamps),
         left_out=left_out,
-        preparation=preparation.form,
+        preparation=preparation.cache_id,
     )
     index.write()
     for path in state_folder.iterdir():
