@@ -46,6 +46,7 @@ class DatasetInfo:
 
 
 def _read_datasets() -> dict[str, DatasetInfo]:
+    """Read datasets.toml, which has a table of `DatasetInfo` fields for each data set."""
     content = (resources.files("halfmoon.data") / "datasets.toml").read_text("utf-8")
     tables: dict[str, dict[str, Any]] = toml.parse(content)
     for table in tables.values():

@@ -45,7 +45,7 @@ def hash_pixels(images: np.ndarray) -> list[bytes]:
 
 
 def merge_equal_images(groups: Sequence[str] | None, hashes: Sequence[bytes]) -> list[str] | None:
-    """Join the groups of images that have equal pixels, so that no copy is on the other side of a split.
+    """Join the groups of images that have equal pixels, so that no image has a copy on the other side of a split.
 
     Args:
         groups: The group of each image, "" for none; None if no image has a group.
@@ -58,12 +58,12 @@ def merge_equal_images(groups: Sequence[str] | None, hashes: Sequence[bytes]) ->
     if len(set(hashes)) == len(hashes):
         return None if groups is None else list(groups)
     names = [""] * len(hashes) if groups is None else groups
-    # Union-find over groups and hashes. Each tree is a set of images that belong together.
+    # Union-find (disjoint sets) over group names and hashes: all keys with the same root belong together.
     parent: dict[str | bytes, str | bytes] = {}
 
     def find_root(key: str | bytes) -> str | bytes:
         while parent.setdefault(key, key) != key:
-            parent[key] = parent[parent[key]]
+            parent[key] = parent[parent[key]]  # path halving, for short paths in later look-ups
             key = parent[key]
         return key
 
@@ -92,7 +92,15 @@ def count_conflicts(hashes: Sequence[bytes], labels: np.ndarray) -> int:
 
 
 def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[str]:
-    """Describe equal images in sentences: their number, and how many groups of them have different labels."""
+    """Describe images with equal pixels in sentences for the user.
+
+    Args:
+        hashes: A hash of each image's pixels.
+        labels: The label of each image, int64 (N,), negative for none.
+
+    Returns:
+        The number of copies, and the number of images whose copies have another label; no sentence without copies.
+    """
     copies = len(hashes) - len(set(hashes))
     if not copies:
         return []
@@ -105,8 +113,8 @@ def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[s
         f"{copies:,} of {len(hashes):,} images are copies of others (equal pixels): all copies are on one side of a split"
     ]
     if conflicts := count_conflicts(hashes, labels):
-        have = "image has" if conflicts == 1 else "images have"
-        notes.append(f"{conflicts:,} {have} copies with another label: correct the labels, or remove the copies")
+        subject = "image has" if conflicts == 1 else "images have"
+        notes.append(f"{conflicts:,} {subject} copies with another label: correct the labels, or remove the copies")
     return notes
 
 

@@ -49,7 +49,7 @@ class Images:
     skipped: tuple[SkippedImage, ...] = ()
 
     def rows(self, selection: np.ndarray) -> "Images":
-        """Select images.
+        """Select images, with their labels, groups and clients.
 
         Args:
             selection: row numbers, or a mask, bool (N,).
@@ -59,6 +59,7 @@ class Images:
         return Images(self.images[selection], self.labels[selection], groups=groups, clients=clients)
 
     def __post_init__(self) -> None:
+        """Check the types and shapes of images and labels."""
         shape = self.images.shape
         dtype = self.images.dtype
         if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3):
@@ -120,6 +121,7 @@ class Source:
         return {name: images for name, images in subsets.items() if images is not None}
 
     def __post_init__(self) -> None:
+        """Check that every label has a class, and that train and test images have the same shape."""
         for subset, images in self.parts.items():
             if not len(images):
                 raise UserError(f"{self.name}: the {subset} part has no images.")
@@ -151,7 +153,7 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
     values = np.arange(256) / 255.0
     means = []
     deviations = []
-    counts = np.zeros((images.shape[3], 256), np.int64)
+    counts = np.zeros((images.shape[3], 256), np.int64)  # the histogram of each channel
     for chunk in _iterate_chunks(images):
         for channel in range(images.shape[3]):
             counts[channel] += np.bincount(chunk[..., channel].reshape(-1), minlength=256)
@@ -163,12 +165,16 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
     return tuple(means), tuple(deviations)
 
 
+_CHUNK_BYTES = 2**24
+"""Largest number of bytes of images that are read at once, unless one image has more."""
+
+
 def _iterate_chunks(images: np.ndarray) -> Iterator[np.ndarray]:
     """Yield images in chunks, because `bincount` converts each byte to eight.
 
     Memory-mapped arrays are read from their file instead: pages of the map would count as memory of this process.
     """
-    step = max(1, 2**24 // max(1, images[0].size)) if len(images) else 1
+    step = max(1, _CHUNK_BYTES // max(1, images[0].size)) if len(images) else 1
     is_mapped = isinstance(images, np.memmap) and images.filename is not None and images.flags.c_contiguous
     with open(images.filename, "rb") if is_mapped else nullcontext() as file:  # type: ignore[union-attr]
         if file is not None:
@@ -189,12 +195,14 @@ def pad_to(images: np.ndarray, size: int) -> np.ndarray:
     Raises:
         UserError: If an image is larger than `size`.
     """
-    _, height, width, _ = images.shape
+    height, width = images.shape[1:3]
     if height > size or width > size:
         raise UserError(f"images of {width}x{height} do not fit into {size}x{size}; shrink them first.")
     top = (size - height) // 2
     left = (size - width) // 2
-    return np.pad(images, ((0, 0), (top, size - height - top), (left, size - width - left), (0, 0)))
+    bottom = size - height - top
+    right = size - width - left
+    return np.pad(images, ((0, 0), (top, bottom), (left, right), (0, 0)))
 
 
 def pad_source(source: Source, size: int) -> Source:
@@ -203,19 +211,27 @@ def pad_source(source: Source, size: int) -> Source:
     return replace(source, **parts)
 
 
+_POOLED_IMAGES = 512
+"""Number of images that are pooled at once: so many small ones fit into a processor's cache."""
+
+
 def average_pool(images: np.ndarray, factor: int) -> np.ndarray:
-    """Average images uint8 (N, H, W, C) over blocks of factor x factor pixels, rounded half up."""
+    """Average images uint8 (N, H, W, C) over blocks of factor x factor pixels, rounded half up.
+
+    Returns:
+        uint8 (N, H // factor, W // factor, C).
+    """
     count, height, width, channels = images.shape
     area = factor * factor
     result = np.empty((count, height // factor, width // factor, channels), np.uint8)
-    for start in range(0, count, 512):  # as many as fit a processor's cache
-        chunk = images[start : start + 512]
+    for start in range(0, count, _POOLED_IMAGES):
+        chunk = images[start : start + _POOLED_IMAGES]
         # Integers only, for the same bytes on every machine. Starting at half the divisor rounds to nearest.
         total = np.full((len(chunk), *result.shape[1:]), area // 2, np.uint32)
         for row in range(factor):
             for column in range(factor):
                 total += chunk[:, row::factor, column::factor]
-        result[start : start + 512] = total // area
+        result[start : start + _POOLED_IMAGES] = total // area
     return result
 
 
@@ -233,7 +249,14 @@ def take_share(source: Source, share: float) -> Source:
 def hold_out(source: Source, share: float) -> Source:
     """Move a share of the training images of every class, at least one image, to validation.
 
-    The selection is the same in every run. No group has images on both sides.
+    The selection is the same in every run. No group, such as the images of a patient, has images on both sides.
+
+    Args:
+        source: The data set.
+        share: The share of the images, 0 to 1; 0 returns the data set unchanged.
+
+    Returns:
+        A copy with fewer training images and with `validation`; its `remark` states the number of moved images.
 
     Raises:
         UserError: If no training image of a class would remain.
@@ -274,7 +297,8 @@ def _draw_class_share(source: Source, share: float, stream: str, groups: Sequenc
             continue
         order = named_generator(0, stream, source.name, str(label)).permutation(rows)
         count = max(1, round(share * len(rows)))
-        mask[order[:count] if groups is None else holdout.draw(order, groups, count)] = True
+        selected = order[:count] if groups is None else holdout.draw(order, groups, count)
+        mask[selected] = True
     return mask
 
 

@@ -65,29 +65,36 @@ class Preparation:
         return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
 
     def convert(self, images: np.ndarray) -> np.ndarray:
-        """Convert decoded images, uint8 (N, H, W, C), to `size` and `channels`; return the same array if they fit already."""
+        """Resize decoded images to `size` and convert them to gray or RGB (`channels`).
+
+        Args:
+            images: uint8 (N, H, W, C), C = 1 or 3.
+
+        Returns:
+            uint8 (N, *size, channels); the same array if it has this shape already.
+        """
         count, height, width, channels = images.shape
-        size = self.size or (height, width)
-        depth = self.channels or channels
-        if (height, width, channels) == (*size, depth):
+        new_size = self.size or (height, width)
+        new_channels = self.channels or channels
+        if (height, width, channels) == (*new_size, new_channels):
             return images
-        result = np.empty((count, *size, depth), np.uint8)
+        result = np.empty((count, *new_size, new_channels), np.uint8)
         for row, pixels in enumerate(images):
             image = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
-            if depth != channels:
-                image = image.convert({1: "L", 3: "RGB"}[depth])
-            result[row] = np.asarray(self.resize(image)).reshape(*size, depth)
+            if new_channels != channels:
+                image = image.convert("L" if new_channels == 1 else "RGB")  # Pillow's modes of gray and color
+            result[row] = np.asarray(self.resize(image)).reshape(*new_size, new_channels)
         return result
 
 
 UNCHANGED = Preparation()
 
 
-def center_box(height: int, width: int, tall: int, wide: int) -> tuple[float, float, float, float]:
-    """Compute the largest centered box (left, top, right, bottom) of an image with the aspect ratio tall : wide."""
-    scale = min(height / tall, width / wide)
-    left = (width - wide * scale) / 2
-    top = (height - tall * scale) / 2
+def center_box(height: int, width: int, target_height: int, target_width: int) -> tuple[float, float, float, float]:
+    """Compute the largest centered box (left, top, right, bottom) of an image with the aspect ratio of the target."""
+    scale = min(height / target_height, width / target_width)
+    left = (width - target_width * scale) / 2
+    top = (height - target_height * scale) / 2
     return left, top, width - left, height - top
 
 
@@ -105,22 +112,25 @@ def estimate_window(strips: Iterable[np.ndarray], count: int) -> tuple[float, fl
         The values that become black and white; white is larger.
     """
     step = max(1, count // MAX_SAMPLED_VALUES)
-    position = 0  # of the strip's first value in the image
+    position = 0  # index in the image of the strip's first value
     samples = []
     extremes = []
     for strip in strips:
-        # -position % step continues the regular grid of samples across strips. A copy, to release the strip's memory.
-        samples.append(strip.reshape(-1)[-position % step :: step].copy())
+        # Every `step`-th value of the image is sampled, also across strips. A copy, to release the strip's memory.
+        first_sample = -position % step
+        samples.append(strip.reshape(-1)[first_sample::step].copy())
         extremes += [strip.min(), strip.max()]
         position += strip.size
     sample = np.concatenate(samples)
-    low = np.percentile(sample, OUTLIER_PERCENT, method="lower")
-    high = np.percentile(sample, 100 - OUTLIER_PERCENT, method="higher")
-    if high <= low:
+    black = np.percentile(sample, OUTLIER_PERCENT, method="lower")
+    white = np.percentile(sample, 100 - OUTLIER_PERCENT, method="higher")
+    if white <= black:
         # Nearly all values are equal: use the full range instead.
-        low = min(extremes)
-        high = max(extremes)
-    return float(low), float(high if high > low else low + 1)
+        black = min(extremes)
+        white = max(extremes)
+    if white <= black:
+        white = black + 1  # an image of one value
+    return float(black), float(white)
 
 
 def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, location: str) -> np.ndarray:
@@ -139,11 +149,11 @@ def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, locati
             f"{location}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
             "values are black and white (--window LOW HIGH)."
         )
-    low, high = estimate_window([pixels], pixels.size) if window is None else window
+    black, white = estimate_window([pixels], pixels.size) if window is None else window
     gray = np.empty(pixels.shape, np.uint8)
     for first in range(0, len(pixels), ROWS_PER_STRIP):  # strips, because float64 takes eight times the memory
         rows = slice(first, first + ROWS_PER_STRIP)
-        scaled = np.nan_to_num((pixels[rows].astype(np.float64) - low) / (high - low))
+        scaled = np.nan_to_num((pixels[rows].astype(np.float64) - black) / (white - black))
         gray[rows] = np.floor(np.clip(scaled, 0, 1) * 255 + 0.5)
     return gray
 

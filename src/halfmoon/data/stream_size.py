@@ -14,6 +14,9 @@ JPEG_START = b"\xff\xd8"
 JPEG2000_START = b"\xff\x4f\xff\x51"
 """Start of a JPEG 2000 codestream and its SIZ segment. In compressed data no 0xff is followed by such bytes but by chance."""
 
+_SIZ_BYTES = 42
+"""Bytes from the start of a JPEG 2000 codestream to the end of the number of its channels."""
+
 _FRAME_MARKERS = {*range(0xC0, 0xD0), 0xF7} - {0xC4, 0xC8, 0xCC}
 """Second bytes of the markers of frame headers: those of JPEG (SOF0 to SOF15), and SOF55 of JPEG-LS."""
 
@@ -37,10 +40,10 @@ def stream_sizes(data: bytes) -> set[tuple[int, int, int]]:
     """
     if data.startswith(JPEG_START):
         return set(_jpeg_sizes(data))
-    name = next((name for start, name in _OTHER_FORMATS.items() if data.startswith(start)), None)
-    if name is not None:
+    pillow_format = next((name for start, name in _OTHER_FORMATS.items() if data.startswith(start)), None)
+    if pillow_format is not None:
         try:
-            with Image.open(io.BytesIO(data), formats=(name,)) as image:
+            with Image.open(io.BytesIO(data), formats=(pillow_format,)) as image:
                 return {(image.height, image.width, len(image.getbands()))}
         except Exception:  # Pillow raises many kinds of errors; the decoder reports this one
             return set()
@@ -48,9 +51,10 @@ def stream_sizes(data: bytes) -> set[tuple[int, int, int]]:
 
 
 def _jpeg_sizes(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the sizes in the frame headers before the first scan."""
-    position = 2
+    """Yield the (height, width, channels) in each frame header of a JPEG file, up to its compressed pixels."""
+    position = len(JPEG_START)
     while position + 4 <= len(data):
+        # A segment is 0xff, a marker byte, and usually its length in two bytes and its content.
         if data[position] != 0xFF:
             position += 1  # decoders skip bytes between segments
             continue
@@ -62,18 +66,21 @@ def _jpeg_sizes(data: bytes) -> Iterator[tuple[int, int, int]]:
         elif marker in _MARKERS_WITHOUT_LENGTH or marker == 0:
             position += 2
         else:
-            (length,) = struct.unpack_from(">H", data, position + 2)
+            (length,) = struct.unpack_from(">H", data, position + 2)  # ">H": an unsigned big-endian 16-bit integer
             if marker in _FRAME_MARKERS and position + 10 <= len(data):
                 height, width, channels = struct.unpack_from(">HHB", data, position + 5)
                 yield height, width, channels
-            position += 2 + max(2, length)
+            position += 2 + max(2, length)  # the length counts its own two bytes
 
 
 def _jpeg2000_sizes(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the sizes in all SIZ segments, as a box before the codestream may have a false one."""
+    """Yield the (height, width, channels) in each SIZ segment of a JPEG 2000 file.
+
+    All segments are read, not only the first, as a box before the codestream may contain a false one.
+    """
     start = data.find(JPEG2000_START)
     while start >= 0:
-        if start + 42 <= len(data):
+        if start + _SIZ_BYTES <= len(data):
             # After the length and the capabilities: the corners of the reference grid, the tiles, and the components.
             right, bottom, left, top = struct.unpack_from(">4I", data, start + 8)
             (channels,) = struct.unpack_from(">H", data, start + 40)

@@ -6,6 +6,7 @@ and processes every image independently: a slice of the images with the same sli
 the view. Large batches are faster per image.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,12 +75,21 @@ class Labeled:
         _check_cutout("Labeled", self.cutout)
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw flip, top, left (n,) and the box's center (n, 2) in pixels; raise UserError for an invalid pad."""
+        """Draw the random numbers of n views of images of shape (C, H, W).
+
+        Returns:
+            "flip" (n,): True to mirror the image; "top", "left" (n,): the corner of the crop in the padded image;
+            "centre" (n, 2): row and column of the center of the box that is set to zero. All in pixels.
+
+        Raises:
+            UserError: If `pad` does not fit the shape.
+        """
         draws = _draw_crop(n, shape, self.flip, self.pad, generator)
         draws["centre"] = torch.stack([torch.randint(side, (n,), generator=generator) for side in shape[1:]], dim=1)
         return draws
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
+        """Mirror, crop and normalize images, uint8 (n, C, H, W), then set a box of each to zero (Cutout)."""
         draws = _move_draws(draws, images.device)
         floats = normalize(_crop(images, draws, self.pad, reflect=False))
         half = _cutout_side(self.cutout, images.shape) // 2  # an odd side loses a pixel, as in the released code
@@ -130,7 +140,10 @@ class RandomOperations(ABC):
             raise UserError(f"{type(self).__name__}.operations is {self.operations}: choose 0 or more.")
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw flip, top, left (n,), and the operations of each image.
+        """Draw the random numbers of n views of images of shape (C, H, W).
+
+        Returns:
+            "flip", "top", "left" (n,) of the mirrored crop, and the draws of `draw_operations`.
 
         Raises:
             UserError: If the pad is invalid, or images are neither gray (1 channel) nor RGB (3).
@@ -190,8 +203,14 @@ class Strong(RandomOperations):
         _check_cutout("Strong", self.cutout)
 
     def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw operation, level, negative (n, operations); corner (n, 2) of the box."""
-        operation = _replace_half_by_identity(_draw_operation_numbers(FEDDURE_POOL, slots, generator), generator)
+        """Draw RandAugment's operations and the gray box for `slots` = (n, operations per image).
+
+        Returns:
+            "operation", "level", "negative", all (n, operations): the number of each operation, its magnitude level, and
+            True for its opposite direction; "corner" (n, 2): first row and column of the gray box.
+        """
+        operation = _draw_operation_numbers(FEDDURE_POOL, slots, generator)
+        operation = _replace_half_by_identity(operation, generator)
         level = torch.randint(1, self.magnitude, slots, generator=generator)
         negative = torch.rand(slots, generator=generator) < 0.5
         corner = _draw_corner(slots[:1], shape, _cutout_side(self.cutout, (0, *shape)), generator)
@@ -214,8 +233,14 @@ class StrongSemiFL(RandomOperations):
     """
 
     def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw operation, negative (n, operations); corner (n, operations, 2) of Cutout's box."""
-        operation = _replace_half_by_identity(_draw_operation_numbers(SEMIFL_POOL, slots, generator), generator)
+        """Draw RandAugment's operations for `slots` = (n, operations per image).
+
+        Returns:
+            "operation", "negative" (n, operations): the number of each operation, and True for its opposite direction;
+            "corner" (n, operations, 2): first row and column of the gray box of an operation Cutout.
+        """
+        operation = _draw_operation_numbers(SEMIFL_POOL, slots, generator)
+        operation = _replace_half_by_identity(operation, generator)
         negative = torch.rand(slots, generator=generator) < 0.5
         corner = _draw_corner(slots, shape, SEMIFL_POOL.box, generator)
         return {"operation": operation, "negative": negative, "corner": corner}
@@ -274,8 +299,8 @@ class Shared:
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
         """Draw for ceil(n / rows) images and repeat each draw `rows` times: every leaf (n, ...)."""
-        # -(-n // rows) is the division rounded up.
-        draws = self.view.draw(-(-n // self.rows), shape, generator)
+        groups = math.ceil(n / self.rows)
+        draws = self.view.draw(groups, shape, generator)
         return {name: leaf.repeat_interleave(self.rows, 0)[:n] for name, leaf in draws.items()}
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
@@ -301,7 +326,18 @@ def _draw_corner(slots: tuple[int, ...], shape: Shape, side: int, generator: tor
 
 
 def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: torch.Generator) -> Draws:
-    """Draw whether n images are mirrored ("flip"), and the first row and column of their crops ("top", "left"), (n,)."""
+    """Draw random mirrored crops of n padded images.
+
+    Args:
+        n: The number of images.
+        shape: (C, H, W) of an image.
+        flip: False to mirror no image.
+        pad: The padding of each side in pixels; None: an eighth of the shorter side.
+        generator: The generator.
+
+    Returns:
+        "flip", bool (n,): True to mirror; "top", "left", int64 (n,): first row and column of the crop, 0 to 2 * pad.
+    """
     pad = _pad_size(pad, (n, *shape))
     return {
         # Drawn even where it is not used, so that `flip` changes no other draw.
@@ -312,7 +348,17 @@ def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: tor
 
 
 def _crop(images: Tensor, draws: Draws, pad: int | None, reflect: bool) -> Tensor:
-    """Crop and mirror images uint8 (n, C, H, W) as `_draw_crop` has drawn; `reflect` selects the padding (`crop_maps`)."""
+    """Pad, crop and mirror images.
+
+    Args:
+        images: uint8 (n, C, H, W).
+        draws: The result of `_draw_crop`, on the device of the images.
+        pad: The padding of each side in pixels; None: an eighth of the shorter side.
+        reflect: True to pad by reflection, False to pad with black.
+
+    Returns:
+        uint8 (n, C, H, W).
+    """
     if images.dtype is not torch.uint8:
         raise UserError(f"a view got images of {images.dtype}: give uint8 pixels, 0 to 255.")
     size = (images.shape[2], images.shape[3])
@@ -326,7 +372,11 @@ def _move_draws(draws: Draws, device: torch.device) -> Draws:
 
 
 def _pad_size(pad: int | None, shape: tuple[int, ...]) -> int:
-    """Compute the padding of images of shape (n, C, H, W) in pixels; None: an eighth of the shorter side."""
+    """Compute the padding of images of shape (n, C, H, W) in pixels; a `pad` of None is an eighth of the shorter side.
+
+    Raises:
+        UserError: If `pad` is negative, or as large as the shorter side.
+    """
     side = min(shape[2:])
     if pad is None:
         return side // 8

@@ -93,79 +93,104 @@ def _apply_sorted_(
     # Families of operations have consecutive numbers, so that one slice has all images of a family:
     # geometric < POSTERIZE <= tonal < COLOR < SHARPNESS < IDENTITY < CUTOUT.
     first = np.searchsorted(operation, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
+    geometric = slice(0, first[POSTERIZE])
+    tonal = slice(first[POSTERIZE], first[COLOR])
+    color = slice(first[COLOR], first[SHARPNESS])
+    sharpness = slice(first[SHARPNESS], first[IDENTITY])
     variant = negative * pool.levels + level  # index in tables by direction and level
-    if (stop := first[POSTERIZE]) > 0:
-        images[:stop] = _apply_geometric(
-            images[:stop], operation[:stop] * 2 * pool.levels + variant[:stop], first, pool
-        )
-    start = first[POSTERIZE]
-    stop = first[COLOR]
-    if start < stop:
-        rows = slice(start, stop)
-        table_number = tables.first_tone_tables(pool)[
-            operation[rows] - POSTERIZE, negative[rows].astype(np.int64), level[rows]
-        ]
-        images[rows] = _apply_tonal(images[rows], table_number, [row - start for row in first], pool)
-    start = first[COLOR]
-    stop = first[SHARPNESS]
-    if start < stop and images.shape[1] == 3:
-        images[start:stop] = _blend(_to_gray(images[start:stop]), images[start:stop], variant[start:stop], pool)
-    start = first[SHARPNESS]
-    stop = first[IDENTITY]
-    if start < stop:
-        images[start:stop] = _blend(_smooth(images[start:stop]), images[start:stop], variant[start:stop], pool)
+    if geometric.start < geometric.stop:
+        map_number = operation[geometric] * 2 * pool.levels + variant[geometric]
+        images[geometric] = _apply_geometric(images[geometric], map_number, first, pool)
+    if tonal.start < tonal.stop:
+        direction = negative[tonal].astype(np.int64)
+        table_number = tables.first_tone_tables(pool)[operation[tonal] - POSTERIZE, direction, level[tonal]]
+        first_in_slice = [row - tonal.start for row in first]
+        images[tonal] = _apply_tonal(images[tonal], table_number, first_in_slice, pool)
+    is_rgb = images.shape[1] == 3
+    if color.start < color.stop and is_rgb:
+        images[color] = _blend(_to_gray(images[color]), images[color], variant[color], pool)
+    if sharpness.start < sharpness.stop:
+        images[sharpness] = _blend(_smooth(images[sharpness]), images[sharpness], variant[sharpness], pool)
 
 
 def _apply_geometric(images: Tensor, number: np.ndarray, first: list[int], pool: OperationPool) -> Tensor:
-    """Apply index maps; `number` (n,) are the numbers of the maps, `first` the first row of every operation."""
-    size = (images.shape[2], images.shape[3])
-    maps = tables.geometric_maps(pool, *size, images.device)
+    """Rotate, shear or translate each image; pixels that come from outside are black.
+
+    Args:
+        images: uint8 (n, C, H, W), sorted by operation.
+        number: The number of each image's map in `tables.geometric_maps`, (n,).
+        first: The first row of every operation, by the operation's number.
+        pool: The magnitudes.
+
+    Returns:
+        uint8 (n, C, H, W).
+    """
+    height, width = images.shape[2:]
+    maps = tables.geometric_maps(pool, height, width, images.device)
     moved = tables.gather_pixels(images, maps.index_select(0, _to_device(number, images)), inside=False)
-    rows = slice(first[SHEAR_X], first[TRANSLATE_X])
-    if pool.bilinear and rows.start < rows.stop:
-        numbers = _to_device(number[rows] - SHEAR_X * 2 * pool.levels, images)
-        near, far, weight = (table.index_select(0, numbers) for table in tables.shear_maps(pool, *size, images.device))
-        moved[rows] = _interpolate(
-            tables.gather_pixels(images[rows], near, False), tables.gather_pixels(images[rows], far, False), weight
-        )
+    shears = slice(first[SHEAR_X], first[TRANSLATE_X])
+    if pool.bilinear and shears.start < shears.stop:
+        # These maps begin with those of ShearX, of which there are two directions with all levels each.
+        shear_number = _to_device(number[shears] - SHEAR_X * 2 * pool.levels, images)
+        shear_tables = tables.shear_maps(pool, height, width, images.device)
+        near_map, far_map, weight = (table.index_select(0, shear_number) for table in shear_tables)
+        near = tables.gather_pixels(images[shears], near_map, inside=False)
+        far = tables.gather_pixels(images[shears], far_map, inside=False)
+        moved[shears] = _interpolate(near, far, weight)
     return moved
 
 
 def _interpolate(near: Tensor, far: Tensor, weight: Tensor) -> Tensor:
-    """Compute near + weight * (far - near), truncated to uint8 (n, C, H, W); weight float64 (n, H * W)."""
+    """Interpolate linearly between two images: near + weight * (far - near), truncated to uint8 (n, C, H, W).
+
+    `weight` is float64 (n, H * W), between 0 and 1.
+    """
     start = near.to(torch.float64)
     # Separate multiplication and addition: a fused multiply-add would round differently than Pillow.
     return ((far - start) * weight.view(len(near), 1, *near.shape[2:])).add_(start).to(torch.uint8)
 
 
 def _apply_tonal(images: Tensor, number: np.ndarray, first: list[int], pool: OperationPool) -> Tensor:
-    """Apply tone tables; `number` (n,) are the numbers of the tables, `first` the first row of every operation."""
+    """Replace each pixel value by that of its image's tone table (Posterize, Solarize, Brightness, Contrast, ...).
+
+    Args:
+        images: uint8 (n, C, H, W), sorted by operation.
+        number: The number of each image's table in `tables.tone_tables`, (n,).
+        first: The first row of every operation, by the operation's number.
+        pool: The magnitudes.
+
+    Returns:
+        uint8 (n, C, H, W).
+    """
     pixels = images.flatten(2)
-    table = _to_device(number, images)
-    rows = slice(first[CONTRAST], first[AUTOCONTRAST])
-    if rows.start < rows.stop:
+    channels = pixels.shape[1]
+    table_number = _to_device(number, images)
+    contrast = slice(first[CONTRAST], first[AUTOCONTRAST])
+    if contrast.start < contrast.stop:
         # Contrast blends with the mean gray; the tables of all grays follow one another.
-        table[rows] += _mean_gray(_to_gray(images[rows]))
-    tones = tables.tone_tables(pool, images.device).index_select(0, table)[:, None].repeat(1, pixels.shape[1], 1)
-    rows = slice(first[AUTOCONTRAST], first[EQUALIZE])
-    if rows.start < rows.stop:
-        tones[rows] = _autocontrast_tables(pixels[rows])
-    rows = slice(first[EQUALIZE], first[COLOR])
-    if rows.start < rows.stop:
-        tones[rows] = _equalize_tables(pixels[rows])
+        table_number[contrast] += _mean_gray(_to_gray(images[contrast]))
+    tones = tables.tone_tables(pool, images.device).index_select(0, table_number)
+    tones = tones[:, None].repeat(1, channels, 1)
+    # The tables of these two operations depend on the pixels of each channel.
+    autocontrast = slice(first[AUTOCONTRAST], first[EQUALIZE])
+    if autocontrast.start < autocontrast.stop:
+        tones[autocontrast] = _autocontrast_tables(pixels[autocontrast])
+    equalize = slice(first[EQUALIZE], first[COLOR])
+    if equalize.start < equalize.stop:
+        tones[equalize] = _equalize_tables(pixels[equalize])
     return tones.gather(2, pixels.long()).view_as(images)
 
 
 def _autocontrast_tables(pixels: Tensor) -> Tensor:
     """Create tone tables, uint8 (n, C, 256), that stretch each channel of pixels (n, C, H * W) to 0 to 255."""
-    low = pixels.amin(2)
-    high = pixels.amax(2)
-    stretch = tables.autocontrast_stretches(pixels.device)[(high - low).long()]
+    darkest = pixels.amin(2)
+    brightest = pixels.amax(2)
+    stretch = tables.autocontrast_stretches(pixels.device)[(brightest - darkest).long()]
     scale = stretch[..., :1]
     offset = stretch[..., 1:]  # per unit of the darkest value
     value = torch.arange(256, dtype=torch.float64, device=pixels.device)
     # Truncated like Pillow's, and without a fused multiply-add, which would round differently.
-    return (value * scale + low[..., None] * offset).clamp_(0, 255).to(torch.uint8)
+    return (value * scale + darkest[..., None] * offset).clamp_(0, 255).to(torch.uint8)
 
 
 def _equalize_tables(pixels: Tensor) -> Tensor:
@@ -173,12 +198,12 @@ def _equalize_tables(pixels: Tensor) -> Tensor:
     histogram = torch.zeros(*pixels.shape[:2], 256, dtype=torch.long, device=pixels.device)
     index = pixels.long()
     histogram.scatter_add_(2, index, torch.ones_like(index))
-    below = histogram.cumsum(2) - histogram
+    below = histogram.cumsum(2) - histogram  # the number of pixels that are darker than each value
     # Pillow's step: the number of pixels darker than the brightest value, divided by 255. For 0 the channel is unchanged.
     step = below.gather(2, index.amax(2, keepdim=True)) // 255
-    flat = (below + step // 2) // step.clamp(min=1)
-    value = torch.arange(256, device=pixels.device)
-    return torch.where(step > 0, flat.clamp_(max=255), value).to(torch.uint8)
+    equalized = (below + step // 2) // step.clamp(min=1)
+    unchanged = torch.arange(256, device=pixels.device)
+    return torch.where(step > 0, equalized.clamp_(max=255), unchanged).to(torch.uint8)
 
 
 def _blend(degenerate: Tensor, images: Tensor, variant: np.ndarray, pool: OperationPool) -> Tensor:
@@ -188,12 +213,16 @@ def _blend(degenerate: Tensor, images: Tensor, variant: np.ndarray, pool: Operat
 
 
 def _to_gray(images: Tensor) -> Tensor:
-    """Compute the luma (n, 1, H, W), integers in float32: ITU-R 601 in Pillow's 16-bit fixed point."""
+    """Convert RGB or gray images, uint8 (n, C, H, W), to gray (n, 1, H, W) with ITU-R 601's weights, like Pillow.
+
+    The result has whole numbers in float32.
+    """
     values = images.to(torch.float32)
     if images.shape[1] == 1:
         return values
     # Every sum is an integer below 2**24, which float32 represents exactly in any order of addition.
     total = values.mul_(tables.luma_weights(images.device)).sum(1, keepdim=True)
+    # The weights are in units of 1/65536: add half a unit to round to the nearest, then divide.
     return total.add_(32768).mul_(2.0**-16).floor_()
 
 
@@ -204,13 +233,17 @@ def _mean_gray(gray: Tensor) -> Tensor:
 
 
 def _smooth(images: Tensor) -> Tensor:
-    """Apply Pillow's SMOOTH filter, float32 (n, C, H, W): weights 1/13, and 5/13 for the center; borders are unchanged."""
+    """Apply Pillow's SMOOTH filter to images uint8 (n, C, H, W); the result is float32, and borders are unchanged.
+
+    The 3x3 kernel has the weight 1/13 at all neighbors, and 5/13 at the center.
+    """
     smooth = images.to(torch.float32)
-    # Two passes of additions instead of nine terms.
+    # Sum each 3x3 block in two passes of additions, along rows and then columns, instead of nine terms.
     across = smooth[..., :-2] + smooth[..., 1:-1] + smooth[..., 2:]
     total = across[..., :-2, :] + across[..., 1:-1, :] + across[..., 2:, :]
     centre = smooth[..., 1:-1, 1:-1]
     # 13 is odd, so that a quotient is at least 1/26 away from a half: much more than float32's rounding error.
+    # The block contains the center once, so four more make five.
     centre.mul_(4).add_(total).div_(13).add_(0.5).floor_()
     return smooth  # `centre` is a view: the division changed its interior in place
 

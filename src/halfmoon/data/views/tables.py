@@ -35,21 +35,28 @@ def tone_tables(pool: OperationPool, device: torch.device) -> Tensor:
     direction and level, 256 tables, one per gray value. `first_tone_tables` has their numbers.
     """
     value = torch.arange(256)
-    bits = torch.tensor(pool.bits)[:, None]
-    # Posterize clears the lowest 8 - bits bits.
-    posterized = value >> (8 - bits) << (8 - bits)
-    solarized = torch.where(value < torch.tensor(pool.threshold)[:, None], value, 255 - value)
-    blended = blend(value[:, None], value, blend_factors(pool, torch.device("cpu")).view(-1, 1, 1))
+    # Posterize clears the lowest bits: shifting right and left again fills them with zeros.
+    cleared_bits = 8 - torch.tensor(pool.bits)[:, None]
+    posterized = value >> cleared_bits << cleared_bits
+    threshold = torch.tensor(pool.threshold)[:, None]
+    solarized = torch.where(value < threshold, value, 255 - value)
+    gray = value[:, None]
+    factor = blend_factors(pool, torch.device("cpu")).view(-1, 1, 1)
+    blended = blend(gray, value, factor)
     groups = (posterized.to(torch.uint8), solarized.to(torch.uint8), blended.flatten(0, 1))
     return torch.cat(groups).to(device)
 
 
 @lru_cache(maxsize=16)
 def first_tone_tables(pool: OperationPool) -> np.ndarray:
-    """Compute the number of the tone table of each operation in TONAL, (operations, 2, levels), by direction and level.
+    """Compute the row of `tone_tables` that each operation uses, by operation, direction and level.
 
-    Brightness blends with gray 0. Contrast has the same number: the caller adds the image's mean gray to it. The numbers
-    of AutoContrast and Equalize are placeholders (0); their tables depend on the image.
+    The operations are those of `TONAL`, in order: Posterize, Solarize, Brightness, Contrast, AutoContrast, Equalize.
+    Brightness blends with gray 0. Contrast has the same row: the caller adds the image's mean gray to it. The rows of
+    AutoContrast and Equalize are placeholders (0); their tables depend on the image.
+
+    Returns:
+        int64 (operations, 2, levels).
     """
     variant = np.arange(2 * pool.levels).reshape(2, pool.levels)
     level = variant % pool.levels
@@ -91,25 +98,24 @@ def geometric_maps(pool: OperationPool, height: int, width: int, device: torch.d
     They equal Pillow's affine transform (Geometry.c) in nearest mode, with 16.16 fixed-point coordinates and black
     outside the image.
     """
-    matrices = [
-        [
-            [
-                _affine_coefficients(pool, OPERATION_NAMES[kind], sign, level, width, height)
-                for level in range(pool.levels)
-            ]
-            for sign in (1, -1)
-        ]
-        for kind in GEOMETRIC
+    coefficients = [
+        _affine_coefficients(pool, OPERATION_NAMES[operation], sign, level, width, height)
+        for operation in GEOMETRIC
+        for sign in (1, -1)
+        for level in range(pool.levels)
     ]
-    # (operations, directions, levels, 1, 1) for each of the six coefficients
-    a, b, c, d, e, f = torch.tensor(matrices, dtype=torch.float64)[..., None, None].unbind(-3)
+    # Pixel (x, y) of the result is pixel (ax + by + c, dx + ey + f) of the source. Each coefficient has the shape
+    # (operations * 2 * levels, 1, 1), to be broadcast over rows and columns.
+    a, b, c, d, e, f = torch.tensor(coefficients, dtype=torch.float64)[..., None, None].unbind(1)
     y = torch.arange(height)[:, None]
     x = torch.arange(width)
-    # Source coordinates of pixel centers (x + 0.5, y + 0.5). The shift by 16 bits rounds down.
+    # Source coordinates of pixel centers (x + 0.5, y + 0.5) in fixed point. The shift by 16 bits rounds down.
     column = (_to_fixed_point(c + a * 0.5 + b * 0.5) + _to_fixed_point(a) * x + _to_fixed_point(b) * y) >> 16
     row = (_to_fixed_point(f + d * 0.5 + e * 0.5) + _to_fixed_point(d) * x + _to_fixed_point(e) * y) >> 16
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-    return torch.where(inside, row * width + column, height * width).view(-1, height * width).int().to(device)
+    black = height * width  # the index of an additional black pixel, after those of the image
+    maps = torch.where(inside, row * width + column, black)
+    return maps.flatten(1).int().to(device)
 
 
 @lru_cache(maxsize=16)
@@ -132,7 +138,8 @@ def shear_maps(pool: OperationPool, height: int, width: int, device: torch.devic
     """
     y = torch.arange(height)[:, None]
     x = torch.arange(width)
-    shear = torch.tensor([pool.shear, [-value for value in pool.shear]], dtype=torch.float64).view(-1, 1, 1)
+    opposite = [-value for value in pool.shear]
+    shear = torch.tensor([pool.shear, opposite], dtype=torch.float64).view(-1, 1, 1)
     # Pixel centers are at (x + 0.5, y + 0.5). ShearX stays in the row of a pixel, ShearY in its column.
     columns = _neighbor_pixels((x + 0.5) + shear * (y + 0.5), width)
     rows = _neighbor_pixels(shear * (x + 0.5) + (y + 0.5), height)
@@ -182,9 +189,22 @@ def _to_fixed_point(value: Tensor) -> Tensor:
 def _affine_coefficients(
     pool: OperationPool, name: str, sign: int, level: int, width: int, height: int
 ) -> tuple[float, ...]:
-    """Compute Pillow's coefficients (a, b, c, d, e, f): pixel (x, y) of the result is (ax + by + c, dx + ey + f)."""
+    """Compute the affine transform of a geometric operation, as the coefficients (a, b, c, d, e, f) of Pillow.
+
+    Pixel (x, y) of the result is pixel (ax + by + c, dx + ey + f) of the source.
+
+    Args:
+        pool: The magnitudes by level.
+        name: Rotate, ShearX, ShearY, TranslateX or TranslateY.
+        sign: 1, or -1 for the opposite direction.
+        level: The level in the pool.
+        width: The width of images in pixels.
+        height: Their height.
+    """
     shear = sign * pool.shear[level]
     shift = sign * pool.shift[level]
+    shift_x = int(shift if pool.pixels else shift * width)
+    shift_y = int(shift if pool.pixels else shift * height)
     match name:
         case "Rotate":
             return _rotation_coefficients(sign * pool.degrees[level], width, height)
@@ -193,19 +213,24 @@ def _affine_coefficients(
         case "ShearY":
             return (1, 0, 0, shear, 1, 0)
         case "TranslateX":
-            return (1, 0, int(shift * (1 if pool.pixels else width)), 0, 1, 0)
+            return (1, 0, shift_x, 0, 1, 0)
         case _:
-            return (1, 0, 0, 0, 1, int(shift * (1 if pool.pixels else height)))
+            return (1, 0, 0, 0, 1, shift_y)
 
 
 def _rotation_coefficients(degrees: float, width: int, height: int) -> tuple[float, ...]:
-    """Compute the coefficients of a rotation about the center, with the roundings of Pillow's `Image.rotate`."""
+    """Compute the affine coefficients (a, b, c, d, e, f) of a rotation about the center of an image.
+
+    Cosine and sine are rounded like those of Pillow's `Image.rotate`, so that all pixels are equal.
+    """
     angle = -math.radians(degrees % 360)
     cos = round(math.cos(angle), 15)
     sin = round(math.sin(angle), 15)
-    x = width / 2
-    y = height / 2
-    return (cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y)
+    center_x = width / 2
+    center_y = height / 2
+    offset_x = cos * -center_x + sin * -center_y + center_x
+    offset_y = -sin * -center_x + cos * -center_y + center_y
+    return (cos, sin, offset_x, -sin, cos, offset_y)
 
 
 def crop_maps(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int, int], reflect: bool) -> Tensor:
@@ -220,17 +245,30 @@ def crop_maps(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int
         reflect: True to mirror the image first and crop it with reflection padding (the weak view); False to crop it
             with black padding and mirror the crop (the labeled view).
     """
-    rows, columns = _crop_tables(pad, size, reflect, top.device)
-    y = rows.index_select(0, top)
-    x = columns.index_select(0, left + (2 * pad + 1) * flip)
-    maps = (y[:, :, None] + x[:, None, :]).flatten(1)
-    # Rows outside have number H * W and columns outside too, so that a sum with either is at least H * W.
+    row_table, column_table = _crop_tables(pad, size, reflect, top.device)
+    row_start = row_table.index_select(0, top)  # (n, H): number of the first pixel in the source row
+    # The second half of the table has the mirrored columns.
+    column = column_table.index_select(0, left + (2 * pad + 1) * flip)  # (n, W): number within the source row
+    maps = (row_start[:, :, None] + column[:, None, :]).flatten(1)
+    # Rows outside have number H * W and columns outside too, so that a sum with either is at least H * W, which is the
+    # number of the black pixel.
     return maps if reflect else maps.clamp_(max=size[0] * size[1])
 
 
 @lru_cache(maxsize=16)
 def _crop_tables(pad: int, size: tuple[int, int], reflect: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Create the row term of pixel numbers by `top`, (2 pad + 1, H), and the column term by flip and `left`, (..., W)."""
+    """Create the two terms of the pixel number row * W + column for every possible crop of a padded image.
+
+    Args:
+        pad: The padding of each side in pixels.
+        size: (H, W).
+        reflect: True for reflection padding, False for black padding: pixels outside then have a number of at least H * W.
+        device: The device of the tables.
+
+    Returns:
+        row * W for each first row of a crop, (2 * pad + 1, H); and the column for each first column of a crop, (2 * (2 *
+        pad + 1), W), whose second half is mirrored.
+    """
     height, width = size
     offset = torch.arange(-pad, pad + 1)[:, None]
     y = offset + torch.arange(height)
@@ -278,11 +316,11 @@ def box_masks(start: Tensor, length: int, size: tuple[int, int]) -> Tensor:
         length: The side in pixels.
         size: (H, W).
     """
-    rows, columns = (_span_masks(length, side, start.device) for side in size)
+    height, width = size
     indices = start + length  # the tables begin at start -length
-    y = rows.index_select(0, indices[:, 0])
-    x = columns.index_select(0, indices[:, 1])
-    return (y[:, :, None] & x[:, None, :])[:, None]
+    in_rows = _span_masks(length, height, start.device).index_select(0, indices[:, 0])
+    in_columns = _span_masks(length, width, start.device).index_select(0, indices[:, 1])
+    return (in_rows[:, :, None] & in_columns[:, None, :])[:, None]
 
 
 def paint_gray_boxes_(images: Tensor, start: Tensor, length: int) -> Tensor:

@@ -311,7 +311,7 @@ def open_prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | 
     """
     channels, height, width = terms.image_spec.image
     try:
-        site = open_prepared_site(folder, out, image_preparation(terms.config).form)
+        site = open_prepared_site(folder, out, image_preparation(terms.config).cache_id)
     except UserError:
         return None
     if site.images is None or site.images.shape[1:] != (height, width, channels):
