@@ -208,6 +208,15 @@ def test_fewer_labels_than_a_batch_are_noticed_and_repeat(capsys: pytest.Capture
     )
 
 
+def test_an_option_of_federations_is_reported_as_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"run --method protofssl {TINY} --labels-per-class 5"
+    assert cli.main(words.split()) == 0
+    assert "min_class_images" not in capsys.readouterr().err
+    Path("run.toml").write_text("[options]\nmin_class_images = 2\n")
+    assert cli.main(f"{words} --config run.toml".split()) == 0
+    assert "min_class_images of protofssl has no effect in a simulation" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("capability", "remarks"), [("AVX2", 1), ("AVX512", 0)])
 def test_a_processor_without_bfloat16_is_noticed(capability, remarks, capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)

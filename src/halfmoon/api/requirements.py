@@ -29,8 +29,9 @@ class Requirements:
             a query. Empty if there is none.
         period: number of rounds after which uploads and downloads repeat: 1 if every round is like the one before. A
             site uses it to find out which tensors a server may send.
-        min_class_images: fewest images of a class at a client that has any, and fewest unlabeled ones, because its
-            upload has sums over exactly these images. A site with fewer is refused, unless the sums are secure.
+        min_class_images: fewest labeled images of a class at a client that has any, because its upload has a sum or a
+            mean over exactly these images. A site with fewer is refused, unless the sums are secure. 0 for no limit.
+        min_unlabeled_images: the same for the unlabeled images of a client.
     """
 
     aggregation: Literal["sum", "individual"] = "individual"
@@ -40,6 +41,7 @@ class Requirements:
     counts_statistics: str = ""
     period: int = 1
     min_class_images: int = 0
+    min_unlabeled_images: int = 0
 
 
 SUM = Requirements("sum", "")

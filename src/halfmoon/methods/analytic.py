@@ -229,7 +229,8 @@ class RidgeHead:
         strength: weight of the penalty, the same for all data sets.
         min_class_images: fewest labeled images of a class at a site of a federation that has any. The class's sum of
             features is sent, and of one image it is that image's feature vector. Of two images a class, the sums and
-            the second moments leave fewer unknowns than equations; of five, more. Without effect on secure sums.
+            the second moments leave fewer unknowns than equations; of five, more. Has no effect on secure sums and in
+            simulations.
     """
 
     strength: float = 1.0
@@ -246,6 +247,7 @@ class RidgeHead:
             label_locations=ALL_LABEL_LOCATIONS,
             counts_statistics="aggregation 'mean' among trusted sites",
             min_class_images=self.min_class_images,
+            min_unlabeled_images=self.min_class_images,
         )
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:

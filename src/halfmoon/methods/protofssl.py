@@ -61,22 +61,28 @@ class ProtoFSSL:
         unlabeled_weight: weight of the loss on unlabeled images.
         temperature: sharpens the helpers' mean prediction.
         through_target: differentiate the target, too (the authors' code).
+        min_class_images: fewest labeled images of a class at a site of a federation that has any: of one image, the
+            class's prototype is that image's feature vector. Has no effect in simulations.
 
     Raises:
-        UserError: for fewer than one helper, and for a network without a bias in its head (`norm` "none").
+        UserError: for fewer than one helper or image of a class, and for a network without a bias in its head (`norm`
+            "none").
     """
 
     helpers: int = 5
     unlabeled_weight: float = 0.3
     temperature: float = 0.5
     through_target: bool = True
+    min_class_images: int = 5
 
     def __post_init__(self) -> None:
-        check_minimum(self, 1, "helpers")
+        check_minimum(self, 1, "helpers", "min_class_images")
 
     def requirements(self, norm: str) -> Requirements:
         reason = "clients are sent the prototypes of single other clients"
-        return Requirements(reason=reason, label_locations=("clients",), personal=True)
+        return Requirements(
+            reason=reason, label_locations=("clients",), personal=True, min_class_images=self.min_class_images
+        )
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": ProtoFSSLClient(task, self)}

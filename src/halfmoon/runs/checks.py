@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from halfmoon.config.schema import check_label_location
+from halfmoon.config.schema import check_label_location, explicit_method_options
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER
@@ -56,6 +56,7 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     _check_labels(entries, shared)
     _check_unlabeled(entries, shared)
     _warn_of_small_clients(entries, shared, config.labeled_batch, watch)
+    _report_federation_options(jobs, watch)
 
 
 def _semi_supervised(entries: Sequence[registry.MethodEntry]) -> list[registry.MethodEntry]:
@@ -124,6 +125,16 @@ def _warn_of_small_clients(
             f"{small_clients} of {shared.split.clients} clients have fewer labeled images than a batch of "
             f"{labeled_batch}: their images repeat within a batch."
         )
+
+
+def _report_federation_options(jobs: Sequence[Job], watch: Callback) -> None:
+    """Report an option that a simulation ignores. It is not refused: a federation may read the same file."""
+    for job in jobs:
+        if "min_class_images" in explicit_method_options(job.config, job.config.method):
+            watch.say(
+                f"min_class_images of {job.config.method} has no effect in a simulation: only the sites of a federation "
+                "compare it with their labels."
+            )
 
 
 def _check_titles(entries: Sequence[registry.MethodEntry]) -> None:

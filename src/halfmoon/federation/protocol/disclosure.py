@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from halfmoon.api.requirements import requirements_of
+from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import format_bytes
@@ -116,13 +116,15 @@ class Disclosure:
         tensors: the tensors of all client updates; of one in several shapes, the largest.
         metrics: names of the measures that are sent as sums.
         secure: whether the tensors are sent under masks, so that the server learns only their sum over sites.
-        min_class_images: fewest images of a class at a site, see `Requirements`.
+        min_class_images: fewest labeled images of a class at a site, see `Requirements`.
+        min_unlabeled_images: fewest unlabeled images at a site, see `Requirements`.
     """
 
     tensors: tuple[SentTensor, ...]
     metrics: tuple[str, ...]
     secure: bool
     min_class_images: int
+    min_unlabeled_images: int
 
     def transmitted(self) -> tuple[SentTensor, ...]:
         """Return the tensors in the form in which they are sent: one masked vector for each client update, if secure."""
@@ -173,9 +175,11 @@ class Disclosure:
             return [
                 "A class may have one labeled image here (min_class_images is 1): the server then gets its features."
             ]
+        unlabeled = ", and as many unlabeled ones, if any" if self.min_unlabeled_images else ""
+        has_sums = any(tensor.path.startswith("sums/") for tensor in self.tensors)
         return [
-            f"A site takes part only with {self.min_class_images} labeled images or more of each class that it has, and as "
-            "many unlabeled ones, if any. The server checks each site's sums against its counts."
+            f"A site takes part only with {self.min_class_images} labeled images or more of each class that it has{unlabeled}."
+            + (" The server checks each site's sums against its counts." if has_sums else "")
         ]
 
 
@@ -191,15 +195,16 @@ def describe_uploads(config: Config, image_spec: ImageSpec) -> Disclosure:
         wire_probe = UploadProbe(wire_task, image_views, image_spec.image, config.seed)
     trial = TrialFederation(probe, image_views, config.seed, TRIAL_CLIENTS, transmission=wire_probe)
     federated_method = build_method(config)
-    minimum = requirements_of(federated_method, wire_task.network.norm).min_class_images
+    requirements = requirements_of(federated_method, wire_task.network.norm)
+    minima = (requirements.min_class_images, requirements.min_unlabeled_images)
     try:
         trial.run_rounds(federated_method, server_task)
     except TrialFailed:
-        return Disclosure((), (), config.secure_aggregation, minimum)
+        return Disclosure((), (), config.secure_aggregation, *minima)
     tensors = tuple(
         tensor for client_update, specs in trial.upload_specs.items() for tensor in _largest(client_update, specs)
     )
-    return Disclosure(tensors, tuple(sorted(probe.metrics)), config.secure_aggregation, minimum)
+    return Disclosure(tensors, tuple(sorted(probe.metrics)), config.secure_aggregation, *minima)
 
 
 def sent_tensors(client_update: str, spec: TreeSpec) -> list[SentTensor]:
@@ -226,29 +231,32 @@ def _find_section(path: str) -> str | None:
     return max(matches, key=len, default=None)
 
 
-def check_class_counts(class_counts: Sequence[int], unlabeled: int, minimum: int) -> None:
-    """Check that no sum that a site would send is of too few images.
+def check_class_counts(class_counts: Sequence[int], unlabeled: int, requirements: Requirements) -> None:
+    """Check that no sum or mean of features that a site would send is of too few images.
 
     Args:
         class_counts: labeled images of each class.
         unlabeled: unlabeled images.
-        minimum: fewest images of a class, and fewest unlabeled ones, if there are any.
+        requirements: the requirements of the method, with the limits.
 
     Raises:
-        UserError: a sum is of too few images.
+        UserError: a sum or a mean is of too few images.
     """
+    can_be_secure = requirements.aggregation == "sum"
     advice = (
-        "label more of them or remove these labels, or have the federation use secure_aggregation; the option "
-        "min_class_images of its method lowers the limit for all sites"
+        f"label more of them or remove these labels{', or have the federation use secure_aggregation' * can_be_secure}; the "
+        "option min_class_images of its method lowers the limit for all sites"
     )
+    quantity = "sum" if can_be_secure else "mean"
+    minimum = requirements.min_class_images
     small = [count for count in class_counts if 0 < count < minimum]
     if small:
         raise UserError(
             f"{len(small)} classes here have fewer than {minimum} labeled images ({min(small)} in one), and their features "
-            f"would be sent as one sum for each class: {advice}."
+            f"would be sent as one {quantity} for each class: {advice}."
         )
-    if 0 < unlabeled < minimum:
+    if 0 < unlabeled < requirements.min_unlabeled_images:
         raise UserError(
-            f"{unlabeled} images here have no label, fewer than {minimum}, and their features would be sent as one sum: "
-            f"{advice}."
+            f"{unlabeled} images here have no label, fewer than {requirements.min_unlabeled_images}, and their features "
+            f"would be sent as one {quantity}: {advice}."
         )

@@ -473,7 +473,8 @@ def defense_warning(config: Config) -> str | None:
         )
     if config.aggregation != "mean":
         return None
-    if requirements_of(factory.build_method(config), norm).min_class_images:
+    requirements = requirements_of(factory.build_method(config), norm)
+    if requirements.aggregation == "sum" and requirements.min_class_images:
         return _describe_sum_checks(config)
     conflicts = [entry.robust_rule_conflict(rule, norm) for rule in DEFAULT_DEFENSES]
     why = conflicts[-1] if all(conflicts) else ""

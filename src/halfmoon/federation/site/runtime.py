@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from halfmoon.api.requirements import requirements_of
+from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.api.types import Method, StateStore, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
@@ -228,10 +228,10 @@ class SiteRuntime:
         if config.labels_at == "server" and not entry.all_labels:
             labeled = np.zeros_like(labeled)
         _check_labels(terms, site_method, site_task, int(labeled.sum()), int((~labeled).sum()))
-        minimum = requirements_of(site_method, site_task.network.norm).min_class_images
-        if minimum and not config.secure_aggregation:
+        method_requirements = requirements_of(site_method, site_task.network.norm)
+        if method_requirements.min_class_images and not config.secure_aggregation:
             class_counts = np.bincount(labels[labeled], minlength=len(terms.image_spec.classes)).tolist()
-            _check_class_counts(class_counts, int((~labeled).sum()), minimum)
+            _check_class_counts(class_counts, int((~labeled).sum()), method_requirements)
         # Unlabeled images need a number in the array of labels; it is never used.
         train = to_examples(Images(np.array(images), np.where(labeled, labels, 0)), select_device(config))
         # All images belong to this site; the other clients of the split have none here.
@@ -376,14 +376,19 @@ def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: i
         raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
 
 
-def _check_class_counts(class_counts: Sequence[int], unlabeled: int, minimum: int) -> None:
-    """Check that no sum over images would be of too few; raise `RefusalError`, whose cause has the numbers, if one is."""
+def _check_class_counts(class_counts: Sequence[int], unlabeled: int, requirements: Requirements) -> None:
+    """Check that no sum or mean of features would be of too few images.
+
+    Raises:
+        RefusalError: one would be; its cause has the numbers.
+    """
     try:
-        check_class_counts(class_counts, unlabeled, minimum)
+        check_class_counts(class_counts, unlabeled, requirements)
     except UserError as details:
         # The refusal is sent to the server, so it has no numbers of this site; the cause is for the site's own log.
         raise RefusalError(
-            f"a sum of features that it would send is of fewer than {minimum} images; its own log has the numbers."
+            f"a {'sum' if requirements.aggregation == 'sum' else 'mean'} of features that it would send is of fewer than "
+            f"{requirements.min_class_images} images; its own log has the numbers."
         ) from details
 
 
