@@ -220,6 +220,7 @@ ELSEWHERE = {
     "features": "pretrained weights: tests/runs/test_features.py",
     "backbone_lr": "pretrained weights: tests/runs/test_finetuned_runs.py",
     "device": "a GPU",
+    "deterministic": "a GPU; a processor refuses it: tests/core/test_arithmetic.py",
     "threads": "speed only: tests/runs/test_executor.py",
     "workers": "speed only: tests/runs/test_workers.py",
     "processes": "speed only: tests/runs/test_parallel.py",

@@ -45,7 +45,8 @@ _PLUGIN_OPTIONS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
 """Options that name a plugin: the choices of this package, and the kind of plugin."""
 
 EXECUTION_OPTIONS = {
-    *("run_dir", "data_dir", "cache", "device", "executor", "threads", "workers", "processes"),
+    *("run_dir", "data_dir", "cache", "device", "executor", "deterministic", "threads", "workers"),
+    "processes",
     *("checkpoint_every", "memory_cap", "skip_unreadable"),
 }
 """Options for where and how a run is computed. They are not part of its identity."""

@@ -151,7 +151,9 @@ class NetworkOptions:
     width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its default", at_least(1)] = None
     norm: Annotated[Literal["batch", "group", "none"], "how the network normalizes"] = "batch"
     precision: Annotated[
-        Literal["float32", "bf16"], "number format of matrix products in training; evaluation is float32"
+        Literal["float32", "float32-ieee", "tf32", "bf16"],
+        "number format of matrix products in training; float32 is PyTorch's default, with TF32 convolutions on a GPU; "
+        "float32-ieee never rounds to TF32, tf32 always; with bf16 evaluation is float32",
     ] = "float32"
     weights: Annotated[
         str | None,
@@ -294,6 +296,10 @@ class MachineOptions:
         Literal["auto", "loop", "vmap"],
         "clients one by one, or batched; auto: vmap on a GPU, or for a tiny network; loop with a table [federation]",
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        "only algorithms that give the same bits every time: on a GPU a resumed run equals a straight one, but is slower",
+    ] = False
     threads: Annotated[
         int | None,
         "processor threads of each process; none: 1, or all for a centralized method",

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from halfmoon.core import padding, tree
+from halfmoon.core.arithmetic import Precision
 from halfmoon.core.errors import UserError, one_line, suggest
 from halfmoon.core.tree import Tree
 from halfmoon.models.passes import (
@@ -17,7 +18,6 @@ from halfmoon.models.passes import (
     EvalPass,
     ForwardPass,
     Norm,
-    Precision,
     ProductCounter,
     RecordingPass,
     TangentPass,

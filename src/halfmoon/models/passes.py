@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.core import padding
+from halfmoon.core.arithmetic import Precision
 from halfmoon.core.autodiff import apply_across_clients, inside_transform, vjp
 from halfmoon.core.tree import Tree
 
 Norm = Literal["batch", "group", "none"]
 """Normalization after a convolution: batch normalization, group normalization (FedRGD), or none (FedMatch)."""
-
-Precision = Literal["float32", "bf16"]
-"""Precision of the products in convolutions and linear layers; parameters, statistics and all else are float32."""
 
 EPS = 1e-5
 MOMENTUM = 0.1
@@ -29,7 +27,8 @@ GROUPS = 32
 
 def product_precision(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """Make the context of a pass: for "bf16" PyTorch's autocast, which rounds the factors of products."""
-    if precision == "float32":
+    if precision != "bf16":
+        # TensorFloat-32 is a setting of the process, as passes in reverse need it too (`halfmoon.core.arithmetic`).
         return nullcontext()
     # Not cached: each pass uses a weight once, and a copy made without gradients must not be used in a pass with them.
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)

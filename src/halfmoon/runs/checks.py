@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from halfmoon.config.schema import check_label_location, explicit_method_options
+from halfmoon.core.arithmetic import GPU_PRECISIONS
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER
@@ -44,6 +45,18 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
         watch.say(
             "this processor has no bfloat16, so precision = 'bf16' is several times slower here than float32 and "
             "gains nothing; leave it out, or take a GPU or a processor with AVX-512."
+        )
+    if config.precision in GPU_PRECISIONS and device.type == "cpu":
+        raise UserError(
+            f"precision = {config.precision!r} has an effect on a GPU only, and this run trains on the processor: leave "
+            "it out.",
+            option="precision",
+            value=config.precision,
+        )
+    if config.deterministic and device.type == "cpu":
+        raise UserError(
+            "deterministic has an effect on a GPU only: a run on the processor always gives the same bits; leave it out.",
+            option="deterministic",
         )
     entries = [registry.entry(job.config.method) for job in jobs]
     _check_titles(entries)

@@ -24,6 +24,7 @@ from halfmoon.config.schema import Config, count_rounds, initial_weights, method
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, PartitionOptions
 from halfmoon.config.validation import effective_norm
 from halfmoon.core import hubs, tree, weight_files
+from halfmoon.core.arithmetic import gpu_arithmetic
 from halfmoon.core.errors import UserError
 from halfmoon.core.hubs import frozen_layers
 from halfmoon.core.optim import (
@@ -516,11 +517,12 @@ def count_site_threads(config: Config) -> int:
 
 
 @contextmanager
-def use_threads(number: int) -> Iterator[None]:
-    """Set the number of PyTorch's threads, and restore it at the end."""
+def apply_compute_settings(config: Config, threads: int) -> Iterator[None]:
+    """Set PyTorch's threads and the arithmetic of a GPU for a run, and restore both at the end."""
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    torch.set_num_threads(threads)
     try:
-        yield
+        with gpu_arithmetic(config.precision, config.deterministic):
+            yield
     finally:
         torch.set_num_threads(before)

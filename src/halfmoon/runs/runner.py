@@ -506,6 +506,11 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
         if checkpoint is not None:
             for warning in checkpoint.warnings:
                 watch.say(warning)
+            if factory.select_device(config).type == "cuda" and not config.deterministic:
+                watch.say(
+                    "some sums on a GPU have no fixed order, so a resumed run may differ from a straight one; new runs "
+                    "with --deterministic do not."
+                )
         if folder.remark:
             watch.say(folder.remark)
         if not (path / SPLIT).exists():
@@ -515,7 +520,10 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
             image_digests.write_digests(path, _iterate_training_images(shared))
         run = RunInfo(path, config, entry.title, first=checkpoint.round if checkpoint else 0)
         watch.begin(run)
-        with workers.open_workers(config) as parallel_map, factory.use_threads(factory.count_threads(config)):
+        with (
+            workers.open_workers(config) as parallel_map,
+            factory.apply_compute_settings(config, factory.count_threads(config)),
+        ):
             experiment = _build_experiment(config, shared, path, parallel_map, watch)
             results = run_rounds(experiment, folder, checkpoint, lambda row: watch.round(run, row))
         summary = assembly.build_summary(config, {"setting": config.setting}, shared.source.classes, folder, results)

@@ -140,7 +140,8 @@ class FederationServer:
         with self._open_folder() as folder:
             summary = folder.summary()
             if summary is None:
-                with factory.use_threads(factory.count_site_threads(self.plan.config)):
+                config = self.plan.config
+                with factory.apply_compute_settings(config, factory.count_site_threads(config)):
                     return self._run(folder, transport, patience)
             record = atomic_io.read_json(self.path / DELIVERY) or {}
             if record.get("again") is True and record.get("lacks"):

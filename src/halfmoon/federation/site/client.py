@@ -54,7 +54,7 @@ from halfmoon.federation.site.runtime import (
 )
 from halfmoon.federation.site.site_keys import KeyFiles, KnownKeys
 from halfmoon.methods import registry
-from halfmoon.runs.factory import count_site_threads, use_threads
+from halfmoon.runs.factory import apply_compute_settings, count_site_threads
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.folders.site_folder import MODEL_FOLDER, suggest_class
@@ -330,7 +330,7 @@ class SiteClient:
         memory = SiteMemory(run_folder, current, latest, train_device, self._record_note)
         limits.check_free_disk(self.state_folder, 0)
         start = time.perf_counter()
-        with use_threads(count_site_threads(terms.config)):
+        with apply_compute_settings(terms.config, count_site_threads(terms.config)):
             reply = self._compute_reply(unparsed.parse_trees(), terms, site, memory)
         prune_memories(run_folder, oldest)
         for event in describe_request(request, reply, len(unparsed.data), time.perf_counter() - start):
