@@ -429,7 +429,7 @@ def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_
         (["all/cat/a.png", "all/dog/a.png"], r": class folders lie in all: give the folder .*/all, or move them up"),
         (
             ["b/cat/a.png", "b/dog/a.png", "a/cat/a.png", "a/dog/a.png"],
-            r": class folders lie in a and b: give one of these folders, or play them as sites: "
+            r": class folders lie in a and b: give one of these folders, or run them as sites: "
             r"`halfmoon run --sites .*/a .*/b`",
         ),
     ],

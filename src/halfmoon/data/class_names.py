@@ -50,5 +50,5 @@ def _simplify(name: str) -> str:
     text = normalize_class_name(name)
     if _NUMBER.fullmatch(text):
         return str(Decimal(text).normalize())
-    # Signs alone, such as "+" and "-", remain different.
+    # Names that consist of signs only, such as "+" and "-", remain different.
     return re.sub(r"[\s_-]+", "", text).casefold() or text

@@ -91,6 +91,14 @@ def read(data: BinaryIO, location: str) -> Image.Image:
 
 
 def _decode_frame(file: Any, data: BinaryIO, location: str, pixels_start: int) -> Image.Image:
+    """Decode the representative frame of a DICOM file as an RGB or gray image (see `read`).
+
+    Args:
+        file: The header, as pydicom's data set.
+        data: The file's content.
+        location: The file, for messages.
+        pixels_start: Position in `data` of the element with the pixels, in bytes.
+    """
     tools: Any = import_module("pydicom.pixels")
     count = _count_frames(file)
     representative = file.get("RepresentativeFrameNumber")  # from 1
@@ -197,12 +205,25 @@ def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, 
 
 
 def read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
-    """Read height, width, whether it is gray, the number of frames, and the bytes per pixel that decoding needs."""
+    """Read a DICOM file's header.
+
+    Args:
+        path: The file.
+        location: Its name for messages.
+
+    Returns:
+        Height and width in pixels (0 for a file without an image), True if it is gray, the number of frames, and the
+        bytes per pixel that decoding needs.
+
+    Raises:
+        UserError: If it is no readable DICOM file.
+    """
     with IGNORE_WARNINGS:
         return _read_header(path, location)
 
 
 def _read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
+    """Read the header as `read_header` does; pydicom may warn."""
     try:
         with path.open("rb") as data:
             file = _read_dataset(_inflate(data, location), location)
@@ -252,14 +273,18 @@ def _read_identifiers(path: Path) -> tuple[str, str]:
 
 
 def _inflate(data: BinaryIO, location: str) -> BinaryIO:
-    """Inflate a deflated file; return any other file unchanged.
+    """Decompress a DICOM file of the deflated transfer syntax; return any other file unchanged.
+
+    Returns:
+        A file of the same header, whose transfer syntax is the uncompressed one.
 
     Raises:
         UserError: If the file is damaged or inflates to more than `MAX_UNPACKED_BYTES`.
     """
     head = data.read(1024)
     data.seek(0)
-    start = 144 + int.from_bytes(head[140:144], "little")  # after group 2, whose first element is its length
+    # The header's group 2 is never compressed. Its first element has the group's length, in bytes 140 to 143.
+    start = 144 + int.from_bytes(head[140:144], "little")
     if _DEFLATED not in head[:start]:
         return data
     content = data.read()
@@ -276,6 +301,7 @@ def _inflate(data: BinaryIO, location: str) -> BinaryIO:
 
 
 def _read_dataset(data: BinaryIO, location: str) -> Any:
+    """Read a DICOM header with pydicom, up to the pixels; raise UserError if pydicom is missing or cannot read it."""
     try:
         pydicom = import_module("pydicom")  # an optional dependency
     except ImportError as error:
@@ -312,6 +338,7 @@ def _describe_failure(file: Any, location: str, error: Exception) -> UserError:
 
 
 def _count_frames(file: Any) -> int:
+    """Read the number of frames from a DICOM header; 1 if it is missing or invalid."""
     try:
         return max(1, int(file.get("NumberOfFrames") or 1))
     except (TypeError, ValueError):
@@ -319,7 +346,11 @@ def _count_frames(file: Any) -> int:
 
 
 def _iterate_headers(file: Any, frame: int) -> Iterator[Any]:
-    """Yield the data sets that may have attributes of a frame: the file, groups of all frames, groups of this frame."""
+    """Yield the DICOM data sets that may define the gray values of a frame, the most general first.
+
+    These are the file's header and, in files of several frames, the functional groups that all frames share and those of
+    frame number `frame` (from 0).
+    """
     yield file
     shared = file.get("SharedFunctionalGroupsSequence") or ()
     per_frame = file.get("PerFrameFunctionalGroupsSequence") or ()
@@ -332,13 +363,19 @@ def _first_value(headers: Sequence[Any], name: str) -> Any:
     """Return the first value of an attribute in the first data set that has it; None if there is none."""
     for header in headers:
         value = header.get(name)
-        if value is not None and value != "":
-            return value[0] if hasattr(value, "__getitem__") and not isinstance(value, str) and len(value) else value
+        if value is None or value == "":
+            continue
+        has_several = hasattr(value, "__getitem__") and not isinstance(value, str) and len(value)
+        return value[0] if has_several else value
     return None
 
 
 def _first_number(headers: Sequence[Any], name: str, default: Any) -> Any:
+    """Return `_first_value` as a number; `default` if it is missing or no number."""
+    value = _first_value(headers, name)
+    if value is None:
+        return default
     try:
-        return default if (value := _first_value(headers, name)) is None else float(value)
+        return float(value)
     except (TypeError, ValueError):
         return default

@@ -66,13 +66,19 @@ def read(folder: Path, name: str) -> tuple[Images, Images, tuple[str, ...]]:
     missing = [file for file in (*layout.train, layout.test) if not (folder / file).is_file()]
     if missing:
         raise UserError(f"{folder / missing[0]} is missing; the binary version of {name} is {DATASETS[name].files}.")
-    parts = [read_records(folder / file, layout.classes) for file in layout.train]
-    train = Images(np.concatenate([part.images for part in parts]), np.concatenate([part.labels for part in parts]))
-    return train, read_records(folder / layout.test, layout.classes), _read_class_names(folder / layout.names, name)
+    batches = [read_records(folder / file, layout.classes) for file in layout.train]
+    train = Images(
+        images=np.concatenate([batch.images for batch in batches]),
+        labels=np.concatenate([batch.labels for batch in batches]),
+    )
+    test = read_records(folder / layout.test, layout.classes)
+    return train, test, _read_class_names(folder / layout.names, name)
 
 
 def read_records(path: Path, classes: Sequence[int]) -> Images:
-    """Read the images of one file.
+    """Read the images of one file of the binary version of CIFAR-10 or CIFAR-100.
+
+    A record is one or two label bytes, and the pixels of an image.
 
     Args:
         path: The file.
@@ -85,14 +91,14 @@ def read_records(path: Path, classes: Sequence[int]) -> Images:
         data = np.frombuffer(path.read_bytes(), np.uint8)
     except OSError as error:
         raise UserError(f"{path}: the file cannot be read ({error.strerror}).") from error
-    length = len(classes) + PIXEL_BYTES
-    if not data.size or data.size % length:
+    record_bytes = len(classes) + PIXEL_BYTES
+    if not data.size or data.size % record_bytes:
         raise UserError(
-            f"{path}: {data.size} bytes are no whole number of records of {length} bytes "
+            f"{path}: {data.size} bytes are no whole number of records of {record_bytes} bytes "
             f"({len(classes)} label byte{'s' if len(classes) > 1 else ''}, {PIXEL_BYTES} pixel bytes); "
             "download it again."
         )
-    records = data.reshape(-1, length)
+    records = data.reshape(-1, record_bytes)
     labels = records[:, : len(classes)].astype(np.int64)
     wrong = np.argwhere(labels >= np.array(classes))
     if len(wrong):
@@ -101,7 +107,7 @@ def read_records(path: Path, classes: Sequence[int]) -> Images:
             f"{path}, record {row}: label byte {byte + 1} is {labels[row, byte]}, but there are {classes[byte]} "
             "classes, numbered from 0; download it again."
         )
-    # Stored as channels, rows, columns.
+    # Pixels are stored as (channels, rows, columns); images have their channels last.
     pixels = records[:, len(classes) :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(np.ascontiguousarray(pixels), np.ascontiguousarray(labels[:, -1]))
 
@@ -109,17 +115,18 @@ def read_records(path: Path, classes: Sequence[int]) -> Images:
 def refuse_pickles(folder: Path, names: Sequence[str]) -> None:
     """Raise UserError if a folder has the Python version of a data set in `names`: pickles can run any program."""
     for name in names:
-        inside, files = PICKLES[name]
-        for location in (folder, folder / inside):
-            if all((location / file).is_file() for file in files):
+        archive_folder, files = PICKLES[name]
+        for candidate in (folder, folder / archive_folder):
+            if all((candidate / file).is_file() for file in files):
                 raise UserError(
-                    f"{location}: this is the Python version of {name}, whose files are pickles, and opening a pickle "
+                    f"{candidate}: this is the Python version of {name}, whose files are pickles, and opening a pickle "
                     f"can run any program hidden in it; take the binary version ({DATASETS[name].files}) or parquet "
                     "files instead."
                 )
 
 
 def _read_class_names(path: Path, name: str) -> tuple[str, ...]:
+    """Read the class names of data set `name`, one a line; the known names if there is no such file."""
     classes = DATASETS[name].classes
     if not path.is_file():
         return classes

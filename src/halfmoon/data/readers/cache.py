@@ -36,10 +36,10 @@ MIN_CACHED_BYTES = 8 * 2**20
 """Smallest size of the image files, in bytes, for which caching is worthwhile."""
 
 
-def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, form: str = "") -> Decoded:
+def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, cache_id: str = "") -> Decoded:
     """Load decoded images from the cache, or decode them and write them to the cache.
 
-    The cache key is a hash of the files' paths, sizes and modification times, and of `form`, which differs between
+    The cache key is a hash of the files' paths, sizes and modification times, and of `cache_id`, which differs between
     readers that give different pixels for the same files. A damaged cache file is replaced.
 
     Args:
@@ -47,7 +47,7 @@ def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, for
             `MIN_CACHED_BYTES`. `NO_CACHE`: write nothing.
         files: the image files that `read` decodes.
         read: the reader.
-        form: a string that identifies the preparation of the images.
+        cache_id: a string that identifies the preparation of the images.
 
     Raises:
         UserError: if a folder that the user named cannot be written.
@@ -55,23 +55,24 @@ def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, for
     if folder == NO_CACHE or (folder is None and sum(path.stat().st_size for path in files) < MIN_CACHED_BYTES):
         return read(None)
     if folder is not None:
-        return _load_through(folder, files, read, form)
+        return _load_through(folder, files, read, cache_id)
     try:
         cache = user_cache("images")
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        result = _load_through(cache, files, read, form)
+        result = _load_through(cache, files, read, cache_id)
     except UserError as error:
         if isinstance(error.__cause__, OSError):  # a full disk, or a home that cannot be written
             return read(None)
         raise
     except OSError:
         return read(None)
-    trim(cache, f"images-{cache_key(files, form)}")
+    trim(cache, f"images-{cache_key(files, cache_id)}")
     return result
 
 
-def _load_through(folder: Path, files: Sequence[Path], read: Reader, form: str) -> Decoded:
-    path = folder / f"images-{cache_key(files, form)}.npy"
+def _load_through(folder: Path, files: Sequence[Path], read: Reader, cache_id: str) -> Decoded:
+    """Load an entry of the cache in `folder`, or decode the images and add an entry; arguments of `load_or_decode`."""
+    path = folder / f"images-{cache_key(files, cache_id)}.npy"
     stored = _read_stored(path)
     if stored is not None:
         return stored
@@ -92,12 +93,16 @@ def _load_through(folder: Path, files: Sequence[Path], read: Reader, form: str) 
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+    # Load the new entry: its pixels are mapped from the file, not held in memory.
     stored = _read_stored(path)
     return stored if stored is not None else (images, names)
 
 
 def _read_stored(path: Path) -> Decoded | None:
-    """Load an entry of the cache; None if it is missing or incomplete."""
+    """Load an entry of the cache: images and class names; None if it is missing or incomplete.
+
+    `path` is the file of the pixels, next to which are the files of labels and metadata.
+    """
     metadata: Any = atomic_io.read_json(path.with_suffix(".json"))
     try:
         if path.stat().st_size != metadata["bytes"]:
@@ -112,9 +117,9 @@ def _read_stored(path: Path) -> Decoded | None:
         return None
 
 
-def cache_key(files: Sequence[Path], form: str = "") -> str:
-    """Hash `form` and the path, size and modification time of each file to 16 hexadecimal digits."""
-    digest = hashlib.sha256(f"{READER_VERSION}{form}".encode())
+def cache_key(files: Sequence[Path], cache_id: str = "") -> str:
+    """Hash `cache_id` and the path, size and modification time of each file to 16 hexadecimal digits."""
+    digest = hashlib.sha256(f"{READER_VERSION}{cache_id}".encode())
     for path in files:
         status = path.stat()
         digest.update(f"\0{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode())

@@ -101,7 +101,7 @@ def _draw_without_copies(
     groups: Sequence[str] | None,
     sides: Sequence[tuple[Mapping[str, Sequence[Path]], Images]],
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]] | None:
-    """Divide files again so that no two images with equal pixels are on different sides.
+    """Divide the files into train and test again if images with equal pixels are in both.
 
     Args:
         classes: The files of each class.
@@ -127,15 +127,15 @@ def _draw_without_copies(
 
 
 def find_part(folder: Path, part: str) -> Path | None:
-    """Find the folder of a part, also under another usual name (`Training`, `valid`); None if there is none.
+    """Find the folder of train, test or validation images, also under another usual name (`Training`, `valid`).
 
-    A folder with exactly the name of the part has priority.
+    Returns None if there is none. A folder with exactly the name of the part has priority.
     """
     if (folder / part).is_dir():
         return folder / part
-    names = next((names for names in PART_NAMES if part in names), (part,))
+    accepted_names = next((names for names in PART_NAMES if part in names), (part,))
     folders = {path.name.lower(): path for path in sorted(folder.iterdir()) if path.is_dir()}
-    return next((folders[name] for name in names if name in folders), None)
+    return next((folders[name] for name in accepted_names if name in folders), None)
 
 
 def find_unlabeled(folder: Path) -> Path | None:
@@ -170,24 +170,28 @@ def has_classes(folder: Path) -> bool:
 
 def refuse_unsorted(folder: Path) -> None:
     """Raise UserError, with instructions, for images that are not sorted into at least two class folders."""
-    classes = _list_folders(folder)
-    empty = next((path for path in classes if not _list_class_images(path)), None)
-    if len(classes) > 1 and empty is not None and any(map(_list_class_images, classes)):
+    subfolders = _list_folders(folder)
+    empty = next((path for path in subfolders if not _list_class_images(path)), None)
+    if len(subfolders) > 1 and empty is not None and any(map(_list_class_images, subfolders)):
         raise UserError(f"{empty}: there is no image in it, as in a class folder; fill or remove it.")
-    if len(classes) == 1 and (_lists_direct_images(classes[0]) or not has_classes(classes[0])) and empty is None:
-        raise UserError(f"{folder}: {classes[0].name} is its only class folder; sort images of another class, too.")
-    inner = [path for path in classes if has_classes(path)]
-    if len(inner) > 1:
+    if len(subfolders) == 1 and empty is None:
+        only = subfolders[0]
+        if _lists_direct_images(only) or not has_classes(only):
+            raise UserError(f"{folder}: {only.name} is its only class folder; sort images of another class, too.")
+    datasets = [path for path in subfolders if has_classes(path)]
+    if len(datasets) > 1:
+        names = f"{datasets[0].name} and {datasets[1].name}"
         raise UserError(
-            f"{folder}: class folders lie in {inner[0].name} and {inner[1].name}: give one of these folders, or play "
-            f"them as sites: `halfmoon run --sites {shlex.join(map(str, inner))}`. If {inner[0].name} and {inner[1].name} "
-            "are classes, move them into a folder train."
+            f"{folder}: class folders lie in {names}: give one of these folders, or run them as sites: `halfmoon run "
+            f"--sites {shlex.join(map(str, datasets))}`. If {names} are classes, move them into a folder train."
         )
-    if inner:
-        raise UserError(f"{folder}: class folders lie in {inner[0].name}: give the folder {inner[0]}, or move them up.")
-    if loose := list_images(folder):
+    if datasets:
         raise UserError(
-            f"{folder}: its {len(loose):,} images have no label: `halfmoon site label {folder}` labels a few, or sort "
+            f"{folder}: class folders lie in {datasets[0].name}: give the folder {datasets[0]}, or move them up."
+        )
+    if unsorted_images := list_images(folder):
+        raise UserError(
+            f"{folder}: its {len(unsorted_images):,} images have no label: `halfmoon site label {folder}` labels a few, or sort "
             "them into a folder for each class."
         )
 
@@ -221,24 +225,30 @@ def _find_collections(classes: Sequence[Path]) -> list[Path]:
     These are two or more folders without images of their own whose subfolders have names in common, such as
     `hospital1/cat` and `hospital2/cat`. Names of digits (`cat/2023`, `dog/2023`) are no classes.
     """
-    names_of: dict[Path, set[str]] = {}
+    subfolder_names: dict[Path, set[str]] = {}
     for folder in classes:
         if not _lists_direct_images(folder):
-            names_of[folder] = {path.name for path in _list_folders(folder) if _list_class_images(path)}
-    shared = Counter(name for names in names_of.values() for name in names if not name[:1].isdigit())
-    common = {name for name, count in shared.items() if count > 1}
-    return [folder for folder, names in names_of.items() if len(names & common) > 1]
+            subfolder_names[folder] = {path.name for path in _list_folders(folder) if _list_class_images(path)}
+    counts = Counter(name for names in subfolder_names.values() for name in names if not name[:1].isdigit())
+    common = {name for name, count in counts.items() if count > 1}
+    return [folder for folder, names in subfolder_names.items() if len(names & common) > 1]
 
 
 def _hold_out(
     classes: Mapping[str, Sequence[Path]], all_groups: Sequence[str] | None, copies: bool = False
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """Divide the files of every class into train and test files.
+    """Divide the files of every class into train and test files; a share of `HELD_OUT_SHARE` are test files.
 
     Args:
         classes: The files of each class.
-        all_groups: The group of each file, one class after the other; None for none.
-        copies: Whether images with equal pixels are groups, for messages.
+        all_groups: The group of each file, one class after the other; None for none. A group is never divided.
+        copies: True if images with equal pixels are groups, which changes error messages only.
+
+    Returns:
+        Train files and test files by class.
+
+    Raises:
+        UserError: If all images of a class would be on one side.
     """
     train: dict[str, list[Path]] = {}
     test: dict[str, list[Path]] = {}
@@ -250,6 +260,7 @@ def _hold_out(
         groups = all_groups[first : first + len(paths)] if all_groups else [""] * len(paths)
         first += len(paths)
         count = max(1, round(HELD_OUT_SHARE * len(paths)))
+        # Seeded by the class's name, so that the same files are held out in every run.
         order = named_generator(0, "held out", name).permutation(len(paths))
         rows = set(holdout.draw(order, groups, count).tolist())
         train[name] = [path for row, path in enumerate(paths) if row not in rows]
@@ -295,7 +306,8 @@ def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
     listed = {normalize_class_name(line) for line in text.splitlines()}
     for group in groups:
         distinct = {normalize_class_name(name) for name in group}
-        if len(distinct) < len(group) or not distinct <= listed:
+        indistinguishable = len(distinct) < len(group)
+        if indistinguishable or not distinct <= listed:
             raise UserError(
                 f"{part}: the class folders {' and '.join(map(repr, group))} differ only in case, blanks, dashes, "
                 "underscores or the form of a number: move their images into one of them; if both are meant, name all "
@@ -304,15 +316,27 @@ def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
 
 
 def check_same_classes(folder: Path, train: Mapping[str, object], other: Mapping[str, object], test: str) -> None:
-    """Raise UserError if the training part and the part `test` have different classes."""
+    """Raise UserError if the training images and those of another part have different classes.
+
+    Args:
+        folder: The folder of the data set.
+        train: The training images by class name.
+        other: The images of the other part by class name.
+        test: The name of the other part, such as "test".
+    """
     differing = sorted(train.keys() ^ other.keys())
-    if differing:
-        present, absent = ("train", test) if differing[0] in train else (test, "train")
-        similar = match_class_name(differing[0], other if present == "train" else train)
-        hint = f" (there it is {similar}: rename one)" if similar else ""
-        raise UserError(
-            f"{folder}: class folder {differing[0]} is in {present} but not in {absent}{hint}; both need the same classes."
-        )
+    if not differing:
+        return
+    name = differing[0]
+    if name in train:
+        present, absent, candidates = "train", test, other
+    else:
+        present, absent, candidates = test, "train", train
+    similar = match_class_name(name, candidates)
+    hint = f" (there it is {similar}: rename one)" if similar else ""
+    raise UserError(
+        f"{folder}: class folder {name} is in {present} but not in {absent}{hint}; both need the same classes."
+    )
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -322,13 +346,26 @@ def list_images(folder: Path) -> list[Path]:
 def read_classes(
     classes: Mapping[str, Sequence[Path]], cache: Path | None, rgb: bool, preparation: Preparation = UNCHANGED
 ) -> Images:
-    """Read the images of all classes, one class after the other; labels are the indices of the classes."""
+    """Read the images of all classes, one class after the other.
+
+    Args:
+        classes: The files of each class.
+        cache: The folder for decoded images; None for the default one.
+        rgb: True to convert gray images to RGB.
+        preparation: The conversion of images.
+
+    Returns:
+        Images whose labels are the indices of the classes, without those that cannot be read.
+
+    Raises:
+        UserError: If no image of a class can be read.
+    """
     paths = [path for group in classes.values() for path in group]
     labels = np.repeat(np.arange(len(classes)), [len(group) for group in classes.values()])
     images = read_images(paths, labels.astype(np.int64), cache, rgb, preparation)
-    empty = np.setdiff1d(np.arange(len(classes)), images.labels)
-    if len(empty):
-        name = list(classes)[empty[0]]
+    unreadable = np.setdiff1d(np.arange(len(classes)), images.labels)
+    if len(unreadable):
+        name = list(classes)[unreadable[0]]
         first = next(image for image in images.skipped if Path(image.path) in classes[name])
         raise UserError(
             f"{first.path}: {first.reason.removesuffix('; replace or remove it.')}. No image of class {name} can be read; "
@@ -340,10 +377,17 @@ def read_classes(
 def read_images(
     paths: Sequence[Path], labels: np.ndarray, cache: Path | None, rgb: bool, preparation: Preparation = UNCHANGED
 ) -> Images:
-    """Read the images of these files, with `labels`, int64 (N,), without those that cannot be read.
+    """Read the images of files, without those that cannot be read.
+
+    Args:
+        paths: The N files.
+        labels: Their labels, int64 (N,).
+        cache: The folder for decoded images; None for the default one.
+        rgb: True to convert gray images to RGB.
+        preparation: The conversion of images.
 
     Raises:
-        UserError: None can be read.
+        UserError: If none can be read, or they have different sizes.
     """
 
     def read(into: Path | None) -> store.Decoded:
@@ -351,8 +395,9 @@ def read_images(
         pixels, skipped = decode_all(encoded, len(paths), rgb, preparation, into)
         return Images(pixels, drop_skipped(labels, skipped), skipped=skipped), None
 
+    cache_id = f"{'rgb' if rgb else ''}{preparation.cache_id}"
     # Use the labels of this call, not the cached ones: the cache key does not depend on them.
-    stored = store.load_or_decode(cache, paths, read, f"{'rgb' if rgb else ''}{preparation.cache_id}")[0]
+    stored, _ = store.load_or_decode(cache, paths, read, cache_id)
     groups = find_groups(remaining_paths(paths, stored), preparation.group_pattern)
     labels = drop_skipped(labels, stored.skipped)
     return Images(stored.images, labels, stored.spread, groups=groups, skipped=stored.skipped)

@@ -110,6 +110,7 @@ def prepare_image(image: Image.Image, location: str, preparation: Preparation) -
 
 
 def _convert(image: Image.Image, location: str, preparation: Preparation) -> np.ndarray:
+    """Convert an upright image to 8-bit gray or RGB and resize it: uint8 (H, W, C)."""
     if image.mode not in MODES or preparation.channels is not None:
         gray = ImageMode.getmode(image.mode).basemode == "L" or is_deep(image)
         image = convert_channels(image, location, preparation.channels or (1 if gray else 3), preparation.window)
@@ -118,7 +119,10 @@ def _convert(image: Image.Image, location: str, preparation: Preparation) -> np.
 
 
 def load_pixels(image: Image.Image) -> Image.Image:
-    """Load the pixels of an opened image without rotation by EXIF; Pillow itself would rotate a TIFF while loading."""
+    """Load the pixels of an opened image without rotating it by its EXIF tag, as Pillow would do with a TIFF.
+
+    The image is changed and returned.
+    """
     # Remove the tag while the pixels are loaded, and restore it afterwards.
     exif = image.getexif() if image.format == "TIFF" else Image.Exif()
     tag = exif.pop(_ORIENTATION_TAG, None)
@@ -189,10 +193,22 @@ def _is_sideways(image: Image.Image) -> bool:
 def convert_channels(
     image: Image.Image, location: str, channels: int, window: tuple[float, float] | None = None
 ) -> Image.Image:
-    """Convert an image to 8-bit gray (`channels` 1) or RGB (3) in its size; raise UserError like `decode_to_shape`."""
-    mode = {1: "L", 3: "RGB"}[channels]
+    """Convert an image of any mode to 8-bit gray or RGB; its size remains.
+
+    Args:
+        image: The image.
+        location: The file (and row), for messages.
+        channels: 1 for gray, 3 for RGB.
+        window: The values that become black and white in an image of more than 8 bits; None: the image's own window,
+            or an estimate.
+
+    Raises:
+        UserError: If the mode cannot be converted, or the range of its values is unknown (32 bits).
+    """
+    mode = "L" if channels == 1 else "RGB"
     if is_deep(image):
-        image = Image.fromarray(to_eight_bits(read_values(image), window_in_stored_values(image, window), location))
+        stored_window = window_in_stored_values(image, window)
+        image = Image.fromarray(to_eight_bits(read_values(image), stored_window, location))
     try:
         with IGNORE_WARNINGS:  # about transparency in palettes, which is ignored intentionally
             return image if image.mode == mode else image.convert(mode)
@@ -203,7 +219,10 @@ def convert_channels(
 
 
 def iterate_strips(image: Image.Image, rows: int = ROWS_PER_STRIP) -> Iterator[np.ndarray]:
-    """Yield an image's values in strips of rows, because Pillow copies the exported values twice."""
+    """Yield an image's values in strips of `rows` rows, (rows, W).
+
+    Strips limit memory: Pillow makes two temporary copies of the values that it exports.
+    """
     for top in range(0, image.height, rows):
         yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
 
@@ -217,7 +236,17 @@ def read_values(image: Image.Image) -> np.ndarray:
 
 
 def window_in_stored_values(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Convert a window, by default the image's, from real values to the stored values of the image; None if neither."""
+    """Convert the window of an image from real values, such as Hounsfield units, to the values stored in the image.
+
+    A DICOM file defines value = slope * stored value + intercept, and may define a window.
+
+    Args:
+        image: The image; its `info` may have "rescale" (slope, intercept) and "window".
+        window: The real values that become black and white; None for the window of the image.
+
+    Returns:
+        The stored values, the smaller first; None if neither the caller nor the image has a window.
+    """
     window = window or image.info.get("window")
     slope, intercept = image.info.get("rescale", (1.0, 0.0))
     if window is None:
@@ -276,9 +305,11 @@ def check_skipped(skipped: Sequence[SkippedImage], count: int, preparation: Prep
         return
     if count == 1:
         raise UserError(f"{skipped[0].path}: {skipped[0].reason}")
+    # The advice of each reason is dropped, because the message ends with one for all images.
     reasons = [f"{image.path}: {image.reason.removesuffix('; replace or remove it.')}" for image in skipped]
+    listed = "; ".join(reasons[:MAX_LISTED])
     more = f" and {len(skipped) - MAX_LISTED:,} more" if len(skipped) > MAX_LISTED else ""
-    message = f"{'; '.join(reasons[:MAX_LISTED])}{more}. {len(skipped):,} of {count:,} images cannot be read"
+    message = f"{listed}{more}. {len(skipped):,} of {count:,} images cannot be read"
     if len(skipped) == count:
         raise UserError(f"{message}; replace them.")
     raise UnreadableImagesError(
@@ -301,8 +332,12 @@ def _decode_same_shape(
     preparation: Preparation,
     skipped: list[SkippedImage],
 ) -> Iterator[np.ndarray]:
+    """Yield decoded images, uint8 (H, W, C), and append those that cannot be read to `skipped`.
+
+    The other arguments and the errors are those of `decode_all`.
+    """
     shape = None
-    first = ""
+    first = ""  # the location of the first readable image
     for row, (data, location) in enumerate(images):
         try:
             if isinstance(data, ImageReadError):

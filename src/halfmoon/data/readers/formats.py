@@ -42,7 +42,7 @@ def list_suffixes() -> tuple[str, ...]:
 
 
 def find_formats(head: bytes, location: str) -> tuple[str, ...]:
-    """Return the Pillow formats that a file may be opened with.
+    """Find the names of the image formats that Pillow may try when it opens a file.
 
     Args:
         head: The first `HEAD_BYTES` of the file, or all of it.
@@ -70,12 +70,22 @@ def find_formats(head: bytes, location: str) -> tuple[str, ...]:
 
 
 def find_brand(head: bytes) -> str | None:
-    """Return "HEIF" or "AVIF" by the brands of a file's first box (ISO/IEC 14496-12, ftyp); None for other files."""
+    """Detect HEIF and AVIF files by the brands in their first box (ISO/IEC 14496-12, ftyp).
+
+    Args:
+        head: The first bytes of the file.
+
+    Returns:
+        "HEIF", "AVIF", or None for other files.
+    """
     if head[4:8] != b"ftyp":
         return None
+    # The box: its length (4 bytes), "ftyp", the major brand, a version of 4 bytes, and the compatible brands.
     box = head[: int.from_bytes(head[:4], "big")]
-    # The major brand, a version of 4 bytes, and the compatible brands. An AVIF file may also be compatible with mif1.
-    brands = {box[8:12], *(box[start : start + 4] for start in range(16, len(box), 4))}
+    major_brand = box[8:12]
+    compatible_brands = [box[start : start + 4] for start in range(16, len(box), 4)]
+    brands = {major_brand, *compatible_brands}
+    # AVIF first: such a file may also be compatible with mif1, a brand of HEIF.
     if brands & _AVIF_BRANDS:
         return "AVIF"
     return "HEIF" if brands & _HEIF_BRANDS else None

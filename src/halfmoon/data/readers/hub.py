@@ -34,9 +34,8 @@ def read(
         UserError: If the library is not installed, the data set cannot be downloaded, or a row cannot be read.
     """
     try:
-        datasets = import_module(
-            "datasets"
-        )  # optional; imported by name, because it may be missing for the type checker
+        # An optional dependency, imported by name because it may be missing for the type checker.
+        datasets = import_module("datasets")
     except ImportError as error:
         raise UserError(
             f"{repository} is on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT_HINT}."
@@ -52,14 +51,14 @@ def read(
                 f"({type(error).__name__}: {error}); go online, {LAYOUT_HINT}."
             ) from error
         location = f"{repository}, {part}"
-        image, label = (
-            find_column(location, rows.column_names, candidates) for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS)
-        )
-        names = names or _class_names(rows.features[label])
+        image_column = find_column(location, rows.column_names, IMAGE_COLUMNS)
+        label_column = find_column(location, rows.column_names, LABEL_COLUMNS)
+        names = names or _class_names(rows.features[label_column])
         # Without decoding, so that every image passes the same checks as a file.
-        rows = rows.cast_column(image, datasets.Image(decode=False))
-        pixels, skipped = decode_all(_iterate_encoded(rows, image, location), len(rows), rgb, preparation)
-        labels = drop_skipped(_check_labels(rows[label], location), skipped)
+        rows = rows.cast_column(image_column, datasets.Image(decode=False))
+        encoded = _iterate_encoded(rows, image_column, location)
+        pixels, skipped = decode_all(encoded, len(rows), rgb, preparation)
+        labels = drop_skipped(_check_labels(rows[label_column], location), skipped)
         parts.append(Images(pixels, labels, skipped=skipped))
     return parts[0], parts[1], names
 

@@ -5,6 +5,7 @@ unsigned bytes, the number of axes, then the length of each axis as a 32-bit num
 """
 
 import gzip
+import math
 import struct
 import zlib
 from pathlib import Path
@@ -21,31 +22,40 @@ _CHUNK_BYTES = 2**20
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """Read an idx file of uint8 with this number of axes; raise UserError if it is damaged."""
+    """Read an idx file (the format of MNIST) of uint8.
+
+    Args:
+        path: The file; it is decompressed if its suffix is .gz.
+        axes: The expected number of axes of the array.
+
+    Returns:
+        uint8, of the shape in the file's header. It cannot be written to.
+
+    Raises:
+        UserError: If the file is damaged, or has another type or number of axes.
+    """
     try:
         data = _read_gzip(path) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
         raise UserError(f"{path}: not a complete gzip file ({error}); download it again.") from error
-    head = 4 + 4 * axes
+    # The header: two zero bytes, the type (8 is uint8), the number of axes, and 4 bytes for the length of each axis.
     magic = bytes((0, 0, 8, axes))
-    if len(data) < head or data[:4] != magic:
+    header_bytes = len(magic) + 4 * axes
+    if len(data) < header_bytes or data[:4] != magic:
         raise UserError(
             f"{path}: not an idx file of bytes with {axes} axes (it starts with "
             f"{data[:4].hex() or 'nothing'}, not {magic.hex()}); download it again."
         )
-    shape = struct.unpack(f">{axes}I", data[4:head])
-    # Python numbers do not overflow, whatever the header claims.
-    size = 1
-    for length in shape:
-        size *= length
-    if len(data) - head != size:
+    shape = struct.unpack(f">{axes}I", data[4:header_bytes])
+    size = math.prod(shape)  # Python numbers do not overflow, unlike NumPy's, for any header
+    if len(data) - header_bytes != size:
         raise UserError(
             f"{path}: the header says {' x '.join(map(str, shape))} = {size} bytes, "
-            f"but {len(data) - head} follow; download it again."
+            f"but {len(data) - header_bytes} follow; download it again."
         )
     if not size:  # NumPy refuses an empty array whose other sides are too long
         return np.zeros((0,) * axes, np.uint8)
-    return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
+    return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
 
 
 def _read_gzip(path: Path) -> bytes:
@@ -64,7 +74,15 @@ def _read_gzip(path: Path) -> bytes:
 
 
 def read_pair(folder: Path, prefix: str) -> Images:
-    """Read images and labels of `prefix` (train or t10k); raise UserError for missing or damaged files."""
+    """Read the images and labels of one part of an MNIST-like data set.
+
+    Args:
+        folder: The folder with the idx files.
+        prefix: The part: "train", or "t10k" for the test images.
+
+    Raises:
+        UserError: If a file is missing or damaged, or their lengths differ.
+    """
     images_path = find_file(folder, f"{prefix}-images-idx3-ubyte")
     labels_path = find_file(folder, f"{prefix}-labels-idx1-ubyte")
     images = read_idx(images_path, axes=3)

@@ -44,9 +44,23 @@ File = pq.ParquetFile | ArrowFile
 
 
 def find_shards(folder: Path, part: str) -> list[Path]:
-    """Find the files part*.parquet of a folder, or part/data*.arrow, in order; raise UserError if one is missing."""
-    inside = (folder, *(folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)))
-    paths = next(filter(None, (sorted(location.glob(f"{part}*.parquet")) for location in inside)), [])
+    """Find the files of one part of a data set, such as train-00000-of-00002.parquet, in order.
+
+    Args:
+        folder: The folder, in which or in whose usual subfolders the files are.
+        part: The part: "train", "test" or "validation".
+
+    Returns:
+        The files part*.parquet, otherwise the files part/data-*.arrow; empty if there are none.
+
+    Raises:
+        UserError: If one of the numbered files is missing.
+    """
+    # The names of configurations that popular data sets on the Hugging Face hub use as a folder.
+    subfolders = [folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)]
+    paths: list[Path] = []
+    for candidate in (folder, *subfolders):
+        paths = paths or sorted(candidate.glob(f"{part}*.parquet"))
     paths = paths or sorted((folder / part).glob("data-*.arrow"))
     for path in paths:
         numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.(?:parquet|arrow)$", path.name)
@@ -61,10 +75,19 @@ def find_shards(folder: Path, part: str) -> list[Path]:
 def read_parquet(
     paths: Sequence[Path], rgb: bool = False, preparation: Preparation = UNCHANGED, into: Path | None = None
 ) -> tuple[Images, tuple[str, ...] | None]:
-    """Read the images of the files in order, and the class names, or None if the files do not contain them.
+    """Read the images of parquet or Arrow files in Hugging Face's layout.
 
     The image column is `image` or `img` (a struct with `bytes`, or plain binary), the label column `label`,
-    `labels` or `fine_label` (integers). With `rgb`, gray images are converted to RGB.
+    `labels` or `fine_label` (integers).
+
+    Args:
+        paths: The files of one part of a data set, in order.
+        rgb: True to convert gray images to RGB.
+        preparation: The conversion of images.
+        into: A file that pixels are written to, which is then mapped into memory; None for memory only.
+
+    Returns:
+        The images, and the class names; None if the files do not contain them.
 
     Raises:
         UserError: If a file or a row cannot be read.
@@ -91,6 +114,7 @@ def find_column(location: object, names: Sequence[str], candidates: Sequence[str
 
 
 def _open(path: Path) -> File:
+    """Open a parquet or Arrow file; raise UserError if it cannot be read."""
     try:
         file = ArrowFile(path) if path.suffix == ".arrow" else pq.ParquetFile(path)
         _ = file.schema_arrow.names  # raises UnicodeDecodeError if a name is not UTF-8
@@ -102,6 +126,11 @@ def _open(path: Path) -> File:
 
 
 def _read_labels(path: Path, file: File) -> np.ndarray:
+    """Read the label column of an open file: int64 (N,), `UNKNOWN` for a missing value.
+
+    Raises:
+        UserError: If the column is missing or cannot be read, or a label is no whole number or negative.
+    """
     schema = file.schema_arrow
     name = find_column(path, schema.names, LABEL_COLUMNS)
     if not pa.types.is_integer(schema.field(name).type):
@@ -123,20 +152,27 @@ def _read_labels(path: Path, file: File) -> np.ndarray:
 
 
 def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageReadError, str]]:
+    """Yield each encoded image of an open file, or the error that it has none, and its row for messages.
+
+    Raises:
+        UserError: If the image column is missing, has another type, or cannot be read.
+    """
     schema = file.schema_arrow
     name = find_column(path, schema.names, IMAGE_COLUMNS)
-    kind = schema.field(name).type
-    inside = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    if not inside and not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+    column_type = schema.field(name).type
+    # Hugging Face stores an image as a struct of its bytes and the path of its file.
+    is_struct = pa.types.is_struct(column_type) and column_type.get_field_index("bytes") >= 0
+    if not is_struct and not (pa.types.is_binary(column_type) or pa.types.is_large_binary(column_type)):
         raise UserError(
-            f"{path}: column {name} holds {kind}, but images must be encoded bytes "
+            f"{path}: column {name} holds {column_type}, but images must be encoded bytes "
             "(binary, or a struct with a field bytes)."
         )
     row = 0
     try:
         for batch in file.iter_batches(batch_size=1024, columns=[name]):
-            values = batch.column(0)
-            for value in (values.field("bytes") if inside else values).to_pylist():
+            column = batch.column(0)
+            encoded = column.field("bytes") if is_struct else column
+            for value in encoded.to_pylist():
                 location = f"{path}, row {row}"
                 missing = ImageReadError(f"{location}: the image has no bytes; store the image itself, not a path.")
                 yield missing if value is None else value, location
@@ -146,7 +182,7 @@ def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageRead
 
 
 def _read_class_names(file: File, label: str) -> tuple[str, ...] | None:
-    # Hugging Face keeps class names in the schema's metadata; other writers have none.
+    """Read the class names of the column `label` from the metadata that Hugging Face writes; None if there is none."""
     try:
         features = atomic_io.parse_json((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
         names = features[label]["names"]
@@ -164,11 +200,12 @@ def encode_png(pixels: np.ndarray) -> bytes:
 
 def write_parquet(path: Path, rows: Sequence[tuple[bytes, int | None]], classes: Sequence[str]) -> None:
     """Write encoded images and labels (None if unknown) for `read_parquet`; an identical file is not rewritten."""
-    kind: dict[str, Any] = {"info": {"features": {"label": {"names": list(classes)}}}}
+    # The metadata in which Hugging Face's library looks for class names.
+    metadata: dict[str, Any] = {"info": {"features": {"label": {"names": list(classes)}}}}
     labels = pa.array([label for _, label in rows], pa.int64())
     table = pa.table({"image": [{"bytes": data} for data, _ in rows], "label": labels})
     file = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(kind)}), file)
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(metadata)}), file)
     data = file.getvalue().to_pybytes()
     if atomic_io.read(path) != data:
         path.parent.mkdir(parents=True, exist_ok=True)

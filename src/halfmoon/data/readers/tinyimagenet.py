@@ -31,10 +31,18 @@ def has_files(folder: Path) -> bool:
 def read(
     folder: Path, test: str, cache: Path | None, preparation: Preparation = UNCHANGED
 ) -> tuple[Images, Images, tuple[str, ...]]:
-    """Read the training images, the images of `val` (both RGB) and class names such as `n01443537 goldfish`.
+    """Read the folder of Tiny ImageNet. Its validation images are the test, as its test images have no labels.
 
-    Classes are numbered in the order of their ids, and images are sorted by name. `test` is `test` or `val`, which are
-    the same.
+    Classes are numbered in the order of their WordNet ids, and images are sorted by name.
+
+    Args:
+        folder: The folder, with train and val.
+        test: The name of the test part: `test` or `val`, which are the same.
+        cache: The folder for decoded images; None for the default one.
+        preparation: The conversion of images.
+
+    Returns:
+        Training images, test images (both RGB), and class names such as `n01443537 goldfish`.
 
     Raises:
         UserError: If folders, wnids.txt and val_annotations.txt disagree, one is missing, or an image cannot be read.
@@ -55,6 +63,7 @@ def _has_class_folders(part: Path) -> bool:
 
 
 def _check_ids(path: Path, train: dict[str, list[Path]]) -> None:
+    """Raise UserError if the list of WordNet ids (wnids.txt, if it exists) differs from the folders in `train`."""
     if not path.is_file():
         return
     listed = set(_read_lines(path))
@@ -76,31 +85,42 @@ def _read_validation(
     path = folder / "val" / ANNOTATIONS
     if not path.is_file():
         raise UserError(f"{path} is missing; it says which class each image of val/images has.")
-    classes = _read_annotations(path, list(train))
+    label_of = _read_annotations(path, list(train))
     names = {image.name for image in images}
-    missing = sorted(classes.keys() - names)
+    missing = sorted(label_of.keys() - names)
     if missing:
         raise UserError(f"{path}: it names {missing[0]}, which is not in val/images; unpack the archive again.")
-    extra = sorted(names - classes.keys())
+    extra = sorted(names - label_of.keys())
     if extra:
         raise UserError(f"{path}: it has no line for {extra[0]} of val/images; unpack the archive again.")
-    labels = np.array([classes[image.name] for image in images], np.int64)
+    labels = np.array([label_of[image.name] for image in images], np.int64)
     return class_folders.read_images(images, labels, cache, rgb=True, preparation=preparation)
 
 
 def _read_annotations(path: Path, wnids: list[str]) -> dict[str, int]:
-    """Read the label of each image; lines are `name <tab> wnid <tab> ...`, followed by a bounding box."""
-    numbers = {wnid: label for label, wnid in enumerate(wnids)}
+    """Read the labels of the validation images.
+
+    Args:
+        path: A file with a line for each image: its name, its class's WordNet id and a bounding box, separated by tabs.
+        wnids: The WordNet ids of the classes, by label.
+
+    Returns:
+        The label of each image, by the image's file name.
+
+    Raises:
+        UserError: If a line is incomplete or repeated, or its class is unknown.
+    """
+    label_of_wnid = {wnid: label for label, wnid in enumerate(wnids)}
     labels: dict[str, int] = {}
     for row, line in enumerate(_read_lines(path), 1):
-        name, wnid, *_ = [*line.split("\t"), "", ""]
+        name, wnid, *_ = [*line.split("\t"), "", ""]  # the empty strings stand for missing columns
         if not name or not wnid:
             raise UserError(f"{path}, line {row}: expected an image and a class apart by a tab, but it is {line!r}.")
-        if wnid not in numbers:
+        if wnid not in label_of_wnid:
             raise UserError(f"{path}, line {row}: {name} is of class {wnid}, which is no folder of train.")
         if name in labels:
             raise UserError(f"{path}, line {row}: {name} has a line before; an image has one class.")
-        labels[name] = numbers[wnid]
+        labels[name] = label_of_wnid[wnid]
     return labels
 
 
