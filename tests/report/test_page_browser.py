@@ -1,13 +1,28 @@
 """The page of `halfmoon report` in a real browser: charts, legends, choices, tooltips, a phone, and paper."""
 
 import base64
+import csv
+import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from browsers import chromium, needs_browser
-from page_scenes import METHODS, entry, put, split_of, sweep, write_lines, write_run, write_sweep
+from page_scenes import (
+    METHODS,
+    accuracy_of,
+    entry,
+    note_sums,
+    put,
+    split_of,
+    sweep,
+    write_lines,
+    write_run,
+    write_sweep,
+)
 
 from halfmoon.report.gather import gather_studies
 from halfmoon.report.page import render_html
@@ -246,3 +261,87 @@ def test_print_has_every_column(browser: Any, page: Path) -> None:
     assert base64.b64decode(made["data"]).startswith(b"%PDF")
     assert browser.execute_script("return window.kept") == 20
     assert count(browser, f"{group(1)}:not([hidden])") == 0
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Path:
+    """Write the page of three runs with accuracies at clients, used pseudo-labels, and weights of pseudo-labels."""
+    for method, key in enumerate(METHODS):
+        folder = tmp_path / "runs" / key
+        # FixMatch is the winner of the test set, FedDure has all labels by its title.
+        title = "FedAvg-SL (all labels)" if key == "feddure" else ""
+        summary = write_run(folder, method, 0, title=title)
+        each = {"0": 0.5, "1": 0.7, "2": 0.9}
+        summary["client_accuracy"] = {"clients": 3, "mean": 0.7, "deviation": 0.2, "worst": 0.5, "each": each}
+        summary["pseudo_labels"] = {"used": 0.25} if method else {"used": None}
+        summary["confusion"][0][0] = 80 - method  # tells the matrices apart
+        (folder / "summary.json").write_text(json.dumps(summary))
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            if row["pseudo"]:
+                row["pseudo"]["auc_confidence"] = 0.8
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        note_sums(folder)
+    path = tmp_path / "page.html"
+    path.write_text(render_html(gather_studies([tmp_path / "runs"])), encoding="utf-8")
+    return path
+
+
+def test_the_table_marks_baseline_best_and_upper_bound(browser: Any, comparison: Path) -> None:
+    """Test accuracies are 62.3, 69.9 and 77.4 %: gains over labels only, 25 % of the pseudo-labels used."""
+    opened(browser, comparison)
+    rows = [each.text for each in browser.find_elements("css selector", ".group tbody tr")]
+    floor, ceiling, best = rows[:3]
+    assert floor.startswith("FedAvg (labeled only) baseline 1")
+    assert ceiling.startswith("FedAvg-SL (all labels) upper bound 1")
+    assert best.startswith("FedAvg + FixMatch best 1")
+    gain = 100 * (accuracy_of(1, 0, 12) - accuracy_of(0, 0, 12))
+    assert best.endswith(f"+{gain:.2f} 25.00 70.00 20.00 50.00")
+
+
+def test_the_confusion_of_the_winner_is_shown_first(browser: Any, comparison: Path) -> None:
+    opened(browser, comparison)
+    matrix = browser.find_element("css selector", "[data-charts=confusion] svg[role=img]")
+    assert "FedAvg + FixMatch" in matrix.get_attribute("aria-label")
+
+
+def test_quantities_from_0_to_1_fill_their_chart(browser: Any, comparison: Path) -> None:
+    """An AUC of 0.8 was drawn on an axis to 4, which is the smallest range of percentages."""
+    opened(browser, comparison)
+    texts = browser.find_elements("css selector", "[data-charts=regulators] figure:first-of-type svg text")
+    ticks = [float(each.text) for each in texts if each.text.replace(".", "").isdigit()]
+    assert ticks
+    assert 0.7 < max(tick for tick in ticks if tick < 2) <= 1
+
+
+SAVED = (
+    "const [selector, done] = arguments; const made = URL.createObjectURL;"
+    "URL.createObjectURL = (blob) => { blob.text().then(done); return made.call(URL, blob); };"
+    "document.querySelector(selector).click();"
+)
+
+
+def saved(browser: Any, selector: str) -> str:
+    return browser.execute_async_script(SAVED, selector)
+
+
+def test_figures_are_saved_as_csv_and_svg(browser: Any, comparison: Path) -> None:
+    opened(browser, comparison)
+    clients = "[data-charts=clients]"
+    assert count(browser, f"{clients} circle.client") == 9
+    rows = list(csv.reader(io.StringIO(saved(browser, f"{clients} [data-save=CSV]"))))
+    assert rows[0] == ["line", "client", "accuracy"]
+    assert rows[1:5] == [[METHODS["fedavg"], *pair] for pair in (("0", "50"), ("1", "70"), ("2", "90"), ("mean", "70"))]
+    curve = list(csv.reader(io.StringIO(saved(browser, "[data-charts=learning] [data-save=CSV]"))))
+    assert curve[0] == ["line", "round", "mean", "low", "high"]
+    assert float(curve[1][2]) == pytest.approx(100 * accuracy_of(0, 0, 2))
+    for name in ("learning", "clients", "confusion"):
+        root = ElementTree.fromstring(saved(browser, f"[data-charts={name}] [data-save=SVG]"))
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        text = ElementTree.tostring(root, encoding="unicode")
+        assert "var(" not in text, "variables and color-mix are known to browsers only"
+        assert "color-mix" not in text
+    curves = saved(browser, "[data-charts=learning] [data-save=SVG]")
+    assert all(title in curves for title in ("FedAvg (labeled only)", "FedAvg-SL (all labels)")), "no legend"
+    everything = len(browser.find_elements("css selector", "[data-save=SVG]"))
+    assert everything == len(browser.find_elements("css selector", "figure"))

@@ -72,7 +72,7 @@ VALUE_COLUMNS = (
     *("published_percent", "published_deviation", "published_note", "equal_labeled_steps", "equal_steps_percent"),
     *COST_COLUMNS,
     *("seconds", "identity"),
-    *("clients_percent", "clients_spread", "clients_worst_percent"),
+    *("clients_percent", "clients_spread", "clients_worst_percent", "used_percent"),
 )
 """Columns that describe a run."""
 
@@ -160,6 +160,9 @@ def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
         values["clients_percent"] = 100 * clients["mean"]
         values["clients_spread"] = 100 * clients["deviation"]
         values["clients_worst_percent"] = 100 * clients["worst"]
+    pseudo_labels = (run.summary or {}).get("pseudo_labels") if run else None
+    if pseudo_labels and pseudo_labels.get("used") is not None:
+        values["used_percent"] = 100 * pseudo_labels["used"]
     values["rounds"] = run.rows[-1]["round"] if run and run.rows else None
     cost = entry.cost or {}
     traffic = cost.get("bytes_down"), cost.get("bytes_up")

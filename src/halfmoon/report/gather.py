@@ -286,12 +286,17 @@ def _format_option(value: Any) -> str:
 def _describe_common(runs: Sequence[LooseRun], columns: Sequence[str]) -> str:
     """Describe the data, the split and the rounds that all runs share, in a sentence."""
     first = runs[0].options
-    keys = ("data", "setting", "dirichlet_alpha", "clients", "rounds")
+    formats = {
+        "data": "{}",
+        "setting": "{}",
+        "dirichlet_alpha": "Dirichlet \N{GREEK SMALL LETTER ALPHA} = {}",
+        "clients": "{} clients",
+        "rounds": "{} rounds",
+    }
     texts = []
-    for key in keys:
+    for key, text in formats.items():
         if key in first and key not in columns:
-            value = _format_option(first[key])
-            texts.append(value if key in ("data", "setting") else f"{key} {value}")
+            texts.append(text.format(_format_option(first[key])))
     return ", ".join(texts) + "." if texts else ""
 
 

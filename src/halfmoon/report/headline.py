@@ -7,8 +7,8 @@ from typing import NamedTuple
 from halfmoon.report import frame
 from halfmoon.report.paired import compare_paired
 from halfmoon.report.remarks import CONTROL, LABELS_ONLY, NO_UPPER_BOUND
-from halfmoon.report.scores import final_scores
-from halfmoon.report.study import Study
+from halfmoon.report.scores import ScoreTable, final_scores
+from halfmoon.report.study import Column, Study
 from halfmoon.report.tables import MeanDeviation
 
 ALL_LABELS_SUFFIX = "(all labels)"
@@ -34,6 +34,41 @@ class FinalAccuracy(NamedTuple):
         return self.title.endswith(ALL_LABELS_SUFFIX)
 
 
+class RowRoles(NamedTuple):
+    """Rows with a role in the comparison of a column; None for a role that no row has.
+
+    Attributes:
+        winner: the best row that does not train on all labels.
+        baseline: the control; without it, labels only. Gains are relative to this row.
+        ceiling: the best row that trains on all labels.
+    """
+
+    winner: str | None
+    baseline: str | None
+    ceiling: str | None
+
+
+def find_roles(study: Study, column: Column) -> RowRoles:
+    """Find the winner, the baseline and the upper bound of a column."""
+    ranking = rank_rows(study, final_scores(study), column)
+    names = [row.name for row in ranking]
+    return RowRoles(
+        winner=_competitors(ranking)[0].name if ranking else None,
+        baseline=next((name for name in (CONTROL, LABELS_ONLY) if name in names), None),
+        ceiling=next((row.name for row in ranking if row.is_ceiling), None),
+    )
+
+
+def rank_rows(study: Study, score: ScoreTable, column: Column) -> list[FinalAccuracy]:
+    """Rank the rows of a column that have an accuracy, the best first."""
+    rows = []
+    for row in study.row_values:
+        accuracy = score.get(row.name, column).last
+        if accuracy is not None:
+            rows.append(FinalAccuracy(row.name, row.title, accuracy))
+    return sorted(rows, key=lambda row: -row.accuracy.mean)
+
+
 def write_headline(study: Study) -> str:
     """Describe the best row, its lead, and its gain relative to that of all labels.
 
@@ -42,15 +77,8 @@ def write_headline(study: Study) -> str:
     if study.sweep.kind == "splits":
         return ""
     score = final_scores(study)
-    columns = []
-    for column in study.columns:
-        rows = []
-        for row in study.row_values:
-            accuracy = score.get(row.name, column).last
-            if accuracy is not None:
-                rows.append(FinalAccuracy(row.name, row.title, accuracy))
-        if rows:
-            columns.append(sorted(rows, key=lambda row: -row.accuracy.mean))
+    rankings = [rank_rows(study, score, column) for column in study.columns]
+    columns = [ranking for ranking in rankings if ranking]
     if len(columns) > 1:
         return _describe_columns(study, columns)
     return _describe_column(study, columns[0]) if columns else ""

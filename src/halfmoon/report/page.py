@@ -6,9 +6,9 @@ from typing import Any
 
 from halfmoon.report import scores, series, templates
 from halfmoon.report.gather import common_options
-from halfmoon.report.headline import write_headline
+from halfmoon.report.headline import RowRoles, find_roles, write_headline
 from halfmoon.report.scores import CellScore, ScoreTable, compare_order, final_scores, scores_at_equal_steps
-from halfmoon.report.study import Column, Study, describe_scale, number_to_letters
+from halfmoon.report.study import AxisValue, Column, Study, describe_scale, number_to_letters
 from halfmoon.report.tables import format_mean
 from halfmoon.storage.atomic_io import replace_nonfinite
 
@@ -19,6 +19,7 @@ CHARTS = {
         *("js_app_u", "js_labeled", "local_js_app_u", "local_js_labeled", "global_js_app_u", "global_js_labeled"),
         *("per_class", "prior"),
     ),
+    "clients": ("clients",),
     "confusion": ("confusion",),
     "costs": ("against",),
 }
@@ -42,6 +43,9 @@ def render_html(studies: Sequence[Study]) -> str:
         scores.cost_rows,
         describe_scale,
         write_headline,
+        find_roles,
+        describe_role,
+        format_gain,
         list_missing,
         to_sentence,
         describe_sources,
@@ -217,7 +221,23 @@ def describe_published_note(cell: CellScore) -> str:
     return f"in the paper: {note}" if note else ""
 
 
-def list_cell_scores(study: Study, score: ScoreTable, column: Column) -> list[tuple[str, CellScore]]:
-    """List the title and the score of each row of a column that has runs or a published number."""
-    cells = [(value.title, score.get(value.name, column)) for value in study.row_values]
-    return [(title, cell) for title, cell in cells if cell.planned or cell.published]
+def list_cell_scores(study: Study, score: ScoreTable, column: Column) -> list[tuple[AxisValue, CellScore]]:
+    """List each row of a column that has runs or a published number, with its score."""
+    cells = [(value, score.get(value.name, column)) for value in study.row_values]
+    return [(value, cell) for value, cell in cells if cell.planned or cell.published]
+
+
+def describe_role(row: str, roles: RowRoles) -> str:
+    """Describe the role of a row in a word for a table: best, baseline, or upper bound; "" for other rows."""
+    if row == roles.ceiling:
+        return "upper bound"
+    if row == roles.baseline:
+        return "baseline"
+    return "best" if row == roles.winner else ""
+
+
+def format_gain(cell: CellScore, baseline: CellScore) -> str:
+    """Format the points that a row gains over the baseline's final accuracy; "" if one of them is unknown."""
+    if cell.last is None or baseline.last is None:
+        return ""
+    return format_points(cell.last.mean - baseline.last.mean)

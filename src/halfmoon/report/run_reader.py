@@ -78,6 +78,11 @@ class _ClientAccuracy(BaseModel):
     mean: FiniteNumber
     deviation: FiniteNumber
     worst: FiniteNumber
+    each: dict[str, FiniteNumber] = {}
+
+
+class _PseudoLabels(BaseModel):
+    used: FiniteNumber | None = None
 
 
 class _Summary(BaseModel):
@@ -89,6 +94,7 @@ class _Summary(BaseModel):
     confusion: list[list[Count]] | None = None
     seconds: FiniteNumber | None = None
     client_accuracy: _ClientAccuracy | None = None
+    pseudo_labels: _PseudoLabels | None = None
 
 
 class _FinalCost(BaseModel):

@@ -98,6 +98,7 @@ class CellScore:
         clients: mean accuracy over clients, each on its test images.
         spread: standard deviation over clients.
         worst: mean of the lowest tenth of the clients.
+        used: share of the pseudo-labels that were used, over all rounds; None for methods without pseudo-labels.
     """
 
     last: MeanDeviation | None = None
@@ -110,6 +111,7 @@ class CellScore:
     clients: MeanDeviation | None = None
     spread: MeanDeviation | None = None
     worst: MeanDeviation | None = None
+    used: MeanDeviation | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], 
             clients=None if equal else mean_if_complete(finished["clients_percent"]),
             spread=None if equal else mean_if_complete(finished["clients_spread"]),
             worst=None if equal else mean_if_complete(finished["clients_worst_percent"]),
+            used=None if equal else mean_if_complete(finished["used_percent"]),
         )
     return scores
 

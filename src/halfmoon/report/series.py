@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from halfmoon.report import frame
 from halfmoon.report.bands import pick_evenly, six_digits, summarize_curve, summarize_seeds
+from halfmoon.report.headline import find_roles
 from halfmoon.report.run_reader import StoredRun
 from halfmoon.report.scores import ScoreTable
 from halfmoon.report.study import Column, Study
@@ -55,7 +56,15 @@ def column_charts(study: Study, column: Column) -> JsonDict:
             line = _row_charts(table[table["row"] == value.name], runs)
             lines.append({"line": number, "seeds": len(runs), **line})
             classes = classes or list_classes(runs)
-    return {"title": study.column_title(column), "classes": classes, "lines": lines}
+    # The confusion matrix and the class shares of the winner are shown first.
+    winner = find_roles(study, column).winner
+    names = [value.name for value in study.row_values]
+    return {
+        "title": study.column_title(column),
+        "classes": classes,
+        "lines": lines,
+        "winner": names.index(winner) if winner is not None else None,
+    }
 
 
 def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
@@ -86,6 +95,7 @@ def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
         ),
         "prior": _class_distributions(runs),
         "confusion": _mean_confusion(runs),
+        "clients": _client_accuracies(runs),
     }
 
 
@@ -133,6 +143,26 @@ def _mean_confusion(runs: Sequence[StoredRun]) -> JsonDict | None:
     for count, true, predicted in errors[:MAX_CONFUSIONS]:
         largest.append([true, predicted, count, six_digits(sum(mean[true]))])
     return {"largest": largest}
+
+
+def _client_accuracies(runs: Sequence[StoredRun]) -> JsonDict | None:
+    """Collect the accuracy of the final model at each client, in percent, mean over seeds.
+
+    Returns:
+        "each": [client, accuracy] of every client, the worst first; "mean", "deviation" and "worst" (mean of the lowest
+        tenth) over clients. None if a run did not measure it.
+    """
+    summaries = [(run.summary or {}).get("client_accuracy") for run in runs]
+    measured = [summary for summary in summaries if summary]
+    if len(measured) < len(runs):
+        return None
+    by_client: dict[str, list[float]] = {}
+    for summary in measured:
+        for client, share in summary.get("each", {}).items():
+            by_client.setdefault(client, []).append(100 * share)
+    each = [[client, six_digits(sum(values) / len(values))] for client, values in by_client.items()]
+    means = {name: 100 * sum(s[name] for s in measured) / len(measured) for name in ("mean", "deviation", "worst")}
+    return {"each": sorted(each, key=itemgetter(1)), **{name: six_digits(value) for name, value in means.items()}}
 
 
 def list_classes(runs: Sequence[StoredRun]) -> list[str]:

@@ -9,7 +9,7 @@ function lineChart(width, spec) {
   const xs = [...lines.flatMap((line) => line.x), ...dots.map((dot) => dot.x)];
   const spread = dots.flatMap((dot) => [dot.mean - (dot.deviation ?? 0), dot.mean + (dot.deviation ?? 0)]);
   const ys = [...lines.flatMap((line) => [...line.low, ...line.high]), ...spread];
-  const yRange = ys.length ? range(ys, percent ? 4 : 0.02, 0, percent ? 100 : spec.most ?? 1) : [0, 1];
+  const yRange = ys.length ? range(ys, percent ? 4 : 0.02, spec.least ?? 0, percent ? 100 : spec.most ?? 1) : [0, 1];
   const xRange = xs.length ? [Math.min(...xs), Math.max(...xs)] : [0, 1];
   if (xRange[0] === xRange[1]) xRange.splice(0, 2, xRange[0] - 1, xRange[1] + 1);
   const margin = spec.exact ? 0.03 * (xRange[1] - xRange[0]) : 0;
@@ -176,7 +176,7 @@ function matrixChart(width, { matrix, classes, title }) {
     if (!count) return;
     const share = count / right[t];
     const fill = `color-mix(in srgb, var(--cell) ${(100 * share).toFixed(1)}%, var(--back))`;
-    root.append(svg("rect", { class: "cell", x: (left + p * side).toFixed(1), y: (t * side).toFixed(1), width: side.toFixed(2), height: side.toFixed(2), fill }));
+    root.append(svg("rect", { class: "cell", x: (left + p * side).toFixed(1), y: (t * side).toFixed(1), width: side.toFixed(2), height: side.toFixed(2), fill, "data-share": share.toFixed(4) }));
     if (side >= 24) {
       const words = { x: left + (p + 0.5) * side, y: (t + 0.5) * side, "text-anchor": "middle", "dominant-baseline": "central", style: `fill:${share > 0.77 ? "#fff" : "var(--cell-ink)"}` };
       root.append(svg("text", words, shown(100 * share, 0)));
@@ -189,6 +189,43 @@ function matrixChart(width, { matrix, classes, title }) {
     const t = Math.floor(v / side);
     if (p < 0 || t < 0 || p >= size || t >= size) return tip.hide();
     tip.show(clientX, clientY, `true: ${classes[t]}`, [["", `predicted: ${classes[p]}`, `${shown(matrix[t][p])} (${shown((100 * matrix[t][p]) / right[t], 1)} %)`]]);
+  }, () => tip.hide());
+  return root;
+}
+
+// A row for each method: a dot for each client, mean and standard deviation over clients, and the mean of the worst tenth.
+function clientChart(width, { sets, title }) {
+  const row = 46;
+  const alt = `${title}: ` + sets.map(({ look, mean, deviation, worst }) => `${look.title} ${shown(mean, 1)} % on average, standard deviation ${shown(deviation, 1)}, worst tenth ${shown(worst, 1)} %`).join("; ");
+  const lowest = Math.min(...sets.flatMap((set) => [set.worst, set.mean - set.deviation, ...set.each.map(([, share]) => share)]), 100);
+  const xRange = [Math.max(0, Math.floor(lowest / 10) * 10), 100];
+  const height = row * sets.length + 48;
+  const made = picture(width, height, alt, {
+    x: { range: xRange, ticks: written(ticks(...xRange, width > 420 ? 8 : 4)) },
+    y: { range: [0, sets.length || 1], ticks: [] },
+    label: "accuracy of the final model at a client, %",
+  });
+  const { root, x, box } = made;
+  const middle = (n) => box.top + row * n + 30;
+  sets.forEach(({ look, mean, deviation, worst, each }, n) => {
+    const y = middle(n);
+    const group = svg("g", { "data-line": look.title });
+    group.append(svg("text", { class: "panel", x: box.left, y: y - 16 }, look.title));
+    group.append(svg("line", { class: "rule", x1: box.left, x2: box.right, y1: y, y2: y }));
+    // Equal accuracies lie in two rows, so that one dot does not hide another.
+    each.forEach(([, share], k) => group.append(svg("circle", { class: "client", cx: x(share).toFixed(1), cy: (y + (k % 2 ? 3.5 : -3.5)).toFixed(1), r: 3, fill: look.color, "fill-opacity": 0.45 })));
+    const ends = { x1: x(Math.max(xRange[0], mean - deviation)).toFixed(1), x2: x(Math.min(100, mean + deviation)).toFixed(1) };
+    group.append(svg("line", { ...ends, y1: y, y2: y, stroke: look.color, "stroke-width": 2.4 }));
+    group.append(marker(look, x(mean), y, 5.2), marker(look, x(worst), y, 5, true));
+    root.append(group);
+  });
+  follow(root, (_, down, clientX, clientY) => {
+    const n = Math.floor((down - box.top) / row);
+    if (n < 0 || n >= sets.length) return tip.hide();
+    const { look, mean, deviation, worst, each } = sets[n];
+    const rows = [["mean", mean], ["standard deviation", deviation], ["worst tenth", worst]].map(([name, value]) => [look.color, name, `${shown(value, 1)}`]);
+    if (each.length) rows.push([look.color, `worst client: ${each[0][0]}`, `${shown(each[0][1], 1)}`]);
+    tip.show(clientX, clientY, `${look.title}, %`, rows);
   }, () => tip.hide());
   return root;
 }

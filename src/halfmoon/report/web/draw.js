@@ -145,6 +145,76 @@ function follow(root, move, leave) {
   root.addEventListener("blur", leave);
 }
 
+// A standalone SVG of a chart in the colors of the light page, with the names of its lines below.
+function standalone(picture, looks, title) {
+  const copy = picture.cloneNode(true);
+  copy.querySelectorAll(".guide, [visibility=hidden]").forEach((each) => each.remove());
+  const [, , width, height] = picture.getAttribute("viewBox").split(" ").map(Number);
+  const rows = [];
+  for (const look of looks) {
+    const room = 46 + 6.8 * look.title.length;
+    const last = rows.at(-1);
+    if (!last || last.used + room > width) rows.push({ used: room, entries: [[look, 0]] });
+    else {
+      last.entries.push([look, last.used]);
+      last.used += room;
+    }
+  }
+  rows.forEach(({ entries }, n) => entries.forEach(([look, x]) => {
+    const y = height + 14 + 20 * n;
+    copy.append(svg("line", { x1: x + 1, x2: x + 33, y1: y, y2: y, stroke: look.color, "stroke-width": 2, "stroke-dasharray": look.dashes }), marker(look, x + 17, y, 3.6));
+    copy.append(svg("text", { x: x + 38, y, "dominant-baseline": "central" }, look.title));
+  }));
+  const tall = height + 20 * rows.length + (rows.length ? 6 : 0);
+  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${tall}`, width, height: tall, xmlns: "http://www.w3.org/2000/svg" })) copy.setAttribute(name, value);
+  for (const name of ["style", "tabindex", "role"]) copy.removeAttribute(name);
+  copy.prepend(svg("title", null, title), svg("style", null, "text { font: 12px sans-serif; fill: #595f69; } .line { fill: none; stroke-width: 2; stroke-linejoin: round; } .rule { stroke: #e6e8ec; } .axis { stroke: #8b919b; } .panel { font-weight: 600; }"),
+    svg("rect", { width, height: tall, fill: "#fff" }));
+  // Programs other than browsers know neither variables nor color-mix.
+  copy.querySelectorAll("[data-share]").forEach((cell) => {
+    const share = Number(cell.dataset.share);
+    cell.setAttribute("fill", `rgb(${[0, 86, 138].map((part) => Math.round(255 + share * (part - 255))).join(",")})`);
+  });
+  const plain = { "var(--back)": "#fff", "var(--cell-ink)": "#000", "var(--ink)": "#1d1f23", currentColor: "#1d1f23" };
+  return Object.entries(plain).reduce((text, [from, to]) => text.replaceAll(from, to), new XMLSerializer().serializeToString(copy));
+}
+
+// Rows as CSV; a spreadsheet would compute texts that begin like a formula, so these get an apostrophe.
+function toCsv(rows) {
+  const field = (value) => {
+    if (typeof value === "number") return String(value);
+    const text = /^[=+\-@\t\r]/.test(value ?? "") ? `'${value}` : String(value ?? "");
+    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return rows.map((row) => row.map(field).join(",") + "\n").join("");
+}
+
+function save(name, type, text) {
+  const link = html("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+// Buttons that save a figure: `find` returns {title, picture, looks, rows} of the figure as it is drawn.
+function saveButtons(find) {
+  const kinds = {
+    SVG: ({ picture, looks, title }) => ["image/svg+xml", standalone(picture, looks, title)],
+    CSV: ({ rows }) => ["text/csv", toCsv(rows)],
+  };
+  return html("span", { class: "saves" }, Object.entries(kinds).map(([kind, write]) => {
+    const button = html("button", { type: "button", "aria-label": `Save as ${kind}: ${find().title}`, "data-save": kind }, kind);
+    button.addEventListener("click", () => {
+      const found = find();
+      const file = found.title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "");
+      save(`${file}.${kind.toLowerCase()}`, ...write(found));
+    });
+    return button;
+  }));
+}
+
+// The numbers of lines, a row a point.
+const lineRows = (lines, x) => [["line", x, "mean", "low", "high"], ...lines.flatMap((line) => line.x.map((at, n) => [line.look.title, at, line.mean[n], line.low[n], line.high[n]]))];
+
 const clipped = (name, most = 12) => (name.length > most ? `${name.slice(0, most - 1)}\u2026` : name);
 
 // Names below an axis: slanted where they have no room beside each other, and then as many as there is room for.

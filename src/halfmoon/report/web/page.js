@@ -26,6 +26,7 @@ const TITLES = {
   global_js_labeled: "Global model at clients: divergence from their labeled mix",
   per_class: "Class-wise accuracy of the final model, %",
   prior: "Class shares at the end, %",
+  clients: "Accuracy at the clients, %",
   confusion: "Confusion of the final model",
   against: "Test accuracy, %",
 };
@@ -36,12 +37,16 @@ const SHARES = [
   ["unlabeled", { title: "unlabeled (true)", color: "currentColor", dashes: "", marker: "D" }],
 ];
 
+const PERCENT = new Set(["accuracy", "pseudo", "above", "share_above", "share_used"]);
+
 const charts = [];
 
-// A chart in its place: `draw` gets the width and is called whenever width or choice change.
-function place(host, caption, stamp, draw, wide) {
+// A chart in its place: `draw` gets the width and is called whenever width or choice change. `found` returns the title,
+// the line styles and the numbers (rows of CSV) of what is drawn now.
+function place(host, caption, stamp, draw, found, wide) {
   const plot = html("div", { class: "plot" });
-  const said = html("figcaption", null, caption, stamp ? html("span", { class: "stamp" }, stamp) : null);
+  const buttons = saveButtons(() => ({ picture: plot.querySelector("svg[role=img]"), ...found() }));
+  const said = html("figcaption", null, caption, stamp ? html("span", { class: "stamp" }, stamp) : null, buttons);
   host.append(html("figure", wide ? { class: "wide" } : null, said, plot));
   let drawn = 0;
   const redraw = (always) => {
@@ -90,7 +95,7 @@ function setUpGroup(root, study, group) {
   const visible = () => group.lines.filter((line) => !legend.hidden.has(line.line));
   for (const host of root.querySelectorAll("[data-charts]")) {
     const names = host.dataset.names.split(" ").filter((name) => group.lines.some((line) => has(line, name) && lively(line, name)));
-    const shared = names.some((name) => !["prior", "confusion"].includes(name));
+    const shared = names.some((name) => !["prior", "confusion", "clients"].includes(name));
     if (shared) host.before(legend.make());
     for (const name of names) legend.watch(setUpChart(host, name, study, group, visible));
     if (!names.length && !host.closest("section").querySelector("table")) host.closest("section").hidden = true;
@@ -103,7 +108,7 @@ const lively = (line, name) => !(name in line.series) || line.series[name].high.
 function has(line, name) {
   if (name === "against") return Boolean(line.series.accuracy);
   if (name in line.series) return true;
-  return ["per_class", "prior", "confusion"].includes(name) && Boolean(line[name]);
+  return ["per_class", "prior", "confusion", "clients"].includes(name) && Boolean(line[name]);
 }
 
 function setUpChart(host, name, study, group, visible) {
@@ -114,12 +119,22 @@ function setUpChart(host, name, study, group, visible) {
   if (name === "per_class") {
     const sets = () => visible().filter((line) => line.per_class).map((line) => ({ look: study.styles[line.line], ...line.per_class }));
     const draw = (width) => classChart(width, { sets: sets(), classes: group.classes, title, yLabel: "class", full: true });
-    return place(host, title, study.scale, draw, group.classes.length * group.lines.length > 60);
+    const found = () => ({ title, looks: sets().map((set) => set.look), rows: classRows(sets(), group.classes) });
+    return place(host, title, study.scale, draw, found, group.classes.length * group.lines.length > 60);
   }
-  const percent = !name.startsWith("js_");
+  if (name === "clients") {
+    const sets = holders.map((line) => ({ look: study.styles[line.line], ...line.clients }));
+    const rows = [["line", "client", "accuracy"], ...sets.flatMap(({ look, each, mean, deviation, worst }) => [...each.map(([client, share]) => [look.title, client, share]), [look.title, "mean", mean], [look.title, "standard deviation", deviation], [look.title, "worst tenth", worst]])];
+    return place(host, title, study.scale, (width) => clientChart(width, { sets, title }), () => ({ title, looks: [], rows }), true);
+  }
+  const percent = PERCENT.has(name);
   const lines = () => visible().filter((line) => line.series[name]).map((line) => ({ look: study.styles[line.line], seeds: line.seeds, ...line.series[name] }));
-  return place(host, title, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: "round", percent, whole: true }));
+  const least = name === "reward" ? -Infinity : 0;
+  const draw = (width) => lineChart(width, { lines: lines(), title, xLabel: "round", percent, least, most: least ? Infinity : 1, whole: true });
+  return place(host, title, study.scale, draw, () => ({ title, looks: lines().map((line) => line.look), rows: lineRows(lines(), "round") }));
 }
+
+const classRows = (sets, classes) => [["line", "class", "mean", "low", "high"], ...sets.flatMap((set) => set.mean.map((share, n) => [set.look.title, classes[n], share, set.low?.[n], set.high?.[n]]))];
 
 // Accuracy against what was spent; the axis is chosen above the chart.
 function against(host, study, group, visible) {
@@ -135,13 +150,14 @@ function against(host, study, group, visible) {
   const lines = () => visible().filter((line) => line.series.accuracy && at(line)).map((line) => ({ look: study.styles[line.line], seeds: line.seeds, ...line.series.accuracy, x: at(line) }));
   const draw = (width) => lineChart(width, { lines: lines(), title: TITLES.against, xLabel: AXES[axis], percent: true, whole: axis !== "seconds" && axis !== "megabytes" });
   const caption = html("span", null, `${TITLES.against}, against `, select);
-  const redraw = place(host, caption, study.scale, draw, true);
+  const found = () => ({ title: TITLES.against, looks: lines().map((line) => line.look), rows: lineRows(lines(), AXES[axis]) });
+  const redraw = place(host, caption, study.scale, draw, found, true);
   return redraw;
 }
 
 // Charts that show one line's own; a choice above says whose.
 function chosen(host, name, study, group, holders) {
-  let current = holders.length - 1;
+  let current = Math.max(0, holders.findIndex((line) => line.line === group.winner));
   const titles = holders.map((line) => study.styles[line.line].title);
   const select = choice(study.rows, titles, (n) => {
     current = n;
@@ -158,12 +174,26 @@ function chosen(host, name, study, group, holders) {
     if (line.confusion.matrix) return matrixChart(Math.min(width, 760), { matrix: line.confusion.matrix, classes: group.classes, title });
     return largest(line.confusion.largest, group.classes);
   };
-  const redraw = place(host, label, study.scale, draw, name === "confusion");
+  const found = () => {
+    const line = holders[current];
+    const title = `${TITLES[name]}, ${titles[current]}`;
+    if (name === "prior") return { title, looks: priorSets(line.prior).map(({ look }) => ({ ...look, dashes: "0 99" })), rows: classRows(priorSets(line.prior), group.classes) };
+    return { title, looks: [], rows: confusionRows(line.confusion, group.classes) };
+  };
+  const redraw = place(host, label, study.scale, draw, found, name === "confusion");
   return () => undefined;
 }
 
+const priorSets = (shares) => SHARES.filter(([key]) => shares[key]).map(([key, look]) => ({ look, mean: shares[key] }));
+
+function confusionRows({ matrix, largest }, classes) {
+  const head = ["true class", "predicted class", "images"];
+  if (largest) return [head, ...largest.map(([t, p, count]) => [classes[t], classes[p], count])];
+  return [head, ...matrix.flatMap((row, t) => row.map((count, p) => [classes[t], classes[p], count]))];
+}
+
 function prior(width, shares, classes, title) {
-  const sets = SHARES.filter(([key]) => shares[key]).map(([key, look]) => ({ look, mean: shares[key] }));
+  const sets = priorSets(shares);
   const keys = sets.map(({ look }) => html("span", { class: "key" }, sample({ ...look, dashes: "0 99" }), look.title));
   const chart = classChart(width, { sets, classes, title, yLabel: "class" });
   return html("div", null, html("div", { class: "keys" }, keys), chart);
@@ -193,7 +223,8 @@ function setUpAlong(host, study) {
     const words = panel.lines.some((line) => line.published.length) ? " (hollow: published)" : "";
     const cell = html("div", study.x.length === 1 ? { class: "wide" } : null, legend.make());
     host.append(cell);
-    legend.watch(place(cell, title + words, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: panel.label, percent: true, exact: true })));
+    const found = () => ({ title, looks: lines().map((line) => line.look), rows: lineRows(lines(), panel.label) });
+    legend.watch(place(cell, title + words, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: panel.label, percent: true, exact: true }), found));
   }
 }
 
@@ -203,7 +234,11 @@ function setUpStudy(root, study) {
   for (const split of study.splits) {
     const runs = `${split.runs} ${split.runs === 1 ? "run" : "runs"}`;
     const words = html("span", null, split.title || "Clients and classes", " ", html("span", { class: "less" }, `(${runs})`));
-    place(splits.querySelector("[data-splits-here]"), words, study.scale, (width) => bubbleChart(width, split), study.splits.length === 1);
+    const counts = (kind) => split[kind].flatMap((row, k) => row.map((count, c) => [kind, split.shown[k], split.classes[c], count]));
+    const server = (split.server ?? []).map((count, c) => ["labeled", "server", split.classes[c], count]);
+    const rows = [["kind", "client", "class", "images"], ...server, ...counts("labeled"), ...counts("unlabeled")];
+    const found = () => ({ title: split.title || "Clients and classes", looks: [], rows });
+    place(splits.querySelector("[data-splits-here]"), words, study.scale, (width) => bubbleChart(width, split), found, study.splits.length === 1);
   }
   const along = root.querySelector("[data-along]");
   if (along) setUpAlong(along, study);
