@@ -40,11 +40,13 @@ def play(sites: Path, name: str, **options: object) -> tuple[float, str]:
     values, run = {**OPTIONS, **options}, sites.parent / name
     plain = (sites / "federation.toml").read_text().splitlines()
     table = values.pop("options", {})
+    rules = values.pop("rules", {})
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     lines += [line for line in plain if line.split(" = ")[0] not in values]
     at = lines.index("[federation]")
     lines[at:at] = ["[options]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())] if table else []
     file = sites / f"{name}.toml"
+    lines += [f"{key} = {json.dumps(value)}" for key, value in rules.items()]
     file.write_text("\n".join(lines) + "\n")
     local.rehearse(file, run, sites)
     client_app._open_client.cache_clear()
@@ -77,6 +79,79 @@ def test_a_site_that_turns_its_updates_is_left_out_and_named(sites: Path, monkey
     assert attacked > calm - 0.05
     assert believed < calm - 0.3
     assert f"{LIAR} was left out: its parameters point against the others" in log
+
+
+LEAF = "update/params/head/weight"
+
+
+def set_value(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Return a change of an int8 tensor that fills its levels or its scale with a value."""
+    return lambda packed: {**packed, name: torch.full_like(packed[name], value)}
+
+
+PACKED: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
+    (set_value("scale", float("inf")), "'update/params/head/weight/scale' has values that are not finite"),
+    (set_value("scale", float("nan")), "'update/params/head/weight/scale' has values that are not finite"),
+    (
+        lambda packed: set_value("scale", 3e38)(set_value("levels", 127)(packed)),
+        "'update/params/head/weight' has values that are not finite",
+    ),
+    (set_value("scale", 1e6), "times the cohort's median"),
+    (set_value("scale", -1e6), "times the cohort's median"),
+    (
+        lambda packed: {**packed, "levels": torch.cat([packed["levels"], packed["levels"]])},
+        "'update/params/head/weight/levels' has the shape",
+    ),
+    (
+        lambda packed: {**packed, "scale": packed["scale"].repeat(3)},
+        "'update/params/head/weight/scale' has the shape (3,), not ()",
+    ),
+    (
+        lambda packed: {**packed, "levels": packed["levels"].float()},
+        "'update/params/head/weight/levels' has dtype float32, not int8",
+    ),
+    (
+        lambda packed: {**packed, "scale": packed["scale"].to(torch.complex64)},
+        "has no valid type, shape and byte range",
+    ),
+    (lambda packed: {"levels": packed["levels"]}, "'update/params/head/weight/scale' is missing"),
+    (lambda packed: {**packed, "zero": packed["scale"]}, "'update/params/head/weight/zero' was not requested"),
+    (
+        lambda packed: packed["levels"] * packed["scale"],
+        "'update/params/head/weight/levels' is missing",
+    ),
+]
+"""What the hostile site makes of an int8 tensor of its update, one in each round, and what the server's log has."""
+
+
+def test_int8_uploads_that_cannot_be_decoded_name_their_site(sites: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each broken encoding is refused in its round, and the federation continues with the other four sites."""
+    honest = SiteClient.reply_to
+
+    def answer(self: SiteClient, message: bytes) -> bytes:
+        data = honest(self, message)
+        try:
+            request, reply = read_message(message, Request), read_message(data, Reply)
+        except MalformedMessage:
+            return data
+        if self.name != LIAR or not reply.client_update:
+            return data
+        flat = tree.flatten(reply.upload)
+        packed = {name: flat.pop(f"{LEAF}/{name}") for name in ("levels", "scale")}
+        new = PACKED[request.round][0](packed)
+        flat |= {f"{LEAF}/{name}": leaf for name, leaf in new.items()} if isinstance(new, dict) else {LEAF: new}
+        return write_message(replace(reply, upload=tree.unflatten(flat)))
+
+    monkeypatch.setattr(SiteClient, "reply_to", answer)
+    options = {"upload_precision": "int8", "rounds": len(PACKED), "steps": 1, "rules": {"strikes": 0}}
+    accuracy, log = play(sites, "int8", **options)
+    assert 0 < accuracy < 1
+    for number, (_, fault) in enumerate(PACKED, start=1):
+        (line,) = [line for line in log.splitlines() if f"refused in round {number}: " in line]
+        assert f"the answer of {LIAR}: " in line
+        assert fault in line
+    rows = [json.loads(line) for line in (sites.parent / "int8" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == len(PACKED)
 
 
 HEADS = {"network": "efficientnet-lite0", "width": None, "steps": None, "options": {"min_class_images": 1}}
