@@ -189,7 +189,14 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
 
 
 def _draw_test_rows(collection: ImageCollection) -> np.ndarray:
-    """Draw the rows that are held out as the test, bool (N,), with the draws of class folders."""
+    """Draw `HELD_OUT_SHARE` of the labeled images of every class as test images, the same ones in every run.
+
+    Returns:
+        True for a test image, bool (N,).
+
+    Raises:
+        UserError: If a class has fewer than two labeled images.
+    """
     is_test = np.zeros(len(collection), bool)
     for label, name in enumerate(collection.classes):
         rows = np.flatnonzero(collection.labels == label)
@@ -198,8 +205,10 @@ def _draw_test_rows(collection: ImageCollection) -> np.ndarray:
                 f"{collection.name}: class {name!r} has {len(rows)} labeled image{'s' if len(rows) != 1 else ''}, "
                 "too few to train and test on; add some, or give test."
             )
+        # The random stream of class folders, so that the same images in a folder give the same test.
         order = named_generator(0, "held out", name).permutation(len(rows))
-        is_test[rows[order[: max(1, round(HELD_OUT_SHARE * len(rows)))]]] = True
+        count = max(1, round(HELD_OUT_SHARE * len(rows)))
+        is_test[rows[order[:count]]] = True
     return is_test
 
 

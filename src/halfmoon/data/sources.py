@@ -115,6 +115,7 @@ def load(
 
 
 def _describe_skipped(skipped: Sequence[SkippedImage], count: int) -> list[str]:
+    """Describe in a sentence the images that were left out, next to `count` readable ones; no sentence without any."""
     if not skipped:
         return []
     names = f"{skipped[0].path} ({skipped[0].reason.removesuffix('; replace or remove it.')})"
@@ -124,7 +125,11 @@ def _describe_skipped(skipped: Sequence[SkippedImage], count: int) -> list[str]:
 
 
 def _group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str]]:
-    """Make images with equal pixels one group; return train and test images, and sentences about copies."""
+    """Assign images with equal pixels to one group, as copies must not be on different sides of a split.
+
+    Returns:
+        Training and test images with their groups, and sentences for the user about copies.
+    """
     hashes = [*hash_pixels(train.images), *hash_pixels(tests.images)]
     notes = describe_equal_images(hashes, np.concatenate([train.labels, tests.labels]))
     if not notes:
@@ -144,7 +149,9 @@ def _group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[st
             "them from one of the two"
         )
     assert merged is not None, "there are copies"
-    return replace(train, groups=merged[: len(train)]), replace(tests, groups=merged[len(train) :]), notes
+    train_groups = merged[: len(train)]
+    test_groups = merged[len(train) :]
+    return replace(train, groups=train_groups), replace(tests, groups=test_groups), notes
 
 
 def _describe_nested(folder: Path) -> list[str]:
@@ -188,31 +195,45 @@ def save(
 
 
 def _find_folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> Path | None:
-    """Find the folder of a data set; None if it must be downloaded."""
+    """Find the folder of a data set.
+
+    Args:
+        name: The data set's name, or a path.
+        data_dir: The folder in which the user has data sets, if given.
+        info: The metadata of a data set that is known by name.
+
+    Returns:
+        The folder; None if the data set must be downloaded.
+
+    Raises:
+        UserError: If `data_dir` does not exist or does not contain the data set.
+    """
     if data_dir is None:
         return Path(name) if info is None and Path(name).is_dir() else None
     if not data_dir.is_dir():
         raise UserError(f"{data_dir}: there is no such folder; --data-dir is the folder that contains {name}.")
     if info:
         folder = data_dir / name if (data_dir / name).is_dir() else data_dir
-        # An official archive may have been unpacked into its folder.
-        unpacked = info.folder and folder / info.folder
-        return unpacked if unpacked and unpacked.is_dir() else folder
-    for folder in (data_dir / name, Path(name)):
-        if folder.is_dir():
-            return folder
+        # An official archive may have been unpacked into a folder of its own inside.
+        if info.folder and (folder / info.folder).is_dir():
+            return folder / info.folder
+        return folder
+    for candidate in (data_dir / name, Path(name)):
+        if candidate.is_dir():
+            return candidate
     raise UserError(f"{data_dir}: it has no folder {name}; {suggest(name, list_datasets())}")
 
 
 def _detect_official(folder: Path, name: str) -> str | None:
     """Detect a data set by its official files in a folder; for a known name, check for this data set only."""
-    checks = {
+    has_official_files = {
         "cifar10": lambda: binary.has_files(folder, "cifar10"),
         "cifar100": lambda: binary.has_files(folder, "cifar100"),
         "tiny_imagenet": lambda: tinyimagenet.has_files(folder),
     }
-    for dataset, has_files in checks.items():
-        if (name == dataset or name not in DATASETS) and has_files():
+    for dataset, has_files in has_official_files.items():
+        may_be = name == dataset or name not in DATASETS
+        if may_be and has_files():
             return dataset
     return None
 
@@ -273,20 +294,35 @@ def _refuse_other_formats(folder: Path) -> None:
 def _read_parquet(
     folder: Path, files: list[Path], info: DatasetInfo | None, test: str, cache: Path | None, preparation: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
+    """Read the training files, and the files of the part `test`, of a folder of parquet or Arrow files.
+
+    Args:
+        folder: The folder.
+        files: The training files.
+        info: The metadata of a data set that is known by name.
+        test: The name of the test part.
+        cache: The folder for decoded images; None for the default one.
+        preparation: The conversion of images.
+
+    Returns:
+        Training images, test images, and class names if the files have them.
+    """
     rgb = info is not None and info.gray
-    cache_form = f"{'rgb' if rgb else ''}{preparation.cache_id}"
+    cache_id = f"{'rgb' if rgb else ''}{preparation.cache_id}"
     # Some known data sets have another name for their test part, but files with the requested name have priority.
     tests = parquet.find_shards(folder, test)
     if not tests and info and test == "test":
         tests = parquet.find_shards(folder, info.test_part)
     if not tests:
         raise UserError(f"{folder}: there is no {test}*.parquet next to train*.parquet.")
-    train, classes = store.load_or_decode(
-        cache, files, lambda into: parquet.read_parquet(files, rgb, preparation, into), cache_form
-    )
-    test_images, _ = store.load_or_decode(
-        cache, tests, lambda into: parquet.read_parquet(tests, rgb, preparation, into), cache_form
-    )
+
+    def read(paths: list[Path]) -> store.Decoded:
+        return store.load_or_decode(
+            cache, paths, lambda into: parquet.read_parquet(paths, rgb, preparation, into), cache_id
+        )
+
+    train, classes = read(files)
+    test_images, _ = read(tests)
     return train, test_images, classes
 
 
@@ -326,14 +362,15 @@ def _number_classes(name: str, labels: np.ndarray) -> tuple[str, ...]:
 def _load_digits() -> tuple[Images, Images, tuple[str, ...]]:
     """Load the 1,797 embedded digits: train images, 360 test images, and class names.
 
-    Pixels are scaled from 0..16 to 0..255. The test images are always the same: each class has its share of 360 (largest
-    remainders), the first rows of a permutation of the class with seed 0.
+    Pixels are scaled from 0..16 to 0..255. The test images are the same in every run: each class has its share of 360
+    (largest remainders), the first rows of a permutation of the class with seed 0.
     """
     embedded = resources.files("halfmoon.data") / "digits.npz"
     with embedded.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         images = np.rint(arrays["images"].astype(np.float64) * 255 / 16).astype(np.uint8)[..., None]
         labels = arrays["labels"].astype(np.int64)
-    test = draw_labeled(labels, apportion(np.bincount(labels), 360), named_generator(0, "digits", "test"))
-    train = Images(images[~test], labels[~test])
-    tests = Images(images[test], labels[test])
+    test_counts = apportion(np.bincount(labels), total=360)
+    is_test = draw_labeled(labels, test_counts, named_generator(0, "digits", "test"))
+    train = Images(images[~is_test], labels[~is_test])
+    tests = Images(images[is_test], labels[is_test])
     return train, tests, tuple(str(digit) for digit in range(10))

@@ -29,12 +29,13 @@ def deal_test_images(split: Split, train_labels: np.ndarray, test_labels: np.nda
     """
     labeled, unlabeled = count_rows(split, train_labels, classes)
     counts = labeled + unlabeled
-    owners = np.full(len(test_labels), NO_CLIENT, np.int64)
+    client_of_row = np.full(len(test_labels), NO_CLIENT, np.int64)
     for label in range(classes):
         if not counts[:, label].any():
             continue
         rows = np.flatnonzero(test_labels == label)
         # Files may be sorted, by patient for example, so the order within a class is random.
         shuffled = named_generator(0, "client-tests", str(label)).permutation(rows)
-        owners[shuffled] = np.repeat(np.arange(split.clients), apportion(counts[:, label], len(rows)))
-    return owners
+        rows_per_client = apportion(counts[:, label], len(rows))
+        client_of_row[shuffled] = np.repeat(np.arange(split.clients), rows_per_client)
+    return client_of_row

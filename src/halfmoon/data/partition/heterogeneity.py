@@ -14,18 +14,25 @@ from halfmoon.data.partition.split import SERVER, Split
 
 
 def count_rows(split: Split, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Count the rows of each client and class: labeled and unlabeled, each int64 (clients, classes).
+    """Count the labeled and the unlabeled images of each client and class.
 
-    Rows with an unknown label are not counted.
+    Args:
+        split: The client of each of N images, and the labeled ones.
+        labels: The true label of each image, int64 (N,); images with an unknown label are not counted.
+        classes: The number of classes.
+
+    Returns:
+        The counts of labeled and of unlabeled images, each int64 (clients, classes).
     """
 
     def count_selected(selection: np.ndarray) -> np.ndarray:
+        """Count the images of a mask, bool (N,), by client and class."""
         # One bincount over the flat index of the table (clients, classes).
         cells = split.client[selection] * classes + labels[selection]
         return np.bincount(cells, minlength=split.clients * classes).reshape(split.clients, classes)
 
-    mask = (split.client >= 0) & (labels != UNKNOWN)
-    return count_selected(mask & split.labeled), count_selected(mask & ~split.labeled)
+    countable = (split.client >= 0) & (labels != UNKNOWN)
+    return count_selected(countable & split.labeled), count_selected(countable & ~split.labeled)
 
 
 def class_shares(numbers: np.ndarray) -> np.ndarray:

@@ -63,8 +63,10 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
     """Divide `total` into integers proportional to `weights` (largest remainder method)."""
     exact = weights * total
     amounts = exact // weights.sum()
-    order = np.argsort(-(exact % weights.sum()), kind="stable")
-    amounts[order[: total - int(amounts.sum())]] += 1
+    remainders = exact % weights.sum()
+    by_remainder = np.argsort(-remainders, kind="stable")  # the largest first
+    missing = total - int(amounts.sum())
+    amounts[by_remainder[:missing]] += 1
     return amounts
 
 
@@ -77,10 +79,18 @@ def draw_labeled(labels: np.ndarray, counts: np.ndarray, generator: np.random.Ge
 
 
 def spread_evenly(labels: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
-    """Assign rows to clients evenly in every class; return the client of each row, int64 (N,).
+    """Assign rows to clients evenly in every class.
 
     Rows, sorted by class and shuffled inside each class, are dealt to the clients in turn, like cards. Any two clients
     differ by at most one row in every class, and by at most one row in total.
+
+    Args:
+        labels: The label of each row, int (N,).
+        clients: The number of clients.
+        generator: The generator.
+
+    Returns:
+        The client of each row, int64 (N,).
     """
     order = np.concatenate([generator.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)])
     client_of_row = np.empty(len(labels), np.int64)
@@ -97,7 +107,9 @@ def rows_by_client(client: np.ndarray, clients: int) -> list[np.ndarray]:
     """
     # One sort for all clients; a search for each client would cost clients * N.
     order = np.argsort(client, kind="stable")
-    return np.split(order, np.searchsorted(client[order], np.arange(clients + 1)))[1 : clients + 1]
+    boundaries = np.searchsorted(client[order], np.arange(clients + 1))
+    # The first section has the rows without a client.
+    return np.split(order, boundaries)[1 : clients + 1]
 
 
 MAX_SHORT_CLIENTS = 12
@@ -172,7 +184,8 @@ def _suggest_changes(labels: np.ndarray, clients: int, dirichlet_alpha: float, m
     """
 
     def succeeds(candidate_clients: int, candidate_alpha: float) -> bool:
-        # A generator of its own: trial draws must not depend on the seed of the run.
+        """Check whether one of three trial draws gives every client enough rows."""
+        # A separate generator: trial draws must not depend on the seed of the run.
         generator = named_generator(0, "what would")  # the name of the stream; do not change, it selects the numbers
         for _ in range(3):
             client_of_row = _spread_once(labels, candidate_clients, candidate_alpha, generator, cap)
@@ -180,15 +193,15 @@ def _suggest_changes(labels: np.ndarray, clients: int, dirichlet_alpha: float, m
                 return True
         return False
 
-    alphas = (dirichlet_alpha * 2**k for k in range(1, 8))
-    counts = (clients >> k for k in range(1, clients.bit_length() - 1))
-    larger_alpha = next((candidate for candidate in alphas if succeeds(clients, candidate)), None)
-    fewer_clients = next((candidate for candidate in counts if succeeds(candidate, dirichlet_alpha)), None)
+    larger_alphas = (dirichlet_alpha * 2**doublings for doublings in range(1, 8))
+    fewer_clients = (clients // 2**halvings for halvings in range(1, clients.bit_length() - 1))
+    sufficient_alpha = next((alpha for alpha in larger_alphas if succeeds(clients, alpha)), None)
+    sufficient_clients = next((count for count in fewer_clients if succeeds(count, dirichlet_alpha)), None)
     suggestions = []
-    if larger_alpha is not None:
-        suggestions.append(f"raise dirichlet_alpha to {larger_alpha:g}")
-    if fewer_clients is not None:
-        suggestions.append(f"ask for {fewer_clients} clients")
+    if sufficient_alpha is not None:
+        suggestions.append(f"raise dirichlet_alpha to {sufficient_alpha:g}")
+    if sufficient_clients is not None:
+        suggestions.append(f"ask for {sufficient_clients} clients")
     return suggestions
 
 
@@ -202,14 +215,20 @@ def _join_suggestions(suggestions: list[str]) -> str:
 def _spread_once(
     labels: np.ndarray, clients: int, dirichlet_alpha: float, generator: np.random.Generator, cap: bool
 ) -> np.ndarray:
-    """Draw one partition, without the check of the smallest size: the client of each row, int64 (N,)."""
+    """Partition each class among clients by one Dirichlet draw; some clients may get few rows or none.
+
+    The arguments are those of `spread_by_dirichlet`.
+
+    Returns:
+        The client of each row, int64 (N,).
+    """
     client_of_row = np.empty(len(labels), np.int64)
     sizes = np.zeros(clients, np.int64)
     for label in np.unique(labels):
         rows = generator.permutation(np.flatnonzero(labels == label))
         shares = generator.dirichlet(np.full(clients, dirichlet_alpha))
         # In integers: size < N / clients. While rows remain, at least one client is below its even share.
-        below_cap = sizes * clients < len(labels) if cap else np.ones(clients, bool)
+        below_cap = (sizes * clients < len(labels)) if cap else np.ones(clients, bool)
         shares = np.where(below_cap, shares, 0.0)
         total = shares.sum()
         if total > 0:
@@ -220,8 +239,8 @@ def _spread_once(
             shares = np.zeros(clients)
             shares[below_cap] = generator.dirichlet(np.full(int(below_cap.sum()), dirichlet_alpha))
         # Rounding can make the sum of the shares exceed 1: the minimum keeps the cuts inside the class.
-        cuts = (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
-        counts = np.diff(np.concatenate(([0], np.minimum(cuts, len(rows)), [len(rows)])))
+        cuts = np.minimum((np.cumsum(shares)[:-1] * len(rows)).astype(np.int64), len(rows))
+        counts = np.diff(np.concatenate(([0], cuts, [len(rows)])))
         client_of_row[rows] = np.repeat(np.arange(clients), counts)
         sizes += counts
     return client_of_row

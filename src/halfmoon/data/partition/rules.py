@@ -44,10 +44,10 @@ class RowPool(NamedTuple):
     def check(self, min_rows: int = 1) -> None:
         """Raise UserError if there are fewer than `min_rows` rows for each client."""
         rows = len(self.labels)
-        clients = self.clients
-        if min_rows * clients > rows:
+        required = min_rows * self.clients
+        if required > rows:
             raise UserError(
-                f"{clients} clients with at least {min_rows} {self.kind} images each need {min_rows * clients}, but "
+                f"{self.clients} clients with at least {min_rows} {self.kind} images each need {required}, but "
                 f"there are {rows}; ask for fewer clients, a smaller min_size or another share of labels."
             )
 
@@ -99,7 +99,8 @@ def assign_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
             )
         # Client k gets the shards at positions k * per_client to (k + 1) * per_client - 1 of the permutation.
         shard_clients = order[label * shards : (label + 1) * shards] // per_client
-        sizes = len(rows) // shards + (np.arange(shards) < len(rows) % shards)
+        has_extra_row = np.arange(shards) < len(rows) % shards
+        sizes = len(rows) // shards + has_extra_row
         client_of_row[rows] = np.repeat(shard_clients, sizes)
     return client_of_row
 
@@ -136,7 +137,8 @@ def assign_sequentially(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     counts[-1] = remaining
     client_of_row = _assign_counts(counts, pools, len(labels))
     # Drop random rows of the last client, which has more than `size` if clients do not divide the rows.
-    client_of_row[generator.permutation(np.flatnonzero(client_of_row == clients - 1))[size:]] = -1
+    last_rows = generator.permutation(np.flatnonzero(client_of_row == clients - 1))
+    client_of_row[last_rows[size:]] = -1
     return client_of_row
 
 
@@ -206,9 +208,8 @@ def assign_equal_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray
             f"for each of {row_pool.clients} clients; ask for fewer clients or another number of labels, or choose setting "
             "iid-iid."
         )
-    return _assign_counts(
-        np.full((row_pool.clients, len(totals)), rows_per_class), _shuffle_by_class(row_pool), len(row_pool.labels)
-    )
+    counts = np.full((row_pool.clients, len(totals)), rows_per_class)
+    return _assign_counts(counts, pools=_shuffle_by_class(row_pool), rows=len(row_pool.labels))
 
 
 def assign_peaked_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
@@ -220,9 +221,10 @@ def assign_peaked_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarra
     row_pool.check()
     classes = len(row_pool.names)
     types = np.arange(row_pool.clients) % classes
-    # Row t of the table is the vector of type 0, shifted by t classes.
-    shares = fedmatch_class_probabilities(classes)[(np.arange(classes) - types[:, None]) % classes]
-    return _assign_fitted(row_pool, np.log(shares))
+    # The class mix of a client of type t is that of type 0, shifted by t classes.
+    shifted_classes = (np.arange(classes) - types[:, None]) % classes
+    mixes = fedmatch_class_probabilities(classes)[shifted_classes]
+    return _assign_fitted(row_pool, np.log(mixes))
 
 
 def fedmatch_class_probabilities(classes: int) -> np.ndarray:
@@ -273,7 +275,19 @@ def fit_counts(log_mixes: np.ndarray, size: int, pool_sizes: np.ndarray, generat
 
 
 def _round_counts(exact: np.ndarray, pool_sizes: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Round a table (clients, classes) to integers; preserve its row sums, and keep column sums within `pool_sizes`."""
+    """Round a table of expected counts to integers, so that no class has more rows than its pool.
+
+    One client after another is rounded down, in random order. Its missing rows are from the classes for which rounding has
+    removed most so far.
+
+    Args:
+        exact: The expected counts, float (clients, classes).
+        pool_sizes: The number of rows of each class, int64 (classes,).
+        generator: The generator for the order of the clients.
+
+    Returns:
+        int64 (clients, classes), with the row sums of `exact`, and column sums of at most `pool_sizes`.
+    """
     counts = np.zeros(exact.shape, np.int64)
     remaining = pool_sizes.copy()
     carried_error = np.zeros(exact.shape[1])  # rounded down for earlier clients, by class
@@ -285,7 +299,8 @@ def _round_counts(exact: np.ndarray, pool_sizes: np.ndarray, generator: np.rando
             # Round up the classes of which the client has a fraction first, in the order of the largest carried error.
             priority = np.where(fraction > _MIN_FRACTION, carried_error + fraction, -len(exact) + carried_error)
             available = np.flatnonzero(amounts < remaining)
-            amounts[available[np.argsort(-priority[available], kind="stable")[:missing]]] += 1
+            by_priority = available[np.argsort(-priority[available], kind="stable")]
+            amounts[by_priority[:missing]] += 1
             fraction = exact[client] - amounts
         carried_error += fraction
         remaining -= amounts
@@ -298,7 +313,10 @@ def _assign_fitted(row_pool: RowPool, log_mixes: np.ndarray) -> np.ndarray:
     pools = _shuffle_by_class(row_pool)
     rows = len(row_pool.labels)
     counts = fit_counts(
-        log_mixes, rows // row_pool.clients, np.array([len(pool) for pool in pools]), row_pool.generator
+        log_mixes,
+        size=rows // row_pool.clients,
+        pool_sizes=np.array([len(pool) for pool in pools]),
+        generator=row_pool.generator,
     )
     return _assign_counts(counts, pools, rows)
 
@@ -324,10 +342,10 @@ def _log_dirichlet(dirichlet_alpha: float, shape: tuple[int, int], generator: np
     A Dirichlet row is a normalized row of gamma variates G(alpha). For a small alpha these underflow, so they are drawn
     as logarithms: log G(a) = log G(a + 1) + log(U) / a (Marsaglia and Tsang 2000, section 6).
     """
-    dirichlet_alpha = max(
-        dirichlet_alpha, 1e-9
-    )  # keeps the division finite; a mix is a single class far above this alpha
-    boost = np.log1p(-generator.random(shape)) / dirichlet_alpha  # 1 - U is never 0
+    # Keep the division finite. At much larger alphas than this minimum, a mix is a single class already.
+    dirichlet_alpha = max(dirichlet_alpha, 1e-9)
+    # log(1 - U) instead of log(U), because U can be 0 but never 1.
+    boost = np.log1p(-generator.random(shape)) / dirichlet_alpha
     return np.log(generator.standard_gamma(dirichlet_alpha + 1, shape)) + boost
 
 
@@ -354,5 +372,6 @@ def reduce_unlabeled(
     order = generator.permutation(len(client))
     for client_number in np.unique(client[client >= 0]):
         unlabeled_rows = order[(client[order] == client_number) & ~labeled[order]]
-        reduced[unlabeled_rows[max(1, round(share * len(unlabeled_rows))) :]] = -1
+        retained = max(1, round(share * len(unlabeled_rows)))
+        reduced[unlabeled_rows[retained:]] = -1
     return reduced

@@ -105,17 +105,15 @@ class Scenario(SplitOptions):
         """
         names = [str(c) for c in range(classes)] if isinstance(classes, int) else list(classes)
         totals = _class_totals(self, labels, names)
-        if self.setting in _SETTING_RULES:
-            if self._joint:
-                client, labeled = self._draw_jointly(labels, names)
-            else:
-                client, labeled = self._draw_separately(labels, totals, names)
-        else:
+        if self.setting not in _SETTING_RULES:
             client, labeled = _apply_custom_rule(self, labels, len(names))
+        elif self._joint:
+            client, labeled = self._draw_jointly(labels, names)
+        else:
+            client, labeled = self._draw_separately(labels, totals, names)
         if self.unlabeled_share < 1:
-            client = rules.reduce_unlabeled(
-                client, labeled, self.unlabeled_share, named_generator(self.seed, "split", "share")
-            )
+            generator = named_generator(self.seed, "split", "share")
+            client = rules.reduce_unlabeled(client, labeled, self.unlabeled_share, generator)
         origin = SplitOrigin(asdict(self), source, hash_labels(labels))
         return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
 
@@ -144,8 +142,8 @@ class Scenario(SplitOptions):
         totals = _class_totals(self, labels[is_known], names)
         labeled = is_known
         if is_known.all():
-            pool = _count_labeled_pool(self, totals, names)
-            labeled = draw_labeled(labels, pool, named_generator(self.seed, "split", "pool"))
+            pool_counts = _count_labeled_pool(self, totals, names)
+            labeled = draw_labeled(labels, pool_counts, named_generator(self.seed, "split", "pool"))
         if client is None:
             client = self._draw_partially_labeled(labels, names)
         elif self.labels_at == "some":
@@ -153,15 +151,23 @@ class Scenario(SplitOptions):
         if self.labels_at == "server":
             client = np.where(labeled, SERVER, client)
         if self.unlabeled_share < 1:
-            draw = named_generator(self.seed, "split", "share")
-            client = rules.reduce_unlabeled(client, labeled, self.unlabeled_share, draw)
+            generator = named_generator(self.seed, "split", "share")
+            client = rules.reduce_unlabeled(client, labeled, self.unlabeled_share, generator)
         origin = SplitOrigin(asdict(self), source, hash_labels(labels))
         return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
 
     def _draw_partially_labeled(self, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """Partition labeled rows by the setting's rule, and the others evenly at random; the client of each row."""
-        by_labeled = _SETTING_RULES[self.setting].labeled if self.setting in _SETTING_RULES else None
-        if by_labeled is None:
+        """Partition rows with a label by the setting's rule, and those without one evenly at random.
+
+        Args:
+            labels: The label of each row, int (N,), `UNKNOWN` for none.
+            names: The class names.
+
+        Returns:
+            The client of each row, int64 (N,).
+        """
+        labeled_rule = _SETTING_RULES[self.setting].labeled if self.setting in _SETTING_RULES else None
+        if labeled_rule is None:
             raise UserError(
                 f"setting {self.setting} needs the labels of all images, but {int((labels == UNKNOWN).sum()):,} have "
                 "none; choose dir-dir or iid-iid, or give clients, one id for each image."
@@ -170,11 +176,12 @@ class Scenario(SplitOptions):
         client = np.full(len(labels), SERVER, np.int64)
         if self.labels_at != "server":
             labeled_clients = _draw_labeled_clients(self)
-            draw = named_generator(self.seed, "split", "labeled")
-            positions = by_labeled(self, RowPool(labels[is_known], names, len(labeled_clients), draw, "labeled"))
-            client[is_known] = np.append(labeled_clients, -1)[positions]
-        draw = named_generator(self.seed, "split", "unlabeled")
-        client[~is_known] = spread_evenly(np.zeros(int((~is_known).sum()), np.int64), self.clients, draw)
+            generator = named_generator(self.seed, "split", "labeled")
+            row_pool = RowPool(labels[is_known], names, len(labeled_clients), generator, kind="labeled")
+            client[is_known] = _to_client_numbers(labeled_rule(self, row_pool), labeled_clients)
+        generator = named_generator(self.seed, "split", "unlabeled")
+        one_class = np.zeros(int((~is_known).sum()), np.int64)
+        client[~is_known] = spread_evenly(one_class, self.clients, generator)
         return client
 
     @property
@@ -189,41 +196,66 @@ class Scenario(SplitOptions):
     def _draw_separately(
         self, labels: np.ndarray, totals: np.ndarray, names: Sequence[str]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Partition a labeled pool and its complement separately; return `client` and `labeled` of the split."""
-        labeled = draw_labeled(
-            labels, _count_labeled_pool(self, totals, names), named_generator(self.seed, "split", "pool")
-        )
+        """Draw labeled rows from all rows, then partition labeled and unlabeled rows separately.
+
+        Args:
+            labels: The label of each row, int (N,).
+            totals: The number of rows of each class, (classes,).
+            names: The class names.
+
+        Returns:
+            The client of each row, int64 (N,), and the labeled rows, bool (N,).
+        """
+        pool_counts = _count_labeled_pool(self, totals, names)
+        labeled = draw_labeled(labels, pool_counts, named_generator(self.seed, "split", "pool"))
         client = np.full(len(labels), SERVER, np.int64)
         labeled_rule, unlabeled_rule = _SETTING_RULES[self.setting]
         if self.labels_at != "server":
             assert labeled_rule is not None
             labeled_clients = _draw_labeled_clients(self)
             generator = named_generator(self.seed, "split", "labeled")
-            positions = labeled_rule(self, RowPool(labels[labeled], names, len(labeled_clients), generator, "labeled"))
-            # The rule numbers the clients that have labels from 0: translate these numbers to client numbers. Index -1
-            # (no client) selects the appended last element, which is -1 again.
-            client[labeled] = np.append(labeled_clients, -1)[positions]
+            row_pool = RowPool(labels[labeled], names, len(labeled_clients), generator, kind="labeled")
+            client[labeled] = _to_client_numbers(labeled_rule(self, row_pool), labeled_clients)
         if not labeled.all():
             generator = named_generator(self.seed, "split", "unlabeled")
-            client[~labeled] = unlabeled_rule(
-                self, RowPool(labels[~labeled], names, self.clients, generator, "unlabeled")
-            )
+            row_pool = RowPool(labels[~labeled], names, self.clients, generator, kind="unlabeled")
+            client[~labeled] = unlabeled_rule(self, row_pool)
         return client, labeled
 
     def _draw_jointly(self, labels: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Partition all rows, then label some of each client's: both kinds of rows have the same distribution."""
+        """Partition all rows, then label random rows of each client: both kinds of rows have the same distribution.
+
+        Returns:
+            The client of each row, int64 (N,), and the labeled rows, bool (N,).
+        """
         size = len(labels) // self.clients
         labels_per_client = _count_labels_per_client(self, size, len(names))
         generator = named_generator(self.seed, "split", "shared")
-        client = _SETTING_RULES[self.setting].unlabeled(self, RowPool(labels, names, self.clients, generator, "shared"))
+        partition_rule = _SETTING_RULES[self.setting].unlabeled
+        client = partition_rule(self, RowPool(labels, names, self.clients, generator, kind="shared"))
         labeled = np.zeros(len(labels), bool)
         generator = named_generator(self.seed, "split", "marks")
         labeled_clients = set(_draw_labeled_clients(self).tolist())
-        for k, client_rows in enumerate(rows_by_client(client, self.clients)):
+        for client_number, client_rows in enumerate(rows_by_client(client, self.clients)):
             # Drawn for every client, so that the rows of one do not depend on which other clients have labels.
             rows = generator.permutation(client_rows)
-            labeled[rows[: labels_per_client if k in labeled_clients else 0]] = True
+            if client_number in labeled_clients:
+                labeled[rows[:labels_per_client]] = True
         return client, labeled
+
+
+def _to_client_numbers(positions: np.ndarray, clients: np.ndarray) -> np.ndarray:
+    """Translate a rule's numbering of the clients that have labels, from 0, to the numbers of these clients.
+
+    Args:
+        positions: The position in `clients` for each row, int (N,); -1 for no client.
+        clients: Client numbers, int64, ascending.
+
+    Returns:
+        The client of each row, int64 (N,); -1 for no client.
+    """
+    # Index -1 selects the appended last element, which is -1 again.
+    return np.append(clients, -1)[positions]
 
 
 _Rule = Callable[[Scenario, RowPool], np.ndarray]
@@ -243,7 +275,13 @@ def _partition_evenly(scenario: Scenario, row_pool: RowPool) -> np.ndarray:
 
 
 def _partition_by_dirichlet(scenario: Scenario, row_pool: RowPool, default_min_size: int = 10) -> np.ndarray:
-    """Partition a pool by Dirichlet; `default_min_size` applies if the scenario has no min_size."""
+    """Partition each class among the clients by a Dirichlet distribution; see `spread_by_dirichlet`.
+
+    Args:
+        scenario: The scenario, with concentration, smallest size and cap.
+        row_pool: The rows.
+        default_min_size: The fewest rows of a client if the scenario does not define it.
+    """
     min_size = _min_size(scenario, row_pool, default_min_size)
     row_pool.check(min_size)
     return spread_by_dirichlet(
@@ -296,10 +334,23 @@ SETTINGS = tuple(_SETTING_RULES)
 
 
 def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Call a custom rule and check its result; return `client` and `labeled` of the split."""
+    """Call a custom partition rule, and check what it returns.
+
+    Args:
+        scenario: The scenario, whose setting names the rule.
+        labels: The label of each row, int (N,).
+        classes: The number of classes.
+
+    Returns:
+        The client of each row, int64 (N,), and the labeled rows, bool (N,).
+
+    Raises:
+        UserError: If the rule fails, or returns arrays of another shape or type, or invalid client numbers.
+    """
     name = scenario.setting
     try:
-        client, labeled = plugins.load(name, "split")(labels=labels.copy(), classes=classes, scenario=scenario)
+        custom_rule = plugins.load(name, "split")
+        client, labeled = custom_rule(labels=labels.copy(), classes=classes, scenario=scenario)
         client = np.asarray(client)
         labeled = np.asarray(labeled)
     except UserError:
@@ -313,16 +364,16 @@ def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> 
                 f"({len(labels)},), and labeled, bool ({len(labels)},)."
             )
     if client.min() < SERVER or client.max() >= scenario.clients:
+        invalid_client = client.min() if client.min() < SERVER else client.max()
         raise UserError(
-            f"setting {name} gives rows to client {client.min() if client.min() < SERVER else client.max()}, but "
+            f"setting {name} gives rows to client {invalid_client}, but "
             f"clients are numbered 0 to {scenario.clients - 1}, the server is {SERVER} and nobody -1."
         )
     return client.astype(np.int64), labeled
 
 
 def _check_fields(scenario: Scenario) -> None:
-    """Raise UserError if a field, taken alone, has an invalid value."""
-    scenario = scenario
+    """Raise UserError if a field has an invalid value, regardless of the other fields."""
     if scenario.setting not in _SETTING_RULES and not plugins.is_plugin(scenario.setting, "split"):
         *all_but_last, last = _SETTING_RULES
         raise UserError(f"setting {scenario.setting!r} is unknown; choose {', '.join(all_but_last)} or {last}.")
@@ -337,7 +388,8 @@ def _check_fields(scenario: Scenario) -> None:
 
 def _check_labels(scenario: Scenario) -> None:
     """Raise UserError if the fields that set the number and the location of labels contradict each other."""
-    if sum(amount is not None for amount in (scenario.labels_per_class, scenario.label_ratio, scenario.labels)) != 1:
+    amounts = (scenario.labels_per_class, scenario.label_ratio, scenario.labels)
+    if sum(amount is not None for amount in amounts) != 1:
         raise UserError("give exactly one of labels_per_class, label_ratio and labels.")
     if scenario.labels_at not in get_args(LabelLocation):
         raise UserError(f"labels_at {scenario.labels_at!r} is unknown; choose clients, server or some.")
@@ -404,7 +456,16 @@ def _count_labeled_pool(scenario: Scenario, totals: np.ndarray, names: Sequence[
 
 
 def _count_labels_per_client(scenario: Scenario, size: int, classes: int) -> int:
-    """Compute the number of labels of a client with `size` rows, for settings without a pool of labeled rows."""
+    """Compute the number of labeled rows of each client, for settings that label random rows of each client.
+
+    Args:
+        scenario: The scenario, with a share of labels or a number per class.
+        size: The number of rows of a client.
+        classes: The number of classes.
+
+    Raises:
+        UserError: If the number is zero or larger than `size`.
+    """
     if scenario.label_ratio is not None:
         # The authors' int(r * n), except that 0.29 * 100 = 28.999999999999996 becomes 29.
         count = math.floor(scenario.label_ratio * size + 1e-9)
@@ -432,17 +493,29 @@ def _draw_labeled_clients(scenario: Scenario) -> np.ndarray:
 
 
 def _draw_stages(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.ndarray | None:
-    """Draw the stage of each row, int64 (N,): each client's unlabeled rows are divided evenly, in random order."""
+    """Divide each client's unlabeled rows evenly among the stages of a stream, in random order.
+
+    Args:
+        scenario: The scenario, with the number of stages.
+        client: The client of each row, int64 (N,).
+        labeled: The labeled rows, bool (N,).
+
+    Returns:
+        The stage of each row, int64 (N,); None if there is only one stage.
+
+    Raises:
+        UserError: If a client has fewer unlabeled rows than there are stages.
+    """
     stages = scenario.stages
     if stages == 1:
         return None
     generator = named_generator(scenario.seed, "split", "stages")
     stage = np.zeros(len(client), np.int64)
-    for k, client_rows in enumerate(rows_by_client(client, scenario.clients)):
+    for client_number, client_rows in enumerate(rows_by_client(client, scenario.clients)):
         rows = generator.permutation(client_rows[~labeled[client_rows]])
         if len(rows) < stages:
             raise UserError(
-                f"client {k} has {len(rows)} unlabeled images, fewer than {stages} stages; ask for fewer stages, fewer "
+                f"client {client_number} has {len(rows)} unlabeled images, fewer than {stages} stages; ask for fewer stages, fewer "
                 "clients or fewer labels."
             )
         # Position i of n gets stage floor(i * stages / n), so that the sizes of stages differ by at most one.

@@ -93,17 +93,23 @@ class Split:
         return len(self.client)
 
     def counts(self) -> list[tuple[str, int, int]]:
-        """Count (name, labeled, unlabeled) rows of each client, and of the server and of no client if they have rows."""
+        """Count the labeled and the unlabeled rows of each client.
+
+        Returns:
+            (name, labeled rows, unlabeled rows) of each client, after those of the server and of no client ("nobody"), if
+            these have rows.
+        """
         # Client numbers start at SERVER = -2, indices of the counts at 0.
-        minlength = self.clients - SERVER
-        labeled_counts = np.bincount(self.client[self.labeled] - SERVER, minlength=minlength).tolist()
-        all_counts = np.bincount(self.client - SERVER, minlength=minlength).tolist()
-        names = {SERVER: "server", -1: "nobody"}
-        rows = []
-        for k, labeled, total in zip(range(SERVER, self.clients), labeled_counts, all_counts, strict=True):
-            if k >= 0 or total:
-                rows.append((names.get(k, f"client {k}"), labeled, total - labeled))
-        return rows
+        numbers = range(SERVER, self.clients)
+        labeled_counts = np.bincount(self.client[self.labeled] - SERVER, minlength=len(numbers)).tolist()
+        all_counts = np.bincount(self.client - SERVER, minlength=len(numbers)).tolist()
+        special_names = {SERVER: "server", -1: "nobody"}
+        table = []
+        for number, labeled, total in zip(numbers, labeled_counts, all_counts, strict=True):
+            if number >= 0 or total:
+                name = special_names.get(number, f"client {number}")
+                table.append((name, labeled, total - labeled))
+        return table
 
     def __repr__(self) -> str:
         lines = [f"{name}: {labeled:,} labeled, {rest:,} unlabeled" for name, labeled, rest in self.counts()]
@@ -116,11 +122,11 @@ class Split:
         """The number of stages; 1 if all rows are available always."""
         return 1 if self.stage is None else int(self.stage.max(initial=0)) + 1
 
-    def rows(self, k: int, labeled: bool, stage: int | None = None) -> np.ndarray:
+    def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
         """Select the labeled or unlabeled rows of a client.
 
         Args:
-            k: The client's number, or SERVER.
+            client: The client's number, or SERVER.
             labeled: True for labeled, False for unlabeled rows.
             stage: For unlabeled rows, the stage; None for all stages. A split without stages ignores it.
 
@@ -128,7 +134,8 @@ class Split:
             Row numbers, int64, ascending.
         """
         order, starts = self._rows_by_client
-        rows = order[starts[k - SERVER] : starts[k - SERVER + 1]].astype(np.int64)
+        index = client - SERVER  # the server's number is the lowest, and has index 0
+        rows = order[starts[index] : starts[index + 1]].astype(np.int64)
         rows = rows[self.labeled[rows] == labeled]
         if stage is not None and self.stage is not None and not labeled:
             rows = rows[self.stage[rows] == stage]
@@ -136,12 +143,15 @@ class Split:
 
     @cached_property
     def _rows_by_client(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows, sorted by client from SERVER on, and the start of each client's: constant time for a look-up."""
+        """An index for look-ups in constant time: the row numbers sorted by client, and the position of each client's first.
+
+        Clients are in the order of their numbers, from SERVER on; the last position is the number of rows.
+        """
         # 32-bit numbers halve the memory of large splits, and sort faster.
         fits_int32 = len(self.client) < 2**31 and self.clients < 2**31
         order = np.argsort(self.client.astype(np.int32) if fits_int32 else self.client, kind="stable")
-        starts = np.zeros(self.clients - SERVER + 1, np.int64)
-        np.cumsum(np.bincount(self.client - SERVER, minlength=self.clients - SERVER), out=starts[1:])
+        row_counts = np.bincount(self.client - SERVER, minlength=self.clients - SERVER)
+        starts = np.concatenate([[0], np.cumsum(row_counts)]).astype(np.int64)
         return order.astype(np.int32) if fits_int32 else order, starts
 
     def check(self, source: Source) -> None:
@@ -183,8 +193,10 @@ class Split:
             columns.append(self.stage.astype(np.int64))
             schema = SCHEMA_WITH_STAGES
         # Arrays from buffers: `pa.array` would import pandas, to check for its types, which takes a third of a second.
-        typed = zip(schema.types, columns, strict=True)
-        arrays = [pa.Array.from_buffers(kind, len(self), [None, pa.py_buffer(column)]) for kind, column in typed]
+        arrays = [
+            pa.Array.from_buffers(column_type, len(self), [None, pa.py_buffer(column)])
+            for column_type, column in zip(schema.types, columns, strict=True)
+        ]
         schema = schema.with_metadata({"halfmoon": json.dumps(metadata, sort_keys=True)})
         table = pa.Table.from_arrays(arrays, schema=schema)
         parquet = pa.BufferOutputStream()
