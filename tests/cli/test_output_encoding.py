@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import halfmoon
 from halfmoon.cli.commands import base
@@ -34,3 +35,10 @@ def test_export_loads_a_network_that_is_named(tmp_path: Path, monkeypatch: pytes
     assert main(command) == 2
     assert main([*command, "--network", network]) == 0
     assert (tmp_path / "m.onnx").stat().st_size > 0
+    # A network of one's own without batch normalization fixed the batch of the program, and ended in a traceback.
+    assert main(["export", str(tmp_path / "out"), "--torch", str(tmp_path / "m.pt2"), "--network", network]) == 0
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    for count in (1, 5):
+        probabilities = program(torch.zeros(count, 8, 8, 1, dtype=torch.uint8))
+        assert probabilities.shape == (count, 10)
+        assert torch.allclose(probabilities.sum(1), torch.ones(count))

@@ -1,8 +1,10 @@
 """Read one frame of a DICOM file (extra `dicom`) as an image of full depth, in which larger values are lighter.
 
-Files are recognized by their content, not by their suffix. Gray values pass through the modality rescale or its table,
-and the file's window sets black and white. A presentation table (VOI LUT Sequence) is not applied. Of the header, only
-these fields are read, and two identifiers for `find_patients`, which are never written to a file.
+Files are recognized by their content, not by their suffix. Gray values pass through the modality rescale or its table.
+The file's window sets black and white, or its presentation table (VOI LUT Sequence) if it has no window. Padding is black
+and does not count for an estimated window. A file with an attribute that changes the meaning of its pixels and is not
+applied is refused. Of the header, only these fields are read, and two identifiers for `find_patients`, which are never
+written to a file.
 """
 
 import io
@@ -11,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -34,6 +36,13 @@ MAX_UNPACKED_BYTES = 2**28
 
 MAX_VALUE = 1e15
 """Largest rescale slope, intercept and window of a file: larger ones make every pixel black, or are no numbers."""
+
+_GRAY_KINDS = ("MONOCHROME1", "MONOCHROME2")
+_COLOR_KINDS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
+"""Photometric interpretations (PS3.3 C.7.6.3.1.2) that pydicom converts to RGB. Others have another meaning: YBR_PARTIAL,
+HSV, ARGB, CMYK."""
+
+_WINDOW_FUNCTIONS = ("LINEAR", "LINEAR_EXACT", "SIGMOID")
 
 _PIXEL_ELEMENT_BYTES = 12
 """Tag, type and length of the element with compressed pixels, before its items."""
@@ -66,8 +75,10 @@ def read(data: BinaryIO, location: str) -> Image.Image:
     """Decode the representative frame of a DICOM file: the one that the file names, otherwise the middle one.
 
     Returns:
-        An RGB image of 8 bits, or a gray image of mode I;16 or F. The `info` of a gray image has "rescale", the slope and
-        intercept of value = slope * gray + intercept, and "window", the values of black and white.
+        An RGB image of 8 bits, or a gray image of mode I;16 or F. The `info` has "frames", the number of frames, and
+        "modality". That of a gray image also has "rescale", the slope and intercept of value = slope * gray + intercept,
+        and "window", the values of black and white. If the file maps values to grays by a table or a sigmoid, these are
+        grays from 0 to 1, and "values" is the image before that, to which another window may be applied.
 
     Raises:
         UserError: If the file has no image, or cannot be read.
@@ -100,26 +111,73 @@ def _decode_frame(file: Any, data: BinaryIO, location: str, pixels_start: int) -
         pixels_start: Position in `data` of the element with the pixels, in bytes.
     """
     tools: Any = import_module("pydicom.pixels")
+    _check_pixel_attributes(file, location)
     count = _count_frames(file)
     representative = file.get("RepresentativeFrameNumber")  # from 1
     has_representative = representative and 1 <= int(representative) <= count
     frame = int(representative) - 1 if has_representative else count // 2
-    kind = str(file.get("PhotometricInterpretation", ""))
+    kind = str(file.PhotometricInterpretation)
     _check_stream_size(file, data, location, pixels_start, frame)
     data.seek(0)
     pixels = tools.pixel_array(data, index=frame)
-    if kind == "PALETTE COLOR":
-        pixels = tools.apply_color_lut(pixels, file)
-    if pixels.ndim == 3:
-        depth = 8 * pixels.dtype.itemsize if kind == "PALETTE COLOR" else int(file.get("BitsStored", 8))
-        image = Image.new("RGB", pixels.shape[1::-1])
-        for top in range(0, len(pixels), ROWS_PER_STRIP):  # in strips, because Pillow makes two temporary copies
-            strip = pixels[top : top + ROWS_PER_STRIP, :, :3] >> max(0, depth - 8)
-            image.paste(Image.fromarray(strip.astype(np.uint8)), (0, top))
-        return image
-    if "ModalityLUTSequence" in file:
-        pixels = tools.apply_modality_lut(pixels, file)
-    return _make_gray_image(file, frame, np.asarray(pixels), kind == "MONOCHROME1", location)
+    if kind in _GRAY_KINDS:
+        image = _make_gray_image(file, frame, np.asarray(pixels), location)
+    else:
+        if kind == "PALETTE COLOR":
+            pixels = tools.apply_color_lut(pixels, file)
+        image = _make_color_image(
+            pixels, 8 * pixels.dtype.itemsize if kind == "PALETTE COLOR" else int(file.BitsStored)
+        )
+    for each in (image, image.info.get("values", image)):
+        each.info |= {"frames": count, "modality": str(file.get("Modality", ""))}
+    return image
+
+
+def _check_pixel_attributes(file: Any, location: str) -> None:
+    """Raise ImageReadError for attributes that change the meaning of pixels in a way that is not implemented."""
+    kind = str(file.get("PhotometricInterpretation") or "")
+    samples = int(file.get("SamplesPerPixel") or 1)
+    stored = int(file.get("BitsStored") or 0)
+    high_bit = file.get("HighBit")
+    syntax = file.file_meta.get("TransferSyntaxUID")
+    reason = None
+    if not kind:
+        reason = "it does not state its Photometric Interpretation"
+    elif kind not in (*_GRAY_KINDS, *_COLOR_KINDS, "PALETTE COLOR"):
+        reason = "its Photometric Interpretation is not supported (only gray, palette, RGB and YBR are)"
+    elif samples != (3 if kind in _COLOR_KINDS else 1):
+        reason = f"it has {samples} samples per pixel, which does not fit its Photometric Interpretation"
+    elif kind not in _GRAY_KINDS and int(file.get("PixelRepresentation") or 0):
+        reason = "its colors are signed"
+    elif high_bit is not None and int(high_bit) != stored - 1 and stored and not (syntax and syntax.is_compressed):
+        # In compressed data, the stream itself defines the bits.
+        reason = f"its values of {stored} bits are stored at an unusual position (High Bit {int(high_bit)})"
+    elif kind == "MONOCHROME2" and file.get("PresentationLUTShape") == "INVERSE":
+        reason = "its Presentation LUT Shape contradicts its Photometric Interpretation"
+    elif file.get("PresentationLUTSequence"):
+        reason = "it has a Presentation LUT Sequence"
+    elif kind in _GRAY_KINDS and file.get("PixelPresentation") in ("COLOR", "MIXED"):
+        reason = "a part of its gray values stands for colors (Pixel Presentation)"
+    if reason is not None:
+        raise ImageReadError(f"{location}: {reason}; convert, replace or remove it.")
+
+
+def _make_color_image(pixels: np.ndarray, bits: int) -> Image.Image:
+    """Create an RGB image of 8 bits.
+
+    Args:
+        pixels: unsigned integers (H, W, 3 or 4); a fourth channel is ignored.
+        bits: the number of bits that are used of each value.
+    """
+    image = Image.new("RGB", pixels.shape[1::-1])
+    for top in range(0, len(pixels), ROWS_PER_STRIP):  # in strips, because Pillow makes two temporary copies
+        strip = pixels[top : top + ROWS_PER_STRIP, :, :3]
+        if bits < 8:
+            strip = np.rint(strip * (255 / (2**bits - 1)))
+        else:
+            strip = strip >> (bits - 8)
+        image.paste(Image.fromarray(strip.astype(np.uint8)), (0, top))
+    return image
 
 
 def _check_stream_size(file: Any, data: BinaryIO, location: str, pixels_start: int, frame: int) -> None:
@@ -153,7 +211,7 @@ def _check_stream_size(file: Any, data: BinaryIO, location: str, pixels_start: i
             )
 
 
-def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, location: str) -> Image.Image:
+def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, location: str) -> Image.Image:
     """Create an image whose larger values are lighter, with its rescale and window in `info` (see `read`)."""
     headers = list(_iterate_headers(file, frame))
     for name in ("RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth"):
@@ -164,44 +222,187 @@ def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, 
             )
     slope = _first_number(headers, "RescaleSlope", 1.0) or 1.0
     intercept = _first_number(headers, "RescaleIntercept", 0.0)
-    if "ModalityLUTSequence" in file:  # the table was applied already
+    padding = _find_padding(file, pixels)
+    table = _first_table(file, headers, "ModalityLUTSequence", signed=pixels.dtype.kind == "i")
+    if table is not None:
+        pixels = table.apply(pixels)
         slope = 1.0
         intercept = 0.0
+    if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
+        raise ImageReadError(f"{location}: some of its values are no numbers; leave it out.")
+    inverted = str(file.PhotometricInterpretation) == "MONOCHROME1"
+    plain = _make_plain_image(file, headers, pixels, padding, slope, intercept, inverted)
+    if "window" not in plain.info:
+        raise ImageReadError(f"{location}: its VOI LUT Function is unknown; convert, replace or remove it.")
+    presentation = _presentation_values(file, headers, pixels, slope, intercept)
+    if presentation is None:
+        return plain
+    if inverted:
+        presentation = 1 - presentation
+    if padding is not None:
+        presentation[padding] = 0
+    image = Image.fromarray(presentation)
+    # A window that the user gives replaces the file's table or curve: it applies to these values.
+    image.info |= {"rescale": (1.0, 0.0), "window": (0.0, 1.0), "values": plain}
+    return image
+
+
+def _make_plain_image(
+    file: Any,
+    headers: Sequence[Any],
+    pixels: np.ndarray,
+    padding: np.ndarray | None,
+    slope: float,
+    intercept: float,
+    inverted: bool,
+) -> Image.Image:
+    """Create a gray image whose real values are slope * pixels + intercept, and that is shown with a linear window.
+
+    Args:
+        file: the header.
+        headers: the data sets that may have attributes of the frame.
+        pixels: the stored values (H, W), or those of the modality table.
+        padding: bool (H, W), the pixels that are no part of the picture.
+        slope: the factor of real values.
+        intercept: the summand of real values.
+        inverted: whether small real values are white.
+
+    Returns:
+        The image; without "window" in `info` if the window's function is unknown.
+    """
+    picture = pixels if padding is None else pixels[~padding]
     if pixels.dtype.itemsize > 2 or pixels.dtype.kind == "f":
-        if not np.isfinite(pixels).all():
-            raise ImageReadError(f"{location}: some of its values are no numbers; leave it out.")
         pixels = pixels.astype(np.float32)
     else:
-        low = min(0, int(pixels.min()))  # shift signed values to start at 0; uint16 wraps around correctly
+        low = min(0, int(picture.min()))  # shift signed values to start at 0; uint16 wraps around correctly
         pixels = np.require(pixels.astype(np.int16 if low else np.uint16, copy=False), requirements="W").view(np.uint16)
-        pixels -= np.uint16(low % 65536)
+        pixels = pixels - np.uint16(low % 65536)
         intercept += slope * low
+    if padding is not None:
+        pixels[padding] = pixels[~padding].min()
     top = float(pixels.max())
-    if inverted:
+    # With a negative slope, small stored values are large real ones.
+    reverse = inverted != (slope < 0)
+    if reverse:
         np.subtract(pixels.max(), pixels, out=pixels)
-        # value = slope * (top - inverted) + intercept
+        # value = slope * (top - reversed) + intercept
         intercept = intercept + slope * top
         slope = -slope
+    if padding is not None:
+        pixels[padding] = min(0, pixels.min())
     image = Image.fromarray(pixels)
+    image.info["rescale"] = (slope, intercept)
     center = _first_number(headers, "WindowCenter", None)
     width = _first_number(headers, "WindowWidth", None)
-    if center is not None and width is not None and width >= 1:
+    function = str(_first_value(headers, "VOILUTFunction") or "LINEAR").upper()
+    if function not in _WINDOW_FUNCTIONS:
+        return image
+    if center is not None and width is not None and (width >= 1 or (width > 0 and function != "LINEAR")):
         # DICOM PS3.3 C.11.2.1.2: the default function LINEAR has a shift by half a value, LINEAR_EXACT does not.
-        if _first_value(headers, "VOILUTFunction") == "LINEAR_EXACT":
-            half = width / 2
-        else:
+        if function == "LINEAR":
             half = (width - 1) / 2
             center = center - 0.5
+        else:
+            half = width / 2
         ends = center - half, center + max(half, 1e-9)
     elif int(file.get("BitsStored", 16)) <= 8 and file.get("PixelRepresentation", 0) == 0:
         largest = 2 ** int(file.BitsStored) - 1  # the full range, as in other formats of 8 bits
-        stored = (top - largest, top) if inverted else (0.0, largest)
+        stored = (top - largest, top) if reverse else (0.0, largest)
         ends = tuple(end * slope + intercept for end in stored)
     else:
-        ends = tuple(end * slope + intercept for end in estimate_window([pixels], pixels.size))
-    image.info |= {"rescale": (slope, intercept), "window": (min(ends), max(ends)), "frames": _count_frames(file)}
-    image.info["modality"] = str(file.get("Modality", ""))
+        shown = pixels if padding is None else pixels[~padding]
+        ends = tuple(end * slope + intercept for end in estimate_window([shown], shown.size))
+    image.info["window"] = (min(ends), max(ends))
     return image
+
+
+def _presentation_values(
+    file: Any, headers: Sequence[Any], pixels: np.ndarray, slope: float, intercept: float
+) -> np.ndarray | None:
+    """Compute values from 0 to 1, float32 (H, W), where no linear window maps the pixels (PS3.3 C.11.2).
+
+    Returns:
+        The values of the sigmoid of a window, or of the presentation table of a file without a window; None otherwise.
+    """
+    center = _first_number(headers, "WindowCenter", None)
+    width = _first_number(headers, "WindowWidth", None)
+    has_window = center is not None and width is not None and width > 0
+    function = str(_first_value(headers, "VOILUTFunction") or "LINEAR").upper()
+    if has_window and function == "SIGMOID":
+        real = pixels.astype(np.float64) * slope + intercept
+        exponents = np.clip(-4 * (real - center) / width, -700, 700)  # exp of more overflows
+        return (1 / (1 + np.exp(exponents))).astype(np.float32)
+    if has_window:
+        return None
+    real = np.rint(pixels * slope + intercept) if (slope, intercept) != (1, 0) else pixels
+    table = _first_table(file, headers, "VOILUTSequence", signed=bool(real.min() < 0))
+    if table is None:
+        return None
+    return (table.apply(real) / np.float32(2**table.bits - 1)).astype(np.float32)
+
+
+class _Table(NamedTuple):
+    """A lookup table of the header (PS3.3 C.11.1.1)."""
+
+    first: int  # the smallest value that is mapped; smaller ones are mapped as this one
+    values: np.ndarray  # (entries,)
+    bits: int  # of each entry
+
+    def apply(self, pixels: np.ndarray) -> np.ndarray:
+        """Map values (H, W) to entries."""
+        largest = self.first + len(self.values) - 1
+        return self.values[np.clip(pixels, self.first, largest).astype(np.int64) - self.first]
+
+
+def _first_table(file: Any, headers: Sequence[Any], name: str, signed: bool) -> _Table | None:
+    """Read the table of the first data set that has one; None if there is none.
+
+    Args:
+        file: the header.
+        headers: the data sets that may have the table.
+        name: the sequence of the table.
+        signed: whether the mapped values are signed; the descriptor does not tell.
+    """
+    item = next((sequence[0] for header in headers if (sequence := header.get(name))), None)
+    if item is None or item.get("LUTDescriptor") is None or item.get("LUTData") is None:
+        return None
+    count, first, bits = (int(value) for value in item.LUTDescriptor)
+    count = count or 2**16
+    if signed and first >= 2**15:
+        first -= 2**16
+    data = item.LUTData
+    if isinstance(data, bytes):
+        word = np.dtype(np.uint16).newbyteorder("<" if file.original_encoding[1] else ">")
+        data = np.frombuffer(data, np.uint8 if len(data) in (count, count + 1) else word)
+    values = np.asarray(data).astype(np.uint16)[:count]
+    if len(values) < count:
+        raise ValueError("a table is incomplete")
+    return _Table(first, values, bits)
+
+
+def _find_padding(file: Any, pixels: np.ndarray) -> np.ndarray | None:
+    """Find the stored values that fill the area around the picture (PS3.3 C.7.5.1.1.2).
+
+    Returns:
+        bool (H, W); None if no pixel is padding, or all are.
+    """
+    prefix = {"f4": "Float", "f8": "DoubleFloat"}.get(pixels.dtype.str[1:], "")
+    ends: list[Any] = []
+    for name in (f"{prefix}PixelPaddingValue", f"{prefix}PixelPaddingRangeLimit"):
+        value = file.get(name)
+        if value is None or value == "":
+            continue
+        if isinstance(value, bytes):
+            value = int.from_bytes(value, "little" if file.original_encoding[1] else "big")
+        if pixels.dtype.kind == "f":
+            ends.append(float(value))
+        else:
+            # Some writers store a signed value as an unsigned one.
+            ends.append(np.array(int(value) % 2 ** (8 * pixels.itemsize), np.uint64).astype(pixels.dtype))
+    if not ends or file.get(f"{prefix}PixelPaddingValue") is None:
+        return None
+    padding = (pixels >= min(ends)) & (pixels <= max(ends))
+    return padding if padding.any() and not padding.all() else None
 
 
 def read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:

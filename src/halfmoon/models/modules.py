@@ -130,7 +130,7 @@ class ModuleNetwork(Network):
         record = _Pass(tree.flatten(stats), {}, {}, real)
         tensors = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
         constants = template.constants(x.device, next(iter(tensors.values())).dtype)
-        record.images = len(x)
+        record.images = x.shape[0]  # not len(x), which fixes the batch of an exported program
         record.key = current_key() if train else None
         with template.passing(record, train), product_precision(self.precision, x.device):
             logits = to_float32(_logits(functional_call(template.module, {**tensors, **constants}, (x,)), self))

@@ -29,6 +29,7 @@ from halfmoon.data.readers.decode import (
     load_pixels,
     open_upright,
     read_values,
+    select_values,
     window_in_stored_values,
 )
 from halfmoon.data.readers.formats import HEAD_BYTES, find_formats
@@ -103,7 +104,8 @@ def encode_for_browser(
     try:
         with path.open("rb") as file:
             # Thumbnails are decoded at twice their size, so that the final resize still has pixels to average.
-            image = open_upright(file, name, partial(_load_reduced, max_side=2 * max_side if small else max_side))
+            load = partial(_load_reduced, max_side=2 * max_side if small else max_side, window=window)
+            image = open_upright(file, name, load)
     except OSError as error:
         raise UserError(f"{name}: {atomic_io.error_reason(error)}.") from error
     if is_deep(image):
@@ -123,17 +125,17 @@ def encode_for_browser(
     return BrowserImage(_encode(image, file_format))
 
 
-def _load_reduced(image: Image.Image, max_side: int) -> Image.Image:
+def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float] | None = None) -> Image.Image:
     """Load the pixels of an opened image, reduced by a whole factor if it is much larger than `max_side`.
 
     A reduced image has no alpha channel. A reduced deep image has the window of all its pixels in `info["extremes"]`.
     """
     image.draft(None, (max_side, max_side))
-    image = load_pixels(image)
+    image = select_values(load_pixels(image), window)
     if is_deep(image) and max(image.size) > max_side:
         reduced = Image.fromarray(shrink_by_mean(image, max_side))
-        window = estimate_window(iterate_strips(image), image.width * image.height)
-        reduced.info = image.info | {"extremes": window}
+        extremes = estimate_window(iterate_strips(image), image.width * image.height)
+        reduced.info = image.info | {"extremes": extremes}
         return reduced
     factor = max(image.size) // max_side
     if factor < 2 or image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK"):

@@ -206,6 +206,7 @@ def convert_channels(
         UserError: If the mode cannot be converted, or the range of its values is unknown (32 bits).
     """
     mode = "L" if channels == 1 else "RGB"
+    image = select_values(image, window)
     if is_deep(image):
         stored_window = window_in_stored_values(image, window)
         image = Image.fromarray(to_eight_bits(read_values(image), stored_window, location))
@@ -233,6 +234,11 @@ def read_values(image: Image.Image) -> np.ndarray:
     for number, strip in enumerate(iterate_strips(image)):
         values[number * ROWS_PER_STRIP : number * ROWS_PER_STRIP + len(strip)] = strip
     return values
+
+
+def select_values(image: Image.Image, window: tuple[float, float] | None) -> Image.Image:
+    """Return the image to which a window applies: that of the values before a DICOM file's table or sigmoid."""
+    return image if window is None else image.info.get("values", image)
 
 
 def window_in_stored_values(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:
