@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -30,9 +30,10 @@ def gpu_arithmetic(precision: Precision, deterministic: bool) -> Iterator[None]:
         deterministic: whether to use only algorithms that give the same bits every time. An operation that has none
             raises RuntimeError with its name.
     """
-    matrix_products = torch.backends.cuda.matmul
-    convolutions = torch.backends.cudnn.conv
-    before = (matrix_products.fp32_precision, convolutions.fp32_precision)
+    # PyTorch's settings are attributes without types.
+    matrix_products: Any = torch.backends.cuda.matmul
+    convolutions: Any = torch.backends.cudnn.conv
+    before: tuple[str, str] = (matrix_products.fp32_precision, convolutions.fp32_precision)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
