@@ -77,11 +77,11 @@ class Progress:
         self.round = self.first
 
     def add(self, row: Row) -> None:
-        """Update the metrics from a round's row of metrics.jsonl."""
+        """Update the displayed metrics from those of a finished round, a row of metrics.jsonl."""
         self.round = row["round"]
-        pseudo = row.get("pseudo") or {}
-        self.pseudo = pseudo.get("accuracy")
-        self.used = pseudo.get("share_used")
+        pseudo_labels = row.get("pseudo") or {}
+        self.pseudo = pseudo_labels.get("accuracy")
+        self.used = pseudo_labels.get("share_used")
         self.aggregator = row.get("aggregation") or {}
         # Rounds between two evaluations have no test metrics: the last accuracy is still the newest.
         if "test" in row:
@@ -171,7 +171,9 @@ class NullProgress:
         waiting_runs = max(0, self.rows - len(self.runs))
         waiting_seconds = waiting_runs * sum(totals) / len(totals)
         # The running methods end in parallel, so the slowest counts; the waiting ones share the places that become free.
-        return max(known_seconds, default=0) + waiting_seconds / max(1, len(known_seconds)) + self.seconds_after_runs
+        running_seconds = max(known_seconds, default=0)
+        parallel_runs = max(1, len(known_seconds))
+        return running_seconds + waiting_seconds / parallel_runs + self.seconds_after_runs
 
     def print_security_options(self, run: RunInfo) -> None:
         """Print the defenses, privacy options and attacks of a run that has some."""
@@ -196,9 +198,10 @@ class LineProgress(NullProgress):
         progress = self.find(run)
         # Integer division gives the number of complete tenths; it grows in the rounds that print.
         tenths = progress.round * LINES_PER_METHOD // progress.rounds
-        if tenths > (progress.round - 1) * LINES_PER_METHOD // progress.rounds:
-            left = self.total_seconds_left() if self.rows > 1 else None
-            total = f"; all rows: {duration(left)} left" if left else ""
+        tenths_before = (progress.round - 1) * LINES_PER_METHOD // progress.rounds
+        if tenths > tenths_before:
+            seconds_left = self.total_seconds_left() if self.rows > 1 else None
+            total = f"; all rows: {duration(seconds_left)} left" if seconds_left else ""
             print_line(self.console, f"{describe_progress(progress, self.clock())}{total}")
 
 
@@ -338,7 +341,9 @@ def duration(seconds: float | None) -> str:
 
 
 def print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], wrap: bool = False) -> None:
-    """Print a table with rules on a terminal that is wide enough, else as plain text; numbers are right-aligned.
+    """Print a table, with lines between header and rows on a wide terminal, else as plain text.
+
+    Columns of numbers are right-aligned.
 
     Args:
         console: the console to print on.

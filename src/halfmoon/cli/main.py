@@ -114,7 +114,11 @@ def _is_skip_confirmed(error: BaseException, arguments: Sequence[str]) -> bool:
 
 
 def _describe_error(error: BaseException) -> tuple[str, int] | None:
-    """Return the message and the exit code of an error, or None for a bug, whose traceback is useful."""
+    """Describe an error that stopped a command.
+
+    Returns:
+        The message for the user and the exit code; None for a bug, whose traceback is useful.
+    """
     if isinstance(error, base.CommandExit):
         return str(error), error.code
     if isinstance(error, UserError):
@@ -150,9 +154,9 @@ def _run_command_line(arguments: list[str]) -> int:
         parser.print_help()
         return 0
     # argparse's error about unknown arguments has no suggestions, so they are collected and reported here.
-    args, rest = parser.parse_known_args(arguments)
-    if rest:
-        raise base.unknown_argument_error(args, rest, commands)
+    args, unknown_arguments = parser.parse_known_args(arguments)
+    if unknown_arguments:
+        raise base.unknown_argument_error(args, unknown_arguments, commands)
     if args.command is None:
         raise UserError(f"no command is given: {suggest('', commands)}")
     args.words = arguments
@@ -163,12 +167,12 @@ def _refuse_removed_command(arguments: Sequence[str], commands: Mapping[str, arg
     """Raise `UserError` if the first arguments are a removed command, or a removed action of a command."""
     if not arguments or arguments[0].startswith("-"):
         return
-    if arguments[0] not in commands:
-        error = retired.command_error(arguments[0])
-    elif len(arguments) > 1 and arguments[1] not in base.action_names(commands[arguments[0]]):
-        error = retired.command_error(f"{arguments[0]} {arguments[1]}")
-    else:
-        error = None
+    command = arguments[0]
+    error = None
+    if command not in commands:
+        error = retired.command_error(command)
+    elif len(arguments) > 1 and arguments[1] not in base.action_names(commands[command]):
+        error = retired.command_error(f"{command} {arguments[1]}")
     if error is not None:
         raise error
 
@@ -201,9 +205,8 @@ def _build_parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.Argume
     _add_explain_flag(compare)
     base.add_tracker_flag(compare)
     _add_wide_flag(compare)
-    base.add_options(
-        compare, [name for name in settings.option_types() if name not in ("method", "baselines", "seed")], full
-    )
+    replaced = ("method", "baselines", "seed")  # by --methods and --seeds
+    base.add_options(compare, [name for name in settings.option_types() if name not in replaced], full)
 
     sweep.add_tune(commands, full)
 
@@ -263,32 +266,32 @@ def _add_wide_flag(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     """Run `run`: train a method, or plan and train on a folder of images."""
-    values, flags, file = base.read_layers(args)
+    file_options, flags, file = base.read_layers(args)
     if args.sites:
-        return _rehearse_sites(args, values, flags, file)
-    studies.refuse_federation(args.config, values, flags)
+        return _rehearse_sites(args, file_options, flags, file)
+    studies.refuse_federation(args.config, file_options, flags)
     if (plan := studies.make_plan(args, flags)) is not None:
         if args.explain:
             return _print_explanation(args, plan.config, {"flag": flags}, "plan of the folder")
         return _run_plan(args, plan)
     # A file or a method describes the experiment; without both, the recipe does.
     if args.config is None and not {"method", "baselines"} & flags.keys():
-        recipe = _main_job(flags)
+        flags_and_recipe = _main_job(flags)
     else:
-        recipe = flags
-    config = settings.resolve(values, _with_processes(values, recipe), file)
+        flags_and_recipe = flags
+    config = settings.resolve(file_options, _with_processes(file_options, flags_and_recipe), file)
     if args.explain:
         layers = {
             "flag": flags,
-            f"file {file}": values,
-            "recipe of halfmoon run": recipe,
-            "halfmoon run": _with_processes(values, {}),
+            f"file {file}": file_options,
+            "recipe of halfmoon run": flags_and_recipe,
+            "halfmoon run": _with_processes(file_options, {}),
         }
         return _print_explanation(args, config, layers)
-    flags = recipe
-    if {**values, **flags}.get("method") == preset.RECOMMENDED:
+    requested = {**file_options, **flags_and_recipe}
+    if requested.get("method") == preset.RECOMMENDED:
         print(f"recommended method with labels at {config.labels_at}: {config.method}", file=sys.stderr)
-    _print_notes(config, {**values, **flags})
+    _print_notes(config, requested)
     folder = config.run_dir or settings.next_free_folder(config, config.method)
     # Imported late, because it loads all that a training needs: --explain above does not wait for it.
     from halfmoon.runs import runner
@@ -298,13 +301,20 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _rehearse_sites(
-    args: argparse.Namespace, values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str
+    args: argparse.Namespace, file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str
 ) -> int:
-    """Run `halfmoon run --sites`: simulate a federation of site folders."""
-    config, folders = studies.rehearsal_config(args, {**values, **flags}, file)
+    """Run `halfmoon run --sites`: simulate a federation of site folders, and estimate the gain of each site.
+
+    Args:
+        args: the parsed command line.
+        file_options: the options of the configuration file.
+        flags: the options of the command line, which override them.
+        file: the name of the file, for errors.
+    """
+    config, folders = studies.rehearsal_config(args, {**file_options, **flags}, file)
     if args.explain:
         recipe = {} if args.config else studies.REHEARSAL_RECIPE
-        layers = {"flag": flags, f"file {file}": values, "recipe of --sites": recipe}
+        layers = {"flag": flags, f"file {file}": file_options, "recipe of --sites": recipe}
         return _print_explanation(args, config, layers)
     assert config.run_dir is not None
     root = config.run_dir
@@ -366,10 +376,13 @@ def _print_notes(config: Config, requested: Mapping[str, Any]) -> None:
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the options of a run without a method: `MAIN_JOB`, or the recipe for few labels on other data.
+    """Add the default recipe of `halfmoon run` without a method: FedDure with baselines on digits, or for few labels.
 
     Args:
         flags: the options of the command line, which override the recipe.
+
+    Returns:
+        The options of recipe and command line together.
     """
     if {"protocol", "preset"} & flags.keys():
         return {"baselines": MAIN_JOB["baselines"], **flags}
@@ -378,11 +391,8 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
     # An option of the user can make others of the recipe meaningless: --epochs replaces its steps.
     displaced = preset.displaced_options(flags)
     recipe = {name: value for name, value in MAIN_JOB.items() if name not in displaced}
-    return {
-        **recipe,
-        **flags,
-        "options": settings.merge_method_options(recipe["options"], flags.get("options", {}), "--option"),
-    }
+    method_options = settings.merge_method_options(recipe["options"], flags.get("options", {}), "--option")
+    return {**recipe, **flags, "options": method_options}
 
 
 def _with_processes(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
@@ -396,15 +406,15 @@ def _with_processes(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[st
 
 def _compare(args: argparse.Namespace) -> int:
     """Run `compare`: train several methods on the same split."""
-    values, flags, file = base.read_layers(args)
+    file_options, flags, file = base.read_layers(args)
     seeds = []
     for text in args.seeds:
         # Python refuses to parse numbers of thousands of digits.
-        if not text.isdecimal() or len(text) > 100:
+        if not text.isdecimal() or len(text) > base.MAX_DIGITS:
             raise UserError("it must be whole numbers from 0.", option="seeds", value=repr(text))
         seeds.append(int(text))
     # All methods of a comparison are equal: a plain option name would not say which one it belongs to.
-    for layer in (values, flags):
+    for layer in (file_options, flags):
         without_method = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
         if without_method:
             name = without_method[0]
@@ -412,9 +422,9 @@ def _compare(args: argparse.Namespace) -> int:
             method = layer.get("method", args.methods[0])
             raise UserError(f"option {name!r} does not name its method: in a comparison write {method}.{name}.")
     flags |= {"method": args.methods[0], "baselines": ()}
-    config = settings.resolve(values, _with_processes(values, flags), file)
+    config = settings.resolve(file_options, _with_processes(file_options, flags), file)
     if args.explain:
-        layers = {"flag": flags, f"file {file}": values, "halfmoon compare": _with_processes(values, {})}
+        layers = {"flag": flags, f"file {file}": file_options, "halfmoon compare": _with_processes(file_options, {})}
         return _print_explanation(args, config, layers)
     folder = config.run_dir or settings.next_free_folder(config, "compare")
     from halfmoon.runs import runner

@@ -75,7 +75,12 @@ def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None
 
 
 def print_plan(plan: Plan, as_json: bool) -> None:
-    """Print the contents of the folder, each choice with its reason, and the minutes of every step."""
+    """Print the plan of a training on a folder: its contents, each choice with its reason, and the minutes of each step.
+
+    Args:
+        plan: the plan.
+        as_json: print JSON instead of text.
+    """
     from rich.console import Console
 
     from halfmoon.cli.console import wrap_text
@@ -114,8 +119,8 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
         return
     from halfmoon.methods import registry
 
-    titles = [registry.entry(name).title for name in plan.pair]
-    cells = [[title, f"{value:.1f}"] for title, value in zip(titles, (decision.base, decision.ours), strict=True)]
+    baseline, method = (registry.entry(name).title for name in plan.pair)
+    cells = [[baseline, f"{decision.base:.1f}"], [method, f"{decision.ours:.1f}"]]
     print_table([f"mean of {decision.splits} splits", "right %"], cells)
     print_text(decision.sentence)
     # If unlabeled images do not help, the better model is the baseline's, which uses only the labels.
@@ -152,6 +157,10 @@ def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mappi
     )
 
 
+MAX_COHORT = 5
+"""Largest number of sites of a rehearsal that train in a round."""
+
+
 def rehearsal_config(
     args: argparse.Namespace, requested: Mapping[str, Any], file: Path | str
 ) -> tuple[Config, list[Path]]:
@@ -172,8 +181,9 @@ def rehearsal_config(
     if isinstance(table, Mapping):
         folders = _federation_folders(folders, table, args.config)
         values = {**_image_options(table), **values}
+    clients = max(1, len(folders))
     # The images are those of the sites; the data set that a configuration needs is not read.
-    values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
+    values |= {"data": "digits", "clients": clients, "cohort": min(MAX_COHORT, clients)}
     config = settings.resolve({}, values, file)
     names = "-".join(folder.resolve().name for folder in folders[:3])
     root = config.run_dir or Path("runs", folder_name(f"sites-{names}-{config.method}-seed{config.seed}"))
@@ -193,10 +203,12 @@ def print_rehearsal(args: argparse.Namespace, folder: Path, result: Rehearsal) -
     cells = [[row.name, f"{row.labels:,}", f"{row.accuracy:.2%}"] for row in table]
     print_table(["trained on", "labels", "right"], cells)
     tests = table[0].tests
-    # The half width of a 95 % interval, 1.96 sqrt(p (1 - p) / n), is largest at p = 1/2.
+    # The half width of a 95 % confidence interval of a share p of n images, 1.96 sqrt(p (1 - p) / n), is largest at p =
+    # 1/2: 0.98 / sqrt(n), or 98 / sqrt(n) percentage points.
+    largest_error = 98 / tests**0.5
     print_text(
         f"tested on one of {TEST_STRIDE} labeled images of every class and site, {tests:,} in all: "
-        f"a row is good to {98 / tests**0.5:.0f} points or better (95 %)",
+        f"a row is good to {largest_error:.0f} points or better (95 %)",
     )
     if gains:
         print_text("With features of a pretrained network, over repeated splits, each site tested on its images:")
@@ -236,13 +248,13 @@ def _federation_folders(folders: Sequence[Path], table: Mapping[str, Any], file:
     names = [str(name) for name in table.get("sites", ())]
     # One folder that is not itself a site contains the folders of all sites.
     if len(folders) == 1 and folders[0].resolve().name not in names:
-        missing = [name for name in names if not (folders[0] / name).is_dir()]
+        parent = folders[0]
+        missing = [name for name in names if not (parent / name).is_dir()]
         if missing:
             raise UserError(
-                f"{folders[0]} has no folder {missing[0]}, which is a site of {file.name}: give the folders of all "
-                "sites."
+                f"{parent} has no folder {missing[0]}, which is a site of {file.name}: give the folders of all sites."
             )
-        return [folders[0] / name for name in names]
+        return [parent / name for name in names]
     for folder in folders:
         if folder.resolve().name not in names:
             raise UserError(

@@ -49,16 +49,20 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises `UserError` for wrong arguments."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a `UserError` of one sentence."""
-        missing = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
-        if missing:
-            option_type = settings.option_types().get(missing[1][2:].replace("-", "_"))
+        """Raise `UserError` in place of argparse's message, with the type of value that an option needs."""
+        # Such as "argument --rounds: expected one argument".
+        without_value = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
+        if without_value:
+            flag = without_value[1]
+            option_type = settings.option_types().get(flag.removeprefix("--").replace("-", "_"))
             expected = f": it must be {describe_type(option_type)}" if option_type else ""
-            raise UserError(f"{missing[1]} has no value{expected}.")
-        valued = re.fullmatch(r"argument (--([\w-]+)).*: ignored explicit argument .*", message)
-        if valued:
-            negation = f" or --no-{valued[2]}" if "--no-" in message else ""
-            raise UserError(f"{valued[1]} takes no value: write {valued[1]}{negation} without one.")
+            raise UserError(f"{flag} has no value{expected}.")
+        # Such as "argument --flip/--no-flip: ignored explicit argument 'yes'".
+        unneeded_value = re.fullmatch(r"argument --([\w-]+).*: ignored explicit argument .*", message)
+        if unneeded_value:
+            name = unneeded_value[1]
+            negation = f" or --no-{name}" if "--no-" in message else ""
+            raise UserError(f"--{name} takes no value: write --{name}{negation} without one.")
         raise UserError(message.removesuffix(".") + ".")
 
 
@@ -120,17 +124,18 @@ def add_option(group: Any, name: str, hidden: bool = False) -> None:
     if default not in (None, ()):
         about += f" (default: {default})"
     flag = f"--{name.replace('_', '-')}"
-    extra: dict[str, Any] = {"metavar": _metavar(option_type)}
+    arguments: dict[str, Any] = {"metavar": _metavar(option_type)}
     if option_type in (bool, bool | None):
-        extra = {"action": argparse.BooleanOptionalAction}
-    # `*` and not `+`: an empty list removes the names that a file sets.
+        arguments = {"action": argparse.BooleanOptionalAction}
     elif option_type == tuple[str, ...]:
-        extra = {"metavar": "NAME", "nargs": "*"}
+        # `*` and not `+`: an empty list removes the names that a file sets.
+        arguments = {"metavar": "NAME", "nargs": "*"}
     elif option_type == tuple[float, ...] | None:
-        extra = {"metavar": "X", "nargs": "+", "type": float}
+        arguments = {"metavar": "X", "nargs": "+", "type": float}
         if name == "window":
-            extra |= {"metavar": ("LOW", "HIGH"), "nargs": 2}
-    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS if hidden else about, **extra)
+            arguments |= {"metavar": ("LOW", "HIGH"), "nargs": 2}
+    help_text = argparse.SUPPRESS if hidden else about
+    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=help_text, **arguments)
 
 
 def add_options(
@@ -169,7 +174,14 @@ def requested_options(args: argparse.Namespace, names: Iterable[str]) -> dict[st
 
 
 def read_layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
-    """Return the options of the file, those of the flags, and the file's name for messages."""
+    """Read the options of the configuration file and of the command line.
+
+    Returns:
+        The options of the file of `--config`, those of the flags, and the file's name for messages.
+
+    Raises:
+        UserError: an option is unknown or has an invalid value, or the file cannot be read.
+    """
     flags = requested_options(args, settings.option_types())
     method_options: dict[str, Any] = {}
     for assignment in getattr(args, "option", []):
@@ -280,9 +292,11 @@ def unknown_argument_error(
         )
     # Flags of older versions get a sentence with their replacement, before a similar flag is suggested.
     action = getattr(args, "action", None)
-    error = retired.command_flag_error(f"{command} {action}" if action else command, flag)
-    error = error or retired.option_error(name)
-    return error or UserError(f"unknown option {flag!r}: {suggest(flag, list_flags(parsers[command], args))}")
+    full_command = f"{command} {action}" if action else command
+    error = retired.command_flag_error(full_command, flag) or retired.option_error(name)
+    if error is not None:
+        return error
+    return UserError(f"unknown option {flag!r}: {suggest(flag, list_flags(parsers[command], args))}")
 
 
 def print_text(text: str) -> None:
@@ -349,6 +363,13 @@ def image_progress() -> Callable[[int, int], None]:
     return print_progress
 
 
+MAX_PORT = 2**16 - 1
+"""Largest number of a TCP port."""
+
+MAX_DIGITS = 100
+"""Largest number of digits of a whole number on the command line."""
+
+
 def parse_int(flag: str, text: str, minimum: int, maximum: int | None = None) -> int:
     """Parse the value of a flag as an integer.
 
@@ -361,12 +382,12 @@ def parse_int(flag: str, text: str, minimum: int, maximum: int | None = None) ->
     Raises:
         UserError: the value is not a number in this range.
     """
-    # Python refuses to parse numbers of thousands of digits; -1 is below any minimum.
-    number = int(text) if text.isdecimal() and len(text) <= 100 else -1
-    if number < minimum or (maximum is not None and number > maximum):
+    # Python refuses to parse numbers of thousands of digits.
+    is_number = text.isdecimal() and len(text) <= MAX_DIGITS
+    if not is_number or int(text) < minimum or (maximum is not None and int(text) > maximum):
         limit = "" if maximum is None else f" to {maximum}"
         raise UserError(f"{flag} is {text!r}: it must be a whole number from {minimum}{limit}.")
-    return number
+    return int(text)
 
 
 def line_writer(as_json: bool) -> Callable[[str], None]:

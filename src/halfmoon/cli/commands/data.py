@@ -47,8 +47,8 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print data sets and splits, and write the files of `--png` and `--save`."""
-    values, flags, file = read_layers(args)
+    """Run `halfmoon data`: print data sets and splits, and write the files of `--png` and `--save`."""
+    file_options, flags, file = read_layers(args)
     names = args.names
     if names and "data" in flags:
         raise UserError("data sets are given twice: name them either before the flags or with --data.")
@@ -56,35 +56,54 @@ def run(args: argparse.Namespace) -> int:
         flag = "--png" if args.png else "--save" if args.save else "--split"
         raise UserError(f"{flag} needs one data set, but {len(names)} are given.")
     # The cohort does not matter here, but a default of more than all clients would be refused.
-    named = [settings.resolve_paths({**flags, "cohort": 1, "data": name}, Path()) for name in names]
-    descriptions = []
-    for layer in named or [{**flags, "cohort": 1}]:
-        contents = _contents({**values, **layer})
-        if contents is not None:
-            layer = {**_image_options(contents), **layer}
-        if contents is not None and contents.site:
-            requested = {**layer, "png": args.png, "save": args.save}
-            for each in ("data_share", *settings.PARTITION_OPTIONS, "split", "png", "save"):
-                if requested.get(each) is not None:
-                    raise UserError(
-                        f"--{each.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, with "
-                        "labels.csv, which is not split: leave it out."
-                    )
-            descriptions.append({"name": contents.folder.name, **_describe_contents(contents)})
-            continue
-        config = settings.merge(values, layer, file)
-        if config.split is not None and "data" not in {**values, **layer}:
-            from halfmoon.data import Split
-
-            config = replace(config, data=Split.load(config.split).origin.source or config.data)
-        descriptions.append({**_describe_split(config, args), **_describe_contents(contents)})
+    flags["cohort"] = 1
+    if names:
+        requests = [settings.resolve_paths({**flags, "data": name}, Path()) for name in names]
+    else:
+        requests = [flags]
+    descriptions = [_describe_data(args, file_options, request, file) for request in requests]
     if args.json:
         print_json({"data": descriptions})
         return 0
-
     for description in descriptions:
         print_data(description)
     return 0
+
+
+def _describe_data(
+    args: argparse.Namespace, file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str
+) -> dict[str, Any]:
+    """Describe a data set and its split, or a site's folder, as fields of the JSON output.
+
+    Args:
+        args: the parsed command line, with the files to write.
+        file_options: the options of the configuration file.
+        flags: the options of the command line, which override them.
+        file: the name of the file, for errors.
+    """
+    contents = _contents({**file_options, **flags})
+    if contents is not None:
+        flags = {**_image_options(contents), **flags}
+    if contents is not None and contents.site:
+        _refuse_split_options({**flags, "png": args.png, "save": args.save}, contents)
+        return {"name": contents.folder.name, **_describe_contents(contents)}
+    config = settings.merge(file_options, flags, file)
+    if config.split is not None and "data" not in {**file_options, **flags}:
+        from halfmoon.data import Split
+
+        # A split file names its data set.
+        config = replace(config, data=Split.load(config.split).origin.source or config.data)
+    return {**_describe_split(config, args), **_describe_contents(contents)}
+
+
+def _refuse_split_options(requested: Mapping[str, Any], contents: FolderContents) -> None:
+    """Raise UserError if the user requests a split of a site's folder, whose labels.csv says which images are labeled."""
+    for name in ("data_share", *settings.PARTITION_OPTIONS, "split", "png", "save"):
+        if requested.get(name) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, with "
+                "labels.csv, which is not split: leave it out."
+            )
 
 
 def _contents(values: Mapping[str, Any]) -> FolderContents | None:
@@ -108,8 +127,8 @@ def _describe_contents(contents: FolderContents | None) -> dict[str, Any]:
     """Describe a folder's images and labels as fields of the JSON output; {} for a data set."""
     if contents is None:
         return {}
-    rows = [[name, int((contents.labels == k).sum())] for k, name in enumerate(contents.classes)]
-    return {"holds": contents.sentence, "labels": dict(rows), "trained_on": _image_options(contents)}
+    label_counts = {name: int((contents.labels == label).sum()) for label, name in enumerate(contents.classes)}
+    return {"holds": contents.sentence, "labels": label_counts, "trained_on": _image_options(contents)}
 
 
 def _describe_split(config: Config, args: argparse.Namespace) -> dict[str, Any]:
@@ -127,15 +146,15 @@ def _describe_split(config: Config, args: argparse.Namespace) -> dict[str, Any]:
         draw_split(description, args.png)
     if args.save:
         split.save(args.save)
-    numbers = range(len(source.classes))
+    labels = range(len(source.classes))
     return {
         "name": source.name,
         "train": len(source.train),
         "test": len(source.test),
         "shape": list(source.train.images.shape[1:]),
         "classes": list(source.classes),
-        "train_classes": [int((source.train.labels == k).sum()) for k in numbers],
-        "test_classes": [int((source.test.labels == k).sum()) for k in numbers],
+        "train_classes": [int((source.train.labels == label).sum()) for label in labels],
+        "test_classes": [int((source.test.labels == label).sum()) for label in labels],
         "remark": source.remark,
         "notes": list(source.notes),
         "scenario": split.origin.scenario,
@@ -149,14 +168,16 @@ def print_data(description: Mapping[str, Any]) -> None:
     """Print the contents of a data set and its split, from the fields that `halfmoon data --json` prints."""
     if "holds" in description:
         print_text(f"{description['holds']}.")
-        image_spec = [f"{description['trained_on'].get(name, 'as it is')}" for name in ("resize", "channels")]
+        size = description["trained_on"].get("resize", "as it is")
+        channels = description["trained_on"].get("channels", "as it is")
         print_text(
-            f"run --data would train on: size {image_spec[0]}, channels {image_spec[1]}; see run --data FOLDER --plan for more"
+            f"run --data would train on: size {size}, channels {channels}; see run --data FOLDER --plan for more"
         )
     if "split" not in description:
         print_table(["class", "labels"], [[name, f"{count:,}"] for name, count in description["labels"].items()])
         return
-    split, scenario = description["split"], description["scenario"]
+    split = description["split"]
+    scenario = description["scenario"]
     height, width, channels = description["shape"]
     print_text(
         f"{description['name']}: {description['train']:,} training and {description['test']:,} test images, {height}x{width}, "
@@ -167,18 +188,21 @@ def print_data(description: Mapping[str, Any]) -> None:
     for note in description["notes"]:
         print_text(f"{note}.")
     rows = zip(description["classes"], description["train_classes"], description["test_classes"], strict=True)
-    print_table(["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
+    print_table(["class", "train", "test"], [[name, f"{train:,}", f"{test:,}"] for name, train, test in rows])
     print_text(f"\n{_split_line(scenario, split)}")
     if len(split["stages"]) > 1:
         counts = ", ".join(f"{count:,}" for count in split["stages"])
         print_text(f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {counts}")
-    named = {
+    imbalances = {
         "internal imbalance": split["internal"],
         "external imbalance, labeled": split["external"]["labeled"],
         "external imbalance, unlabeled": split["external"]["unlabeled"],
     }
-    spans = [[name, *(_share(span[key]) for key in ("mean", "min", "max"))] for name, span in named.items()]
-    print_table(["total variation of class mixes", "mean", "min", "max"], spans)
+    cells = [
+        [name, _share(distance["mean"]), _share(distance["min"]), _share(distance["max"])]
+        for name, distance in imbalances.items()
+    ]
+    print_table(["total variation of class mixes", "mean", "min", "max"], cells)
     print_text("")
     _print_clients(description)
     for name in ("png", "saved"):
@@ -187,7 +211,12 @@ def print_data(description: Mapping[str, Any]) -> None:
 
 
 def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
-    """Describe a split in one line: its rule, the clients, and the numbers of images."""
+    """Describe a split in one line: its rule, the clients, and the numbers of images.
+
+    Args:
+        scenario: the fields of the scenario that the split was drawn by; empty for a split of another program.
+        split: the statistics of the split.
+    """
     counts = split["counts"]
     setting = scenario.get("setting", "custom")
     rule = setting
@@ -197,11 +226,11 @@ def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
         rule += f" ({scenario['classes_per_client']} shards a client)"
     seed = f", seed {scenario['seed']}" if "seed" in scenario else ""
     labeled = f"{counts['labeled']:,} labeled"
-    holders = sum(client["labeled"] > 0 for client in split["each"])
+    labeled_clients = sum(client["labeled"] > 0 for client in split["each"])
     if split["server"]:
         labeled += " (at the server)"
-    elif holders < counts["clients"]:
-        labeled += f" (at {holders} {'client' if holders == 1 else 'clients'})"
+    elif labeled_clients < counts["clients"]:
+        labeled += f" (at {labeled_clients} {'client' if labeled_clients == 1 else 'clients'})"
     unassigned = f"; {counts['nobody']:,} assigned to no client" if counts["nobody"] else ""
     return (
         f"split: {rule}{seed}: {counts['clients']} clients, {labeled} and {counts['unlabeled']:,} unlabeled "
@@ -214,12 +243,12 @@ def _print_clients(description: Mapping[str, Any]) -> None:
     clients = description["split"]["each"]
     server = description["split"]["server"]
     classes = description["classes"] if len(description["classes"]) <= SHOWN_CLASSES else []
-    named = [(str(number), client) for number, client in enumerate(clients[:SHOWN_CLIENTS])]
+    named_counts = [(str(number), client) for number, client in enumerate(clients[:SHOWN_CLIENTS])]
     if server:
-        none = {"unlabeled": 0, "unlabeled_classes": [0] * len(description["classes"])}
-        named.insert(0, ("server", {**server, **none}))
+        no_unlabeled = {"unlabeled": 0, "unlabeled_classes": [0] * len(description["classes"])}
+        named_counts.insert(0, ("server", {**server, **no_unlabeled}))
     rows = []
-    for name, client in named:
+    for name, client in named_counts:
         pairs = zip(client["labeled_classes"], client["unlabeled_classes"], strict=True)
         cells = [f"{labeled}+{unlabeled}" for labeled, unlabeled in pairs] if classes else []
         rows.append([name, str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])

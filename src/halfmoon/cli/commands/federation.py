@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import (
+    MAX_PORT,
     Command,
     CommandExit,
     add_actions,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from halfmoon.federation.transport.launch import ServerOptions
     from halfmoon.sites.keys.make import KeyChange
 
+
+MAX_RESTARTS = 10**6
+"""Largest number of restarts of a server without a finished round."""
 
 FOLDER_USAGE = "FOLDER "
 """The usage of actions on a folder of keys."""
@@ -92,8 +96,8 @@ def _init(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import create_keys
 
     days = parse_int("--days", args.days, 1, AUTHORITY_DAYS)
-    port = parse_int("--port", args.port, 1, 2**16 - 1)
-    listen = parse_int("--listen", args.listen, 1, 2**16 - 1)
+    port = parse_int("--port", args.port, 1, MAX_PORT)
+    listen = parse_int("--listen", args.listen, 1, MAX_PORT)
     change = create_keys(args.folder, args.sites, args.host, days, port, listen, args.images)
     return _print_change(args, f"{change.summary['folder']} is made.", change)
 
@@ -119,20 +123,20 @@ def _rotate(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import renew_certificates, replace_site_key
 
     # Both flags renew the server's certificate; --ca also replaces the authority that signs it.
-    renewing = args.server or args.ca
-    if renewing == (args.site is not None):
+    renews_server = args.server or args.ca
+    if renews_server == (args.site is not None):
         raise UserError("rotate replaces one thing at a time: give --server, --ca or --site NAME.")
-    if renewing and args.public_key is not None:
+    if renews_server and args.public_key is not None:
         raise UserError("--public-key is the key of a site: it needs --site NAME.")
-    if not renewing and (args.host or args.days is not None):
+    if not renews_server and (args.host or args.days is not None):
         raise UserError("--host and --days are for the server's certificate: they need --server or --ca.")
     if args.site is not None:
         change = replace_site_key(args.folder, args.site, args.public_key)
         return _print_change(args, f"the key of {args.site} is new; the old one is never accepted again.", change)
     days = None if args.days is None else parse_int("--days", args.days, 1, AUTHORITY_DAYS)
     change = renew_certificates(args.folder, args.host, days, args.ca)
-    what = "the authority and the server's certificate are" if args.ca else "the server's certificate is"
-    return _print_change(args, f"{what} new.", change)
+    renewed = "the authority and the server's certificate are" if args.ca else "the server's certificate is"
+    return _print_change(args, f"{renewed} new.", change)
 
 
 def _print_change(args: argparse.Namespace, message: str, change: KeyChange) -> int:
@@ -171,13 +175,14 @@ def _show(args: argparse.Namespace) -> int:
 
 def _key_rows(result: dict[str, Any]) -> list[list[str]]:
     """Format the certificates and the admitted and refused keys as rows of a table."""
-    rows = [
-        [f"certificate of the {name}", f"{result[name]['left']} ({result[name]['until']})", result[name]["fingerprint"]]
-        for name in ("authority", "server")
-    ]
+    rows = []
+    for name in ("authority", "server"):
+        certificate = result[name]
+        validity = f"{certificate['left']} ({certificate['until']})"
+        rows.append([f"certificate of the {name}", validity, certificate["fingerprint"]])
     for site in result["sites"]:
-        still = "; the private key is still here" if site["private_key"] else ""
-        rows.append([f"key of {site['name']}", f"never{still}", site["fingerprint"]])
+        note = "; the private key is still here" if site["private_key"] else ""
+        rows.append([f"key of {site['name']}", f"never{note}", site["fingerprint"]])
     for key in result["refused"]:
         rows.append([f"key of {key['name']}", f"{key['why'].upper()} on {key['since'][:10]}", key["fingerprint"]])
     return rows
@@ -222,8 +227,8 @@ def _serve(args: argparse.Namespace) -> int:
     from halfmoon.federation.transport.launch import MODEL_FILE, Halted, is_finished, serve, sites_without_model
     from halfmoon.federation.transport.processes import interruptible, require_flower
 
-    port = None if args.port is None else parse_int("--port", args.port, 1, 2**16 - 1)
-    restarts = parse_int("--restarts", args.restarts, 0, 10**6)
+    port = None if args.port is None else parse_int("--port", args.port, 1, MAX_PORT)
+    restarts = parse_int("--restarts", args.restarts, 0, MAX_RESTARTS)
     _check_access_flags(args)
     require_flower()
     plan = load_plan(args.config)
@@ -270,9 +275,8 @@ def _serve_page(
     from halfmoon.pages.server import serve_in_background
     from halfmoon.pages.watch import WatchPage
 
-    return serve_in_background(
-        WatchPage(folder).app(), "page", parse_int("--page", args.page, 0, 2**16 - 1) or None, write_line
-    )
+    port = parse_int("--page", args.page, 0, MAX_PORT) or None  # 0: any free port
+    return serve_in_background(WatchPage(folder).app(), "page", port, write_line)
 
 
 def _check_access_flags(args: argparse.Namespace) -> None:

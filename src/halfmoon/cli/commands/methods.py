@@ -25,19 +25,19 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the methods."""
+    """Run `halfmoon methods`: list the methods, with their options and defaults."""
     from halfmoon.methods import registry
 
     entries = [registry.entry(name) for name in args.names or registry.names()]
     if args.json:
-        print_json([_describe_method(each.name) for each in entries])
+        print_json([_describe_method(entry.name) for entry in entries])
         return 0
-    options = {
-        each.name: ", ".join(
-            f"{key} = {toml.format_text(value.default)}" for key, value in registry.options(each.name).items()
-        )
-        for each in entries
-    }
+    options = {}
+    for entry in entries:
+        defaults = [
+            f"{name} = {toml.format_text(option.default)}" for name, option in registry.options(entry.name).items()
+        ]
+        options[entry.name] = ", ".join(defaults)
     from rich.console import Console
 
     print_methods(Console(), entries, options)
@@ -53,9 +53,17 @@ def _describe_method(name: str) -> dict[str, Any]:
         key: {"default": option.default, "type": describe_type(option.type)}
         for key, option in registry.options(name).items()
     }
-    about = {"title": entry.title, "paper": entry.paper, "about": entry.about, "labels": entry.labels}
-    about |= {"labels_at": list(entry.label_locations), "oracle": entry.all_labels, "centralized": entry.pooled}
-    return {"name": name, **about, "options": options}
+    return {
+        "name": name,
+        "title": entry.title,
+        "paper": entry.paper,
+        "about": entry.about,
+        "labels": entry.labels,
+        "labels_at": list(entry.label_locations),
+        "oracle": entry.all_labels,
+        "centralized": entry.pooled,
+        "options": options,
+    }
 
 
 def print_methods(console: Console, entries: Sequence[MethodEntry], options: Mapping[str, str]) -> None:
@@ -68,19 +76,19 @@ def print_methods(console: Console, entries: Sequence[MethodEntry], options: Map
     """
     from halfmoon.cli.console import print_line, print_table, wrap_text
 
-    pooled = [each for each in entries if each.pooled]
-    federated = [each for each in entries if not each.pooled]
+    pooled = [entry for entry in entries if entry.pooled]
+    federated = [entry for entry in entries if not entry.pooled]
     header = ["name", "title", "labels needed", "paper"]
     for heading, group in (("", federated), ("centralized, all rows in one place:", pooled)):
         if group and heading:
             print_line(console, f"\n{heading}" if federated else heading)
         if group:
-            rows = [[each.name, each.title, each.labels, each.paper] for each in group]
+            rows = [[entry.name, entry.title, entry.labels, entry.paper] for entry in group]
             print_table(console, header, rows, wrap=True)
-    for each in [*federated, *pooled]:
-        print_line(console, f"\n{each.name}: {each.about}")
-        for text in (f"labels_at: {', '.join(each.label_locations)}", options[each.name]):
-            print_line(console, wrap_text(console, text))
+    for entry in [*federated, *pooled]:
+        print_line(console, f"\n{entry.name}: {entry.about}")
+        print_line(console, wrap_text(console, f"labels_at: {', '.join(entry.label_locations)}"))
+        print_line(console, wrap_text(console, options[entry.name]))
 
 
 def add_check(commands: Any) -> None:

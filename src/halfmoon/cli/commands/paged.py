@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import (
+    MAX_PORT,
     add_command,
     exit_on_interrupt,
     image_progress,
@@ -49,7 +50,7 @@ def parse_page_port(args: argparse.Namespace) -> int | None:
     """
     from halfmoon.pages.server import require_pages
 
-    port = None if args.port is None else parse_int("--port", args.port, 1, 2**16 - 1)
+    port = None if args.port is None else parse_int("--port", args.port, 1, MAX_PORT)
     if args.json:
         raise UserError("--json needs --list: a page prints nothing." if "list" in args else "a page has no --json.")
     require_pages()
@@ -93,7 +94,7 @@ def add_label_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_label(args: argparse.Namespace) -> int:
-    """Serve the page until interrupted; with --list print the order."""
+    """Run `site label`: serve the page for labeling until interrupted; with `--list` only print the order of images."""
     from halfmoon.data.preparation import parse_window
     from halfmoon.pages.label import LabelOptions, open_site_to_label
     from halfmoon.pages.label import serve_label_page as label
@@ -111,8 +112,10 @@ def run_label(args: argparse.Namespace) -> int:
     load = None if args.model is None else model_loader(args.model, args.device, args.network)
     classes: tuple[str, ...] = ()
     if load is not None and not site.classes:
+        # The page needs the names of the classes at once, so the model is loaded now instead of in the background.
         model = load()
-        classes, load = model.classes, lambda: model
+        classes = model.classes
+        load = lambda: model  # noqa: E731
     if count is not None:
         return _print_order(args, count, seed, site, load)
     if args.model is not None and not args.model.exists():
@@ -124,17 +127,27 @@ def run_label(args: argparse.Namespace) -> int:
 
 
 def _print_order(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
-    """Print the paths of the first images in the order in which the page would show them for labeling."""
+    """Print the paths of the first images in the order in which the page would show them for labeling.
+
+    Args:
+        args: the parsed command line.
+        count: the number of images.
+        seed: the seed of the order of images without a prediction.
+        site: the folder of images.
+        load: loads the model whose uncertain predictions come first; None for a random order.
+    """
     from halfmoon.pages.label import order_unlabeled
     from halfmoon.pages.label_order import rank_descending
     from halfmoon.pages.label_store import LabelStore
 
-    predictions, names = None, ()
+    predictions = None
+    names: tuple[str, ...] = ()
     if load is not None:
         from halfmoon.pages.background_prediction import predict_images
 
         model = load()
-        predictions, names = predict_images(model, site.folder, site.paths, image_progress()), model.classes
+        predictions = predict_images(model, site.folder, site.paths, image_progress())
+        names = model.classes
     rows = order_unlabeled(predictions, LabelStore(site, site.classes or names), seed)
     rank = rank_descending(predictions.uncertainty[rows]).tolist() if predictions is not None else []
     rows = rows[:count]
@@ -145,6 +158,7 @@ def _print_order(args: argparse.Namespace, count: int, seed: int, site: Any, loa
         return 0
     images: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
     if predictions is not None:
+        # `rank` has the ranks of all images, of which the first `count` are printed.
         for row, image, image_rank in zip(rows, images, rank, strict=False):
             has_prediction = bool(predictions.mask[row])
             image["predicted"] = names[predictions.predicted[row]] if has_prediction else None

@@ -29,31 +29,44 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print epsilon of a planned run, or the noise that keeps it within an epsilon."""
+    """Run `halfmoon privacy`: print the privacy loss of a planned run, or the noise that keeps it within a target.
+
+    The loss is (epsilon, delta) differential privacy. With `--noise` epsilon is computed, with `--epsilon` the noise.
+    """
     from halfmoon.aggregation.privacy import accounting
 
     plan = {name: _number(args, name, int) for name in INTEGER_FLAGS}
     missing = [name for name, value in plan.items() if value is None]
     if missing:
         raise UserError(f"--{missing[0]} is missing: give the number of {INTEGER_FLAGS[missing[0]]}.")
-    clients, cohort, rounds = (int(plan[name] or 0) for name in ("clients", "cohort", "rounds"))
+    clients = int(plan["clients"] or 0)
+    cohort = int(plan["cohort"] or 0)
+    rounds = int(plan["rounds"] or 0)
     if cohort > clients:
         raise UserError(f"--cohort is {cohort}, but --clients is {clients}: it must be at most {clients}.")
-    noise, target = _number(args, "noise", float), _number(args, "epsilon", float)
+    noise = _number(args, "noise", float)
+    target_epsilon = _number(args, "epsilon", float)
     delta = _number(args, "delta", float) or Config.dp_delta
     if delta >= 1:
         raise UserError(f"--delta is {delta:g}: it must be above 0 and below 1.")
-    if (noise is None) == (target is None):
+    if (noise is None) == (target_epsilon is None):
         raise UserError("give one of --noise and --epsilon: the other one is computed.")
     if noise is None:
-        noise = accounting.find_noise(float(target or 0), cohort, clients, rounds, delta)
-    cost = accounting.planned_epsilon(cohort, clients, rounds, noise, delta)
-    result = {"clients": clients, "cohort": cohort, "rounds": rounds, "noise": noise, "delta": delta, "epsilon": cost}
+        noise = accounting.find_noise(float(target_epsilon or 0), cohort, clients, rounds, delta)
+    epsilon = accounting.planned_epsilon(cohort, clients, rounds, noise, delta)
+    result = {
+        "clients": clients,
+        "cohort": cohort,
+        "rounds": rounds,
+        "noise": noise,
+        "delta": delta,
+        "epsilon": epsilon,
+    }
     if args.json:
         print_json(result)
         return 0
     print_text(
-        f"{rounds} rounds with {cohort} of {clients} clients and dp_noise {noise:g}: epsilon {cost:.4g} at delta "
+        f"{rounds} rounds with {cohort} of {clients} clients and dp_noise {noise:g}: epsilon {epsilon:.4g} at delta "
         f"{delta:g}, for each client's data as a whole",
     )
     return 0

@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, and print its path and missing runs."""
+    """Run `halfmoon report`: write a page and tables about runs, and print their paths and the missing runs."""
     from halfmoon.report.writer import write_report
 
     files, missing = write_report(args.runs, args.out)

@@ -118,24 +118,24 @@ def _print_survey(result: Survey) -> None:
     from halfmoon.api.requirements import LABEL_LOCATIONS
     from halfmoon.cli.console import wrap_text
 
-    share = f" ({result.labeled / result.readable:.1%})" if result.readable else ""
+    labeled_share = f" ({result.labeled / result.readable:.1%})" if result.readable else ""
     print_text(
-        f"{result.folder}: {result.images:,} images, {result.readable:,} readable, {result.labeled:,} labeled{share}, "
+        f"{result.folder}: {result.images:,} images, {result.readable:,} readable, {result.labeled:,} labeled{labeled_share}, "
         f"{len(result.class_counts)} classes",
     )
     if result.labeled:
         rows = [[name, f"{count:,}", f"{count / result.labeled:.1%}"] for name, count in result.class_counts.items()]
         print_table(["class", "labeled", "share"], rows)
     if result.sizes:
-        rows = [[f"{h}x{w}", mode, f"{count:,}"] for (h, w, mode), count in result.sizes.items()]
+        rows = [[f"{height}x{width}", mode, f"{count:,}"] for (height, width, mode), count in result.sizes.items()]
         hidden_images = sum(list(result.sizes.values())[SHOWN_SIZES:])
         summary_row = [[f"{len(rows) - SHOWN_SIZES} more sizes", "", f"{hidden_images:,}"]] if hidden_images else []
         print_text("")
         print_table(["height x width", "mode", "images"], rows[:SHOWN_SIZES] + summary_row)
-    for each in result.findings:
-        _print_finding(each)
+    for finding in result.findings:
+        _print_finding(finding)
     if not result.can_take_part:
-        faults = [each.kind for each in result.findings if each.blocks]
+        faults = [finding.kind for finding in result.findings if finding.blocks]
         why = f"repair this first: {'; '.join(faults)}" if faults else "no image can be read"
         print_text(f"\nThis folder cannot take part: {why}.")
         return
@@ -169,29 +169,33 @@ def _prepare(args: argparse.Namespace) -> int:
 
     result = prepare_site(
         args.folder,
-        _parse_size(args.size),
-        _parse_channels(args.channels),
-        args.out,
-        image_progress(),
-        args.crop,
-        parse_window(args.window),
+        size=_parse_size(args.size),
+        channels=_parse_channels(args.channels),
+        out=args.out,
+        progress=image_progress(),
+        crop=args.crop,
+        window=parse_window(args.window),
     )
     assert result.site.images is not None
     count, height, width, channels = result.site.images.shape
     if args.json:
         left_out = [{"path": path, "reason": reason} for path, reason in result.left_out.items()]
-        fields = {
-            "folder": str(args.folder),
-            "home": str(result.state_folder),
-            "shape": [count, height, width, channels],
-        }
-        print_json(fields | {"written": result.written, "decoded": result.decoded, "left_out": left_out})
+        print_json(
+            {
+                "folder": str(args.folder),
+                "home": str(result.state_folder),
+                "shape": [count, height, width, channels],
+                "written": result.written,
+                "decoded": result.decoded,
+                "left_out": left_out,
+            }
+        )
         return 0
     labeled = int((result.site.labels >= 0).sum())
-    what = f"{result.decoded:,} decoded now" if result.written else "nothing had changed"
+    change = f"{result.decoded:,} decoded now" if result.written else "nothing had changed"
     lines = [f"{path}: {reason}" for path, reason in result.left_out.items()]
     print_text(
-        f"{result.state_folder}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
+        f"{result.state_folder}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {change}",
     )
     if lines:
         print_text("\n  ".join([f"left out ({len(lines):,}):", *_shorten(lines)]))
@@ -248,12 +252,13 @@ def _export_config(args: argparse.Namespace) -> tuple[Config, int]:
     """Build the configuration of an export, and return it with the number of sites."""
     sites = parse_int("--sites", args.sites, 1)
     flags = requested_options(args, EXPORT_OPTIONS)
-    values = settings.load_file(args.config) if args.config else {}
+    file_options = settings.load_file(args.config) if args.config else {}
     # The cohort does not matter here, but a default of more than all clients would be refused.
     flags |= {"data": args.data, "cohort": 1}
-    if "split" not in {**values, **flags}:
+    if "split" not in {**file_options, **flags}:
         flags["clients"] = sites
-    return settings.merge(values, settings.resolve_paths(flags, Path()), args.config or "the file"), sites
+    config = settings.merge(file_options, settings.resolve_paths(flags, Path()), args.config or "the file")
+    return config, sites
 
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -400,14 +405,21 @@ def _terms(args: argparse.Namespace) -> int:
     from halfmoon.federation.server.plan import load_plan
 
     terms = load_plan(args.config).terms
-    offered = terms.summary()
+    summary = terms.summary()
     if args.json:
-        record = {"hash": offered.hash, "said": offered.sentence, "terms": json.loads(terms.text)}
-        print_json({**record, "brief": offered.brief, "tensors": offered.tensors})
+        print_json(
+            {
+                "hash": summary.hash,
+                "said": summary.sentence,
+                "terms": json.loads(terms.text),
+                "brief": summary.brief,
+                "tensors": summary.tensors,
+            }
+        )
         return 0
-    print_text(f"{offered.sentence}\n")
-    print_table(["option", "value", "meaning"], offered.rows)
+    print_text(f"{summary.sentence}\n")
+    print_table(["option", "value", "meaning"], summary.rows)
     print_text("")
-    print_table(["sent", "size", "what it tells about a single image"], offered.tensors)
-    print_text(f"\nhash: {offered.hash}")
+    print_table(["sent", "size", "what it tells about a single image"], summary.tensors)
+    print_text(f"\nhash: {summary.hash}")
     return 0

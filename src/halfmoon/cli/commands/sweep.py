@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.studies.executors import Executor
-    from halfmoon.studies.recipe import Recipe
+    from halfmoon.studies.recipe import Recipe, Value
     from halfmoon.studies.run_sweep import RunReport
     from halfmoon.studies.sweep_folder import SweepFolder
 
@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    """Run the sweep; return 1 if a run failed."""
+    """Run `halfmoon sweep`: train all cells of a recipe, and print its table; return 1 if a run failed."""
     from halfmoon.studies import grid, recipe
     from halfmoon.studies.sweep_folder import SweepFolder, build_table, count_cores
 
@@ -76,12 +76,12 @@ def _sweep(args: argparse.Namespace) -> int:
     scale = plan.scale(args.scale) if args.scale else None
     jobs = parse_int("--jobs", args.jobs, 1)
     # Absolute paths, because a worker on another machine has another current folder.
-    over = settings.resolve_paths(requested_options(args, EXECUTION_OPTIONS), Path())
+    machine_options = settings.resolve_paths(requested_options(args, EXECUTION_OPTIONS), Path())
     # Every process would use all cores: share them, or several runs at once are slower than one after another.
-    if jobs > 1 and args.engine == "local" and "threads" not in over:
-        over["threads"] = max(1, count_cores() // jobs)
+    if jobs > 1 and args.engine == "local" and "threads" not in machine_options:
+        machine_options["threads"] = max(1, count_cores() // jobs)
     seeds = [parse_int("--seeds", text, 0) for text in args.seeds] if args.seeds else None
-    cells = grid.build_cells(plan, grid.parse_selection(plan, args.only), seeds, scale, over)
+    cells = grid.build_cells(plan, grid.parse_selection(plan, args.only), seeds, scale, machine_options)
     command = shlex.join(["halfmoon", *args.words])
     folder = SweepFolder(args.out, plan, scale)
     if args.dry_run:
@@ -104,7 +104,17 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs: int) -> int:
-    """Run the cells with live progress; return 1 if a run failed."""
+    """Train the cells of a sweep with a progress display.
+
+    Args:
+        args: the parsed command line.
+        folder: the sweep folder, to which results are written.
+        cells: the cells, each with a configuration for every seed.
+        jobs: the number of runs at the same time.
+
+    Returns:
+        The exit code: 1 if a run failed, 130 after Ctrl-C.
+    """
     from rich.console import Console
 
     from halfmoon.cli import console as screen
@@ -113,6 +123,7 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     console = Console(stderr=True)
 
     def print_step(step: RunReport) -> None:
+        """Print the result of a finished run in one line."""
         text = f"[{step.number}/{step.runs}] {step.label}: "
         if step.failed:
             text += f"failed: {step.failed}"
@@ -138,7 +149,14 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
 
 
 def _make_executor(args: argparse.Namespace, progress: Any, jobs: int, cleanup: ExitStack) -> Executor:
-    """Create the executor of the runs; `cleanup` closes it."""
+    """Create the executor of a sweep's runs: Ray, several processes, or this process.
+
+    Args:
+        args: the parsed command line.
+        progress: the progress display.
+        jobs: the number of runs at the same time.
+        cleanup: the stack that closes the executor.
+    """
     from halfmoon.runs.callbacks import Callbacks
     from halfmoon.studies import executors
 
@@ -158,16 +176,17 @@ def _make_executor(args: argparse.Namespace, progress: Any, jobs: int, cleanup: 
 
 
 def _print_cells(cells: list[Any], as_json: bool) -> int:
-    """Print the runs that a sweep would train: cell, seed and identity."""
-    rows = [
-        (cell.label, str(seed), settings.identity(config, config.method)[:16])
-        for cell in cells
-        for seed, config in cell.configs.items()
-    ]
+    """Print the runs that a sweep would train: cell, seed, and the hash of the configuration."""
+    headings = ("cell", "seed", "identity")
+    rows = []
+    for cell in cells:
+        for seed, config in cell.configs.items():
+            identity = settings.identity(config, config.method)
+            rows.append((cell.label, str(seed), identity[:16]))
     if as_json:
-        print_json([dict(zip(("cell", "seed", "identity"), row, strict=True)) for row in rows])
+        print_json([dict(zip(headings, row, strict=True)) for row in rows])
     else:
-        print_table(("cell", "seed", "identity"), rows)
+        print_table(headings, rows)
     return 0
 
 
@@ -190,16 +209,16 @@ def add_recipes(commands: Any) -> None:
 
 def _recipes(args: argparse.Namespace) -> int:
     """Run `recipes`: list recipes, print one in detail, or estimate its time."""
-    from halfmoon.studies import recipe
+    from halfmoon.studies.recipe import list_names, load
 
-    loaded = [recipe.load(name) for name in args.names or recipe.list_names()]
-    if args.time and len(loaded) != 1:
+    loaded_recipes = [load(name) for name in args.names or list_names()]
+    if args.time and len(loaded_recipes) != 1:
         raise UserError("--time needs one recipe: write, for example, halfmoon recipes feddure-table1 --time.")
     if not args.time and (args.scale or args.only):
         raise UserError("{scale} and {only} need {time}.", option=("scale", "only", "time"))
-    descriptions = [_describe_recipe(each) for each in loaded]
+    descriptions = [_describe_recipe(recipe) for recipe in loaded_recipes]
     if args.time:
-        descriptions[0]["cost"] = _estimate_cost(loaded[0], args)
+        descriptions[0]["cost"] = _estimate_cost(loaded_recipes[0], args)
     if args.json:
         print_json({"recipes": descriptions})
     elif len(descriptions) == 1:
@@ -234,14 +253,19 @@ def _describe_recipe(loaded: Recipe) -> dict[str, Any]:
         "kind": loaded.kind,
         "cells": len(grid.list_combinations(loaded, {})),
         "seeds": list(loaded.seeds),
-        "panels": {name: {axis: list(names) for axis, names in at.items()} for name, at in loaded.panels.items()},
-        "scales": [{"name": each.name, "about": each.about} for each in loaded.scales.values()],
-        "axes": [
-            {"name": axis, "values": [{"name": each.name, "title": each.title, "extra": each.extra} for each in values]}
-            for axis, values in loaded.axes.items()
-        ],
+        "panels": {
+            panel: {axis: list(names) for axis, names in selection.items()}
+            for panel, selection in loaded.panels.items()
+        },
+        "scales": [{"name": scale.name, "about": scale.about} for scale in loaded.scales.values()],
+        "axes": [{"name": axis, "values": _describe_values(values)} for axis, values in loaded.axes.items()],
         "protocol": dict(loaded.protocol),
     }
+
+
+def _describe_values(values: Iterable[Value]) -> list[dict[str, Any]]:
+    """Describe the values of an axis of a recipe as fields of the JSON output."""
+    return [{"name": value.name, "title": value.title, "extra": value.extra} for value in values]
 
 
 def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
@@ -250,19 +274,17 @@ def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     from halfmoon.studies.sweep_folder import detect_machine
 
     scale = loaded.scale(args.scale) if args.scale else None
-    over = requested_options(args, TIME_OPTIONS)
-    cells = grid.build_cells(
-        loaded, grid.parse_selection(loaded, args.only), None, scale, settings.resolve_paths(over, Path())
-    )
-    rows = {
-        name: {
+    machine_options = settings.resolve_paths(requested_options(args, TIME_OPTIONS), Path())
+    selection = grid.parse_selection(loaded, args.only)
+    cells = grid.build_cells(loaded, selection, None, scale, machine_options)
+    rows = {}
+    for name, row in cost.estimate_costs(loaded, cells).items():
+        rows[name] = {
             "cell": row.cell,
             "seconds_per_round": round(row.seconds_per_round, 4),
             "runs": row.runs,
             "seconds": round(row.seconds, 3),
         }
-        for name, row in cost.estimate_costs(loaded, cells).items()
-    }
     return {
         "machine": cost.describe_machine(detect_machine()),
         "scale": scale and {"name": scale.name, "about": scale.about},
@@ -274,15 +296,12 @@ def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_recipes(recipes: Sequence[dict[str, Any]]) -> None:
-    """Print a table of recipes."""
-    rows = [
-        [
-            *(each["name"], each["title"], f"{each['cells']:,}", str(len(each["seeds"]))),
-            ", ".join(scale["name"] for scale in each["scales"]) or "-",
-            each["about"],
-        ]
-        for each in recipes
-    ]
+    """Print a table of recipes, from the fields of `_describe_recipe`."""
+    rows = []
+    for recipe in recipes:
+        scales = ", ".join(scale["name"] for scale in recipe["scales"]) or "-"
+        seeds = str(len(recipe["seeds"]))
+        rows.append([recipe["name"], recipe["title"], f"{recipe['cells']:,}", seeds, scales, recipe["about"]])
     print_table(["name", "title", "cells", "seeds", "scales", "description"], rows)
     print_text("in detail: halfmoon recipes NAME; to run one: halfmoon sweep NAME")
 
@@ -297,8 +316,8 @@ def _print_recipe(recipe: dict[str, Any]) -> None:
     for axis in recipe["axes"]:
         names = [f"{value['name']}{' (with --only)' if value['extra'] else ''}" for value in axis["values"]]
         print_text(f"  {axis['name']}: {', '.join(names)}")
-    for name, at in recipe["panels"].items():
-        restriction = "; ".join(f"{axis} {', '.join(names)}" for axis, names in at.items())
+    for name, selection in recipe["panels"].items():
+        restriction = "; ".join(f"{axis} {', '.join(names)}" for axis, names in selection.items())
         print_text(f"  panel {name}: {restriction}")
     options = [f"{name} = {_text(value)}" for name, value in recipe["protocol"].items()]
     print_text(f"\n  protocol: {', '.join(options) or 'the defaults'}")
@@ -316,8 +335,8 @@ def _print_cost(cost: dict[str, Any]) -> None:
         print_text(f"\n  SCALED DOWN, not the paper's experiment: {cost['scale']['about']}")
     print_text(f"\ncost on {cost['machine']}: one round of one cell of each row was timed, and multiplied")
     rows = [
-        [name, each["cell"], f"{each['seconds_per_round']:.2f}", f"{each['runs']:,}", duration(each["seconds"])]
-        for name, each in cost["rows"].items()
+        [name, row["cell"], f"{row['seconds_per_round']:.2f}", f"{row['runs']:,}", duration(row["seconds"])]
+        for name, row in cost["rows"].items()
     ]
     rows.append(["all", "", "", f"{cost['runs']:,}", duration(cost["seconds"])])
     print_table([cost["of"], "timed", "s a round", "runs", "all runs"], rows)
@@ -343,8 +362,12 @@ def add_tune(commands: Any, full: bool) -> None:
     add_options(parser, [name for name in settings.option_types() if name not in excluded], full)
 
 
+SHOWN_TRIALS = 10
+"""Largest number of trials in the printed table."""
+
+
 def _tune(args: argparse.Namespace) -> int:
-    """Search the options and print the best trials."""
+    """Run `halfmoon tune`: search options of a run by validation images, and print the best trials."""
     from rich.console import Console
 
     from halfmoon.cli import console as screen
@@ -353,25 +376,25 @@ def _tune(args: argparse.Namespace) -> int:
 
     if args.trials < 1 or min(args.seeds) < 0:
         raise UserError("--trials must be at least 1, and --seeds whole numbers from 0.")
-    values, flags, file = read_layers(args)
+    file_options, flags, file = read_layers(args)
     knobs = [Knob.parse(text) for text in args.knob or DEFAULT_KNOBS]
-    config = settings.resolve(values, flags, file)
+    config = settings.resolve(file_options, flags, file)
     folder = config.run_dir or settings.next_free_folder(config, "tune")
     console = Console(stderr=True)
     trials = search(config, knobs, args.trials, args.seeds, folder, lambda text: screen.print_line(console, text))
     if args.json:
-        rows = [{"trial": each.number, "validation_accuracy": each.accuracy, "values": each.values} for each in trials]
+        rows = [
+            {"trial": trial.number, "validation_accuracy": trial.accuracy, "values": trial.values} for trial in trials
+        ]
         print_json({"folder": str(folder), "best": str(folder / BEST), "trials": rows})
         return 0
     names = [knob.name for knob in knobs]
-    cells = [
-        [
-            str(each.number),
-            "diverged" if each.accuracy is None else f"{100 * each.accuracy:.2f}",
-            *(f"{value:.3g}" if isinstance(value := each.values[name], float) else str(value) for name in names),
-        ]
-        for each in trials[:10]
-    ]
+    cells = []
+    for trial in trials[:SHOWN_TRIALS]:
+        accuracy = "diverged" if trial.accuracy is None else f"{100 * trial.accuracy:.2f}"
+        values = [trial.values[name] for name in names]
+        texts = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
+        cells.append([str(trial.number), accuracy, *texts])
     print_table(["trial", "validation %", *names], cells)
     if config.budget != "none" and not (config.reference or config.steps or "steps" in names):
         print_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -111,16 +112,20 @@ def _predict(args: argparse.Namespace) -> int:
         from halfmoon.sites.inference import outliers
 
         reference = outliers.build_reference(model, args.like)
-    result = predict_folder(model, args.folder, args.out, args.sure, reference and reference.find_outliers)
+    find_outliers = None if reference is None else reference.find_outliers
+    result = predict_folder(model, args.folder, args.out, args.sure, find_outliers)
     if reference is not None and outliers.too_many_outliers(result.outliers, result.images):
-        about = f"{result.outliers:,} of {result.images:,} images differ from those of {args.like}"
         print_warning(
-            f"{about} ({outliers.EXPECTED_OUTLIER_SHARE:.0%} of those images do): do not rely on their labels.", 0
+            f"{result.outliers:,} of {result.images:,} images differ from those of {args.like} "
+            f"({outliers.EXPECTED_OUTLIER_SHARE:.0%} of those images do): do not rely on their labels.",
+            code=0,
         )
     if args.json:
         fields = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.below_confidence}
-        fields |= {"unlike": result.outliers} if reference is not None else {}
-        print_json({**fields, "labels": result.labels, "unreadable": [each._asdict() for each in result.unreadable]})
+        if reference is not None:
+            fields["unlike"] = result.outliers
+        unreadable = [image._asdict() for image in result.unreadable]
+        print_json({**fields, "labels": result.labels, "unreadable": unreadable})
     else:
         print_table(["label", "images"], [[name, f"{count:,}"] for name, count in result.labels.items()])
         print_text(f"unsure, below {args.sure:g}: {result.below_confidence:,} of {result.images:,} images")
@@ -137,15 +142,16 @@ def _evaluate(args: argparse.Namespace) -> int:
     model = model_loader(args.model, args.device, args.network)()
     result, unreadable = evaluate_folder(model, args.folder, args.sure)
     result["temperature"] = model.card.temperature
-    files = [str(path) for path in write_evaluation(result, unreadable, args.out)] if args.out is not None else []
+    files = []
     if args.out is not None:
+        files = [str(path) for path in write_evaluation(result, unreadable, args.out)]
         from halfmoon.report.diagrams import draw_reliability  # Matplotlib is slow to import
 
         diagram = args.out / "reliability.png"
         draw_reliability(result, diagram)
         files.append(str(diagram))
     if args.json:
-        print_json({**result, "unreadable": [each._asdict() for each in unreadable], "files": files})
+        print_json({**result, "unreadable": [image._asdict() for image in unreadable], "files": files})
     else:
         _print_metrics(result, files)
     if result["training_images"]:
@@ -156,11 +162,16 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _print_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
-    """Print the metrics of an evaluation as tables and lines."""
-    rows = [
-        [each["class"], *(_percent(each[name]) for name in ("precision", "recall", "f1")), f"{each['support']:,}"]
-        for each in result["per_class"]
-    ]
+    """Print the metrics of an evaluation as tables and lines.
+
+    Args:
+        result: the metrics, from `evaluate_folder`.
+        files: the files that were written.
+    """
+    rows = []
+    for metrics in result["per_class"]:
+        percentages = [_percent(metrics[name]) for name in ("precision", "recall", "f1")]
+        rows.append([metrics["class"], *percentages, f"{metrics['support']:,}"])
     print_table(["class", "precision %", "recall %", "F1 %", "images"], rows)
     if len(result["classes"]) <= MAX_MATRIX_CLASSES:
         print_text("\nconfusion (rows: true class, columns: predicted class)")
@@ -169,16 +180,19 @@ def _print_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
     print_text("\nreliability (images by the probability of their label)")
     rows = [
         [
-            f"{each['above']:.3f} to {each['to']:.3f}",
-            f"{each['images']:,}",
-            *(_percent(each[name]) for name in ("confidence", "accuracy")),
+            f"{interval['above']:.3f} to {interval['to']:.3f}",
+            f"{interval['images']:,}",
+            _percent(interval["confidence"]),
+            _percent(interval["accuracy"]),
         ]
-        for each in result["reliability"]
-        if each["images"]
+        for interval in result["reliability"]
+        if interval["images"]
     ]
     print_table(["probability", "images", "mean probability %", "accuracy %"], rows)
-    certain = result["sure"]
-    among = f", accuracy among them: {_percent(certain['accuracy'])} %" if certain["share"] else ""
+    confident = result["sure"]
+    confident_accuracy = ""
+    if confident["share"]:
+        confident_accuracy = f", accuracy among them: {_percent(confident['accuracy'])} %"
     lines = [
         "",
         f"images: {result['images']:,}",
@@ -187,7 +201,7 @@ def _print_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
         f"area under the ROC curve: {_percent(result['auc'])} %",
         f"expected calibration error: {_percent(result['calibration_error'])} % "
         f"(temperature {result['temperature']:.3g})",
-        f"sure, from {certain['at_least']:g}: {_percent(certain['share'])} % of the images{among}",
+        f"sure, from {confident['at_least']:g}: {_percent(confident['share'])} % of the images{confident_accuracy}",
         *(f"written: {file}" for file in files),
     ]
     print_text("\n".join(lines))
@@ -211,7 +225,9 @@ def _review(args: argparse.Namespace) -> int:
     port = parse_page_port(args)
     model = model_loader(args.model, args.device, args.network)()
     paths = list_images(args.folder)
-    sample = paths[:: -(-len(paths) // MAX_EXAMINED_IMAGES)]
+    # Examine at most `MAX_EXAMINED_IMAGES`, evenly spaced.
+    step = math.ceil(len(paths) / MAX_EXAMINED_IMAGES)
+    sample = paths[::step]
     if count := count_training_images(model, args.folder, sample):
         print_warning(f"{args.folder} ({count:,} of {len(sample):,} examined) {TRAINING_IMAGES_WARNING}", 0)
     with exit_on_interrupt("the page is closed."):
@@ -227,14 +243,19 @@ def _calibrate(args: argparse.Namespace) -> int:
     torch_device = select_device(settings.Config(device=settings.parse_option("device", args.device)))
     result = calibrate_model(args.model, args.folder, str(torch_device), args.network)
     if args.json:
-        fields = {"model": str(result.model), "images": result.images, "before": asdict(result.before)}
         print_json(
-            {**fields, "after": asdict(result.after), "unreadable": [each._asdict() for each in result.unreadable]}
+            {
+                "model": str(result.model),
+                "images": result.images,
+                "before": asdict(result.before),
+                "after": asdict(result.after),
+                "unreadable": [image._asdict() for image in result.unreadable],
+            }
         )
     else:
         rows = [
-            [name, f"{each.temperature:.3f}", f"{100 * each.calibration_error:.2f}", f"{each.loss:.4f}"]
-            for name, each in (("before", result.before), ("after", result.after))
+            [name, f"{fit.temperature:.3f}", f"{100 * fit.calibration_error:.2f}", f"{fit.loss:.4f}"]
+            for name, fit in (("before", result.before), ("after", result.after))
         ]
         print_table(["", "temperature", "calibration error %", "cross-entropy"], rows)
         note = f"measured on the {result.images:,} images of the fit; measure others with halfmoon evaluate"
@@ -250,19 +271,22 @@ def _export(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.export import export_onnx, export_torch, real_images
 
     model = load_model(args.model, network=args.network)
-    real = real_images(model, args.images)
-    makers = {"onnx": (export_onnx, args.onnx), "torch": (export_torch, args.torch)}
-    result = {name: make(model, path, real) for name, (make, path) in makers.items() if path is not None}
+    images = real_images(model, args.images)
+    exported_files = {}
+    if args.onnx is not None:
+        exported_files["onnx"] = export_onnx(model, args.onnx, images)
+    if args.torch is not None:
+        exported_files["torch"] = export_torch(model, args.torch, images)
     if args.json:
         fields = {
-            name: {"path": str(each.path), "images": each.images, "difference": each.difference}
-            for name, each in result.items()
+            name: {"path": str(file.path), "images": file.images, "difference": file.difference}
+            for name, file in exported_files.items()
         }
         print_json(fields)
         return 0
-    for name, each in result.items():
+    for name, file in exported_files.items():
         comparison = (
-            f"compared on {each.images} images, the largest difference of a probability is {each.difference:.1e}"
+            f"compared on {file.images} images, the largest difference of a probability is {file.difference:.1e}"
         )
-        print_text(f"{name}: {each.path} ({comparison})")
+        print_text(f"{name}: {file.path} ({comparison})")
     return 0
