@@ -1,9 +1,9 @@
 """How a GPU computes: TensorFloat-32 or not, and algorithms whose results do not vary. Both are settings of PyTorch."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -22,7 +22,7 @@ CUBLAS_WORKSPACE = ":4096:8"
 
 
 @contextmanager
-def gpu_arithmetic(precision: Precision, deterministic: bool) -> Iterator[None]:
+def gpu_arithmetic(precision: Precision, deterministic: bool) -> Generator[None]:
     """Set how this process computes on a GPU, and restore the settings at the end.
 
     Args:
@@ -30,21 +30,22 @@ def gpu_arithmetic(precision: Precision, deterministic: bool) -> Iterator[None]:
         deterministic: whether to use only algorithms that give the same bits every time. An operation that has none
             raises RuntimeError with its name.
     """
-    # PyTorch's settings are attributes without types.
-    matrix_products: Any = torch.backends.cuda.matmul
-    convolutions: Any = torch.backends.cudnn.conv
-    before: tuple[str, str] = (matrix_products.fp32_precision, convolutions.fp32_precision)
+    # These settings have no types in PyTorch's stubs.
+    backends = cast(Any, torch.backends)
+    holders: list[Any] = [backends.cuda.matmul, backends.cudnn.conv]
+    before: list[str] = [holder.fp32_precision for holder in holders]
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         if precision in GPU_PRECISIONS:
-            matrix_products.fp32_precision = GPU_PRECISIONS[precision]
-            convolutions.fp32_precision = GPU_PRECISIONS[precision]
+            for holder in holders:
+                holder.fp32_precision = GPU_PRECISIONS[precision]
         if deterministic:
             # cuBLAS reads this variable when it multiplies for the first time in a process.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
             torch.use_deterministic_algorithms(True)
         yield
     finally:
-        matrix_products.fp32_precision, convolutions.fp32_precision = before
+        for holder, setting in zip(holders, before, strict=True):
+            holder.fp32_precision = setting
         torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
