@@ -15,6 +15,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
 
 from halfmoon.data.readers.decode import decode_to_shape
+from halfmoon.pages.dicom_captions import caption_images
 from halfmoon.pages.label import LabelOptions, LabelPage
 from halfmoon.pages.label_order import Predictions
 from halfmoon.sites.folders import read_site
@@ -300,6 +301,77 @@ def test_page_fits_a_phone_and_dark_mode(browser: Any, page: str, width: int, da
         ".filter((each) => each.getBoundingClientRect().height < 34).length"
     )
     assert small == 0
+
+
+def test_every_class_can_be_reached_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    """The bar with Undo and Skip stays visible, and covers no button that is scrolled to."""
+    Image.new("L", (16, 16), 90).save(tmp_path / "a.png")
+    (tmp_path / "classes.txt").write_text("".join(f"class {n}\n" for n in range(26)))
+    with serving(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:
+        opened(browser, address, 390)
+        hidden = browser.execute_script(
+            "return [...document.querySelectorAll('#choices button')].filter((each) => {"
+            " each.focus(); const box = each.getBoundingClientRect();"
+            " return !each.contains(document.elementFromPoint(box.x + box.width / 2, box.y + box.height - 3)); }).length"
+        )
+        assert hidden == 0
+        stage, first = (browser.find_element("css selector", name).rect for name in ("#stage", "#choices button"))
+        assert first["y"] - (stage["y"] + stage["height"]) < 60, "something is between the image and its classes"
+
+
+def test_unreadable_images_are_last(browser: Any, tmp_path: Path) -> None:
+    """Whatever image is first in the random order, one of the readable ones is shown."""
+    for n in range(4):
+        (tmp_path / f"{n}.png").write_bytes(b"no image")
+    Image.new("L", (16, 16), 90).save(tmp_path / "9.png")
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    with serving(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:
+        opened(browser, address)
+        until(lambda: shown(browser) == "9.png")
+        pressed(browser, "1")
+        assert browser.find_element("css selector", "#stage.broken").is_displayed()
+    browser.get_log("browser")
+
+
+def test_radiographs_have_a_dark_surround_and_captions_without_identifiers(browser: Any, tmp_path: Path) -> None:
+    pytest.importorskip("pydicom")
+    from fuzz_targets import dicom_file
+
+    header = {"StudyInstanceUID": "1.2.77", "PatientName": "SECRET", "SeriesNumber": 3, "InstanceNumber": 14}
+    (tmp_path / "IM01").write_bytes(dicom_file(np.arange(64, dtype=np.uint16).reshape(8, 8), **header))
+    Image.new("RGB", (16, 16), (200, 10, 10)).save(tmp_path / "z.png")
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    with serving(LabelPage(read_site(tmp_path), (), None, LabelOptions(seed=0)).app()) as address:
+        opened(browser, address)
+        seen = {}
+        for _ in range(2):
+            name = until(lambda: shown(browser))
+            until(lambda: browser.execute_script("return document.querySelector('#image').dataset.look"))
+            if "IM01" in name:
+                name = until(lambda: "study" in shown(browser) and shown(browser))
+            seen[name] = browser.execute_script("return getComputedStyle(stage).backgroundColor")
+            pressed(browser, "s")
+        assert set(seen) == {"study 1, series 3, image 14 (IM01)", "z.png"}
+        assert seen["study 1, series 3, image 14 (IM01)"] == "rgb(11, 13, 16)"
+        assert seen["z.png"] != "rgb(11, 13, 16)"
+
+
+def test_captions_number_studies_and_leave_long_numbers_out(tmp_path: Path) -> None:
+    """Two studies by path; a series number of 14 digits is a time stamp of the device, so the series is counted."""
+    pytest.importorskip("pydicom")
+    from fuzz_targets import dicom_file
+
+    pixels = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    headers = [
+        {"StudyInstanceUID": "1.2.9", "SeriesInstanceUID": "1.5", "SeriesNumber": 20261127213000, "InstanceNumber": 2},
+        {"StudyInstanceUID": "1.2.9", "SeriesInstanceUID": "1.6"},
+        {"StudyInstanceUID": "1.2.1", "SeriesInstanceUID": "1.7", "SeriesNumber": 4, "InstanceNumber": 1},
+    ]
+    for n, header in enumerate(headers):
+        (tmp_path / f"{n}").write_bytes(dicom_file(pixels, **header))
+    (tmp_path / "3.png").write_bytes(b"no image")
+    found = caption_images(tmp_path, ["0", "1", "2", "3.png"])
+    assert found == {0: "study 1, series 1, image 2", 1: "study 1, series 2", 2: "study 2, series 4, image 1"}
 
 
 def test_page_reports_a_stopped_server(browser: Any, folder: Path) -> None:

@@ -461,16 +461,30 @@ def find_patients(paths: Sequence[Path]) -> list[str] | None:
 
 def _read_identifiers(path: Path) -> tuple[str, str]:
     """Read the identifiers of patient and study; "" for a missing one."""
+    patient, study = read_text_values(path, ("PatientID", "StudyInstanceUID")) or ("", "")
+    return patient, study
+
+
+def read_text_values(path: Path, names: Sequence[str]) -> tuple[str, ...] | None:
+    """Read attributes of a DICOM file's header as texts without blanks at their ends; "" for a missing one.
+
+    Args:
+        path: The file.
+        names: Keywords of the attributes.
+
+    Returns:
+        The texts; None if the file is no image in DICOM or cannot be read.
+    """
     if not holds_image(path):
-        return "", ""
+        return None
     try:
         # Values are converted, with warnings, when they are read from the data set.
         with path.open("rb") as data, IGNORE_WARNINGS:
-            tags = ["PatientID", "StudyInstanceUID"]
+            tags = list(names)
             file = import_module("pydicom").dcmread(_inflate(data, ""), stop_before_pixels=True, specific_tags=tags)
-            return str(file.get("PatientID") or "").strip(), str(file.get("StudyInstanceUID") or "").strip()
+            return tuple(str("" if file.get(name) is None else file.get(name)).strip() for name in names)
     except Exception:  # decoding reports the error
-        return "", ""
+        return None
 
 
 def _inflate(data: BinaryIO, location: str) -> BinaryIO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.pages.background_prediction import BackgroundPrediction
 from halfmoon.pages.browser_images import ImageCache, TooManyRequests
+from halfmoon.pages.dicom_captions import caption_images
 from halfmoon.pages.label_store import LabelStore
 from halfmoon.pages.server import BadRequest, Endpoint, build_app, serve_page
 from halfmoon.sites.folders.site_folder import LABELS_FILE, SiteFolder
@@ -59,6 +61,8 @@ class FolderPage:
         self.prediction = prediction
         self.store = LabelStore(site, classes, labels_file)
         self.images = ImageCache(site.folder, window)
+        self._captions: dict[int, str] | None = None
+        self._captions_lock = threading.Lock()
 
     def get_start(self, request: Request) -> dict[str, Any]:
         """Build the response with everything that a page needs when it opens."""
@@ -92,6 +96,13 @@ class FolderPage:
         version = since if type(since) is int else self.store.version
         return self.store.describe(version) | {"model": model}
 
+    def get_captions(self, request: Request) -> dict[str, Any]:
+        """Build the response with captions of DICOM images by row; the first request reads all headers."""
+        with self._captions_lock:
+            if self._captions is None:
+                self._captions = caption_images(self.site.folder, self.site.paths)
+            return {"captions": self._captions}
+
     def get_image(self, request: Request) -> Response:
         """Build the response with an image, or with its thumbnail for ?small=1."""
         from starlette.responses import PlainTextResponse, Response
@@ -122,6 +133,20 @@ class FolderPage:
         )
         return self.describe(message.get("since"))
 
+    def post_labels(self, request: Request) -> dict[str, Any]:
+        """Write the labels of several images, all or none: "said" has [row, label, the label that was seen] of each."""
+        message = parse_body(request)
+        items = message.get("said")
+        if not isinstance(items, list) or not all(isinstance(item, list) and len(item) == 3 for item in items):
+            raise UserError("said must be a list of [row, label, seen].")
+        entries = []
+        for item in items:
+            named: dict[str, Any] = dict(zip(("row", "label", "seen"), item, strict=True))
+            row = parse_row(named, len(self.site))
+            entries.append((row, parse_text(named, "label"), parse_text(named, "seen")))
+        self.store.set_labels(entries, self.parse_annotator(message))
+        return self.describe(message.get("since"))
+
     def parse_annotator(self, message: Mapping[str, Any]) -> str | None:
         """Get the name to record with a label; None if names are not recorded."""
         return None
@@ -135,9 +160,16 @@ class FolderPage:
             gets: endpoints of GET by path, in addition to the common ones.
             posts: endpoints of POST by path, in addition to the common ones.
         """
-        common = {"/start": self.get_start, "/state": self.get_state, "/image/{row}": self.get_image}
+        common = {
+            "/start": self.get_start,
+            "/state": self.get_state,
+            "/captions": self.get_captions,
+            "/image/{row}": self.get_image,
+        }
         title = f"{title} {self.site.folder.resolve().name}"
-        return build_app(page, title, {**common, **gets}, {"/answer": self.post_label, **posts})
+        return build_app(
+            page, title, {**common, **gets}, {"/answer": self.post_label, "/answers": self.post_labels, **posts}
+        )
 
     def serve(
         self,

@@ -235,20 +235,6 @@ class LabelPage(FolderPage):
         self.training.begin(self.store.labels, self.store.classes, mask)
         return self.describe(None)
 
-    def post_labels(self, request: Request) -> dict[str, Any]:
-        """Write the labels of several images, all or none: "said" has [row, label, the label that was seen] of each."""
-        message = parse_body(request)
-        items = message.get("said")
-        if not isinstance(items, list) or not all(isinstance(item, list) and len(item) == 3 for item in items):
-            raise UserError("said must be a list of [row, label, seen].")
-        entries = []
-        for item in items:
-            named: dict[str, Any] = dict(zip(("row", "label", "seen"), item, strict=True))
-            row = parse_row(named, len(self.site))
-            entries.append((row, parse_text(named, "label"), parse_text(named, "seen")))
-        self.store.set_labels(entries, self.parse_annotator(message))
-        return self.describe(message.get("since"))
-
     def post_note(self, request: Request) -> dict[str, Any]:
         """Write a note about an image."""
         message = parse_body(request)
@@ -277,7 +263,6 @@ class LabelPage(FolderPage):
             "/similar/{row}": self.get_similar,
         }
         posts = {
-            "/answers": self.post_labels,
             "/doubt": self.post_undecided,
             "/note": self.post_note,
             "/train": self.post_train,

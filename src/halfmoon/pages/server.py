@@ -198,15 +198,16 @@ def _page_response(page: str, title: str) -> Response:
 def _file_response(name: str) -> Response:
     from starlette.responses import PlainTextResponse, Response
 
-    # The drawing code of reports is shared.
-    package = "halfmoon.report" if name in ("draw.js", "charts.js") else "halfmoon.pages"
+    # The drawing code and the logo of reports are shared.
+    package = "halfmoon.report" if name in ("draw.js", "charts.js", "logo.svg") else "halfmoon.pages"
     try:
-        if not re.fullmatch(r"[a-z]{1,32}\.(css|js)", name):
+        if not re.fullmatch(r"[a-z]{1,32}\.(css|js|svg)", name):
             raise FileNotFoundError(name)
         content = templates.read_web_file(package, name)
     except FileNotFoundError:
         return PlainTextResponse("There is no such file.", 404)
-    kind = "text/css" if name.endswith(".css") else "text/javascript"
+    kinds = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    kind = kinds[name.rsplit(".", 1)[1]]
     return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
 

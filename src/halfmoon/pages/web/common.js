@@ -71,6 +71,24 @@ export function keys(handle) {
   });
 }
 
+// The rows with some last, in their order otherwise: images that cannot be read are shown after all others.
+export function withLast(rows, last) {
+  return last.size ? [...rows.filter((at) => !last.has(at)), ...rows.filter((at) => last.has(at))] : rows;
+}
+
+// The name of an image on a page: the caption of its header if it has one, otherwise the name of its file.
+export const shortName = (data, at) => data.captions?.[at] ?? data.paths[at].split("/").at(-1);
+
+// The path of an image, and the caption of its header.
+export const fullName = (data, at) => (data.captions?.[at] ? `${data.captions[at]} (${data.paths[at]})` : data.paths[at]);
+
+// Ask for the captions of headers, which takes long in large folders; then call `done`.
+export async function askCaptions(data, done) {
+  const found = await ask("captions").catch(() => ({ captions: {} }));
+  data.captions = found.captions;
+  if (Object.keys(found.captions).length) done();
+}
+
 // Ask a question; resolves with the value of the button that was pressed, "" for Escape.
 export function question(title, words, buttons) {
   return new Promise((done) => {

@@ -1,11 +1,11 @@
-import { announce, answer, ask, askName, byId, choices, count, html, keys, keysOf, notice, percent, takeOver } from "./common.js";
+import { announce, answer, ask, askCaptions, askName, byId, choices, count, fullName, html, keys, keysOf, notice, percent, shortName, takeOver, withLast } from "./common.js";
 import { ARROWS, Look, tools } from "./look.js";
 import { Wall } from "./wall.js";
 
 const AGAIN = 20; // labels after which the order is requested again
 const EVERY = 3000; // ms between two requests for labels that others have written
 
-const data = { labels: [], unsure: new Set(), order: [], paths: [], facts: null };
+const data = { labels: [], unreadable: new Set(), unsure: new Set(), order: [], paths: [], facts: null };
 const skipped = new Set(JSON.parse(sessionStorage.getItem("skipped") ?? "[]")); // also after the page is loaded again
 const done = []; // what can be undone: {row, before, after, kind}
 let row = -1;
@@ -14,13 +14,24 @@ let busy = 0; // actions that are running or waiting
 let doing = Promise.resolve();
 
 const look = new Look(byId("stage"), byId("image"), tools());
-const wall = new Wall(byId("wall"), { fill, open: (place) => goTo(wall.rows[place]), source: (at) => `image/${at}?small=1`, changed: drawBulk });
+look.unreadable = (at) => putLast(at);
+const wall = new Wall(byId("wall"), { fill, open: (place) => goTo(wall.rows[place]), source: (at) => `image/${at}?small=1`, changed: drawBulk, unreadable: (at) => data.unreadable.add(at) });
 
 const labelName = (at) => (data.labels[at] >= 0 ? data.facts.classes[data.labels[at]] : "");
 const waits = (at) => data.labels[at] < 0 && !data.unsure.has(at);
 
-// The images without a label, in their order; those skipped come last, the one skipped first before the others.
-const queue = () => [...data.order.filter((at) => waits(at) && !skipped.has(at)), ...[...skipped].filter(waits)];
+// The images without a label, in their order; then those skipped, the one skipped first before the others; then those
+// that cannot be read.
+const queue = () => withLast([...data.order.filter((at) => waits(at) && !skipped.has(at)), ...[...skipped].filter(waits)], data.unreadable);
+
+// Remember that an image cannot be read, and go on if it was shown in its turn.
+function putLast(at) {
+  const known = data.unreadable.has(at);
+  data.unreadable.add(at);
+  if (known || at !== row || !data.inTurn) return;
+  announce("An image cannot be read; it is shown after all others.");
+  next();
+}
 
 const upcoming = (most) => queue().filter((at) => at !== row).slice(0, most);
 
@@ -42,11 +53,12 @@ const skips = () => sessionStorage.setItem("skipped", JSON.stringify([...skipped
 
 function next() {
   const [first] = upcoming(1);
-  goTo(first ?? (row >= 0 && waits(row) ? row : -1));
+  goTo(first ?? (row >= 0 && waits(row) ? row : -1), true);
 }
 
-function goTo(at) {
+function goTo(at, inTurn = false) {
   row = at;
+  data.inTurn = inTurn;
   view("one");
   byId("none").hidden = at >= 0;
   byId("image").hidden = at < 0;
@@ -55,7 +67,7 @@ function goTo(at) {
     byId("none").textContent = unsure ? `Every other image has a label. ${count(unsure)} marked “not sure” are under All images.` : "Every image has a label.";
     byId("path").textContent = byId("rank").textContent = "";
   } else {
-    byId("path").textContent = data.paths[at];
+    byId("path").textContent = fullName(data, at);
     byId("rank").textContent = whyOf(at);
     byId("note").value = data.notes[at] ?? "";
     look.show(at, data.paths[at]);
@@ -251,17 +263,17 @@ const FILTERS = [
 function fill(at) {
   const label = labelName(at);
   const mark = label || (data.unsure.has(at) ? "not sure" : "–");
-  return { alt: `${data.paths[at]}: ${label || (data.unsure.has(at) ? "not sure" : "no label")}`, lines: [html("b", null, mark), data.paths[at].split("/").at(-1)] };
+  return { alt: `${data.paths[at]}: ${label || (data.unsure.has(at) ? "not sure" : "no label")}`, lines: [html("b", null, mark), shortName(data, at)] };
 }
 
 function showAll(keep = false, chosen = byId("which").value || "waiting") {
   const select = byId("which");
   const classes = data.facts.classes.map((name, n) => [`class-${n}`, name, () => [...data.paths.keys()].filter((at) => data.labels[at] === n)]);
-  const near = data.similar ? [["similar", `like ${data.paths[data.similar.at].split("/").at(-1)}`, () => data.similar.rows]] : [];
+  const near = data.similar ? [["similar", `like ${shortName(data, data.similar.at)}`, () => data.similar.rows]] : [];
   const filters = [...FILTERS, ...near, ...classes];
   select.replaceChildren(...filters.map(([value, words]) => html("option", { value }, words)));
   select.value = filters.some(([value]) => value === chosen) ? chosen : "waiting";
-  const rows = filters.find(([value]) => value === select.value)[2]();
+  const rows = withLast(filters.find(([value]) => value === select.value)[2](), data.unreadable);
   byId("amount").textContent = `${count(rows.length)} images`;
   wall.show(rows, keep);
 }
@@ -377,6 +389,10 @@ try {
   askName(data);
   if (found.foldered) notice("Some labels are names of class folders. Your first label writes all of them to a labels.csv, which is used from then on.", false);
   next();
+  askCaptions(data, () => {
+    if (row >= 0) byId("path").textContent = fullName(data, row);
+    if (!byId("all").hidden) showAll(true);
+  });
   setTimeout(watch, 700);
 } catch (error) {
   notice(error.message);

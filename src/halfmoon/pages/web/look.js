@@ -8,10 +8,17 @@ const KEPT = 5; // decoded images in memory
 // Center and width of the usual windows of a CT, in Hounsfield units.
 const CT = { lung: [-600, 1500], soft: [40, 400], bone: [400, 1800], brain: [40, 80] };
 
+// Whether red, green and blue are equal in a sample of the pixels.
+function isGray(channels) {
+  const step = 4 * Math.max(1, Math.floor(channels.length / 4 / 5000));
+  for (let n = 0; n < channels.length; n += step) if (channels[n] !== channels[n + 1] || channels[n] !== channels[n + 2]) return false;
+  return true;
+}
+
 // An image as it was sent: 16-bit grays in two bytes, or 8 bits a channel.
 async function read(row) {
   const answer = await fetch(`image/${row}`);
-  if (!answer.ok) throw new Error(await answer.text());
+  if (!answer.ok) throw Object.assign(new Error(await answer.text()), { status: answer.status });
   const grays = JSON.parse(answer.headers.get("x-grays"));
   const bitmap = await createImageBitmap(await answer.blob(), { colorSpaceConversion: "none", premultiplyAlpha: "none" });
   const { width, height } = bitmap;
@@ -19,7 +26,8 @@ async function read(row) {
   flat.drawImage(bitmap, 0, 0);
   const pixels = flat.getImageData(0, 0, width, height);
   const codes = grays && Uint16Array.from({ length: width * height }, (_, n) => (pixels.data[4 * n] << 8) | pixels.data[4 * n + 1]);
-  return { width, height, pixels, codes, slope: 1, intercept: 0, low: 0, high: 255, ...grays };
+  const gray = Boolean(codes) || isGray(pixels.data);
+  return { width, height, pixels, codes, gray, slope: 1, intercept: 0, low: 0, high: 255, ...grays };
 }
 
 // The share of pixels at or below each code.
@@ -84,6 +92,7 @@ export class Look {
     const image = await this.decode(row).catch(() => null);
     if (row !== this.row) return;
     this.stage.classList.toggle("broken", !image);
+    this.stage.classList.toggle("gray", Boolean(image?.gray));
     this.shown = image;
     this.canvas.dataset.row = row;
     if (!image) return;
@@ -98,7 +107,10 @@ export class Look {
   decode(row) {
     if (!this.decoded.has(row)) {
       const image = read(row);
-      image.catch(() => this.decoded.delete(row));
+      image.catch((error) => {
+        this.decoded.delete(row);
+        if (error.status === 415) this.unreadable?.(row);
+      });
       this.decoded.set(row, image);
     }
     for (const old of [...this.decoded.keys()].slice(0, Math.max(0, this.decoded.size - KEPT))) if (old !== row) this.decoded.delete(old);

@@ -1,4 +1,4 @@
-import { announce, answer, ask, byId, choices, count, html, keys, keysOf, notice, percent, takeOver } from "./common.js";
+import { announce, answer, ask, askCaptions, byId, choices, count, fullName, html, keys, keysOf, notice, percent, shortName, takeOver } from "./common.js";
 import { Look, tools } from "./look.js";
 import { Wall } from "./wall.js";
 
@@ -7,7 +7,7 @@ const data = { labels: [], unsure: new Set(), paths: [], facts: null, seen: null
 const done = [];
 let place = -1; // of the open image, in the wall's rows
 
-const wall = new Wall(byId("wall"), { fill, open, source: (at) => `image/${at}?small=1`, extra: 58 });
+const wall = new Wall(byId("wall"), { fill, open, source: (at) => `image/${at}?small=1`, changed: drawBulk, extra: 58 });
 const look = new Look(byId("stage"), byId("image"), tools());
 
 const name = (n) => (n >= 0 ? data.facts.classes[n] : "");
@@ -21,7 +21,7 @@ function fill(at) {
   const mark = !label ? "no label" : wrong(at) ? html("span", { class: "no" }, `≠ label ${label}`) : `= label ${label}`;
   return {
     alt: `${data.paths[at]}: ${said}, ${label ? `label ${label}` : "no label"}`,
-    lines: [html("span", { class: "said" }, said), mark, data.paths[at].split("/").at(-1)],
+    lines: [html("span", { class: "said" }, said), mark, shortName(data, at)],
     odd: wrong(at),
   };
 }
@@ -38,7 +38,9 @@ function show(keep = false) {
   const [predicted, labeled] = [Number(byId("predicted").value), Number(byId("labeled").value)];
   const rows = [...data.paths.keys()].filter((at) =>
     (predicted === -2 || data.seen.predicted[at] === predicted) && (labeled === -2 || data.labels[at] === labeled));
-  rows.sort((a, b) => SORTS[byId("sort").value](a, b) || a - b);
+  // Images that cannot be read have no prediction; whatever the order, they are last.
+  const unreadable = (at) => data.seen.predicted[at] < 0;
+  rows.sort((a, b) => unreadable(a) - unreadable(b) || SORTS[byId("sort").value](a, b) || a - b);
   const off = rows.filter(wrong).length;
   const some = rows.filter((at) => data.labels[at] >= 0).length;
   byId("amount").textContent = `${count(rows.length)} images; ${count(off)} of ${count(some)} with a label disagree`;
@@ -58,7 +60,7 @@ function open(at) {
   place = at;
   const row = wall.rows[at];
   if (!byId("one").open) byId("one").showModal();
-  byId("path").textContent = data.paths[row];
+  byId("path").textContent = fullName(data, row);
   look.show(row, data.paths[row]);
   look.ahead([at + 1, at + 2].filter((n) => n < wall.rows.length).map((n) => wall.rows[n]));
   draw();
@@ -91,17 +93,46 @@ const correct = (n) => act(async () => {
   if (before === after || !(await answer(data, row, after, before))) return;
   byId("foldered").hidden = true;
   done.push({ row, before, after });
+  drawBulk();
   announce(`${data.paths[row]}: ${after}.`);
   wall.refresh(row);
   draw();
 });
 
+// Give one label to all images that are selected on the wall.
+const correctAll = (n) => act(async () => {
+  const rows = [...wall.chosen];
+  const said = rows.map((row) => [row, data.facts.classes[n], labelName(row)]);
+  if (!said.length) return;
+  await send(said);
+  byId("foldered").hidden = true;
+  done.push({ said });
+  announce(`${rows.length} images: ${data.facts.classes[n]}.`);
+  wall.choose([]);
+  show(true);
+});
+
+const send = async (said) => takeOver(data, await ask("answers", { said, since: data.facts.version }));
+
+function drawBulk() {
+  const some = wall.chosen.size;
+  byId("bulk").hidden = byId("none-of-them").hidden = !some;
+  byId("chosen").textContent = `${count(some)} selected`;
+  byId("select").setAttribute("aria-pressed", String(wall.selecting));
+  byId("take-back").disabled = !done.length;
+  if (some) choices(byId("choices-of-all"), data.facts, { press: correctAll });
+}
+
 const undo = () => act(async () => {
   const last = done.pop();
   if (!last) return;
-  await answer(data, last.row, last.before, last.after);
+  if (last.said) {
+    await send(last.said.map(([row, label, seen]) => [row, seen, label]));
+    show(true);
+  } else await answer(data, last.row, last.before, last.after);
   announce("Undone.");
-  wall.refresh(last.row);
+  if (!last.said) wall.refresh(last.row);
+  drawBulk();
   if (byId("one").open) draw();
 });
 
@@ -219,6 +250,9 @@ async function predicted() {
 keys((key) => {
   if (!data.seen) return false;
   const acts = { q: () => view(byId("quality").hidden ? "scores" : "wall"), "?": () => byId("keys").showModal(), u: undo, undo };
+  if (!byId("images").hidden) Object.assign(acts, { x: () => byId("select").click(), a: () => wall.choose(wall.inSight()), Escape: () => wall.choose([]) });
+  const n = keysOf(data.facts.classes).indexOf(key);
+  if (n >= 0 && wall.chosen.size && !byId("images").hidden) return correctAll(n), true;
   return acts[key] ? (acts[key](), true) : false;
 });
 byId("one").addEventListener("keydown", (event) => {
@@ -234,6 +268,13 @@ byId("one").addEventListener("keydown", (event) => {
 });
 byId("one").addEventListener("close", () => wall.focus(place));
 for (const id of ["sort", "predicted", "labeled"]) byId(id).addEventListener("change", () => show());
+byId("screen").addEventListener("click", () => wall.choose(wall.inSight()));
+byId("none-of-them").addEventListener("click", () => wall.choose([]));
+byId("take-back").addEventListener("click", undo);
+byId("select").addEventListener("click", () => {
+  wall.selecting = !wall.selecting;
+  drawBulk();
+});
 byId("before").addEventListener("click", () => step(-1));
 byId("after").addEventListener("click", () => step(1));
 byId("close").addEventListener("click", () => byId("one").close());
@@ -251,7 +292,9 @@ try {
   selects();
   if (!data.labels.some((label) => label >= 0)) byId("sort").value = "unsure";
   fit();
+  drawBulk();
   show();
+  askCaptions(data, () => show(true));
   setTimeout(watch, EVERY);
 } catch (error) {
   notice(error.message);

@@ -7,8 +7,9 @@ const PAUSE = 70; // ms that a cell is visible before its image is requested
 export class Wall {
   // `fill(row)` returns {alt, lines: [text or element], odd}; `open(place)` is called for a click or Enter. Where
   // `changed` is given, rows can be selected: by Shift, Ctrl, Space, a drag, and while `selecting` by a click.
-  constructor(host, { fill, open, source, changed = null, side = 132, extra = 40 }) {
-    Object.assign(this, { host, fill, open, source, changed, wanted: side, extra, chosen: new Set(), selecting: false });
+  // `unreadable(row)` is called for an image that the server cannot decode.
+  constructor(host, { fill, open, source, changed = null, unreadable = null, side = 132, extra = 40 }) {
+    Object.assign(this, { host, fill, open, source, changed, unreadable, wanted: side, extra, chosen: new Set(), selecting: false });
     this.rows = [];
     this.cells = new Map();
     this.focused = 0;
@@ -117,7 +118,10 @@ export class Wall {
     cell.style.cssText = `left:${4 + (place % this.columns) * this.side}px;top:${Math.floor(place / this.columns) * this.tall}px;width:${this.side}px;height:${this.tall}px`;
     const image = html("img", { alt: "", draggable: "false", decoding: "async" });
     image.addEventListener("load", () => image.classList.toggle("tiny", image.naturalWidth < 96));
-    image.addEventListener("error", () => image.replaceWith(html("span", { class: "unread" }, "cannot be shown")));
+    image.addEventListener("error", () => {
+      image.replaceWith(html("span", { class: "unread" }, "cannot be read"));
+      this.unreadable?.(this.rows[place]);
+    });
     cell.append(image);
     this.dress(cell, place);
     const source = this.source(this.rows[place]); // which may have changed when the timer ends
