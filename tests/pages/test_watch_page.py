@@ -156,7 +156,8 @@ def record(folder: Path, *rows: tuple[str, str, str, dict[str, Any]], log: str =
 TERMS = {"federation": "digits", "method": "FedDure", "rounds": 50}
 SERVER = (
     ("04:53:13", "started", "federation digits (b697e786): FedDure for 10 rounds, 3 of 3 sites a round", TERMS),
-    ("04:53:21", "site_joined", "site-02 is there: 40 images with a label, 531 without", {"site": "site-02"}),
+    ("04:53:21", "site_joined", "site-02 is there: 40 images with a label, 531 without",
+     {"site": "site-02", "labeled": 40, "unlabeled": 531}),
     ("04:53:22", "site_joined", "site-01 is there: 44 images with a label, 377 without", {"site": "site-01"}),
     ("04:54:09", "round_finished", "round 1 of 10: 3 sites, mean loss 2.0267, accuracy 63.06%", {"round": 1}),
     ("04:55:00", "reply_late", "site-01 answered round 2 4 s too late: discarded", {"site": "site-01"}),
@@ -164,7 +165,7 @@ SERVER = (
     ("04:55:12", "site_disconnected", "site-02 is no longer connected", {"site": "site-02"}),
     ("04:55:20", "reply_rejected", "refused in round 4: the answer of site-01: a norm of 1e9", {"site": "site-01"}),
     ("04:55:30", "site_joined", "site-02 is there again: 40 images with a label", {"site": "site-02"}),
-)
+)  # fmt: skip
 WORK = "trained 41 steps of 10 labeled and 10 unlabeled images in 23.0 s, mean loss 2.1043"
 SENT = "params 58.2 kB, stats 640 B"
 TRAINED = {"received": "61.6 kB", "work": WORK, "sent": SENT, "loss": 2.1043}
@@ -184,12 +185,27 @@ def test_federation_view_has_the_state_of_each_site(tmp_path: Path):
     found = views.federation_view(tmp_path)
     sites = {each["name"]: each for each in found["sites"]}
     assert {name: each["state"] for name, each in sites.items()} == {
-        "site-00": "not yet there",
+        "site-00": "not connected yet",
         "site-01": "refused",
-        "site-02": "here",
+        "site-02": "connected",
     }
-    assert (sites["site-01"]["late"], sites["site-01"]["refused"], sites["site-02"]["silent"]) == (1, 1, 1)
+    assert (sites["site-01"]["late"], sites["site-01"]["refused"], sites["site-02"]["no reply"]) == (1, 1, 1)
     assert len(found["log"]) == 9
+    assert (sites["site-02"]["labeled"], sites["site-02"]["unlabeled"]) == (40, 531)
+    assert sites["site-00"]["labeled"] is None
+    assert sites["site-02"]["contact"] == "2026-11-21 04:55:30"
+
+
+def test_a_finished_round_is_a_contact_with_its_sites(tmp_path: Path):
+    record(tmp_path, *SERVER, ("04:59:00", "round_finished", "round 5", {"round": 5, "cohort": ["site-01"]}))
+    sites = {each["name"]: each["contact"] for each in views.federation_view(tmp_path)["sites"]}
+    assert sites == {"site-01": "2026-11-21 04:59:00", "site-02": "2026-11-21 04:55:30"}
+
+
+def test_baselines_of_runs_in_a_folder_are_found(tmp_path: Path):
+    write_run(tmp_path / "first", 2, 0)
+    write_run(tmp_path / "first" / "baselines" / "fedavg", 0, 0)
+    assert [name for _, name in find_runs(tmp_path)] == ["first", "first/baselines/fedavg"]
 
 
 def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
@@ -263,7 +279,7 @@ def test_left_out_site_is_shown_until_the_next_round(tmp_path: Path):
         [each["state"] for each in views.federation_view(tmp_path, [{"round": 3, "cohort": cohort}])["sites"]]
         for cohort in ([0], [0, 1])
     ]
-    assert states == [["here", "away"], ["here", "here"]]
+    assert states == [["connected", "disconnected"], ["connected", "connected"]]
 
 
 def test_site_view_describes_its_participation(tmp_path: Path):
@@ -370,7 +386,35 @@ def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None
         opened(browser, address)
         assert "no longer connected" in browser.find_element("id", "log").text
         assert "<i>x</i>-01 is there" in browser.find_element("id", "log").text
-        assert browser.find_elements("css selector", "#sites tbody tr")
+        assert len(browser.find_elements("css selector", "#sites tbody tr")) == 2
+        cells = browser.find_element("css selector", "#sites tbody tr:first-child").text
+        assert cells.startswith("site-02 connected 2026-11-21 04:55:30 40 531")
+        tops = [
+            browser.find_element("id", name).rect["y"] for name in ("sites-section", "runs-section", "curves-section")
+        ]
+        assert tops == sorted(tops), "the sites come first"
+        assert (
+            browser.find_element("id", "sentence").text == "The federation is over; 1 of 2 sites took part to the end."
+        )
+
+
+@needs_browser
+def test_alarms_are_grouped_by_method(browser: Any, tmp_path: Path) -> None:
+    """The same alarm of two seeds is one line with both seeds, below the method's name."""
+    for method, seed in ((1, 0), (1, 1), (2, 0)):
+        write_run(tmp_path / f"{method}{seed}", method, seed, finished=False, config="rounds = 20\n")
+        rows = [json.loads(each) for each in (tmp_path / f"{method}{seed}" / "metrics.jsonl").read_text().splitlines()]
+        for each in rows[-5:]:
+            each["pseudo"]["share_used"] = 0.001
+        lines = "".join(json.dumps(each) + "\n" for each in rows)
+        (tmp_path / f"{method}{seed}" / "metrics.jsonl").write_text(lines)
+    with serving(WatchPage(tmp_path).app()) as address:
+        opened(browser, address)
+        groups = [each.text.split("\n") for each in browser.find_elements("css selector", "#alarms > li")]
+    assert [lines[0] for lines in groups] == ["fixmatch", "feddure"]
+    assert groups[0][1].startswith("seed 0, seed 1: unlabeled images are not used")
+    assert groups[1][1].startswith("unlabeled images are not used")
+    assert [len(lines) for lines in groups] == [2, 2]
 
 
 @needs_browser

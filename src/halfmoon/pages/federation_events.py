@@ -12,20 +12,23 @@ MAX_LOG_LINES = 150
 """Number of log lines, and of rounds, that a page shows."""
 
 STATES = {
-    "site_joined": "here",
-    "site_disconnected": "away",
-    "site_key_removed": "away",
-    "site_absent": "away",
+    "site_joined": "connected",
+    "site_disconnected": "disconnected",
+    "site_key_removed": "disconnected",
+    "site_absent": "disconnected",
     "reply_late": "late",
-    "reply_failed": "silent",
+    "reply_failed": "no reply",
     "site_skipped": "refused",
     "reply_rejected": "refused",
     "site_quarantined": "set aside",
 }
 """State of a site after an event with the field "site", by the event's name."""
 
-COUNTED_STATES = ("late", "silent", "refused", "left out")
+COUNTED_STATES = ("late", "no reply", "refused", "left out")
 """States whose number of occurrences a page shows for each site."""
+
+IMAGE_COUNTS = ("labeled", "unlabeled")
+"""Numbers of images that a site declares when it joins."""
 
 WAITING_EVENTS = ("waiting_for_sites", "waiting_for_replies")
 """Events that a server repeats while it waits."""
@@ -68,7 +71,8 @@ def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dic
         rows: the rounds of its metrics.jsonl. The sites in their cohorts were connected.
 
     Returns:
-        "sites": state, time and text of the last event of each site, and its counts; "log": the latest lines (time,
+        "sites": of each site the state, the last contact (event or round with this site), the numbers of images with
+        and without a label that it declared, the text of its last event, and counts; "log": the latest lines (time,
         text). None for folders that are not a server's.
     """
     events = read_events(folder)
@@ -85,22 +89,29 @@ def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dic
             if not isinstance(members, list):
                 members = [names[k] for k in cohorts.get(event.fields.get("round"), ()) if k < len(names)]
             for name, site in sites.items():
+                if name in members:
+                    site["contact"] = event.time
                 if name in members or site["state"] == "left out":
-                    site["state"] = "here"
+                    site["state"] = "connected"
             for name, reason in (event.fields.get("left_out") or {}).items():
                 _update_site(sites, str(name), "left out", event.time, str(reason))
         elif event.name in STATES and "site" in event.fields:
-            _update_site(sites, str(event.fields["site"]), STATES[event.name], event.time, event.text)
+            name = str(event.fields["site"])
+            _update_site(sites, name, STATES[event.name], event.time, event.text)
+            for kind in IMAGE_COUNTS:
+                if kind in event.fields:
+                    sites[name][kind] = event.fields[kind]
     return {"sites": list(sites.values()), "log": _format_log(events)}
 
 
 def _new_site(name: str) -> dict[str, Any]:
-    return {"name": name, "state": "not yet there", "when": "", "words": "", **dict.fromkeys(COUNTED_STATES, 0)}
+    counts = {**dict.fromkeys(IMAGE_COUNTS), **dict.fromkeys(COUNTED_STATES, 0)}
+    return {"name": name, "state": "not connected yet", "contact": "", "words": "", **counts}
 
 
 def _update_site(sites: dict[str, dict[str, Any]], name: str, state: str, time: str, text: str) -> None:
     site = sites.setdefault(name, _new_site(name))
-    site |= {"state": state, "when": time, "words": text}
+    site |= {"state": state, "contact": time, "words": text}
     site[state] = site.get(state, 0) + 1
 
 

@@ -320,6 +320,8 @@ def _table_row(row: Mapping[str, Any], uploads: Mapping[int, float], seconds: Ma
 def find_runs(root: Path) -> list[tuple[Path, str]]:
     """Find the run folders that a folder is, has up to two levels below it, or names in its sweep.json.
 
+    Baselines of these runs are found as well.
+
     Returns:
         The folders with a short name each, those of the sweep first.
     """
@@ -330,7 +332,7 @@ def find_runs(root: Path) -> list[tuple[Path, str]]:
             names.setdefault(path.resolve(), name)
     run_files = [root / RUN_FILE] if (root / RUN_FILE).is_file() else []
     run_files += sorted(root.glob(f"*/{RUN_FILE}"))
-    run_files += sorted(root.glob(f"*/*/{RUN_FILE}"))
+    run_files += sorted([*root.glob(f"*/*/{RUN_FILE}"), *root.glob(f"*/baselines/*/{RUN_FILE}")])
     for run_file in run_files:
         name = run_file.parent.relative_to(root).as_posix()
         # Runs of the sweep have better names already.

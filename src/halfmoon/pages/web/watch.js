@@ -1,4 +1,4 @@
-/* global lineChart, sample, tip */
+/* global lineChart, lineRows, sample, saveButtons, tip */
 import { announce, ask, byId, count, html, notice } from "./common.js";
 
 const EVERY = 2000;
@@ -23,7 +23,7 @@ const runs = new Map(); // by id: facts, lines, rows
 const hidden = new Set();
 const figures = new Map();
 const sizes = new ResizeObserver(() => drawCharts()); // a new chart makes those next to it narrower
-const told = new Set(); // alarms that were announced
+const told = new Set(); // alarms that were announced, by method
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 const inDark = (look) => (dark.matches ? { ...look, color: `color-mix(in srgb, ${look.color} 62%, white)` } : look);
@@ -68,8 +68,9 @@ function drawRuns() {
   const shown = matching();
   const table = byId("runs");
   const focused = keyed(table, "run");
-  const head = ["", "method", "data", "seed", "state", "round", "accuracy %", "best %", "time left", "folder"];
-  const left = new Set([0, 1, 2, 4, 9]);
+  // On a phone the first columns are visible.
+  const head = ["", "method", "accuracy %", "state", "round", "best %", "time left", "data", "seed", "folder"];
+  const left = new Set([0, 1, 3, 7, 9]);
   table.replaceChildren(
     html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: left.has(n) ? "left" : null }, word)))),
     html("tbody", null, shown.map((run) => {
@@ -77,11 +78,11 @@ function drawRuns() {
       const bar = html("span", { class: "bar", "aria-hidden": "true" }, html("i", { style: `width:${run.rounds ? (100 * run.round) / run.rounds : 0}%` }));
       return html("tr", { class: hidden.has(run.id) ? "off" : null },
         html("td", { class: "left" }, html("label", null, box, " ", sample(inDark(run.look)))),
-        html("td", { class: "left" }, run.title), html("td", { class: "left" }, run.data), html("td", null, String(run.seed)),
+        html("td", { class: "left title" }, run.title), html("td", null, number(run.accuracy, 2)),
         html("td", { class: "left" }, html("span", { class: `state ${run.state}` }, run.state)),
-        html("td", null, bar, `${count(run.round)} of ${count(run.rounds)}`),
-        html("td", null, number(run.accuracy, 2)), html("td", null, number(run.best, 2)),
+        html("td", null, bar, `${count(run.round)} of ${count(run.rounds)}`), html("td", null, number(run.best, 2)),
         html("td", null, run.state === "running" ? clock(run.left) : "–"),
+        html("td", { class: "left" }, run.data), html("td", null, String(run.seed)),
         html("td", { class: "left name", title: run.name }, run.name));
     })));
   if (focused !== undefined) table.querySelector(`[data-run="${focused}"]`)?.focus();
@@ -125,13 +126,16 @@ function drawCharts() {
     }
     if (!figure) {
       const plot = html("div", { class: "plot" });
-      figure = { plot, root: html("figure", { "data-chart": key }, html("figcaption", null, title), plot), drawn: "" };
+      const find = () => ({ title, picture: plot.querySelector("svg"), looks: figures.get(key).lines.map((line) => line.look), rows: lineRows(figures.get(key).lines, "round") });
+      figure = { plot, lines, drawn: "" };
       figures.set(key, figure);
+      figure.root = html("figure", { "data-chart": key }, html("figcaption", null, title, saveButtons(find)), plot);
       sizes.observe(plot);
       const order = CHARTS.map(([name]) => name);
       const after = [...byId("charts").children].find((each) => order.indexOf(each.dataset.chart) > order.indexOf(key));
       byId("charts").insertBefore(figure.root, after ?? null);
     }
+    figure.lines = lines;
     const width = Math.floor(figure.plot.clientWidth);
     // A chart is drawn again only if it has changed, so that a tooltip remains open.
     const now = JSON.stringify([width, dark.matches, weight, lines.map((line) => [line.look, line.x.length, line.mean.at(-1)])]);
@@ -160,17 +164,34 @@ function drawTable() {
     html("tbody", null, rows.toReversed().map((row) => html("tr", null, columns.map(([key, , digits]) => html("td", null, number(row[key], digits)))))));
 }
 
+// Faults are shown only if a site had one.
+const FAULTS = ["late", "no reply", "refused", "left out"];
+
 function drawSites(federation) {
-  byId("sites-section").hidden = !federation;
-  if (!federation) return;
-  const head = ["site", "state", "last event", "time", "late", "no reply", "refused", "left out", "accuracy %"];
+  byId("sites-section").hidden = !federation?.sites.length;
+  if (byId("sites-section").hidden) return;
+  const { sites } = federation;
   const [shared = []] = [...runs.values()].map((run) => run.sites);
+  const known = sites.filter((site) => site.state === "connected").length;
+  const over = [...runs.values()].some((run) => run.state === "finished");
+  byId("sentence").hidden = false;
+  byId("sentence").textContent = over ? `The federation is over; ${known} of ${sites.length} sites took part to the end.` : `${known} of ${sites.length} sites are connected.`;
+  const faults = FAULTS.filter((fault) => sites.some((site) => site[fault]));
+  const head = ["site", "state", "last contact", "labeled images", "unlabeled images", "accuracy %", ...faults, "last event"];
+  const left = new Set(["site", "state", "last contact", "last event"]);
+  const some = (value) => (value === null || value === undefined ? "–" : count(value));
   byId("sites").replaceChildren(
-    html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: n < 4 ? "left" : null }, word)))),
-    html("tbody", null, federation.sites.map((site) => [site, shared.find(({ look }) => look.title === site.name)]).map(([site, own]) => html("tr", null,
-      html("td", { class: "left" }, own ? [sample(inDark(own.look)), " "] : null, site.name), html("td", { class: "left" }, html("span", { class: `state ${site.state.split(" ").at(-1)}` }, site.state)),
-      html("td", { class: "left name", title: site.words }, site.words), html("td", { class: "left" }, site.when),
-      html("td", null, count(site.late)), html("td", null, count(site.silent)), html("td", null, count(site.refused)), html("td", null, count(site["left out"])), html("td", null, own ? number(own.y.at(-1), 2) : "–")))));
+    html("thead", null, html("tr", null, head.map((word) => html("th", { scope: "col", class: left.has(word) ? "left" : null }, word)))),
+    html("tbody", null, sites.map((site) => {
+      const curve = shared.find(({ look }) => look.title === site.name);
+      return html("tr", null,
+        html("th", { scope: "row", class: "left" }, curve ? [sample(inDark(curve.look)), " "] : null, site.name),
+        html("td", { class: "left" }, html("span", { class: `state ${site.state.replaceAll(" ", "-")}` }, site.state)),
+        html("td", { class: "left" }, site.contact || "–"), html("td", null, some(site.labeled)), html("td", null, some(site.unlabeled)),
+        html("td", null, curve ? number(curve.y.at(-1), 2) : "–"), faults.map((fault) => html("td", null, count(site[fault]))),
+        html("td", { class: "left name", title: site.words }, site.words || "–"));
+    })));
+  byId("consent").hidden = shared.length > 0;
 }
 
 function drawSite(site) {
@@ -207,13 +228,33 @@ function drawLog(log) {
   if (low) place.scrollTop = place.scrollHeight;
 }
 
-function drawAlarms(all) {
-  byId("alarms").hidden = !all.length;
-  byId("alarms").replaceChildren(...all.map((words) => html("li", null, words)));
-  for (const words of all) {
-    if (told.has(words.split(":")[0])) continue;
-    told.add(words.split(":")[0]);
-    announce(`Alarm: ${words}`);
+// The alarms of all runs, by method: equal alarms of several runs are one line that names the runs.
+function groupAlarms(found) {
+  const groups = new Map();
+  const add = (title, words, run) => {
+    if (!groups.has(title)) groups.set(title, new Map());
+    const lines = groups.get(title);
+    lines.set(words, [...(lines.get(words) ?? []), ...(run ? [run] : [])]);
+  };
+  for (const { words } of found.alarms) add("", words);
+  for (const run of found.runs) {
+    const known = runs.get(run.id);
+    const alone = [...runs.values()].filter((each) => each.title === known.title).length === 1;
+    for (const { words } of run.alarms) add(found.runs.length > 1 ? known.title : "", words, alone ? "" : label(known).slice(known.title.length + 2));
+  }
+  return groups;
+}
+
+function drawAlarms(groups) {
+  byId("alarms").hidden = !groups.size;
+  const line = (words, names) => `${names.filter(Boolean).length ? `${names.filter(Boolean).join(", ")}: ` : ""}${words}`;
+  byId("alarms").replaceChildren(...[...groups].map(([title, lines]) => html("li", null, title ? html("b", null, title) : null,
+    html("ul", null, [...lines].map(([words, names]) => html("li", null, line(words, names)))))));
+  for (const [title, lines] of groups) for (const [words] of lines) {
+    const name = `${title} ${words.split(":")[0]}`;
+    if (told.has(name)) continue;
+    told.add(name);
+    announce(`Alarm: ${title ? `${title}: ` : ""}${words}`);
   }
 }
 
@@ -230,7 +271,7 @@ function draw(found) {
   else if (any) byId("progress").textContent = `round ${found.runs[0].round} of ${found.runs[0].rounds}, ${found.runs[0].state}${left}`;
   else byId("progress").textContent = found.site ? "" : "no run has started yet";
   if (found.left_out) byId("progress").textContent += `; ${found.left_out} more are not shown`;
-  drawAlarms([...found.alarms.map((each) => each.words), ...found.runs.flatMap((run) => run.alarms.map((each) => (found.runs.length > 1 ? `${label(run)}: ${each.words}` : each.words)))]);
+  drawAlarms(groupAlarms(found));
   if (any) {
     drawRuns();
     drawCharts();
