@@ -39,8 +39,8 @@ def select_model(tree: Tree) -> Tree:
 def average_uploads(upload: Upload, server: Tree | None = None) -> Tree:
     """Average the updates of K clients by their weights.
 
-    Batch-normalization statistics are averaged like parameters (McMahan et al. 2017, Algorithm 1; FedDure's
-    aggregation_content "all").
+    Batch-normalization statistics are averaged like parameters (McMahan et al. 2017, Algorithm 1; the setting
+    aggregation_content = "all" of FedDure's code).
 
     Args:
         upload: the uploads, every leaf (K, ...).
@@ -68,18 +68,19 @@ def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tupl
     Returns:
         The new parameters and the new momentum.
     """
-    momentum = tree.map(lambda v, old, new: keep * v + (old - new), momentum, params, mean)
-    return tree.map(torch.sub, params, momentum), momentum
+    new_momentum = tree.map(lambda v, old, new: keep * v + (old - new), momentum, params, mean)
+    new_params = tree.map(torch.sub, params, new_momentum)
+    return new_params, new_momentum
 
 
 def step_towards_mean(params: Tree, mean: Upload, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
-    """Take a `momentum_step` to share * params + (1 - share) * the mean of the uploads.
+    """Move the server's parameters, by SGD with momentum, towards share * params + (1 - share) * mean of the uploads.
 
     Args:
         params: the server's parameters.
         mean: mean of the uploads. If its weight is 0, no client had data, and nothing changes.
-        momentum: a tree like `params`.
-        keep: the momentum factor.
+        momentum: momentum buffer, a tree like `params`.
+        keep: the momentum factor, from 0 to below 1.
         share: share of the server's parameters in the target.
 
     Returns:
@@ -87,7 +88,8 @@ def step_towards_mean(params: Tree, mean: Upload, momentum: Tree, keep: float, s
     """
     if not bool(mean.weight > 0):
         return params, momentum
-    new = mean.update["params"]
+    target = mean.update["params"]
     # Without a share no interpolation is computed: even lerp with weight 0 may round differently.
-    target = tree.map(lambda new, old: torch.lerp(new, old, share), new, params) if share else new
+    if share:
+        target = tree.map(lambda new, old: torch.lerp(new, old, share), target, params)
     return momentum_step(params, target, momentum, keep)

@@ -61,11 +61,14 @@ class BatchNormStatistics(ClientUpdate):
 
 
 def statistics_requirements(norm: str, over: Over) -> Requirements:
-    """Build the requirements of a method whose statistics are counted over the rows of `over`.
+    """State what a method with static batch normalization needs from aggregation and from the labels' location.
 
     Args:
         norm: normalization of the network: "batch", "group" or "none".
-        over: clients whose rows are counted.
+        over: clients on whose images batch-normalization statistics are estimated.
+
+    Returns:
+        Requirements that each client's upload be available alone if clients upload statistics, else only their sum.
     """
     if norm != "batch" or over == "server":
         return Requirements("sum", "", LABEL_LOCATIONS)
@@ -80,12 +83,18 @@ def statistics_requirements(norm: str, over: Over) -> Requirements:
 
 @torch.no_grad()
 def sum_row_moments(task: Task, params: Tree, data: ClientData) -> Tree:
-    """Compute the moments of all rows of a client in nearly equal batches, summed over rows.
+    """Compute the batch-norm moments (mean and variance of each layer's inputs) of a client's images, summed over images.
 
-    Padding rows are left out: the batches are the same as without them.
+    The images, labeled and unlabeled, pass through the network in nearly equal batches. Padding rows are left out: the
+    batches are the same as without them.
+
+    Args:
+        task: with the network.
+        params: the network's parameters.
+        data: the client's images.
 
     Returns:
-        A tree like stats; {} if there is no row.
+        A tree like the network's running statistics; {} if there is no image.
     """
     images = torch.cat([data.x, data.u])
     total: Tree = {}
@@ -100,19 +109,27 @@ def sum_row_moments(task: Task, params: Tree, data: ClientData) -> Tree:
 
 
 def _sum_padded_row_moments(task: Task, params: Tree, data: ClientData, images: Tensor) -> Tree:
-    """Compute `sum_row_moments` of a padded client.
+    """Compute the batch-norm moments of a client whose images are padded, summed over images (`sum_row_moments`).
 
-    `images` (n, C, H, W) are labeled rows, their padding, unlabeled rows and their padding.
+    Args:
+        task: with the network.
+        params: the network's parameters.
+        data: the client's images, with the numbers of those that are not padding.
+        images: (n, C, H, W): labeled images, their padding, unlabeled images, their padding.
     """
     index = torch.arange(len(images), device=images.device)
     # Move the unlabeled rows forward, over the padding of the labeled ones: then all real rows come first.
-    order = torch.where(index < data.labeled, index, index - data.labeled + len(data.x)).clamp_max(len(images) - 1)
-    chunk_rows, chunk_masks, _ = index_chunks(index < data.labeled + data.unlabeled)
+    unlabeled_index = index - data.labeled + len(data.x)
+    order = torch.where(index < data.labeled, index, unlabeled_index).clamp_max(len(images) - 1)
+    is_real = index < data.labeled + data.unlabeled
+    chunk_rows, chunk_masks, _ = index_chunks(is_real)
     total: Tree = {}
-    for rows, real in zip(chunk_rows.unbind(), chunk_masks.unbind(), strict=True):
-        moments = task.network.train(params, task.normalize(images[order[rows]]), real=real)[1]
+    for rows, mask in zip(chunk_rows.unbind(), chunk_masks.unbind(), strict=True):
+        batch = task.normalize(images[order[rows]])
+        moments = task.network.train(params, batch, real=mask)[1]
         total = total or tree.zeros_like(moments)
-        total = tree.map(lambda old, new, real=real: old + real.sum() * new, total, moments)
+        # Weighted by the number of real images in the chunk. The default argument binds this iteration's mask.
+        total = tree.map(lambda old, new, mask=mask: old + mask.sum() * new, total, moments)
     return total
 
 

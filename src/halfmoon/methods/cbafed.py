@@ -58,6 +58,9 @@ from halfmoon.methods.objectives.base import (
 )
 from halfmoon.models import forward
 
+REFERENCE_CLASSES = 10
+"""Number of classes for which the authors chose their constants."""
+
 
 @dataclass(frozen=True)
 class CBAFed(ModelAveraging):
@@ -98,7 +101,7 @@ class CBAFed(ModelAveraging):
         return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Train the cohort, average, and blend the average with the saved model every few rounds."""
+        """Train the cohort, average, and blend the average with an older model every `residual_every` rounds."""
         broadcast: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "saved"}}
         new = federation.average("train", broadcast).update
         saved: Tree = {"stats": {}, **server["saved"]}
@@ -109,22 +112,26 @@ class CBAFed(ModelAveraging):
         return {**new, "saved": saved}
 
     def thresholds(self, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the thresholds T and the tail from the classes' shares of all training labels.
+        """Compute a confidence threshold for each class, and find the rare classes (CBAFed, CVPR 2023).
 
         Args:
-            share: (classes,).
+            share: each class's share of all labels and accepted pseudo-labels of the last round, (classes,).
 
         Returns:
-            T (classes,), and the classes in the tail, (classes,) bool.
+            The thresholds (classes,), and whether a class is rare ("in the tail"), (classes,) bool.
         """
         # The constants were chosen for 10 classes; with this factor a uniform share is 0.1 for any number of classes.
-        r = share * len(share) / 10
+        scaled_share = share * len(share) / REFERENCE_CLASSES
         if self.adaptive:
             # Frequent classes need more confidence; an uneven distribution lowers all thresholds.
-            thresholds = (r + self.threshold - r.std(correction=0)).clamp_max(self.threshold_most)
+            thresholds = scaled_share + self.threshold - scaled_share.std(correction=0)
+            thresholds = thresholds.clamp_max(self.threshold_most)
         else:
-            thresholds = torch.full_like(r, self.threshold)
-        in_tail = torch.zeros_like(r, dtype=torch.bool) if self.tail is None else r < self.tail
+            thresholds = torch.full_like(scaled_share, self.threshold)
+        if self.tail is None:
+            in_tail = torch.zeros_like(scaled_share, dtype=torch.bool)
+        else:
+            in_tail = scaled_share < self.tail
         return thresholds, in_tail
 
 
@@ -151,6 +158,13 @@ class CBAFedClient(RoundLabelingClient):
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        """Build the state of a client update; CBAFed computes the pseudo-labels of all images here, once.
+
+        Args:
+            broadcast: the server's model, and each class's share of all training labels ("share").
+            memory: the state that the client stored after its last update.
+            data: the client's images; predictions use their weakly augmented views.
+        """
         logits = predict_all_rows(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
         pseudo = self.pseudo_label(logits.softmax(-1), broadcast["share"])
         pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, data.u_real))
@@ -170,11 +184,14 @@ class CBAFedClient(RoundLabelingClient):
         }
 
     def pseudo_label(self, p: Tensor, share: Tensor) -> PseudoLabels:
-        """Compute the pseudo-labels of predictions.
+        """Turn predictions into pseudo-labels: the first class if it passes its threshold, or a rare second class.
 
         Args:
-            p: (U, classes).
-            share: the classes' shares of all training labels, (classes,).
+            p: predicted probabilities of U images, (U, classes).
+            share: the classes' shares of all training labels, (classes,), which determine the thresholds.
+
+        Returns:
+            Labels and confidences (U,), and weights (U,): 1 for images to train on, 0 for others.
         """
         thresholds, in_tail = self.options.thresholds(share)
         top_p, top_class = p.topk(2, -1)
@@ -215,19 +232,36 @@ class CBAFedClient(RoundLabelingClient):
         return {**new, "images": images}, StepMetrics(loss, samples, (pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Upload the model and the classes' shares of this client's training labels, weighted by their number.
+
+        Training labels are true labels and accepted pseudo-labels. From these shares the server computes the
+        thresholds of the next round.
+
+        Returns:
+            The upload, and the state that the client stores.
+        """
         old_share = broadcast["share"]
         classes = len(old_share)
         # Rows from number `labeled` on are padding.
         is_real = (torch.arange(len(data.y), device=data.y.device) < data.labeled).to(old_share)
-        counts = (one_hot(data.y, classes, old_share) * is_real[:, None]).sum(0)
-        counts = counts + (one_hot(carry["label"], classes, old_share) * carry["weight"][:, None]).sum(0)
-        total = counts.sum()
-        share = torch.where(total > 0, counts / total.clamp_min(1), old_share)
+        class_counts = (one_hot(data.y, classes, old_share) * is_real[:, None]).sum(0)
+        class_counts = class_counts + (one_hot(carry["label"], classes, old_share) * carry["weight"][:, None]).sum(0)
+        total = class_counts.sum()
+        share = torch.where(total > 0, class_counts / total.clamp_min(1), old_share)
         upload, memory = super().finish(broadcast, carry, data)
-        # The weight is the number of training labels: true labels and accepted pseudo-labels.
         return Upload({**upload.update, "share": share}, total.round().double()), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
+        """Compute CE(labels) + unlabeled_weight * CE(accepted pseudo-labels), each the mean over its images.
+
+        Args:
+            params: parameters of the network, in which the loss is differentiated.
+            carry: state of the client update, with the pseudo-labels of all images.
+            batch: the minibatch.
+
+        Returns:
+            The loss (), and (batch statistics of the pass, the minibatch's pseudo-labels).
+        """
         groups = (batch.x, batch.u["weak"])
         joint = self.task.statistics == "joint"
         (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))

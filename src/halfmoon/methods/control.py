@@ -60,6 +60,21 @@ class SupervisedWithUnlabeledStatistics(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        """Compute the labeled images' cross-entropy, with unlabeled images in the same forward pass.
+
+        They have no loss: they only contribute to the batch statistics that normalize the labeled images.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch.
+            aux: unused state of the objective.
+            cached: unused predictions on all images.
+
+        Returns:
+            The loss (), and the batch statistics of the passes.
+        """
         if self.labels == "round":
             joint = task.statistics == "joint"
             groups = (batch.x, batch.u["strong"])

@@ -75,6 +75,16 @@ class LocalTraining(ClientUpdate):
         return {**super().begin(broadcast, memory, data), **shared_state, **local_state, "cached": cached}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one optimizer step on the objective, with FedProx's proximal term if `prox` is set.
+
+        Args:
+            broadcast: the model that the server sent; the proximal term pulls towards it.
+            carry: the local model, the optimizer's state, and the state of the objective.
+            batch: the minibatch.
+
+        Returns:
+            The new carry, and the step's loss and pseudo-labels.
+        """
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
             add_proximal = partial(torch.add, alpha=self.prox)
@@ -83,16 +93,22 @@ class LocalTraining(ClientUpdate):
                 lambda g, new, old: add_proximal(g, new - old), gradient, carry["params"], broadcast["params"]
             )
         new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
-        return {**new, **self.objective.after_step(carry, new["params"])}, StepMetrics(loss, {}, result.pseudo)
+        # For example the mean teacher, which follows the new parameters.
+        objective_state = self.objective.after_step(carry, new["params"])
+        return {**new, **objective_state}, StepMetrics(loss, {}, result.pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Return the upload (model and shared state of the objective, weighted by images), and the memory to store.
+
+        With a mean teacher its batch-normalization statistics are estimated here, on all images of the client.
+        """
         # An objective without views trains on labels only: clients without labels have trained nothing.
         weight = data.rows if self.requirements.views else data.rows * (data.labeled > 0)
         _, memory = super().finish(broadcast, carry, data)
         objective_memory = {name: carry[name] for name in self.objective.initial_memory(self.task, broadcast)}
         new = {**carry, **self.objective.finish(self.task, carry)}
         if self.counts_teacher_stats and len(data.x) + len(data.u):
-            # A tensor under vmap: a client of a cohort may have no rows, and then keeps the received statistics.
+            # A tensor under vmap: a client of a cohort may have no rows, and then retains the received statistics.
             rows = data.labeled + data.unlabeled
             # The teacher's activations differ from the student's, so its statistics are counted over all rows at the
             # end.

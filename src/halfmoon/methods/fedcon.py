@@ -110,22 +110,32 @@ class FedConServerUpdate(MeanTeacherClient):
         return {**new, **update_teacher(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
-        """Compute the server's loss, and the moments of f's passes."""
+        """Compute FedCon's server loss: cross-entropy of two views, and consistency with the target (mean teacher).
+
+        Args:
+            params: parameters of the network, in which the loss is differentiated.
+            carry: state of the update, with the target's parameters in "teacher".
+            batch: the minibatch; two views of each labeled image.
+
+        Returns:
+            The loss (), and the batch statistics of the network's passes.
+        """
         network = self.task.network
         joint = self.task.statistics == "joint"
         views = (batch.x, batch.x_views["weak"])
         # `masks` returns a tuple, with no entry if no row is padding: repeated, it masks both views.
-        real = batch.masks(0) * 2
-        (one, two), _, moments = forward(network, params, joint, views, real=real)
-        # Groups in the second place are passed without gradients.
-        _, (target_one, target_two), _ = forward(network, carry["teacher"], joint, (), views, real)
-        weights = self.task.class_weights
-        labels = labeled_cross_entropy(one, batch.y, batch.x_real, weights)
-        labels = labels + labeled_cross_entropy(two, batch.y, batch.x_real, weights)
+        masks = batch.masks(0) * 2
+        (first_logits, second_logits), _, moments = forward(network, params, joint, views, real=masks)
+        # `()`: no images with gradients; both views are passed without.
+        _, (first_target, second_target), _ = forward(network, carry["teacher"], joint, (), views, masks)
+        class_weights = self.task.class_weights
+        labeled_loss = labeled_cross_entropy(first_logits, batch.y, batch.x_real, class_weights)
+        labeled_loss = labeled_loss + labeled_cross_entropy(second_logits, batch.y, batch.x_real, class_weights)
         # Each view follows the target's prediction on the other one.
-        consistency = padding.mean_or_zero(divergence(target_two, one) + divergence(target_one, two), batch.x_real)
+        divergences = divergence(second_target, first_logits) + divergence(first_target, second_logits)
+        consistency = padding.mean_or_zero(divergences, batch.x_real)
         weight = ramp_weight(self.task, self.options.consistency_weight, self.options.ramp, "sigmoid")
-        return (labels + weight * consistency) / 2, moments
+        return (labeled_loss + weight * consistency) / 2, moments
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(4 * labeled, 2 * labeled)
@@ -144,9 +154,9 @@ class FedConClient(ClientUpdate):
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
-        like = _head_weight(self.task, broadcast["params"])
-        predictor = _new_predictor(generator, features=like.shape[1])
-        return {"target": broadcast["params"], PREDICTOR: tree.to(predictor, like.device, like.dtype)}
+        head = _head_weight(self.task, broadcast["params"])
+        predictor = _new_predictor(generator, features=head.shape[1])
+        return {"target": broadcast["params"], PREDICTOR: tree.to(predictor, head.device, head.dtype)}
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         broadcast = {**broadcast, "params": {**broadcast["params"], PREDICTOR: memory[PREDICTOR]}}
@@ -168,17 +178,29 @@ class FedConClient(ClientUpdate):
         return upload, {"target": carry["target"], PREDICTOR: carry["params"][PREDICTOR]}
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
-        """Compute the client's loss, and the moments of all passes."""
+        """Compute FedCon's client loss: cross-entropy of labeled images minus the similarity of two unlabeled views.
+
+        As in BYOL, a predictor maps the features of one view to the target network's features of the other.
+
+        Args:
+            params: parameters of the network and of the predictor, in which the loss is differentiated.
+            carry: state of the update, with the target network (a running mean of the network).
+            batch: the minibatch.
+
+        Returns:
+            The loss (), and the batch statistics of all passes.
+        """
         network_params = _network_params(params)
-        (logits,), _, labeled_moments = forward(
-            self.task.network, network_params, False, (batch.x,), real=batch.masks(0)
+        (labeled_logits,), _, labeled_moments = forward(
+            self.task.network, network_params, joint=False, differentiated=(batch.x,), real=batch.masks(0)
         )
         features, moments = self._embed_views(params, batch)
         with torch.no_grad():
             targets, _ = self._embed_views(carry["target"], batch)
-        similarity = _view_similarity(_predict(params[PREDICTOR], features, batch), targets, batch)
-        loss = labeled_cross_entropy(logits, batch.y, batch.x_real, self.task.class_weights) - similarity / 2
-        return loss, labeled_moments + moments
+        predictions = _predict(params[PREDICTOR], features, batch)
+        similarity = _view_similarity(predictions, targets, batch)
+        labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
+        return labeled_loss - similarity / 2, labeled_moments + moments
 
     def _embed_views(self, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         """Compute the features (2 b, F) of both views of the unlabeled images, and the moments of the passes."""
@@ -225,11 +247,21 @@ def _mask_of_both_views(batch: Batch) -> Tensor | None:
 
 
 def _view_similarity(predicted: Tensor, targets: Tensor, batch: Batch) -> Tensor:
-    """Compute s(q_1, k_2) + s(q_2, k_1), the mean over images, of the rows (2 b, F) of both views; s is the cosine."""
+    """Compute the cosine similarity of each view's predicted features with the target's features of the other view.
+
+    Args:
+        predicted: features (2 b, F): b images in the first view, then in the second.
+        targets: the same of the target network.
+        batch: the minibatch, with the mask of padding rows.
+
+    Returns:
+        The sum of the two directions' mean similarities, ().
+    """
     # Rolling by half the rows puts the target of the other view at each row.
-    other = targets.detach().roll(len(targets) // 2, 0)
+    other_view = targets.detach().roll(len(targets) // 2, 0)
+    similarities = F.cosine_similarity(predicted, other_view, dim=-1)
     # A mean over 2 b rows is half the sum of the two views' means.
-    return 2 * padding.mean(F.cosine_similarity(predicted, other, dim=-1), _mask_of_both_views(batch))
+    return 2 * padding.mean(similarities, _mask_of_both_views(batch))
 
 
 ROWS = (MethodEntry("fedcon", "FedCon", "FedCon, arXiv 2109.04533", "clients learn features from two views", FedCon()),)

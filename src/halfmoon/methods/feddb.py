@@ -104,11 +104,11 @@ class FedDB(ModelAveraging):
 
     @property
     def objective(self) -> FixMatch:
-        """The clients' loss."""
+        """Build the clients' loss: FixMatch on predictions that are divided by the client's mean prediction."""
         return FixMatch(
-            self.threshold,
-            self.unlabeled_weight,
-            self.mean,
+            threshold=self.threshold,
+            unlabeled_weight=self.unlabeled_weight,
+            mean=self.mean,
             labels=self.labels,
             debias=self.debias,
             teacher=self.teacher,
@@ -126,7 +126,16 @@ class FedDB(ModelAveraging):
         return {**model, "momentum": tree.zeros_like(model["params"])} if self.server_momentum else model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Train the cohort, and average with the weights of DMA; clients without rows get the weight 0."""
+        """Train the cohort, and average its models with the weights of FedDB's debiased model averaging (DMA).
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's state: model, and momentum with `server_momentum`.
+            federation: the clients of this round.
+
+        Returns:
+            The server's new state.
+        """
         upload = federation.query("train", self.solution(task, server))
         if self.dma == "size":
             weights = upload.weight
@@ -156,15 +165,26 @@ class FedDBClient(LocalTraining):
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        """Build the state of a client update: the received model, cached predictions, and the mean prediction APP-U."""
         logits = predict_all_rows(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
         # The same predictions serve the pseudo-labels of the round, the prior that debiases them, and the first APP-U.
         cached = self.options.objective.cache_predictions(broadcast, data, logits)
         objective_state = self.objective.begin(self.task, memory, data, cached)
+        # "images" counts the unlabeled images of the steps so far, "rows" those of an epoch.
         appu = {"appu": cached["prior"], "images": torch.zeros_like(cached["prior"][0]), "rows": data.unlabeled}
         return {**ClientUpdate.begin(self, broadcast, memory, data), **objective_state, **appu, "cached": cached}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, and update APP-U with the model before the step."""
+        """Take one optimizer step, and update the client's mean prediction (APP-U) with the model before the step.
+
+        Args:
+            broadcast: the model that the server sent (unused: `carry` has it).
+            carry: state of the client update: model, optimizer's state, APP-U and cached predictions.
+            batch: the minibatch.
+
+        Returns:
+            The new carry, and the step's loss and pseudo-labels.
+        """
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
         new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)
@@ -173,12 +193,16 @@ class FedDBClient(LocalTraining):
         return new, StepMetrics(loss, {}, result.pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Return the upload (the trained model, and the client's mean prediction APP-U), and the state to store.
+
+        With `accumulate` "finish", APP-U is updated here, from all unlabeled images of the client.
+        """
         appu = carry["appu"]
         if self.options.accumulate == "finish":
             # One update for the whole local training: gamma to the power of all its epochs.
             decay = self._decay(carry, carry["images"])
-            views = data.views["weak"]
-            logits = predict_all_rows(self.task, carry["params"], carry["stats"], views, data.u_real)
+            weak_views = data.views["weak"]
+            logits = predict_all_rows(self.task, carry["params"], carry["stats"], weak_views, data.u_real)
             appu = decay * appu + (1 - decay) * mean_prediction(logits, data.u_real)
         upload, memory = super().finish(broadcast, carry, data)
         return upload._replace(aux={"appu": appu}), memory
@@ -197,27 +221,41 @@ class FedDBClient(LocalTraining):
         return torch.full_like(epochs, self.options.gamma).pow(epochs)
 
     def _update_appu(self, carry: Tree, batch: Batch, used: Tensor) -> Tensor:
-        """Update APP-U (classes,) with predictions on the weak views of a step.
+        """Update APP-U, a running mean (classes,) of the client's predictions, with the weak views of a minibatch.
 
         Args:
-            carry: the model before the step.
-            batch: the minibatch.
-            used: weights of the pseudo-labels, (b,).
+            carry: state of the client update, with the model before the step and APP-U.
+            batch: the minibatch of b unlabeled images.
+            used: weights of the pseudo-labels in the loss, (b,).
+
+        Returns:
+            gamma^e * APP-U + (1 - gamma^e) * mean prediction, where e is the minibatch's share of an epoch.
         """
         logits = predict_all_rows(self.task, carry["params"], carry["stats"], batch.u["weak"], batch.u_real)
-        p = logits.softmax(-1)
-        rows = padding.mask(torch.ones_like(used), batch.u_real) if self.options.accumulate_over == "all" else used
-        weight = rows[:, None]
-        decay = self._decay(carry, padding.count(p, batch.u_real))
-        new = decay * carry["appu"] + (1 - decay) * (p * weight).sum(0) / weight.sum().clamp_min(1)
+        probabilities = logits.softmax(-1)
+        if self.options.accumulate_over == "all":
+            image_weights = padding.mask(torch.ones_like(used), batch.u_real)
+        else:
+            image_weights = used
+        weights = image_weights[:, None]
+        decay = self._decay(carry, padding.count(probabilities, batch.u_real))
+        new = decay * carry["appu"] + (1 - decay) * (probabilities * weights).sum(0) / weights.sum().clamp_min(1)
         # Without a used image the mean of no images would pull APP-U towards 0.
-        return torch.where(weight.sum() > 0, new, carry["appu"])
+        return torch.where(weights.sum() > 0, new, carry["appu"])
+
+
+RELEASED_WEIGHT_DECAY = 0.9
+"""Weight decay of Algorithm 2 in the released code."""
+
+RELEASED_NESTEROV_FACTOR = 1.9
+"""Factor of the gradient in the first step of Nesterov momentum 0.9: 1 + 0.9."""
 
 
 def aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.0) -> Tensor:
-    """Compute DMA's weights of K clients (Algorithm 2).
+    """Compute the clients' weights in FedDB's debiased model averaging, DMA (IJCAI 2024, Algorithm 2).
 
-    All ways start from equal weights and take `steps` steps:
+    The weights minimize the distance of the weighted mean of the clients' average predictions (APP-U) from the uniform
+    distribution. They start equal, and change in `steps` gradient descent steps:
 
     - "paper": a gradient step on `distance_from_uniform`, then a softmax of the weights.
     - "released": a gradient step on its mean of squares, with Nesterov momentum 0.9 and a new optimizer in every
@@ -226,9 +264,9 @@ def aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.
     - "uniform": no step.
 
     Args:
-        appu: the clients' APP-U, (K, classes).
-        dma: the way to compute them.
-        steps: number of steps.
+        appu: average predictions of K clients, (K, classes).
+        dma: variant of the algorithm.
+        steps: number of gradient steps.
         lr: learning rate.
 
     Returns:
@@ -248,7 +286,8 @@ def aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.
             # The released loss is the mean of squares. Nesterov momentum in its first step multiplies the gradient by
             # 1 + 0.9.
             gradient = _gradient(lambda w: distance_from_uniform(w, appu).square() / appu.shape[1], weights)
-            weights = (weights - 1.9 * lr * (gradient + 0.9 * weights)).softmax(0)
+            with_decay = gradient + RELEASED_WEIGHT_DECAY * weights
+            weights = (weights - RELEASED_NESTEROV_FACTOR * lr * with_decay).softmax(0)
         else:
             logits = logits - lr * _gradient(lambda z: distance_from_uniform(z.softmax(0), appu), logits)
             weights = logits.softmax(0)
@@ -256,7 +295,9 @@ def aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.
 
 
 def _gradient(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
-    return grad_and_value(lambda params: (function(params["point"]), ()), {"point": point})[0]["point"]
+    """Compute the gradient of a scalar function of one tensor."""
+    gradient, _, _ = grad_and_value(lambda params: (function(params["point"]), ()), {"point": point})
+    return gradient["point"]
 
 
 def distance_from_uniform(weights: Tensor, appu: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FedDure (AAAI 2024): two regulators decide for each image how much a client trusts its pseudo-label.
+"""FedDure (AAAI 2024): two regulators decide for each image how much weight its pseudo-label gets in the loss.
 
 On each client a fine-grained regulator (F-reg, a small MLP f_w) weighs every unlabeled image, and a coarse-grained
 regulator (C-reg, a copy f_d of the network) measures whether training on the pseudo-labels lowered the labeled loss.
@@ -12,7 +12,7 @@ server: params, stats, round.  broadcast: params, stats, gate.  memory: regulato
 or, without F-reg, the state of adaptive thresholds; with `reward_baseline` the mean of past rewards; with
 `keep_optimizer` the optimizer's state.  upload: params, stats, weight.
 
-Departures: where the authors' released code departs from the paper, this file follows the paper, because others
+Departures: where the authors' released code departs from the paper, this file follows the paper, because publications
 compare with the paper. That code has no trained F-reg, the opposite sign of d (`sign`), soft pseudo-labels above a
 threshold of 0.6, a ramped weight of the unlabeled loss, C-reg on weak views, a learning rate with repeated warm-up, and
 labeled-only steps at the start of every client update (`labeled_first`). Points that the paper leaves open are options.
@@ -67,17 +67,18 @@ class FedDure(ModelAveraging):
             is dropped.
         fine: whether there is an F-reg (Table 2). Without it, the weights are 1[max p >= threshold], or those of
             another `thresholding` (with `threshold_decay` for its running means), and Eq. 2 is unweighted.
-        regulator_bias: added to F-reg's last bias at the start: with 0 all weights begin near 0.5, with -4 near 0.02.
+        regulator_bias: added to F-reg's last bias at the start: with 0 all weights begin at about 0.5, with -4 at about
+            0.02.
         regulator_input: F-reg gets an image's logits, their softmax, or the logits minus their mean over the classes
             ("centered"). Cross-entropy does not depend on a constant that is added to all logits, and Adam lets that
-            constant drift; so raw logits change F-reg's weights although nothing was learned.
+            constant drift; so raw logits change F-reg's weights without any learning.
         regulator_start: F-reg's initial parameters are the same at all "clients", or drawn for each "client".
         through_weights: whether the gradients of Eq. 2 and 4 also pass through H's input ("product") or not
             ("detached").
         virtual_lr, coarse_lr, regulator_lr: step sizes of Eq. 4, 2 and 5; None: the optimizer's learning rate.
         coarse_step: whether Eq. 2 uses the shared "optimizer" or a "plain" gradient step, as printed.
         judge_prior: whether Eq. 3 and 5 add to the logits of the labeled loss the log share of each class among the
-            client's labels (Menon et al. 2021). Then F-reg earns nothing for agreeing with the client's class mix.
+            client's labels (Menon et al. 2021). Then F-reg is not rewarded for agreeing with the client's class mix.
         reward_baseline: decay of a running mean of the client's past d, which is subtracted from d (a plain mean in the
             first steps).
         reward_bound: the result is then clipped to this absolute value.
@@ -134,15 +135,18 @@ class FedDure(ModelAveraging):
 
     @property
     def pseudo_labeling(self) -> PseudoLabeling:
-        """Source of the pseudo-labels of Eq. 1, and the rule for those to use if there is no F-reg."""
-        rule: dict[str, Any] = {}
+        """Build the object that computes the pseudo-labels of FedDure's Eq. 1.
+
+        The fine-grained regulator weighs every image, so a confidence threshold applies only without it (`fine` False).
+        """
+        threshold_options: dict[str, Any] = {}
         if not self.fine:
-            rule = {
+            threshold_options = {
                 "thresholding": self.thresholding,
                 "threshold_decay": self.threshold_decay,
                 "threshold": self.threshold,
             }
-        return PseudoLabeling(labels=self.labels, debias=self.debias, **rule)
+        return PseudoLabeling(labels=self.labels, debias=self.debias, **threshold_options)
 
     def start(self, task: Task, model: Tree) -> Tree:
         return {**model, "round": torch.zeros((), dtype=torch.int64)}
@@ -186,6 +190,10 @@ PAPER_RUN: dict[str, int | float | str] = {
 """Options of the run that the paper states (Section 4.1)."""
 
 
+MIN_MEAN_WEIGHT = 1e-12
+"""Smallest divisor if weights are normalized by their mean."""
+
+
 class Student(NamedTuple):
     """The network that the regulators train on: f_d, or f_l without C-reg.
 
@@ -193,7 +201,7 @@ class Student(NamedTuple):
         params: its parameters.
         logits: of the strong views, (b, classes).
         backward: computes the gradient in the parameters from a gradient in the logits; the second argument is True if
-            it will be called again.
+            the graph is needed for a later call.
         tangent: computes the derivative of the logits along a direction of the parameters.
     """
 
@@ -204,15 +212,25 @@ class Student(NamedTuple):
 
 
 def coarse_student(task: Task, params: Tree, batch: Batch) -> Student:
-    """Run C-reg on the strong views."""
+    """Run FedDure's coarse-grained regulator (C-reg), a copy of the classifier, on the strong views of a minibatch.
+
+    Args:
+        task: with the network.
+        params: C-reg's parameters.
+        batch: the minibatch; only the strongly augmented unlabeled images are used.
+
+    Returns:
+        C-reg's logits, and functions for its reverse-mode gradient and its forward-mode derivative.
+    """
     network = task.network
-    strong = batch.u["strong"]
-    real = batch.u_real
+    strong_images = batch.u["strong"]
+    mask = batch.u_real
     # The recorded activations (`tape`) serve the tangent below: a forward-mode pass without another forward pass.
-    logits, backward, tape = vjp(lambda params: network.linearize(params, strong, real), params)
+    logits, backward, tape = vjp(lambda params: network.linearize(params, strong_images, mask), params)
 
     def tangent(direction: Tree) -> Tensor:
-        return network.tangent(params, strong, tape, direction, real)
+        """Compute the derivative of the logits along `direction`, a tree like `params`."""
+        return network.tangent(params, strong_images, tape, direction, mask)
 
     return Student(params, logits, backward, tangent)
 
@@ -225,63 +243,68 @@ def local_student(
     backward: Callable[..., Tree],
     labels_of_round: bool,
 ) -> Student:
-    """Use the local model in the place of C-reg, with the forward pass that it has already made.
+    """Use the local model instead of FedDure's C-reg, with the forward pass that has already been made.
 
     Args:
         task: the settings that all methods share.
         params: parameters of the local model.
         batch: the minibatch.
-        logits: those of labeled images and of strong views.
+        logits: those of labeled images (B, classes) and of strong views (b, classes).
         backward: computes the gradient of that pass in the parameters, from gradients in both logits.
         labels_of_round: whether the weak views were not part of the pass, because labels are computed once a round.
     """
     network = task.network
-    labeled, strong = logits
+    labeled_logits, strong_logits = logits
     views = (batch.u["strong"],)
-    images_before = 0
-    real = batch.u_real
+    images_before_strong = 0
+    mask = batch.u_real
     if task.statistics == "joint":
         # Batch statistics depend on all images of the pass: repeat them in the same order.
-        images_before = len(batch.x)
+        images_before_strong = len(batch.x)
         weak_separate = labels_of_round or task.labeling == "running"
         views = (batch.x, *views) if weak_separate else (batch.x, *views, batch.u["weak"])
-        real = padding.concat(batch.masks(len(views) - 1))
+        mask = padding.concat(batch.masks(len(views) - 1))
     images = torch.cat(views)
 
     def tangent(direction: Tree) -> Tensor:
         # The local model's pass recorded no tape, so the forward pass is repeated here.
-        tape = network.linearize(params, images, real)[1]
-        tangents = network.tangent(params, images, tape, direction, real)
+        tape = network.linearize(params, images, mask)[1]
+        tangents = network.tangent(params, images, tape, direction, mask)
         # Only the strong views have pseudo-labels.
-        return tangents[images_before : images_before + len(strong)]
+        return tangents[images_before_strong : images_before_strong + len(strong_logits)]
 
-    def strong_backward(gradient: Tensor, again: bool) -> Tree:
-        # Always keep the graph: the local model's own gradient follows.
-        return backward((torch.zeros_like(labeled), gradient), True)
+    def strong_backward(gradient: Tensor, retain_graph: bool) -> Tree:
+        # Retain the graph in any case: the local model's gradient is computed from it afterwards.
+        return backward((torch.zeros_like(labeled_logits), gradient), True)
 
-    return Student(params, strong, strong_backward, tangent)
+    return Student(params, strong_logits, strong_backward, tangent)
 
 
 def log_shares(data: ClientData, classes: int) -> Tensor:
-    """Compute the log share (classes,) of each class among a client's labels; almost no share for absent classes."""
+    """Compute the logarithm (classes,) of each class's share of a client's labels; finite for absent classes."""
+    # Padding rows come last.
     is_real = torch.arange(len(data.y), device=data.y.device) < data.labeled
-    counts = ((data.y[:, None] == torch.arange(classes, device=data.y.device)) & is_real[:, None]).sum(0)
-    shares = counts.to(torch.float32) / data.labeled
+    is_class = data.y[:, None] == torch.arange(classes, device=data.y.device)
+    class_counts = (is_class & is_real[:, None]).sum(0)
+    shares = class_counts.to(torch.float32) / data.labeled
     return shares.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
-def running_mean(baseline: Tree, d: Tensor, decay: float) -> Tree:
-    """Add d to a running mean, which is the plain mean of all values until `decay` is smaller than its weights.
+def running_mean(baseline: Tree, value: Tensor, decay: float) -> Tree:
+    """Update an exponential moving average that starts as the plain mean of its first values.
 
     Args:
-        baseline: "mean" () and "count" ().
-        d: new value, ().
-        decay: largest share of itself that the mean retains.
+        baseline: "mean" () of the earlier values, and their "count" ().
+        value: the new value, ().
+        decay: largest weight of the old mean in the new one, from 0 to below 1.
+
+    Returns:
+        The new "mean" and "count".
     """
     count = baseline["count"] + 1
-    # 1 / count until the decay is reached: there is no bias towards the initial 0.
-    rate = 1 - (1 - 1 / count).clamp_max(decay)
-    return {"mean": baseline["mean"] + rate.to(d.dtype) * (d - baseline["mean"]), "count": count}
+    # The weight of the new value is 1 / count until that falls to 1 - decay: there is no bias towards the initial 0.
+    new_weight = 1 - (1 - 1 / count).clamp_max(decay)
+    return {"mean": baseline["mean"] + new_weight.to(value.dtype) * (value - baseline["mean"]), "count": count}
 
 
 def gradient_norm(gradient: Tree) -> Tensor:
@@ -322,7 +345,17 @@ class FedDureClient(ClientUpdate):
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
-        like = next(tree.leaves(broadcast["params"]))
+        """Create the state that a client of FedDure stores between rounds, when it takes part for the first time.
+
+        Args:
+            broadcast: the server's model; it gives the device and dtype.
+            generator: draws the initial weights of the fine-grained regulator (F-reg), an MLP on an image's logits.
+
+        Returns:
+            F-reg with its optimizer state ("regulator") or, without F-reg, the state of adaptive thresholds; and the
+            running mean of past rewards ("baseline") if that option is set.
+        """
+        model_leaf = next(tree.leaves(broadcast["params"]))
         memory: Tree = {}
         if self.options.fine:
             classes = self.task.network.classes
@@ -330,15 +363,26 @@ class FedDureClient(ClientUpdate):
             params = {"hidden": linear(generator, classes, hidden), "out": linear(generator, hidden, 1)}
             # The output's bias sets the initial weight of all images: sigmoid(bias).
             params["out"]["bias"] = params["out"]["bias"] + self.options.regulator_bias
-            memory["regulator"] = self._init_regulator("regulator", tree.to(params, like.device, like.dtype))
+            params = tree.to(params, model_leaf.device, model_leaf.dtype)
+            memory["regulator"] = self._init_regulator("regulator", params)
         else:
             memory |= self.options.pseudo_labeling.initial_memory(self.task, broadcast)
         memory |= super().initial_memory(broadcast, generator)
         if self.options.reward_baseline is not None:
-            memory["baseline"] = {"mean": like.new_zeros(()), "count": like.new_zeros((), dtype=torch.float64)}
+            memory["baseline"] = {
+                "mean": model_leaf.new_zeros(()),
+                "count": model_leaf.new_zeros((), dtype=torch.float64),
+            }
         return memory
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        """Build the state of a client update (`carry`): the local model, C-reg, F-reg, and data of pseudo-labeling.
+
+        Args:
+            broadcast: the model that the server sent, in "params" and "stats".
+            memory: the state that the client stored after its last update.
+            data: the client's images and labels.
+        """
         cached = self.options.pseudo_labeling.prepare(self.task, broadcast, data)
         carry = {**super().begin(broadcast, memory, data), "cached": cached}
         carry |= self.options.pseudo_labeling.begin(self.task, memory, data, cached)
@@ -354,8 +398,8 @@ class FedDureClient(ClientUpdate):
         if self.options.reward_baseline is not None:
             carry["baseline"] = memory["baseline"]
         if self.options.judge_prior:
-            like = next(tree.leaves(broadcast["params"]))
-            carry["label_log_shares"] = log_shares(data, self.task.network.classes).to(like.dtype)
+            model_leaf = next(tree.leaves(broadcast["params"]))
+            carry["label_log_shares"] = log_shares(data, self.task.network.classes).to(model_leaf.dtype)
         if self.options.labeled_first:
             carry["steps"] = torch.zeros((), dtype=torch.int64, device=data.y.device)
         return carry
@@ -401,21 +445,33 @@ class FedDureClient(ClientUpdate):
         return self.optimizer_step(carry, gradient, moments, consume=True, **thresholds, **new_regulators), metrics
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Return the upload (the local model, weighted by images), and the state that the client stores.
+
+        The stored state is the fine-grained regulator or, without it, the state of adaptive thresholds; and the running
+        mean of rewards. C-reg is not stored: it starts from the global model in every round.
+        """
         upload, memory = super().finish(broadcast, carry, data)
-        names: list[str] = []
+        stored_names: list[str] = []
         if not self.options.fine:
-            names += self.options.pseudo_labeling.initial_memory(self.task, broadcast)
+            # The keys of the thresholds' state; its initial values are not used here.
+            stored_names += self.options.pseudo_labeling.initial_memory(self.task, broadcast)
         elif self.options.keep_regulator:
-            names.append("regulator")
+            stored_names.append("regulator")
         if "baseline" in carry:
-            names.append("baseline")
-        return upload, {**memory, **{name: carry[name] for name in names}}
+            stored_names.append("baseline")
+        return upload, {**memory, **{name: carry[name] for name in stored_names}}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the images of one step: of the local model, C-reg, the tangent, the virtual step and labeled losses.
+        """Count the images that one step of FedDure sends forward and backward through the classifier.
 
-        C-reg's tangent is computed from existing activations: it counts as one forward pass, although it takes two
-        convolutions a layer. Without C-reg, the local model runs once more: two passes.
+        Counted are the passes of the local model, of C-reg (a copy of it), of the forward-mode tangent and of the
+        labeled losses before and after C-reg's step. The tangent uses C-reg's recorded activations: it counts as one
+        forward pass, although it needs two convolutions a layer. Without C-reg the activations must be computed again,
+        so the tangent counts twice.
+
+        Args:
+            labeled: number of labeled images of the step.
+            unlabeled: number of unlabeled images of the step.
         """
         forward, backward = self.options.pseudo_labeling.passes(self.task, labeled, unlabeled)
         if self.options.coarse:
@@ -436,10 +492,10 @@ class FedDureClient(ClientUpdate):
     def _regulate(
         self, carry: Tree, batch: Batch, student: Student, pseudo: PseudoLabels, strong: Tensor
     ) -> Regulation:
-        """Take a step of F-reg, then one of C-reg.
+        """Take a step of the fine-grained regulator F-reg, then one of the coarse-grained C-reg (FedDure, Eq. 2 to 6).
 
         Args:
-            carry: with the regulators.
+            carry: state of the client update, with the regulators.
             batch: the minibatch.
             student: the network that the regulators train on.
             pseudo: the pseudo-labels; without F-reg, their weights count.
@@ -461,7 +517,8 @@ class FedDureClient(ClientUpdate):
         else:
             weights = pseudo.weight
         if self.options.normalize_weights:
-            weights = weights / mean(weights, batch.u_real).clamp_min(1e-12)
+            weights = weights / mean(weights, batch.u_real).clamp_min(MIN_MEAN_WEIGHT)
+        # Zeros with the shape that scalars have here: under vmap they need one entry for each client.
         d = reward = torch.zeros_like(weights.mean())
         if self.options.coarse:
             # C-reg's step with F-reg's new parameters. This is the last use of the student's graph, which is then
@@ -484,22 +541,37 @@ class FedDureClient(ClientUpdate):
     def _fine_regulator_step(
         self, carry: Tree, batch: Batch, student: Student, weighted_loss: WeightedLoss
     ) -> tuple[Tree, Tensor]:
-        """Take a step of F-reg on the labeled loss at the virtual parameters (Eq. 4 and 5).
+        """Take a step of the fine-grained regulator (F-reg): FedDure's bi-level optimization, Eq. 4 and 5.
+
+        F-reg weighs the pseudo-label loss. A virtual gradient step on that loss moves the student, and F-reg descends on
+        the labeled loss at the virtual parameters.
+
+        Args:
+            carry: state of the client update, with F-reg.
+            batch: the minibatch.
+            student: the network that takes the virtual step, with its forward pass on the strong views.
+            weighted_loss: the pseudo-label loss of these views.
 
         Returns:
-            F-reg's new parameters and optimizer state, and the norm of its gradient.
+            F-reg's new parameters and optimizer state, and the norm () of its gradient.
         """
         regulator = carry["regulator"]
-        lr = self._learning_rate("virtual")
-        # Eq. 4: a virtual step of the student. The graph is kept, as C-reg's step back-propagates through it again.
-        virtual_gradient = student.backward(weighted_loss.logit_gradient(regulator["params"]), True)
-        virtual = gradient_step(student.params, virtual_gradient, lr)
-        labeled_gradient, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
+        virtual_lr = self._learning_rate("virtual")
+
+        def labeled_loss(params: Tree) -> tuple[Tensor, tuple[()]]:
+            return self._labeled_loss(params, carry, batch), ()
+
+        # Eq. 4: a virtual step of the student. The graph is retained for C-reg's step, which uses it later.
+        logit_gradient = weighted_loss.logit_gradient(regulator["params"])
+        virtual_gradient = student.backward(logit_gradient, True)
+        virtual_params = gradient_step(student.params, virtual_gradient, virtual_lr)
+        labeled_gradient, _, _ = grad_and_value(labeled_loss, virtual_params)
         # Eq. 5 by the chain rule: the virtual parameters are student - lr * gradient(regulator), so the gradient of
         # the labeled loss in F-reg is -lr times the derivative of that gradient along the labeled gradient. A
         # forward-mode tangent replaces the second backward pass.
-        directional = weighted_loss.regulator_gradient(regulator["params"], student.tangent(labeled_gradient))
-        gradient = tree.map(lambda leaf: leaf * -lr, directional)  # Eq. 5
+        logit_tangent = student.tangent(labeled_gradient)
+        directional_gradient = weighted_loss.regulator_gradient(regulator["params"], logit_tangent)
+        gradient = tree.map(lambda leaf: leaf * -virtual_lr, directional_gradient)
         norm = gradient_norm(gradient)  # before the step, which may overwrite the gradient
         return self._take_step("regulator", regulator, gradient), norm
 
@@ -516,9 +588,11 @@ class FedDureClient(ClientUpdate):
         return self.task.optimizer.lr if lr is None else lr * self.task.rate
 
     def _init_regulator(self, which: Literal["coarse", "regulator"], params: Tree) -> Tree:
+        """Join a regulator's parameters and the initial state of its optimizer."""
         return {"params": params, "optimizer": self._optimizer(which).init(params)}
 
     def _take_step(self, which: Literal["coarse", "regulator"], regulator: Tree, gradient: Tree) -> Tree:
+        """Take an optimizer step of a regulator, and return its new parameters and optimizer state."""
         # With `labeled_first` the old state may be selected afterwards, so it must not be overwritten.
         consume = self.options.labeled_first <= 0
         optimizer = self._optimizer(which)
@@ -526,7 +600,13 @@ class FedDureClient(ClientUpdate):
         return {"params": params, "optimizer": state}
 
     def _labeled_loss(self, params: Tree, carry: Tree, batch: Batch) -> Tensor:
-        """Compute CE(y, f(x)) of the minibatch, for Eq. 3 and 5."""
+        """Compute the cross-entropy () of the labeled images of a minibatch under `params` (FedDure, Eq. 3 and 5).
+
+        Args:
+            params: parameters of the network to evaluate.
+            carry: state of the client update, with running batch-norm statistics and the client's class shares.
+            batch: the minibatch.
+        """
         if self.options.judging == "running":
             logits = self.task.network.predict(params, carry["stats"], batch.x)
         else:

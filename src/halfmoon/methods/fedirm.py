@@ -80,9 +80,9 @@ class FedIRM(ModelAveraging):
         return {"train": FedIRMClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        like = next(tree.leaves(model["params"]))
+        leaf = next(tree.leaves(model["params"]))
         classes = task.network.classes
-        return {**model, "relation": like.new_zeros(classes, classes), "related": like.new_zeros(())}
+        return {**model, "relation": leaf.new_zeros(classes, classes), "related": leaf.new_zeros(())}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         new = federation.average("train", {"stats": {}, **server}).update
@@ -94,7 +94,7 @@ class FedIRM(ModelAveraging):
 
 
 def relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
-    """Compute the class relations R of a batch.
+    """Compute the class relation matrix of a batch (FedIRM, MICCAI 2021).
 
     Args:
         logits: (n, classes).
@@ -102,9 +102,10 @@ def relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
         temperature: divides the mean logits.
 
     Returns:
-        R, (classes, classes); row c is the mean prediction on images of class c.
+        The matrix, (classes, classes); row c is the softmax of the mean logits of images of class c.
     """
-    return (member.T @ logits / member.sum(0).clamp_min(1)[:, None] / temperature).softmax(-1)
+    class_counts = member.sum(0).clamp_min(1)[:, None]
+    return (member.T @ logits / class_counts / temperature).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,24 @@ class FedIRMClient(MeanTeacherClient):
         return Upload({**upload.update, **relation}, upload.weight * torch.maximum(labeled, carry["gate"])), memory
 
     def _loss(self, params: Tree, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
-        """Compute the loss, and (moments, pseudo-labels, relations of the labeled images)."""
+        """Compute FedIRM's loss: cross-entropy, distance to a mean teacher, and matching of class relations.
+
+        Args:
+            params: parameters of the network, in which the loss is differentiated.
+            broadcast: with "relation" (classes, classes), the mean relation matrix of clients with labels.
+            carry: state of the client update, with the mean teacher.
+            batch: the minibatch.
+
+        Returns:
+            The loss (), and (batch statistics, pseudo-labels, relation matrix of the labeled images).
+        """
         options = self.options
         classes = len(broadcast["relation"])
         joint = self.task.statistics == "joint"
         groups = (batch.x, batch.u["weak2"])
         (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
-        p = logits.softmax(-1)
-        pseudo = as_pseudo_labels(p)
+        probabilities = logits.softmax(-1)
+        pseudo = as_pseudo_labels(probabilities)
         low_entropy = low_entropy_mask(logits, options.entropy)
         confident = mask(low_entropy * (pseudo.confidence >= options.confidence), batch.u_real)
         predicted_classes = one_hot(pseudo.label, classes, logits) * confident[:, None]
@@ -161,14 +172,14 @@ class FedIRMClient(MeanTeacherClient):
         teacher_logits = predict_with_teacher(
             self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real
         )
-        distance_to_teacher = mean((p - teacher_logits.softmax(-1)).square().sum(-1), batch.u_real)
-        weight = carry["gate"] * ramp_weight(self.task, options.unlabeled_weight, options.ramp, "sigmoid")
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights) + weight * (
-            distance_to_teacher + divergence
-        )
-        membership = one_hot(batch.y, classes, labeled)
-        membership = membership if batch.x_real is None else membership * batch.x_real[:, None]
-        labeled_relation = relations(labeled, membership, options.temperature).detach()
+        distance_to_teacher = mean((probabilities - teacher_logits.softmax(-1)).square().sum(-1), batch.u_real)
+        unlabeled_weight = carry["gate"] * ramp_weight(self.task, options.unlabeled_weight, options.ramp, "sigmoid")
+        labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights)
+        loss = labeled_loss + unlabeled_weight * (distance_to_teacher + divergence)
+        true_classes = one_hot(batch.y, classes, labeled)
+        if batch.x_real is not None:
+            true_classes = true_classes * batch.x_real[:, None]
+        labeled_relation = relations(labeled, true_classes, options.temperature).detach()
         return loss, (moments, pseudo._replace(weight=confident), labeled_relation)
 
 

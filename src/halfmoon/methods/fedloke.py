@@ -135,46 +135,68 @@ class FedLoKeClient(ClientUpdate):
         return carry
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step of both models, each on its labels and on the other's predictions (Eq. 9 to 14)."""
+        """Take one step of both models, each on its labels and on the other's predictions (FedLoKe, Eq. 9 to 14).
+
+        Args:
+            broadcast: the model that the server sent (unused: `carry` has it).
+            carry: the global and the local model, each with its optimizer's state.
+            batch: the minibatch.
+
+        Returns:
+            The new carry, and the sum of both losses with the pseudo-labels of both models.
+        """
         options = self.options
         ramp = options.ramp(self.task.round)  # lambda of Eq. 12
         weak_view, strong_view = self.requirements.views
         # Both models process the minibatch before either takes its step. Without a local model the global one is its
         # own teacher.
-        main = self._run_model(carry["global"], batch, strong_view)
-        local = self._run_model(carry["local"], batch, weak_view) if options.local else main
+        global_outputs = self._run_model(carry["global"], batch, strong_view)
+        local_outputs = self._run_model(carry["local"], batch, weak_view) if options.local else global_outputs
         used = {
-            "global": mutual.low_entropy_mask(main.prediction, options.delta),
-            "local": mutual.low_entropy_mask(local.prediction, options.delta),
+            "global": mutual.low_entropy_mask(global_outputs.prediction, options.delta),
+            "local": mutual.low_entropy_mask(local_outputs.prediction, options.delta),
         }
-
-        def mutual_loss(teacher: Tensor, mask: Tensor, weight: Number) -> Callable[[Tensor, Tensor], Tensor]:
-            def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
-                divergence = mean(mask * mutual.divergence(teacher, unlabeled), batch.u_real)
-                return (
-                    labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights) + weight * divergence
-                )
-
-            return loss
-
         new: Tree = {}
-        global_loss = mutual_loss(local.prediction, used["local"], ramp)
-        new["global"], loss = mutual.optimizer_step(self, carry["global"], main, global_loss)
+        global_loss = self._mutual_loss(batch, local_outputs.prediction, used["local"], ramp)
+        new["global"], loss = mutual.optimizer_step(self, carry["global"], global_outputs, global_loss)
         if options.local:
-            local_loss = mutual_loss(main.prediction, used["global"], ramp if options.global_labels else 0.0)
-            new["local"], local_value = mutual.optimizer_step(self, carry["local"], local, local_loss)
+            local_weight = ramp if options.global_labels else 0.0
+            local_loss = self._mutual_loss(batch, global_outputs.prediction, used["global"], local_weight)
+            new["local"], local_value = mutual.optimizer_step(self, carry["local"], local_outputs, local_loss)
             loss = loss + local_value
         # Pseudo-labels are reported with the weight that they have in the other model's loss.
         names = ("global", "local") if options.local else ("global",)
         global_weight = ramp if options.global_labels or not options.local else 0.0
         pseudo = {
-            "global": mutual.pseudo_labels(main.prediction, global_weight * used["global"]),
-            "local": mutual.pseudo_labels(local.prediction, ramp * used["local"]),
+            "global": mutual.pseudo_labels(global_outputs.prediction, global_weight * used["global"]),
+            "local": mutual.pseudo_labels(local_outputs.prediction, ramp * used["local"]),
         }
         # The main curve is of pseudo-labels that some model is trained on: the local model's if the global's are unused.
         reported = "global" if options.global_labels else names[-1]
         samples = {f"{name}_sure": weighted_metric(used[name], batch.u_real) for name in names}
         return new, StepMetrics(loss, samples, (pseudo[reported],), pseudo if options.local else {})
+
+    def _mutual_loss(
+        self, batch: Batch, teacher: Tensor, mask: Tensor, weight: Number
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Build a model's loss: cross-entropy of labels + weight * divergence from the other model's predictions.
+
+        Args:
+            batch: the minibatch.
+            teacher: the other model's predicted probabilities, (b, classes).
+            mask: 1 for images whose prediction is used, (b,).
+            weight: factor of the unlabeled loss (lambda of Eq. 12).
+
+        Returns:
+            A function of the model's labeled logits (B, classes) and unlabeled logits (b, classes).
+        """
+
+        def loss(labeled_logits: Tensor, unlabeled_logits: Tensor) -> Tensor:
+            divergence = mean(mask * mutual.divergence(teacher, unlabeled_logits), batch.u_real)
+            labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
+            return labeled_loss + weight * divergence
+
+        return loss
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload = Upload(select_model(carry["global"]), mutual.upload_weight(data, self.options.weights))
@@ -187,13 +209,23 @@ class FedLoKeClient(ClientUpdate):
         return Passes(models * forward, models * backward)
 
     def _run_model(self, model: Tree, batch: Batch, labeled: str) -> mutual.ModelOutputs:
-        """Compute the outputs of a model on the view `labeled` of labeled images and on both unlabeled views."""
+        """Run a model on one view of the labeled images, and on the weak and the strong view of the unlabeled ones.
+
+        Args:
+            model: "params" and "stats" (running batch-norm statistics).
+            batch: the minibatch.
+            labeled: name of the view of the labeled images.
+
+        Returns:
+            Logits, predictions on the weak view, batch statistics, and a function for the gradient.
+        """
         weak_view, strong_view = self.requirements.views
         views = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[weak_view], "strong": batch.u[strong_view]})
 
         def outputs(params: Tree) -> mutual.Outputs:
-            logits, strong, weak, moments = forward_weak_and_strong(self.task, params, model["stats"], views)
-            return (logits, strong), (weak, moments)
+            """Split the outputs into those to differentiate and auxiliary ones."""
+            labeled_logits, strong, weak, moments = forward_weak_and_strong(self.task, params, model["stats"], views)
+            return (labeled_logits, strong), (weak, moments)
 
         return mutual.run_model(outputs, model["params"])
 

@@ -85,6 +85,9 @@ from halfmoon.models.network import kernels
 INDEX_BYTES = 4
 """Size of the index of an entry that is sent separately."""
 
+NOISE_MEAN = 125
+"""Mean, and standard deviation, of the pixels of the noise image."""
+
 
 @dataclass(frozen=True)
 class FedMatch:
@@ -158,7 +161,19 @@ class FedMatch:
         return {"sigma": model["params"], "psi": psi, "stats": model["stats"]}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Train sigma if the server has labels, let the cohort train, average both halves, store the cohort's psi."""
+        """Run a round of FedMatch (ICLR 2021): average sigma, learned from labels, and psi, from pseudo-labels.
+
+        If the server has labels it first trains sigma on them. Every few rounds, clients also get the psi of the
+        clients with the most similar models ("helpers").
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's state: "sigma", "psi" and "stats".
+            federation: the clients of this round.
+
+        Returns:
+            The server's new state.
+        """
         broadcast = {"sigma": server["sigma"], "psi": server["psi"], "stats": server.get("stats", {})}
         if federation.labeled:
             broadcast = {**broadcast, **federation.query_server("serve", broadcast).update}
@@ -184,7 +199,11 @@ class FedMatch:
         return 0 if (task.round + 1) % self.interval else self.helpers
 
     def _nearest_helpers(self, psi: Tree, federation: Federation) -> Tree:
-        """Collect the helpers of each client of the cohort.
+        """Collect the helpers of each client of the cohort: the psi of the H clients with the nearest embeddings.
+
+        Args:
+            psi: the server's psi, for the shapes.
+            federation: its state store has each client's last psi and embedding.
 
         Returns:
             "helpers": psi, leaves (K, H, ...), zeros for missing helpers; "there": 1 for those that exist, (K, H).
@@ -203,14 +222,15 @@ class FedMatch:
             # All clients get H trees, so that the cohort's can be stacked.
             trees.append(tree.stack(helpers + [missing] * (self.helpers - len(helpers))))
             exists.append([float(k < len(helpers)) for k in range(self.helpers)])
-        return {"helpers": tree.stack(trees), "there": torch.tensor(exists).to(next(tree.leaves(psi)))}
+        exists_mask = torch.tensor(exists).to(next(tree.leaves(psi)))
+        return {"helpers": tree.stack(trees), "there": exists_mask}
 
 
 def nearest_clients(embeddings: dict[int, Tensor], client: int, count: int) -> list[int]:
-    """List the other clients with the nearest embeddings.
+    """List the clients whose embeddings are nearest to those of `client`, by Euclidean distance.
 
     Args:
-        embeddings: embedding (C,) of each client that has trained.
+        embeddings: for each client that has trained, its model's prediction on a fixed noise image, (classes,).
         client: the client whose neighbors are wanted.
         count: the largest number of neighbors.
 
@@ -220,10 +240,10 @@ def nearest_clients(embeddings: dict[int, Tensor], client: int, count: int) -> l
     if client not in embeddings:
         return []
     distances: dict[int, float] = {}
-    for other, embedding in embeddings.items():
-        if other != client:
-            distances[other] = float(euclidean_norm(embedding - embeddings[client]))
-    return sorted(distances, key=lambda other: (distances[other], other))[:count]
+    for candidate, embedding in embeddings.items():
+        if candidate != client:
+            distances[candidate] = float(euclidean_norm(embedding - embeddings[client]))
+    return sorted(distances, key=lambda candidate: (distances[candidate], candidate))[:count]
 
 
 @dataclass(frozen=True)
@@ -263,6 +283,11 @@ class FedMatchClient(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
+        """Data that FedMatch's client needs from the engine, and the content of its upload.
+
+        Besides the model it uploads an embedding, by which the server finds similar clients, whether it has labels, and
+        the number of entries that changed.
+        """
         options = self.options
         predicts_all_rows = options.debias or options.rule.needs_all_rows
         aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
@@ -276,17 +301,33 @@ class FedMatchClient(ClientUpdate):
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
-        state = self.options.rule.initial_memory(self.task.network.classes, next(tree.leaves(broadcast["psi"])))
-        thresholds = {"thresholds": state} if state else {}
+        """Create the state that a client of FedMatch stores: adaptive thresholds, and the model that it last uploaded.
+
+        With sparse communication (`delta_threshold`) only changes of that model are sent.
+        """
+        psi_leaf = next(tree.leaves(broadcast["psi"]))
+        thresholds_state = self.options.rule.initial_memory(self.task.network.classes, psi_leaf)
+        thresholds = {"thresholds": thresholds_state} if thresholds_state else {}
         if self.options.delta_threshold is None:
             return thresholds
         model = {name: tree.zeros_like(broadcast[name]) for name in ("sigma", "psi")}
         # "met" is 1 from the second update on: before it, the zeros are not a model that the client has received.
-        met = torch.zeros((), dtype=torch.float64, device=next(tree.leaves(broadcast["psi"])).device)
+        met = torch.zeros((), dtype=torch.float64, device=psi_leaf.device)
         return {**thresholds, **model, "met": met}
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        """Build the state of a client update: the received halves, their optimizers, and the thresholds.
+
+        With sparse communication the received model is the one that the client stores, with the entries replaced that
+        differ by more than `delta_threshold`.
+
+        Args:
+            broadcast: "sigma", "psi" and "stats" of the server.
+            memory: the state that the client stored after its last update.
+            data: the client's images.
+        """
         received = {name: broadcast[name] for name in ("sigma", "psi")}
+        # A first contact sends all entries: the threshold -1 counts each of them as changed.
         changed = {name: count_changes(half, half, -1.0) for name, half in received.items()}
         if "met" in memory:
             # Both outcomes are computed and one is selected: a branch on a tensor would forbid vmap over clients.
@@ -311,21 +352,37 @@ class FedMatchClient(ClientUpdate):
         return carry
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take sigma's step, if there are labeled images, then psi's with the new sigma."""
-        labeled = torch.zeros((), dtype=next(tree.leaves(carry["psi"])).dtype, device=batch.u_rows.device)
+        """Take a step of sigma on the labeled images, if there are any, then a step of psi on the unlabeled ones.
+
+        Args:
+            broadcast: the tree that the server sent, with the helpers' psi.
+            carry: state of the client update: sigma and psi with their optimizers' states, thresholds, statistics.
+            batch: the minibatch.
+
+        Returns:
+            The new carry, and the sum of both losses with the pseudo-labels.
+        """
+        labeled_loss = torch.zeros((), dtype=next(tree.leaves(carry["psi"])).dtype, device=batch.u_rows.device)
         if len(batch.x):
-            trained, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
+            trained, labeled_loss = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
             # A minibatch of padding only must not move sigma, not even by momentum or weight decay.
             carry = trained if batch.x_real is None else tree.select(batch.x_real.any(), trained, carry)
         helper_logits, helper_exists = self._query_helpers(broadcast, carry, batch)
-        gradient, loss, aux = grad_and_value(self._loss, carry["psi"], carry, batch, helper_logits, helper_exists)
-        moments, pseudo, samples, state = aux
+        gradient, unlabeled_loss, aux = grad_and_value(
+            self._loss, carry["psi"], carry, batch, helper_logits, helper_exists
+        )
+        moments, pseudo, samples, thresholds = aux
         psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
         stats = reduce(track, moments, carry["stats"])
-        new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": state}
-        return {**carry, **new}, StepMetrics(labeled + loss, samples, pseudo)
+        new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": thresholds}
+        return {**carry, **new}, StepMetrics(labeled_loss + unlabeled_loss, samples, pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Build the upload and the state that the client stores.
+
+        The upload has the trained halves (entries that changed by at most `delta_threshold` as they were received), the
+        prediction on a fixed noise image as the client's embedding, and the number of entries that were sent each way.
+        """
         received = carry["received"]
         labels = (data.labeled > 0).double()
         new = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
@@ -335,14 +392,14 @@ class FedMatchClient(ClientUpdate):
             counts = [count_changes(received["psi"], helper, self._delta) for helper in helpers]
             down_counts["helpers"] = torch.stack(counts)
         up_counts = {name: count_changes(received[name], new[name], self._delta) for name in new}
-        upload = {name: apply_changes(received[name], new[name], self._delta) for name in new}
+        halves = {name: apply_changes(received[name], new[name], self._delta) for name in new}
         image = self.task.normalize(noise_image(data.u)).to(data.u.device)
-        embedding = self.task.network.predict(add_halves(**upload), carry["stats"], image)[0].softmax(-1)
+        embedding = self.task.network.predict(add_halves(**halves), carry["stats"], image)[0].softmax(-1)
         aux = {"embedding": embedding, "labels": labels, "changed": {"down": down_counts, "up": up_counts}}
-        memory = {} if self.options.delta_threshold is None else {**upload, "met": torch.ones_like(labels)}
+        memory = {} if self.options.delta_threshold is None else {**halves, "met": torch.ones_like(labels)}
         if self.options.rule.has_memory:
             memory = {"thresholds": carry["thresholds"], **memory}
-        return Upload({**upload, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
+        return Upload({**halves, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         # The pseudo-labeled view is differentiated for the helpers' term, or because it shares the strong view's pass.
@@ -355,6 +412,11 @@ class FedMatchClient(ClientUpdate):
         return 1 + (unlabeled if self.requirements.precomputed_views else 0)
 
     def traffic(self, broadcast: Tree, upload: Upload) -> tuple[int, int]:
+        """Count the bytes that are sent to a client and back, with changed entries only (FedMatch's sparse updates).
+
+        Returns:
+            Bytes to the client, bytes from the client.
+        """
         counts = upload.aux["changed"]
         down_bytes = tree.nbytes(broadcast["stats"])
         for name in ("sigma", "psi"):
@@ -382,50 +444,79 @@ class FedMatchClient(ClientUpdate):
     def _loss(
         self, psi: Tree, carry: Tree, batch: Batch, helper_logits: Tensor | None, helper_exists: Tensor | None
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Compute L_u(psi), and (moments, pseudo-labels, samples, state of the thresholds)."""
+        """Compute FedMatch's unlabeled loss: divergence from helpers, cross-entropy on voted labels, penalties on psi.
+
+        Args:
+            psi: the half of the parameters in which the loss is differentiated.
+            carry: state of the client update; sigma is a constant here, so that unlabeled images do not train it.
+            batch: the minibatch.
+            helper_logits: logits of the helper models, (H, b, classes); None in a round without helpers.
+            helper_exists: 1 for helpers that exist, 0 for missing ones, (H,).
+
+        Returns:
+            The loss (), and (batch statistics, pseudo-labels, metrics, state of the thresholds).
+        """
         options = self.options
-        # sigma is a constant here, so that unlabeled images do not train it.
         strong, plain, moments = self._outputs(add_halves(carry["sigma"], psi), carry["stats"], batch)
         target = debias_logits(plain.detach(), carry["prior"]) if options.debias else plain.detach()
-        (label, confidence, used), state = options.rule.pseudo_label(
+        (label, confidence, used), thresholds = options.rule.pseudo_label(
             target.softmax(-1), batch.u_rows, carry["thresholds"], batch.u_real
         )
-        losses = torch.zeros_like(used)
+        image_losses = torch.zeros_like(used)
         if helper_logits is not None and helper_exists is not None:
             share = helper_exists / helper_exists.sum().clamp_min(1)
-            losses = options.consistency_weight * (share[:, None] * divergence(helper_logits, plain)).sum(0)
+            image_losses = options.consistency_weight * (share[:, None] * divergence(helper_logits, plain)).sum(0)
             label = vote(
                 label, helper_logits.argmax(-1), helper_exists, classes=helper_logits.shape[-1], ties=options.ties
             )
-        losses = losses + options.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
+        image_losses = image_losses + options.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
         count = used.sum().clamp_min(1) if options.mean == "used" else padding.count(used, batch.u_real)
         squared_distance = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
         absolute_sum = tree.sum_scalars(leaf.abs().sum() for leaf in tree.leaves(psi))
         penalty = options.l2_weight * squared_distance + options.l1_weight * absolute_sum
         pseudo = (PseudoLabels(label, confidence, used),)
-        return (losses * used).sum() / count + penalty, (moments, pseudo, {"penalty": weighted_metric(penalty)}, state)
+        loss = (image_losses * used).sum() / count + penalty
+        return loss, (moments, pseudo, {"penalty": weighted_metric(penalty)}, thresholds)
 
     def _outputs(self, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
-        """Compute the logits (b, classes) of the strong view and of the pseudo-labeled one, and the moments."""
+        """Run the network on the strong view of unlabeled images, and on the view that is pseudo-labeled.
+
+        Only the divergence from the helpers differentiates the pseudo-labeled view; without helpers no graph is
+        recorded for that view.
+
+        Args:
+            params: parameters of the network.
+            stats: running batch-norm statistics.
+            batch: the minibatch of b unlabeled images.
+
+        Returns:
+            Logits (b, classes) of the strong view, those of the pseudo-labeled view, and the passes' batch statistics.
+        """
         network = self.task.network
         joint = self.task.statistics == "joint"
-        strong = batch.u["strong"]
-        plain = batch.u[self.options.view]
-        real = batch.masks(2)[1:]
-        # Only the helpers' term differentiates the pseudo-labeled view; without it no graph is recorded for that view.
+        strong_images = batch.u["strong"]
+        plain_images = batch.u[self.options.view]
+        masks = batch.masks(2)[1:]  # without the mask of the labeled images
         if self.task.labeling == "running":
-            (strong_logits,), _, moments = forward(network, params, joint, (strong,), real=real[:1])
+            (strong_logits,), _, moments = forward(network, params, joint, (strong_images,), real=masks[:1])
             with torch.set_grad_enabled(bool(self.helpers)):
-                return strong_logits, network.predict(params, stats, plain), moments
+                return strong_logits, network.predict(params, stats, plain_images), moments
         if self.helpers:
-            (strong_logits, plain_logits), _, moments = forward(network, params, joint, (strong, plain), real=real)
+            both = (strong_images, plain_images)
+            (strong_logits, plain_logits), _, moments = forward(network, params, joint, both, real=masks)
         else:
-            (strong_logits,), (plain_logits,), moments = forward(network, params, joint, (strong,), (plain,), real)
+            (strong_logits,), (plain_logits,), moments = forward(
+                network, params, joint, differentiated=(strong_images,), detached=(plain_images,), real=masks
+            )
         return strong_logits, plain_logits, moments
 
     @torch.no_grad()
     def _query_helpers(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the helpers' logits (H, b, classes), and a mask of those that exist (H,); None without helpers."""
+        """Run the helper models (psi of similar clients, with this client's sigma) on the unlabeled images.
+
+        Returns:
+            Logits (H, b, classes), and 1 for helpers that exist, 0 for missing ones (H,); None in rounds without them.
+        """
         if not self.helpers:
             return None, None
         view = batch.u[self.options.view]
@@ -440,7 +531,7 @@ class FedMatchClient(ClientUpdate):
 
 
 def add_halves(sigma: Tree, psi: Tree) -> Tree:
-    """Compute the network's parameters: sigma + psi for kernels, sigma for all others."""
+    """Join the two halves of FedMatch's parameters: sigma + psi for kernels, sigma for biases and normalizations."""
     params: Tree = {}
     for name, node in sigma.items():
         if isinstance(node, dict):
@@ -468,7 +559,14 @@ def count_changes(old: Tree, new: Tree, threshold: float) -> Tensor:
 
 
 def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:
-    """Take a step of "sigma" on L_s = weight * CE(y, f(x; sigma + psi)).
+    """Take an optimizer step of sigma on FedMatch's labeled loss, weight * CE(y, f(x; sigma + psi)).
+
+    Args:
+        task: the settings that all methods share.
+        weight: weight of the loss.
+        carry: state of the update, with "sigma", its optimizer's state, and running statistics.
+        psi: the other half of the parameters, which is not changed.
+        batch: the minibatch.
 
     Returns:
         The carry after the step, and the loss ().
@@ -496,23 +594,35 @@ def vote(label: Tensor, helper_labels: Tensor, exists: Tensor, classes: int, tie
     Returns:
         The winning classes, (b,).
     """
-    numbers = torch.arange(classes, device=label.device)
-    client_vote = (label[..., None] == numbers).to(exists.dtype)
-    votes = client_vote + (exists[:, None, None] * (helper_labels[..., None] == numbers)).sum(0)
-    # Half a vote more decides ties and nothing else; `argmax` resolves the others to the lowest class.
-    return (votes + 0.5 * client_vote if ties == "own" else votes).argmax(-1)
+    class_numbers = torch.arange(classes, device=label.device)
+    client_vote = (label[..., None] == class_numbers).to(exists.dtype)
+    helper_votes = (exists[:, None, None] * (helper_labels[..., None] == class_numbers)).sum(0)
+    votes = client_vote + helper_votes
+    if ties == "own":
+        # Half a vote more decides ties and changes no other result.
+        votes = votes + 0.5 * client_vote
+    # `argmax` resolves the remaining ties to the lowest class.
+    return votes.argmax(-1)
 
 
 def noise_image(like: Tensor) -> Tensor:
-    """Draw the image on which models are compared, uint8 (1, C, H, W) for images `like` (n, C, H, W).
+    """Draw the image of noise on which FedMatch compares models: the same in every run.
 
-    Its pixels are normal with mean and standard deviation 125, truncated to 0..255. They are the same in every run.
+    Its pixels are normal with mean and standard deviation 125, truncated to 0..255.
+
+    Args:
+        like: images (n, C, H, W) that give the shape.
+
+    Returns:
+        The image, uint8 (1, C, H, W).
     """
     shape = tuple(like.shape[-3:])
     # Inverse-transform sampling of the truncated normal: uniform between the two edges' quantiles.
     uniform = tensor_from_numpy(np.random.Generator(np.random.PCG64(0)).random((1, *shape)))
-    low, high = (normal_cdf(torch.tensor((edge - 125) / 125, dtype=torch.float64)) for edge in (0.0, 255.0))
-    pixels = 125 + 125 * normal_quantile(low + (high - low) * uniform)
+    low, high = (
+        normal_cdf(torch.tensor((edge - NOISE_MEAN) / NOISE_MEAN, dtype=torch.float64)) for edge in (0.0, 255.0)
+    )
+    pixels = NOISE_MEAN + NOISE_MEAN * normal_quantile(low + (high - low) * uniform)
     return pixels.round().clamp(0, 255).to(torch.uint8)
 
 

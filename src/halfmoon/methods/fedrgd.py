@@ -82,7 +82,18 @@ class FedRGD:
         return {**model, "groups": tree.stack([model] * self.groups)} if self.return_group else model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, and a copy of the server's model for each group; average within, then over groups."""
+        """Run a round of FedRGD: average the clients of each random group, then average the groups.
+
+        If the server has labels, each group's average includes a copy of the server's model that trained on them.
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's state: model, and each group's model with `return_group`.
+            federation: the clients of this round.
+
+        Returns:
+            The server's new state.
+        """
         model: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "groups"}}
         group_of = assign_groups(to_ints(federation.cohort), task.round, self.groups)
         if self.return_group:
@@ -93,18 +104,19 @@ class FedRGD:
             starts = tree.stack([model] * self.groups)
             upload = federation.query("train", model)
         responder_groups = [group_of[client] for client in to_ints(federation.responders)]
-        means: list[Tree] = []
+        group_means: list[Tree] = []
         for number in range(self.groups):
             members = [tree.index(upload.update, k) for k, group in enumerate(responder_groups) if group == number]
             if federation.labeled:
                 members.append(federation.query_server("serve", model).update)
             # The model's sections in its order, so that the trees of clients and server can be stacked.
-            means.append(mean([{name: member[name] for name in model} for member in members]))
-        new = mean([group_mean for group_mean in means if group_mean])
+            group_means.append(mean([{name: member[name] for name in model} for member in members]))
+        # `mean` of a group without a reply is {}, which is left out here.
+        new = mean([group_mean for group_mean in group_means if group_mean])
         if not self.return_group:
             return new
-        # A group without a reply keeps its previous model.
-        groups = [group_mean or tree.index(starts, number) for number, group_mean in enumerate(means)]
+        # A group without a reply retains its previous model.
+        groups = [group_mean or tree.index(starts, number) for number, group_mean in enumerate(group_means)]
         return {**new, "groups": tree.stack(groups)}
 
     def solution(self, task: Task, server: Tree) -> Tree:

@@ -96,14 +96,18 @@ class WeightedLoss:
         probability_error = log_probabilities.exp() - F.one_hot(pseudo_labels, logits.shape[-1])
         count: Tensor | int = len(loss)
         if mask is not None:
-            # Every derivative below is linear in `loss` and `probability_error`, so zeroing these two removes the padding rows.
+            # All derivatives are linear in `loss` and `probability_error`, so zeroing these two removes the padding rows.
             loss = loss * mask
             probability_error = probability_error * mask[:, None]
             count = mask.sum()
         return cls(_regulator_input(logits, kind), loss, probability_error, kind, gradient_path, count)
 
     def logit_gradient(self, regulator: Tree) -> Tensor:
-        """Compute dL/dz, (n, classes). An empty `regulator` means that all weights are 1."""
+        """Compute the gradient of the weighted pseudo-label loss in the logits, (n, classes).
+
+        Args:
+            regulator: parameters of the MLP that weighs the images; {} if all weights are 1.
+        """
         if not regulator:
             return self.probability_error / self.count
         hidden, weights = _forward(regulator, self.inputs)
@@ -178,7 +182,8 @@ def _forward(regulator: Tree, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the rectified hidden layer (n, hidden) and the weights H (n,)."""
     hidden = F.relu(F.linear(inputs, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
     score = F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"])
-    return hidden, score.squeeze(-1).sigmoid()
+    weights = score.squeeze(-1).sigmoid()
+    return hidden, weights
 
 
 def _backward_through_relu(score_gradient: Tensor, regulator: Tree, hidden: Tensor) -> Tensor:

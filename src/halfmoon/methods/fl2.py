@@ -61,6 +61,9 @@ from halfmoon.methods.objectives.base import (
 from halfmoon.methods.objectives.thresholding import Threshold
 from halfmoon.models import forward
 
+MIN_WEIGHT = 1e-6
+"""Smallest weight of a client that has trained."""
+
 
 @dataclass(frozen=True)
 class FL2(ModelAveraging):
@@ -114,8 +117,19 @@ class FL2(ModelAveraging):
         return {**model, "momentum": tree.zeros_like(model["params"])}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Run a round of (FL)^2: clients train, the server steps to their average, then trains on its labels.
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's state: model and momentum.
+            federation: the clients of this round.
+
+        Returns:
+            The server's new state, with newly estimated batch-normalization statistics.
+        """
         model = {"params": server["params"], "stats": server.get("stats", {})}
         if task.round == 0:
+            # Without this warm-up the first pseudo-labels would be those of a random network.
             for _ in range(self.warmup if federation.labeled else 0):
                 model["params"] = federation.query_server("fine-tune", model).update["params"]
             model["stats"] = estimate_statistics(federation, model, self.sbn)
@@ -144,12 +158,14 @@ class FL2Client(RoundLabelingClient):
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        weak = data.views["weak"]
-        p = predict_with_running_stats(self.task, broadcast["params"], broadcast["stats"], weak).softmax(-1)
+        """Build the state of a client update, with the pseudo-labels of all images by the received model."""
+        weak_views = data.views["weak"]
+        logits = predict_with_running_stats(self.task, broadcast["params"], broadcast["stats"], weak_views)
+        probabilities = logits.softmax(-1)
         rule = Threshold("fl2" if self.options.adaptive else "fixed", self.options.threshold)
-        pseudo = rule.pseudo_label_all(p, {}, data.u_real)
+        pseudo = rule.pseudo_label_all(probabilities, {}, data.u_real)
         # The learning status t: the mean confidence on the client's rows.
-        status = padding.mean_or_zero(p.amax(-1), data.u_real)
+        status = padding.mean_or_zero(probabilities.amax(-1), data.u_real)
         return {**super().begin(broadcast, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -208,14 +224,16 @@ class FL2Client(RoundLabelingClient):
         )
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Upload the parameters with the weight 1 - mean confidence, so that clients that learned less count more."""
         drawable = self.drawable_rows(carry, data)
-        trained = torch.ones_like(carry["status"])
+        has_trained = torch.ones_like(carry["status"])
         if drawable is not None:
-            trained = drawable.any() & (data.unlabeled > 0)
+            has_trained = drawable.any() & (data.unlabeled > 0)
         status = carry["status"] if self.options.status_aware else torch.zeros_like(carry["status"])
         _, memory = super().finish(broadcast, carry, data)
         # At a mean confidence of 1 the weight would be 0, and a cohort of such clients would have no average.
-        return Upload({"params": carry["params"]}, ((1 - status).clamp_min(1e-6) * trained).double()), memory
+        weight = (1 - status).clamp_min(MIN_WEIGHT) * has_trained
+        return Upload({"params": carry["params"]}, weight.double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         trained = labeled + unlabeled
@@ -226,23 +244,26 @@ class FL2Client(RoundLabelingClient):
 
 
 def asam_step(params: Tree, gradient: Tree, rho: float, eta: float) -> Tree:
-    """Compute ASAM's step uphill (Kwon et al. 2021): rho T^2 g / |T g|.
+    """Compute ASAM's step that increases the loss: rho T^2 g / |T g| (Kwon et al. 2021, Adaptive SAM).
 
     Args:
         params: the parameters w.
         gradient: the gradient g, a tree like `params`.
         rho: size of the step.
         eta: T is |w| + eta for leaves named "weight", and 1 for others.
+
+    Returns:
+        The change of the parameters, a tree like `params`.
     """
     scale = _asam_scale(params, eta)
-    scaled = tree.map(torch.mul, scale, gradient)
+    scaled_gradient = tree.map(torch.mul, scale, gradient)
     # The small constant keeps a gradient of 0 a step of 0.
-    length = tree.squared_norm(scaled).sqrt() + 1e-16
-    return tree.map(lambda t, g: t * g * (rho / length), scale, scaled)
+    length = tree.squared_norm(scaled_gradient).sqrt() + 1e-16
+    return tree.map(lambda t, g: t * g * (rho / length), scale, scaled_gradient)
 
 
 def _asam_scale(params: Tree, eta: float) -> Tree:
-    """Compute T of ASAM, a tree like `params`."""
+    """Compute ASAM's scale T of each parameter: |w| + eta for leaves named "weight", 1 for others."""
     scale: Tree = {}
     for name, node in params.items():
         if isinstance(node, dict):

@@ -12,7 +12,7 @@ communicate. Departure: all private models start as the same random network; the
 the unlabeled half FedLoKe publishes neither weight nor view nor filter: they are options below.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -25,6 +25,7 @@ from halfmoon.api.types import (
     ClientData,
     ClientUpdate,
     Passes,
+    PseudoLabels,
     StepMetrics,
     Task,
     UpdateRequirements,
@@ -98,7 +99,16 @@ class FMLClient(ClientUpdate):
         return {"meme": mutual.init_training(self.task, select_model(broadcast)), "private": private}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step of both models, each on its labels and on the other's predictions."""
+        """Take one step of both models of Federated Mutual Learning, each on labels and on the other's predictions.
+
+        Args:
+            broadcast: the model that the server sent (unused: `carry` has it).
+            carry: the private model, and the server's model (the "meme"), each with its optimizer's state.
+            batch: the minibatch.
+
+        Returns:
+            The new carry, and the sum of both losses with the pseudo-labels of both models.
+        """
         options = self.options
         # Both models process the minibatch before either takes its step, so both learn from predictions made before it.
         meme = self._run_model(carry["meme"], batch)
@@ -112,10 +122,8 @@ class FMLClient(ClientUpdate):
         if not self.requirements.views:
             return new, StepMetrics(loss, {}, ())
         pseudo = {
-            "global": mutual.pseudo_labels(meme.prediction, mutual.low_entropy_mask(meme.prediction, options.delta)),
-            "local": mutual.pseudo_labels(
-                private.prediction, mutual.low_entropy_mask(private.prediction, options.delta)
-            ),
+            "global": _low_entropy_pseudo_labels(meme.prediction, options.delta),
+            "local": _low_entropy_pseudo_labels(private.prediction, options.delta),
         }
         samples = {"private_sure": weighted_metric(pseudo["local"].weight, batch.u_real)}
         return new, StepMetrics(loss, samples, (pseudo["local"],), pseudo)
@@ -130,7 +138,15 @@ class FMLClient(ClientUpdate):
         return Passes(2 * (labeled + unlabeled), 2 * (labeled + unlabeled))
 
     def _run_model(self, model: Tree, batch: Batch) -> mutual.ModelOutputs:
-        """Compute a model's outputs; its predictions are the logits of the same pass."""
+        """Run a model on a minibatch's labeled and unlabeled images, and record the pass for its gradient.
+
+        Args:
+            model: "params" and "stats" (running batch-norm statistics).
+            batch: the minibatch.
+
+        Returns:
+            Logits, and the detached logits of unlabeled images as the prediction that teaches the other model.
+        """
         groups = (batch.x, *(batch.u[name] for name in self.requirements.views))
 
         def outputs(params: Tree) -> mutual.Outputs:
@@ -144,23 +160,40 @@ class FMLClient(ClientUpdate):
 
         return mutual.run_model(outputs, model["params"])
 
-    def _mutual_loss(self, teacher: mutual.ModelOutputs, batch: Batch, share: float):
-        """Build share * CE(y) + (1 - share) * KL on labeled images + unlabeled_weight * KL on unlabeled ones."""
+    def _mutual_loss(
+        self, teacher: mutual.ModelOutputs, batch: Batch, share: float
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Build share * CE(y) + (1 - share) * KL on labeled images + unlabeled_weight * KL on unlabeled ones.
+
+        Args:
+            teacher: outputs of the other model; KL is the divergence from its predictions.
+            batch: the minibatch.
+            share: share of the true labels in the loss on labeled images, from 0 to 1.
+
+        Returns:
+            A function of the model's labeled logits (B, classes) and unlabeled logits (b, classes).
+        """
         used = mutual.low_entropy_mask(teacher.prediction, self.options.delta)
 
-        def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
-            total = share * labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights)
-            if len(labeled):
-                total = total + (1 - share) * mean_or_zero(mutual.divergence(teacher.labeled, labeled), batch.x_real)
+        def loss(labeled_logits: Tensor, unlabeled_logits: Tensor) -> Tensor:
+            total = share * labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
+            if len(labeled_logits):
+                divergence = mutual.divergence(teacher.labeled, labeled_logits)
+                total = total + (1 - share) * mean_or_zero(divergence, batch.x_real)
             if self.requirements.views:
-                divergence = mean(used * mutual.divergence(teacher.prediction, unlabeled), batch.u_real)
-                total = total + self.options.unlabeled_weight * divergence
+                divergence = mutual.divergence(teacher.prediction, unlabeled_logits)
+                total = total + self.options.unlabeled_weight * mean(used * divergence, batch.u_real)
             return total
 
         return loss
 
     def _memory(self, private: Tree) -> Tree:
         return mutual.select_memory(private, "params", "stats", *(["optimizer"] if self.options.keep_optimizer else []))
+
+
+def _low_entropy_pseudo_labels(logits: Tensor, max_entropy: float | None) -> PseudoLabels:
+    """Turn logits (b, classes) into pseudo-labels, with the weight 0 if their entropy is above `max_entropy` nats."""
+    return mutual.pseudo_labels(logits, mutual.low_entropy_mask(logits, max_entropy))
 
 
 ROWS = (

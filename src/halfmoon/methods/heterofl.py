@@ -90,7 +90,18 @@ class HeteroFL(ModelAveraging):
         return {**model, "momentum": tree.zeros_like(model["params"])} if self.server_momentum else model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let each client train the channels of its rate, and average entry by entry."""
+        """Run a round of HeteroFL: clients of each rate train the leading channels, the server averages each entry.
+
+        An entry (of a parameter) is averaged over the clients that trained it; the others keep the server's value.
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's state: the full network, and momentum with `server_momentum`.
+            federation: the clients of this round.
+
+        Returns:
+            The server's new state.
+        """
         rates = parse_rates(self.rates)
         fixed_dims = fixed_dimensions(task.network)
         full = tree.flatten(server["params"])
@@ -114,12 +125,12 @@ class HeteroFL(ModelAveraging):
         return {**new, "stats": stats}
 
     def _add_uploads(self, upload: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
-        """Add the uploads of one rate to the sums, in place.
+        """Add the parameters of narrow networks to the sums over clients, in place.
 
         Args:
-            upload: parameters, leaves (k, ...), of the k clients of one rate.
-            total: sum of each entry of the full network, by path; the leading entries are added to.
-            counts: number of clients that trained each entry, by path.
+            upload: parameters, leaves (k, ...), of k clients with the same width.
+            total: for each parameter of the full network, by path, the sum; the leading channels are added to.
+            counts: for each entry of these, the number of clients that trained it.
         """
         for path, leaf in tree.flatten(upload.update["params"]).items():
             # (k, 1), for rows of the head (k, classes): dimension 1 of a stacked leaf is its output dimension.
@@ -192,10 +203,13 @@ def parse_rates(rates: str) -> tuple[float, ...]:
 
 @lru_cache(maxsize=8)
 def fixed_dimensions(network: Network) -> dict[str, tuple[bool, ...]]:
-    """Mark the dimensions of each parameter that are never cut: image channels, classes and kernel sizes.
+    """Find the dimensions of each parameter that HeteroFL never cuts: image channels, classes and kernel sizes.
+
+    Args:
+        network: the full network.
 
     Returns:
-        For each path one bool for each dimension, True if it is not cut.
+        For each parameter's path one bool for each dimension, True if it is not cut.
     """
     # A dimension of image channels or classes changes if the network gets one more of these; hidden ones do not. The
     # first two dimensions are outputs and inputs, further ones are kernel sizes.
@@ -210,25 +224,31 @@ def fixed_dimensions(network: Network) -> dict[str, tuple[bool, ...]]:
 
 
 def cut(params: Tree, rate: float, fixed: Mapping[str, tuple[bool, ...]]) -> Tree:
-    """Cut each leaf to the first ceil(rate * n) entries of its dimensions.
+    """Cut a network to its leading channels: the first ceil(rate * n) of the n entries of each dimension.
 
     Args:
         params: the full network's parameters.
-        rate: share of the hidden channels.
-        fixed: dimensions that are not cut, see `fixed_dimensions`.
+        rate: share of the hidden channels, above 0 and at most 1.
+        fixed: for each parameter's path, True for dimensions that are not cut, see `fixed_dimensions`.
+
+    Returns:
+        The parameters of the narrow network, as new tensors.
     """
     leaves: dict[str, Tensor] = {}
     for path, leaf in tree.flatten(params).items():
         sizes: list[int] = []
-        for n, is_fixed in zip(leaf.shape, fixed[path], strict=True):
-            # Rounding first: a product that should be whole may be slightly above it, as 0.07 * 100 is.
-            sizes.append(n if is_fixed else math.ceil(round(rate * n, 9)))
+        for size, is_fixed in zip(leaf.shape, fixed[path], strict=True):
+            # Round to 9 decimals first: 0.07 * 100 is slightly above 7 in floating point, and `ceil` would give 8.
+            sizes.append(size if is_fixed else math.ceil(round(rate * size, 9)))
         leaves[path] = leaf[tuple(slice(size) for size in sizes)].contiguous()
     return tree.unflatten(leaves)
 
 
 def scale_convolutions(params: Tree, rate: float) -> Tree:
-    """Divide the parameters of each convolution by `rate`, and so its output (the Scaler)."""
+    """Divide the parameters of each convolution, and so its output, by `rate`: HeteroFL's Scaler.
+
+    A narrow network sums over fewer channels; the division makes activations as large as in the full network.
+    """
     if rate == 1:
         return params
     scaled: Tree = {}

@@ -58,8 +58,8 @@ def initial_private_model(
     """Build a client's first private model: a copy of the received model, or a randomly initialized network."""
     if private == "copy":
         return select_model(broadcast)
-    like = next(tree.leaves(broadcast["params"]))
-    return tree.to(task.network.init(generator), like.device, like.dtype)
+    model_leaf = next(tree.leaves(broadcast["params"]))
+    return tree.to(task.network.init(generator), model_leaf.device, model_leaf.dtype)
 
 
 def pseudo_labels(logits: Tensor, weight: Tensor) -> PseudoLabels:
@@ -77,7 +77,13 @@ def run_model(forward: Callable[[Tree], Outputs], params: Tree) -> ModelOutputs:
 def optimizer_step(
     update: ClientUpdate, model: Tree, outputs: ModelOutputs, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tree, Tensor]:
-    """Take one step of a model on loss(labeled, unlabeled), a function of its logits.
+    """Take one optimizer step of a model, whose forward pass has already been made.
+
+    Args:
+        update: the client update, with the optimizer.
+        model: parameters, running statistics and optimizer state.
+        outputs: the model's outputs on the minibatch, with the recorded pass.
+        loss: a function of the logits of labeled (B, classes) and unlabeled images (b, classes).
 
     Returns:
         The model after the step, and the loss ().
@@ -97,19 +103,19 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def low_entropy_mask(logits: Tensor, max_entropy: float | None) -> Tensor:
-    """Compute 1 for predictions with an entropy below `max_entropy` nats, else 0; 1 for all if that is None.
+    """Select predictions with a low entropy.
 
     Args:
         logits: (n, classes).
-        max_entropy: in nats.
+        max_entropy: entropy in nats below which a prediction is selected; None selects all.
 
     Returns:
-        The mask, (n,).
+        1 for selected predictions and 0 for others, (n,), in the dtype of the logits.
     """
     if max_entropy is None:
         return torch.ones_like(logits[:, 0])
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    log_probabilities = logits.log_softmax(-1)
+    entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
     return (entropy < max_entropy).to(logits.dtype)
 
 

@@ -96,16 +96,25 @@ class ProtoFSSL:
         return {**model, "mean": mean, "known": mean[:, 0], "helpers": helpers, "there": helpers[:, 0, 0]}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train with the last round's helpers, average models and prototypes, select the new helpers."""
+        """Run a round of ProtoFSSL: average models and class prototypes, and select the next round's helpers.
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's state: model, mean prototypes, helpers' prototypes.
+            federation: the clients of this round.
+
+        Returns:
+            The server's new state.
+        """
         server = {"stats": {}, **server}
         upload = federation.query("train", {name: section for name, section in server.items() if name != "mean"})
         new = average_uploads(upload, server)
         prototypes = upload.aux["own"]  # (k, classes, features)
         present = upload.aux["present"] * (upload.weight > 0)[:, None]
-        share = present / present.sum(0).clamp_min(1)
+        client_share = present / present.sum(0).clamp_min(1)
         class_present = (present.sum(0) > 0)[:, None]
-        # A class without an image in this cohort keeps its prototype of an earlier round.
-        mean = torch.where(class_present, (share[..., None] * prototypes).sum(0), server["mean"])
+        # A class without an image in this cohort retains its prototype of an earlier round.
+        mean = torch.where(class_present, (client_share[..., None] * prototypes).sum(0), server["mean"])
         filled = torch.where(present[..., None] > 0, prototypes, mean)
         # The first clients of the cohort with images are the helpers: the cohort is drawn at random.
         indices = (upload.weight > 0).nonzero().flatten()[: self.helpers]
@@ -140,17 +149,24 @@ class ProtoFSSLClient(ClientUpdate):
         return self.optimizer_step(carry, gradient, moments), StepMetrics(loss, {}, (pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Upload the trained model with the client's class prototypes: the mean features of its labeled images.
+
+        Returns:
+            The upload, with the prototypes (classes, features) and a mask of the classes that have images; {}, as the
+            client stores nothing.
+        """
         head = carry["params"]["head"]["weight"]
         # Rows from number `labeled` on are padding.
         is_real = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
-        membership = one_hot(data.y, len(head), head) * is_real
-        count = membership.sum(0)
-        total = torch.zeros_like(head)
+        membership = one_hot(data.y, len(head), head) * is_real  # (L, classes)
+        class_counts = membership.sum(0)
+        feature_sums = torch.zeros_like(head)
         if len(data.x):
             features = [self._features(carry, images) for images in split_into_chunks(data.x)]
-            total = membership.T @ torch.cat(features)
+            feature_sums = membership.T @ torch.cat(features)
         model = {"params": carry["params"], "stats": carry["stats"]}
-        aux = {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
+        prototypes = feature_sums / class_counts.clamp_min(1)[:, None]
+        aux = {"own": prototypes, "present": (class_counts > 0).to(head.dtype)}
         return Upload(model, (data.labeled + data.unlabeled > 0).double(), aux), {}
 
     def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
@@ -158,7 +174,12 @@ class ProtoFSSLClient(ClientUpdate):
 
     @torch.no_grad()
     def _features(self, model: Tree, images: Tensor) -> Tensor:
-        """Compute the head's input (n, features) for images as they are stored, under running statistics."""
+        """Compute the features (n, F), the input of the last layer, of images without augmentation.
+
+        Args:
+            model: "params" and "stats" (running batch-norm statistics).
+            images: (n, C, H, W) uint8.
+        """
         # With the identity as its head the network returns its features.
         weight = model["params"]["head"]["weight"]
         identity = {"weight": torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)}
@@ -166,7 +187,16 @@ class ProtoFSSLClient(ClientUpdate):
         return self.task.network.predict(params, model["stats"], self.task.normalize(images))
 
     def _loss(self, params: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
-        """Compute the loss of an episode, and (moments, pseudo-labels)."""
+        """Compute ProtoFSSL's loss of an episode: one image of each class is its prototype, the others are classified.
+
+        Args:
+            params: parameters of the network, in which the loss is differentiated.
+            broadcast: the helpers' prototypes (H, classes, features), and masks of known classes and helpers.
+            batch: the minibatch.
+
+        Returns:
+            The loss (), and (batch statistics, pseudo-labels).
+        """
         options = self.options
         class_mask = broadcast["known"]
         exists = broadcast["there"]

@@ -72,6 +72,16 @@ class ProxyTuning:
         return self.method.start(task, model)
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Run a round of the inner method, then tune the averaged classifier with the clients' classifiers (ProxyFL).
+
+        Args:
+            task: the settings that all methods share.
+            server: the inner method's state.
+            federation: the clients of this round.
+
+        Returns:
+            The inner method's new state, with the tuned weight of the linear layer "head".
+        """
         recorder = ClassifierRecorder(federation)
         new = self.method.round(task, server, cast(Federation, recorder))
         if not len(recorder.rows):
@@ -121,15 +131,17 @@ class ClassifierRecorder:
 
 
 def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generator: torch.Generator) -> Tensor:
-    """Tune the averaged classifier, so that each class's row is the nearest to that class's rows of all clients.
+    """Tune the averaged classifier by SGD, so that each class's row is the nearest to that class's rows of all clients.
+
+    This is the global proxy tuning of ProxyFL (CVPR 2026): a row of the last layer's weight is a "proxy" of its class.
 
     Args:
-        mean: the averaged classifier, (C, F).
-        rows: the clients' classifiers, (M, C, F).
+        mean: the averaged classifier's weight, (C classes, F features).
+        rows: the classifiers of M clients, (M, C, F).
         passes: passes over all M C rows.
         lr: learning rate.
         batch: rows in a batch.
-        generator: shuffles the rows.
+        generator: shuffles the rows in each pass.
 
     Returns:
         The tuned classifier, (C, F).
@@ -152,13 +164,13 @@ def compute_margin(mean: Tensor) -> float:
 
 
 def tuning_gradient(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor:
-    """Compute the gradient of the tuning loss in closed form.
+    """Compute the gradient of CE(c, softmax_k(-|r - W_k| - margin [k = c])) in W in closed form, the mean over rows r.
 
     Args:
-        mean: the classifier, (C, F).
-        points: rows of clients, (b, F).
-        labels: the points' classes, (b,).
-        margin: margin of the loss.
+        mean: the classifier W, (C, F).
+        points: rows r of clients' classifiers, (b, F).
+        labels: the points' classes c, (b,).
+        margin: subtracted from the logit of the true class, so that its distance must be smaller by as much.
 
     Returns:
         The gradient in `mean`, (C, F).

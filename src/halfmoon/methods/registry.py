@@ -48,7 +48,7 @@ class Option:
 
 
 def _rows() -> Iterator[MethodEntry]:
-    """Yield the rows of all modules of this package that define `ROWS`."""
+    """Yield the catalog entries of all method modules: those that define a tuple `ROWS`."""
     for package in (methods, objectives):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             # This module is still being executed here: importing it would find no `ROWS`.
@@ -88,13 +88,13 @@ def ceilings() -> list[str]:
 
 
 def entry(name: str) -> MethodEntry:
-    """Look up a method's row in the catalog.
+    """Look up a method in the catalog, by its name on the command line.
 
-    A plug-in either supplies its row, or the row is built from its class: the class name, the first line of its
-    docstring, and its attributes `all_labels` and `pooled`, if it has them.
+    An installed plug-in either supplies its entry, or the entry is built from its class: the class name, the first line
+    of its docstring, and its attributes `all_labels` and `pooled`, if it has them.
 
     Raises:
-        UserError: for an unknown name, with the most similar known one.
+        UserError: the name is unknown; the message suggests the most similar known one.
     """
     if name in _LISTED:
         return _LISTED[name]
@@ -107,10 +107,14 @@ def entry(name: str) -> MethodEntry:
 
 
 def row(name: str, plugin: Any) -> MethodEntry:
-    """Build the row of a plug-in. An objective becomes FedAvg with that objective, described by the objective.
+    """Build the catalog entry of a plug-in. An objective becomes FedAvg with that objective.
+
+    Args:
+        name: the plug-in's name on the command line.
+        plugin: a method, an objective or a `MethodEntry`, or a class or function that builds one.
 
     Raises:
-        UserError: if the plug-in is not a method, an objective or a row.
+        UserError: the plug-in is none of these.
     """
     method = instance(name, plugin)
     if isinstance(method, MethodEntry):
@@ -119,7 +123,9 @@ def row(name: str, plugin: Any) -> MethodEntry:
     if isinstance(method, Objective):
         method = FedAvg(method)
     plugins.check_method(name, method)
-    return MethodEntry(name=name, method=method, **plugins.catalog_fields(cast("type[Any]", type(core(method)))))
+    # FedAvg with a custom objective is described by the objective's class.
+    described_class = cast("type[Any]", type(core(method)))
+    return MethodEntry(name=name, method=method, **plugins.catalog_fields(described_class))
 
 
 def instance(name: str, plugin: Any) -> Any:
@@ -139,7 +145,11 @@ def options(name: str) -> dict[str, Option]:
 
 
 def make(name: str, values: dict[str, Any] | None = None) -> Method:
-    """Build a method with these options instead of its defaults.
+    """Build a method by name, with some options instead of its defaults.
+
+    Args:
+        name: the method's name on the command line.
+        values: the options, by name.
 
     Raises:
         UserError: for an unknown method or option.
@@ -160,21 +170,28 @@ def hint(option: str, defaults: dict[str, Option]) -> str:
 
 
 def options_in(node: Any) -> dict[str, Option]:
-    """List the fields of a method, and of its objective or inner method, that are options."""
-    table: dict[str, Option] = {}
+    """List the hyper-parameters of a method and, recursively, of its objective or inner method.
+
+    Args:
+        node: a method or objective, a dataclass.
+
+    Returns:
+        Type and default of each option, by name.
+    """
+    found: dict[str, Option] = {}
     types = _types(cast("type[Any]", type(node)))
     for each in fields(node):
         value = node.__dict__[each.name]
         if is_dataclass(value):
-            table.update(options_in(value))
+            found.update(options_in(value))
         else:
-            table[each.name] = Option(types[each.name], value)
-    return table
+            found[each.name] = Option(types[each.name], value)
+    return found
 
 
 @cache
 def _types(kind: type) -> dict[str, Any]:
-    # Python evaluates all annotations at each call, and every run of a sweep calls it.
+    """Evaluate the type annotations of a class; cached, as Python evaluates them all at each call."""
     return typing.get_type_hints(kind)
 
 

@@ -90,7 +90,16 @@ class RSCFed(ModelAveraging):
         return {"train": RSCFedClient(task, self)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, average random groups of it by distance, and average the groups."""
+        """Run a round of RSCFed (CVPR 2022): average random groups of clients, then average the groups' means.
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's model.
+            federation: the clients of this round.
+
+        Returns:
+            The server's new model; the old one if no client trained.
+        """
         server = {"stats": {}, **server}
         upload = federation.query("train", server)
         if not bool(upload.weight.sum() > 0):
@@ -100,6 +109,7 @@ class RSCFed(ModelAveraging):
         means: list[Tree] = []
         for _ in range(self.groups):
             members = torch.randperm(len(upload.weight), generator=generator)[: self.size].to(upload.weight.device)
+            # A group without any image would have no mean.
             if bool(upload.weight[members].sum() > 0):
                 group = tree.map(lambda leaf, index=members: leaf[index.to(leaf.device)], upload.update)
                 weights = self.group_weights(group, upload.weight[members], upload.aux["labels"][members])
@@ -107,27 +117,30 @@ class RSCFed(ModelAveraging):
         return tree.weighted_mean(tree.stack(means), torch.ones(len(means))) if means else server
 
     def group_weights(self, models: Tree, rows: Tensor, labels: Tensor) -> Tensor:
-        """Compute the weights v of a group's models.
+        """Weigh the models of a group, less the farther they are from the group's mean (RSCFed's distance-reweighting).
+
+        A model's weight is n_k / n * exp(-beta * distance_k / rows_k), where n_k is its number of images, times
+        `labeled_factor` for clients with labels, and distance_k the sum over leaves of the Euclidean distances.
 
         Args:
-            models: leaves (m, ...).
-            rows: number of rows of each client, (m,).
+            models: models of m clients, leaves (m, ...).
+            rows: number of images of each client, (m,).
             labels: 1 for clients with labels, else 0, (m,).
 
         Returns:
-            The weights up to a common factor, (m,) float64; 0 for clients without rows.
+            The weights up to a common factor, (m,) float64; 0 for clients without images.
         """
-        n = rows.double() * torch.where(labels > 0, self.labeled_factor, 1.0)
-        center = average_uploads(Upload(models, n))
+        sizes = rows.double() * torch.where(labels > 0, self.labeled_factor, 1.0)
+        center = average_uploads(Upload(models, sizes))
         pairs = zip(tree.leaves(models), tree.leaves(center), strict=True)
         # float64: beta is large, so rounding errors of the distances would change the weights.
         distance = tree.sum_scalars(
-            euclidean_norm((leaf - mean).flatten(1).double(), -1).to(n.device) for leaf, mean in pairs
+            euclidean_norm((leaf - mean).flatten(1).double(), -1).to(sizes.device) for leaf, mean in pairs
         )
         beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
         # In logarithms, and relative to the largest: all exp(-beta ...) may underflow to 0.
-        logs = (n / n.sum()).log() - beta * distance / rows.double().clamp_min(1)
-        return (logs - logs.max()).exp()
+        log_weights = (sizes / sizes.sum()).log() - beta * distance / rows.double().clamp_min(1)
+        return (log_weights - log_weights.max()).exp()
 
 
 @dataclass(frozen=True)
@@ -154,18 +167,28 @@ class RSCFedClient(MeanTeacherClient):
         return upload._replace(aux={"labels": (data.labeled > 0).double()}), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
-        """Compute the loss, and (moments, the teacher's sharpened predictions)."""
+        """Compute CE(labels) + unlabeled_weight * squared distance to the mean teacher's sharpened predictions.
+
+        Args:
+            params: parameters of the student network, in which the loss is differentiated.
+            carry: state of the client update, with the teacher's parameters.
+            batch: the minibatch; student and teacher get different weak views of the unlabeled images.
+
+        Returns:
+            The loss (), and (batch statistics of the pass, the teacher's predictions (b, classes)).
+        """
         joint = self.task.statistics == "joint"
         groups = (batch.x, batch.u["weak2"])
-        (labeled, student), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
-        teacher = predict_with_teacher(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real)
-        target = sharpen(teacher.softmax(-1), self.options.temperature)
-        distance = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
-        loss = (
-            labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights)
-            + self.options.unlabeled_weight * distance
+        (labeled_logits, student_logits), _, moments = forward(
+            self.task.network, params, joint, groups, real=batch.masks(1)
         )
-        return loss, (moments, target)
+        teacher_logits = predict_with_teacher(
+            self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real
+        )
+        target = sharpen(teacher_logits.softmax(-1), self.options.temperature)
+        distance = padding.mean((student_logits.softmax(-1) - target).square().sum(-1), batch.u_real)
+        labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
+        return labeled_loss + self.options.unlabeled_weight * distance, (moments, target)
 
 
 ROWS = (

@@ -124,13 +124,16 @@ class SemiFed(ModelAveraging):
         return [{name: model.get(name, {}) for name in like} for model in models if model is not None]
 
     def _store_models(self, federation: Federation, round: int, upload: Upload) -> None:
-        """Store the responders' models. A client overwrites its previous model, a new client the oldest one."""
+        """Store the uploaded models of a round in up to `peers` slots of the server's state store.
+
+        A client overwrites its previous model; a new client overwrites the oldest model.
+        """
         state_store = federation.state_store
-        empty = torch.full((self.peers,), -1)
-        # For each slot: the client whose model it has, and the round of that model.
-        index = state_store.get("book") or {"client": empty, "round": empty}
-        clients = index["client"].tolist()
-        rounds = index["round"].tolist()
+        no_slots = torch.full((self.peers,), -1)
+        # For each slot: the client whose model it has, and the round of that model; -1 if it is empty.
+        slots = state_store.get("book") or {"client": no_slots, "round": no_slots}
+        clients = slots["client"].tolist()
+        rounds = slots["round"].tolist()
         for k, client in enumerate(to_ints(federation.responders)):
             slot = clients.index(client) if client in clients else rounds.index(min(rounds))
             clients[slot] = client
@@ -184,12 +187,20 @@ class SemiFedClient(ClientUpdate):
         return unlabeled * (1 + self.options.peers) if self.labels else 0
 
     def _vote(self, broadcast: Tree, data: ClientData) -> Tensor:
-        """Compute for each row (U,) the class for which enough models vote, or -1."""
+        """Label the client's images by a vote of the global model and other clients' models.
+
+        Args:
+            broadcast: the global model, and "peers" with leaves (n, ...): other clients' models, if any were sent.
+            data: the client's U unlabeled images.
+
+        Returns:
+            The class for which enough models vote, or -1, (U,).
+        """
         options = self.options
         images = data.views[options.view]
         peers = broadcast.get("peers", {"params": {}, "stats": {}})
-        count = next((len(leaf) for leaf in tree.leaves(peers["params"])), 0)
-        models = [broadcast, *(tree.index(peers, k) for k in range(count))]
+        peer_count = next((len(leaf) for leaf in tree.leaves(peers["params"])), 0)
+        models = [broadcast, *(tree.index(peers, k) for k in range(peer_count))]
         confidences: list[Tensor] = []
         labels: list[Tensor] = []
         for model in models:
@@ -199,8 +210,8 @@ class SemiFedClient(ClientUpdate):
             labels.append(model_label)
         label = torch.stack(labels)
         confident = torch.stack(confidences) >= options.threshold_in(self.task)
-        numbers = torch.arange(self.task.network.classes, device=label.device)
-        ballots = label[..., None] == numbers
+        class_numbers = torch.arange(self.task.network.classes, device=label.device)
+        ballots = label[..., None] == class_numbers  # (models, U, classes)
         if options.confident == "agreeing":
             ballots = ballots & confident[..., None]
         votes, winner = ballots.sum(0).max(-1)
@@ -211,7 +222,16 @@ class SemiFedClient(ClientUpdate):
         return torch.where(accepted, winner, NO_LABEL)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
-        """Compute the loss, and (moments, pseudo-labels)."""
+        """Compute SemiFed's loss: cross-entropy of labeled and accepted images, and consistency of the others.
+
+        Args:
+            params: parameters of the network, in which the loss is differentiated.
+            carry: state of the client update, with a label for each accepted image and -1 for others.
+            batch: the minibatch.
+
+        Returns:
+            The loss (), and (batch statistics, pseudo-labels).
+        """
         network = self.task.network
         view = batch.u[self.options.view]
         groups = (batch.x, view, batch.u["strong"])

@@ -100,7 +100,7 @@ class SemiFL:
             images is skipped, but its client stays in the average (with `mix_weight` 0: the authors' FedAvg with
             FixMatch).
         drop_unsure: under "step", remove images below the threshold before the forward pass, as in the authors' code,
-            so that batch statistics are those of the confident ones. Under "round" such images are never drawn.
+            so that batch statistics are those of confident images only. Under "round" such images are never drawn.
         debias: divide each prediction by the client's mean prediction (FedDPL, FedDB Eq. 14) before the threshold.
         fine_tune: whether the server trains on the average; if False, it trains at the same time as the clients.
         server_share: without `fine_tune`, the server's share of the average: "half", or that of FedRGD's "groups".
@@ -151,7 +151,12 @@ class SemiFL:
         return "psi" if self.halves else "params"
 
     def parameters(self, model: Tree, trained: Tree | None = None) -> Tree:
-        """Assemble the network's parameters from `model`, with `trained` in place of those that clients train."""
+        """Assemble the network's parameters; with `halves` each kernel is the sum of FedMatch's sigma and psi.
+
+        Args:
+            model: the server's tree.
+            trained: replaces the parameters that clients train; None: those of `model`.
+        """
         if not self.halves:
             return model["params"] if trained is None else trained
         psi = model["psi"] if trained is None else trained
@@ -166,21 +171,38 @@ class SemiFL:
         return {"train": SemiFLClient(task, self), "fine-tune": fine_tuning, "census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
+        """Build the server's state before the first round from the initial model.
+
+        With `halves` each kernel is sigma + psi (FedMatch): sigma starts as the model's kernels. Momentum is of the
+        parameters that clients train.
+        """
         if not self.halves:
             return {**model, "momentum": tree.zeros_like(model["params"])}
-        like = next(tree.leaves(model["params"]))
+        model_leaf = next(tree.leaves(model["params"]))
         sigma, rest = split_kernels(model["params"])
         # psi starts as the kernels of a second random network, the same one for every seed.
-        initial_psi, _ = split_kernels(task.network.init(rng.generator(0, "semifl", "psi"))["params"])
-        psi = tree.to(initial_psi, like.device, like.dtype)
+        second_network = task.network.init(rng.generator(0, "semifl", "psi"))
+        initial_psi, _ = split_kernels(second_network["params"])
+        psi = tree.to(initial_psi, model_leaf.device, model_leaf.dtype)
         stats = {"stats": model["stats"]} if "stats" in model else {}
         return {"rest": rest, "sigma": sigma, "psi": psi, **stats, "momentum": tree.zeros_like(psi)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train and average it; the server fine-tunes after it (`fine_tune`) or at the same time."""
+        """Run a round of SemiFL: clients train on pseudo-labels, the server averages, then trains on its labels.
+
+        Without `fine_tune` the server trains at the same time as the clients, and its model is part of the average.
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's state: model and momentum.
+            federation: the clients of this round.
+
+        Returns:
+            The server's new state, with batch-normalization statistics estimated on `sbn` clients' images.
+        """
         model: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "momentum"}}
         if task.round == 0:
-            # Clients label with these statistics, so the initial model needs some.
+            # Clients predict pseudo-labels with these statistics, so the initial model needs some.
             model = {**model, "stats": estimate_statistics(federation, self.solution(task, model), self.sbn)}
         mean = federation.average("train", model)
         old = model[self.trained]
@@ -247,6 +269,7 @@ class SemiFLClient(RoundLabelingClient):
 
     @property
     def requirements(self) -> UpdateRequirements:
+        """Data that SemiFL's client needs: views of its images, mixup partners, predictions on all its images."""
         options = self.options
         needs_weak = options.mix_weight or options.labels == "step"
         labels_all_rows = options.labels == "round" or options.debias or options.rule.needs_all_rows
@@ -256,7 +279,7 @@ class SemiFLClient(RoundLabelingClient):
             second_batch=("weak",) if options.mix_weight else (),
             mixup=options.concentration if options.mix_weight else None,
             masks_padding=True,
-            row_memory=options.rule.row_memory if self._keeps_thresholds else {},
+            row_memory=options.rule.row_memory if self._stores_thresholds else {},
             keep_optimizer=options.keep_optimizer,
             upload_spec=UploadSpec((options.trained,), (), "one"),
         )
@@ -264,25 +287,35 @@ class SemiFLClient(RoundLabelingClient):
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
         trained = broadcast[self.options.trained]
         memory = super().initial_memory({"params": trained}, generator)
-        state = self.options.rule.initial_memory(self.task.network.classes, next(tree.leaves(trained)))
-        return {**memory, "thresholds": state} if state and self.options.labels == "step" else memory
+        thresholds = self.options.rule.initial_memory(self.task.network.classes, next(tree.leaves(trained)))
+        return {**memory, "thresholds": thresholds} if thresholds and self.options.labels == "step" else memory
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        """Build the state of a client update: SemiFL pseudo-labels all images once, with the received model.
+
+        With `labels` "step" the pseudo-labels are computed in each step instead. Then this computes only what they
+        need from all images: the mean prediction ("prior"), and the state of adaptive thresholds.
+
+        Args:
+            broadcast: the tree that the server sent.
+            memory: the state that the client stored after its last update.
+            data: the client's images.
+        """
         carry: Tree = {**super().begin({"params": broadcast[self.options.trained]}, memory, data), "thresholds": {}}
         rule = self.options.rule
-        by_step = self.options.labels == "step"
-        if by_step and not rule.needs_all_rows:
+        labels_by_step = self.options.labels == "step"
+        if labels_by_step and not rule.needs_all_rows:
             carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
         if not self.requirements.precomputed_views:
             return carry
         received = self.options.parameters(broadcast)
         logits = predict_with_running_stats(self.task, received, broadcast["stats"], data.views["weak"])
         prior = mean_prediction(logits, data.u_real)
-        p = self._probabilities(logits, prior)
-        if by_step:
-            state = rule.begin({}, data, p) if rule.needs_all_rows else carry["thresholds"]
-            return {**carry, "prior": prior, "thresholds": state}
-        pseudo = rule.pseudo_label_all(p, {}, data.u_real)
+        probabilities = self._probabilities(logits, prior)
+        if labels_by_step:
+            thresholds = rule.begin({}, data, probabilities) if rule.needs_all_rows else carry["thresholds"]
+            return {**carry, "prior": prior, "thresholds": thresholds}
+        pseudo = rule.pseudo_label_all(probabilities, {}, data.u_real)
         return {**carry, **pseudo._asdict(), "real": data.real}
 
     def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor | None:
@@ -292,28 +325,39 @@ class SemiFLClient(RoundLabelingClient):
         return super().initial_pseudo_labels(carry, data) if self.options.labels == "round" else ()
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step; with labels "step", skip it if there are neither labels nor confident images."""
-        gradient, loss, (pseudo, state) = grad_and_value(self._loss, carry["params"], broadcast, carry, batch)
-        new = self.optimizer_step(carry, gradient, thresholds=state)
-        unlabeled = not len(batch.x)
-        if self.options.labels == "step" and (unlabeled or batch.x_real is not None):
+        """Take one optimizer step; with labels "step", skip it if there are neither labels nor confident images.
+
+        Args:
+            broadcast: the tree that the server sent.
+            carry: state of the client update: parameters, optimizer's state, pseudo-labels or thresholds.
+            batch: the minibatch.
+
+        Returns:
+            The new carry, and the step's loss and pseudo-labels.
+        """
+        gradient, loss, (pseudo, thresholds) = grad_and_value(self._loss, carry["params"], broadcast, carry, batch)
+        new = self.optimizer_step(carry, gradient, thresholds=thresholds)
+        without_labels = not len(batch.x)
+        if self.options.labels == "step" and (without_labels or batch.x_real is not None):
             # A step with a gradient of 0 would still apply momentum and weight decay. The thresholds move all the same.
             has_confident = pseudo.weight.sum() > 0
             has_loss = has_confident if batch.x_real is None else has_confident | batch.x_real.any()
-            new = {**tree.select(has_loss, new, carry), "thresholds": state}
+            new = {**tree.select(has_loss, new, carry), "thresholds": thresholds}
         if self.options.labels == "step":
             return new, StepMetrics(loss, {}, (pseudo,))
-        confident = weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
-        return new, StepMetrics(loss, {"kept": confident}, (pseudo,))
+        # The metric "kept" is the share of the client's images whose pseudo-label is used.
+        kept = weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
+        return new, StepMetrics(loss, {"kept": kept}, (pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Return the upload, with the weight 1 (0 if no image was used), and the state that the client stores."""
         drawable = self.drawable_rows(carry, data)
-        trained = data.unlabeled > 0
+        has_trained = data.unlabeled > 0
         if drawable is not None:
-            trained = trained & drawable.any()
+            has_trained = has_trained & drawable.any()
         _, memory = super().finish(broadcast, carry, data)
-        thresholds = {"thresholds": carry["thresholds"]} if self._keeps_thresholds else {}
-        return Upload({self.options.trained: carry["params"]}, trained.double()), {**memory, **thresholds}
+        thresholds = {"thresholds": carry["thresholds"]} if self._stores_thresholds else {}
+        return Upload({self.options.trained: carry["params"]}, has_trained.double()), {**memory, **thresholds}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         sets = 2 if self.options.mix_weight else 1
@@ -322,8 +366,8 @@ class SemiFLClient(RoundLabelingClient):
         return Passes(trained + predicted, trained)
 
     @property
-    def _keeps_thresholds(self) -> bool:
-        """Tell if the thresholds have a state in the client memory."""
+    def _stores_thresholds(self) -> bool:
+        """True if the client memory has a state of adaptive thresholds."""
         return self.options.labels == "step" and self.options.rule.has_memory
 
     def _loss(
@@ -363,27 +407,26 @@ class SemiFLClient(RoundLabelingClient):
         if options.labels == "step" and options.drop_unsure:
             real, images = self._leave_out_unconfident(used > 0, batch, images)
         joint = self.task.statistics == "joint"
-        (logits, *others), _, _ = forward(self.task.network, params, joint, (batch.x, *images), real=real)
-        loss = cross_entropy_per_image(others[0], labels[0])
-        if options.mix_weight:
-            fix_loss = cross_entropy_per_image(others[1], labels[0])
-            mix_loss = cross_entropy_per_image(others[1], labels[1])
-            loss = loss + options.mix_weight * (share * fix_loss + (1 - share) * mix_loss)
-        unlabeled = (loss * used).sum() / used.sum().clamp_min(1)
-        total = (
-            labeled_cross_entropy(logits, batch.y, batch.x_real, self.task.class_weights)
-            + options.unlabeled_weight * unlabeled
+        (labeled_logits, *unlabeled_logits), _, _ = forward(
+            self.task.network, params, joint, (batch.x, *images), real=real
         )
-        return total, (pseudo._replace(weight=used), state)
+        loss = cross_entropy_per_image(unlabeled_logits[0], labels[0])
+        if options.mix_weight:
+            fix_loss = cross_entropy_per_image(unlabeled_logits[1], labels[0])
+            mix_loss = cross_entropy_per_image(unlabeled_logits[1], labels[1])
+            loss = loss + options.mix_weight * (share * fix_loss + (1 - share) * mix_loss)
+        unlabeled_loss = (loss * used).sum() / used.sum().clamp_min(1)
+        labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
+        return labeled_loss + options.unlabeled_weight * unlabeled_loss, (pseudo._replace(weight=used), state)
 
     @staticmethod
     def _leave_out_unconfident(
         confident: Tensor, batch: Batch, images: list[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Exclude unconfident images from batch statistics, without a change of shapes.
+        """Exclude images without a confident pseudo-label from batch statistics, without a change of shapes.
 
-        Shapes that depend on data would forbid vmap over clients. So each unconfident image is replaced by the first
-        confident one, which keeps activations finite, and masked as padding.
+        `torch.func.vmap` over clients forbids shapes that depend on data. So each unconfident image is replaced by the
+        first confident one, which keeps activations finite, and masked like padding.
 
         Args:
             confident: (b,) bool.
@@ -393,9 +436,13 @@ class SemiFLClient(RoundLabelingClient):
         Returns:
             The masks of the labeled images and of each group, and the groups.
         """
-        index = torch.where(confident, torch.arange(len(confident), device=confident.device), confident.int().argmax())
-        labeled = torch.ones_like(batch.y, dtype=torch.bool) if batch.x_real is None else batch.x_real
-        return (labeled, *[confident] * len(images)), [group[index] for group in images]
+        positions = torch.arange(len(confident), device=confident.device)
+        # argmax returns the first of equal values, here the first confident image.
+        first_confident = confident.int().argmax()
+        index = torch.where(confident, positions, first_confident)
+        labeled_mask = torch.ones_like(batch.y, dtype=torch.bool) if batch.x_real is None else batch.x_real
+        masks = (labeled_mask, *[confident] * len(images))
+        return masks, [group[index] for group in images]
 
     def _probabilities(self, logits: Tensor, prior: Tensor | None) -> Tensor:
         """Turn logits (b, classes) into probabilities, debiased by the prior (classes,) if `debias` is set."""

@@ -51,7 +51,16 @@ class Standardization:
         return {**model, "head": {"center": center, "scale": torch.ones_like(center)}}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Query the mean, then the squared distances to it: two queries avoid the cancellation of large means."""
+        """Compute mean and scale of all clients' feature vectors: query the mean, then squared distances to it.
+
+        One query of sums and sums of squares would be enough in exact arithmetic; two avoid the cancellation of large
+        means.
+
+        Args:
+            task: the settings that all methods share.
+            server: the server's state; "head" gets "center" (F,) and "scale" (F,), float64.
+            federation: the clients of this round.
+        """
         sums = sum_over_clients(MeanSums(task), "mean", server, federation)
         count = sums["count"]
         center = sums["q"] / count

@@ -73,18 +73,25 @@ class TwinSight(ModelAveraging):
         return {"train": TwinSightClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
+        """Build the server's state: the classifier, and Twin-sight's second network, which learns without labels.
+
+        The second network has the classifier's architecture, with a two-layer projector as its head.
+
+        Raises:
+            UserError: the classifier's last layer is not named "head", so it cannot be replaced by the projector.
+        """
         if task.network.head != "head":
             raise UserError(
                 "twin-sight needs one of halfmoon's networks: its second network has another head in that position."
             )
-        like = model["params"]["head"]["weight"]
+        head = model["params"]["head"]["weight"]
         # A method draws no random numbers of the run: the second network's start is the same for every seed.
         generator = rng.generator(0, "twin-sight")
         initial = task.network.init(generator)
-        second = {**initial["params"], "head": linear(generator, like.shape[1], self.hidden)}
+        second = {**initial["params"], "head": linear(generator, head.shape[1], self.hidden)}
         second[PROJECTOR] = linear(generator, self.hidden, self.projected)
-        params = tree.to(second, like.device, like.dtype)
-        stats = tree.to(initial["stats"], like.device, like.dtype)
+        params = tree.to(second, head.device, head.dtype)
+        stats = tree.to(initial["stats"], head.device, head.dtype)
         return {"params": {**model["params"], SECOND: params}, "stats": {**model["stats"], **_second_stats(stats)}}
 
     def solution(self, task: Task, server: Tree) -> Tree:
@@ -126,56 +133,72 @@ class TwinSightClient(ClientUpdate):
         return Passes(3 * (labeled + unlabeled), 3 * (labeled + unlabeled))
 
     def _loss(self, params: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor, dict[str, Tensor]]]:
-        """Compute the loss, and (moments of both networks' passes, predictions on unlabeled images, the two terms)."""
+        """Compute Twin-sight's loss: cross-entropy, the second network's contrastive loss, and their Gram distance.
+
+        Args:
+            params: parameters of the classifier and (in `SECOND`) of the network that learns without labels.
+            batch: the minibatch; two views of each labeled and unlabeled image.
+
+        Returns:
+            The loss (), and (batch statistics of both networks' passes, predictions on unlabeled images (b, classes),
+            the contrastive and the Gram term).
+        """
         options = self.options
         second = params[SECOND]
-        a, b = (torch.cat([batch.x_views[view], batch.u[view]]) for view in VIEWS)
-        real = concat(batch.masks(1))
-        logits, features, moments = self.task.network.embed(params, a, real=real)
-        view_masks = () if real is None else (real, real)
-        hidden, (second_features, _), passes = embed_groups(self.task, second, (a, b), view_masks)
+        first_view, second_view = (torch.cat([batch.x_views[view], batch.u[view]]) for view in VIEWS)
+        mask = concat(batch.masks(1))
+        logits, features, moments = self.task.network.embed(params, first_view, real=mask)
+        view_masks = () if mask is None else (mask, mask)
+        hidden, (second_features, _), passes = embed_groups(self.task, second, (first_view, second_view), view_masks)
         projections = F.linear(F.relu(torch.cat(hidden)), second[PROJECTOR]["weight"], second[PROJECTOR]["bias"])
         terms = {
             "contrast": info_nce(projections, options.temperature, concat(view_masks)),
-            "gram": gram_distance(second_features, features, real),
+            "gram": gram_distance(second_features, features, mask),
         }
         # Rows of `logits`: first the labeled images, then the unlabeled ones.
-        loss = labeled_cross_entropy(logits[: len(batch.x)], batch.y, batch.x_real, self.task.class_weights)
+        labeled_logits = logits[: len(batch.x)]
+        unlabeled_logits = logits[len(batch.x) :]
+        loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
         loss = loss + options.contrast_weight * terms["contrast"] + options.gram_weight * terms["gram"]
-        return loss, ([moments, *passes], logits[len(batch.x) :].softmax(-1), terms)
+        return loss, ([moments, *passes], unlabeled_logits.softmax(-1), terms)
 
 
-def gram_distance(one: Tensor, other: Tensor, real: Tensor | None = None) -> Tensor:
-    """Compute the mean squared difference () of two Gram matrices of normalized features.
+def gram_distance(features: Tensor, other_features: Tensor, real: Tensor | None = None) -> Tensor:
+    """Compute the mean squared difference () of two networks' matrices of cosine similarities between images.
 
     Args:
-        one: features of a network, (N, F).
-        other: features of another network on the same images, (N, F).
+        features: features of a network, (N, F).
+        other_features: features of another network on the same images, (N, F).
         real: (N,) bool, False where a row is padding; None if no row is.
     """
-    u = F.normalize(one, dim=-1)
-    v = F.normalize(other, dim=-1)
-    difference = (u @ u.T - v @ v.T).square()
-    # Padding rows leave both means: the one over columns and the one over rows.
+    unit = F.normalize(features, dim=-1)
+    other_unit = F.normalize(other_features, dim=-1)
+    difference = (unit @ unit.T - other_unit @ other_unit.T).square()
+    # Padding rows are excluded from both means: the one over columns and the one over rows.
     return difference.mean() if real is None else mean(row_mean(difference, real), real)
 
 
-def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
-    """Compute SimCLR's loss NT-Xent (Chen et al. 2020, Eq. 1).
+def info_nce(projections: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
+    """Compute SimCLR's contrastive loss NT-Xent (Chen et al. 2020, Eq. 1).
 
     Args:
-        z: projections (2 N, P); rows i and i + N are the two views of one image.
+        projections: (2 N, P); rows i and i + N are the two views of one image.
         temperature: divides the cosine similarities.
         real: (2 N,) bool, False where a row is padding; None if no row is.
+
+    Returns:
+        The mean over rows, ().
     """
-    z = F.normalize(z, dim=-1)
-    excluded = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    unit = F.normalize(projections, dim=-1)
+    # A row is no negative for itself.
+    excluded = torch.eye(len(unit), dtype=torch.bool, device=unit.device)
     if real is not None:
-        # A padding row is never a negative for a real row. Among padding rows the partner stays: the loss of such a
-        # row does not count, but it has to be finite.
+        # A padding row is never a negative for a real row. Padding rows retain their partner: the loss of such a row
+        # does not count, but it has to be finite.
         excluded = excluded | (real[:, None] & ~real)
-    similarity = torch.where(excluded, -torch.inf, z @ z.T / temperature)
-    partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
+    similarity = torch.where(excluded, -torch.inf, unit @ unit.T / temperature)
+    # The loss is the cross-entropy of finding the image's other view, N rows further, among all rows.
+    partner = torch.arange(len(unit), device=unit.device).roll(len(unit) // 2)
     return labeled_cross_entropy(similarity, partner, real)
 
 

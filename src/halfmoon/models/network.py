@@ -247,8 +247,8 @@ def forward(
     network: Network,
     params: Tree,
     joint: bool,
-    taught: tuple[Tensor, ...],
-    frozen: tuple[Tensor, ...] = (),
+    differentiated: tuple[Tensor, ...],
+    detached: tuple[Tensor, ...] = (),
     real: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
     """Compute the logits of several groups of images under batch statistics.
@@ -257,37 +257,39 @@ def forward(
         network: the network.
         params: its parameters.
         joint: whether all groups share one pass and its statistics, or each group has a pass.
-        taught: groups whose logits are differentiated.
-        frozen: groups whose logits are detached, such as for pseudo-labels. In a pass of their own they need no backward
+        differentiated: groups of images (n, C, H, W) whose logits are differentiated.
+        detached: groups whose logits are detached, such as for pseudo-labels. In a separate pass they need no backward
             pass.
-        real: a mask of each group, those of `taught` first, if rows are padded.
+        real: masks of the rows (n,) that are not padding, those of `differentiated` first; () if no row is padding.
 
     Returns:
-        Logits of `taught`, logits of `frozen`, and the moments of every pass, in the order frozen, taught.
+        Logits (n, classes) of each group in `differentiated`, those of `detached`, and the batch statistics of every
+        pass, those of `detached` first.
     """
-    groups = (*taught, *frozen)
+    count = len(differentiated)
+    groups = (*differentiated, *detached)
     if joint:
         logits, moments = network.train(params, torch.cat(groups), real=padding.concat(real))
-        by_group = list(logits.split([len(group) for group in groups]))
-        detached = [group_logits.detach() for group_logits in by_group[len(taught) :]]
-        return by_group[: len(taught)], detached, [moments]
+        logits_by_group = list(logits.split([len(group) for group in groups]))
+        detached_logits = [group_logits.detach() for group_logits in logits_by_group[count:]]
+        return logits_by_group[:count], detached_logits, [moments]
     masks = real or (None,) * len(groups)
     passes: list[Tree] = []
-    frozen_logits: list[Tensor] = []
+    detached_logits = []
     with torch.no_grad():
-        for group, mask in zip(frozen, masks[len(taught) :], strict=True):
+        for group, mask in zip(detached, masks[count:], strict=True):
             logits, moments = network.train(params, group, real=mask)
-            frozen_logits.append(logits.detach())
+            detached_logits.append(logits.detach())
             passes.append(moments)
-    taught_logits: list[Tensor] = []
-    for group, mask in zip(taught, masks[: len(taught)], strict=True):
+    differentiated_logits: list[Tensor] = []
+    for group, mask in zip(differentiated, masks[:count], strict=True):
         if not len(group):  # a client without labels
-            taught_logits.append(group.new_zeros(0, network.classes))
+            differentiated_logits.append(group.new_zeros(0, network.classes))
             continue
         logits, moments = network.train(params, group, real=mask)
-        taught_logits.append(logits)
+        differentiated_logits.append(logits)
         passes.append(mark_if_any_real(moments, mask))
-    return taught_logits, frozen_logits, passes
+    return differentiated_logits, detached_logits, passes
 
 
 def kernels(params: Tree) -> Tree:
