@@ -178,15 +178,15 @@ def options_in(node: Any) -> dict[str, Option]:
     Returns:
         Type and default of each option, by name.
     """
-    found: dict[str, Option] = {}
+    defaults: dict[str, Option] = {}
     types = _types(cast("type[Any]", type(node)))
     for each in fields(node):
         value = node.__dict__[each.name]
         if is_dataclass(value):
-            found.update(options_in(value))
+            defaults.update(options_in(value))
         else:
-            found[each.name] = Option(types[each.name], value)
-    return found
+            defaults[each.name] = Option(types[each.name], value)
+    return defaults
 
 
 @cache

@@ -346,8 +346,8 @@ class SemiFLClient(RoundLabelingClient):
         if self.options.labels == "step":
             return new, StepMetrics(loss, {}, (pseudo,))
         # The metric "kept" is the share of the client's images whose pseudo-label is used.
-        kept = weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
-        return new, StepMetrics(loss, {"kept": kept}, (pseudo,))
+        used_share = weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
+        return new, StepMetrics(loss, {"kept": used_share}, (pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Return the upload, with the weight 1 (0 if no image was used), and the state that the client stores."""

@@ -1,4 +1,4 @@
-"""Base class of objectives, and the functions that most of them use: losses, predictions, debiasing, forward passes."""
+"""Base class of objectives, and functions that they share: losses, predictions, debiasing, forward passes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -28,7 +28,7 @@ CHUNK_IMAGES = 250
 
 
 class StepResult(NamedTuple):
-    """Result of a loss, apart from its value.
+    """Results of a loss besides its value.
 
     Attributes:
         moments: batch statistics of the forward passes.
@@ -84,7 +84,15 @@ class Objective:
         return () if self.decay is None else ("teacher", "teacher_steps", "teacher_stats")
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Build the server's initial state: the model {"params", "stats"} and the tensors of `shared_names`."""
+        """Build the server's state before the first round: the model, and a mean teacher if `decay` is set.
+
+        Args:
+            task: the settings that all methods share.
+            model: "params" and "stats" (running batch-norm statistics) of the initial model.
+
+        Returns:
+            The model, and the tensors of `shared_names`, which are sent and averaged with it.
+        """
         if self.decay is None:
             return model
         steps = torch.zeros((), dtype=torch.float64, device=next(leaves(model["params"])).device)
@@ -94,7 +102,11 @@ class Objective:
         return server
 
     def solution(self, server: Tree) -> Tree:
-        """Return the model {"params", "stats"} to evaluate."""
+        """Select the model to evaluate: the mean teacher if there is one, without heads that only training uses.
+
+        Returns:
+            "params" and "stats".
+        """
         if self.decay is None:
             params = server["params"]
             stats = server["stats"]
@@ -169,9 +181,9 @@ class Consistency(Objective):
 
 
 class FedAvgRow(NamedTuple):
-    """A row of the catalog (`halfmoon.api.method_entry.MethodEntry`) for FedAvg with an objective.
+    """An entry of the catalog (`halfmoon.api.method_entry.MethodEntry`) for FedAvg with an objective.
 
-    If a row is `pooled`, all images belong to one client, whose optimizer state is retained between rounds.
+    If it is `pooled`, all images belong to one client, whose optimizer state is retained between rounds.
     """
 
     name: str
@@ -190,13 +202,14 @@ def labeled_cross_entropy(
 ) -> Tensor:
     """Compute the mean cross-entropy of labeled images; 0 if there is no image.
 
-    With class weights each image's loss is multiplied by the weight of its class (`Task.class_weights`).
-
     Args:
         logits: (B, classes).
         y: labels, (B,) int64.
         real: (B,) bool, False for padding rows; None if no row is padding.
-        class_weights: the weight of each class; (): 1 for all.
+        class_weights: an image's loss is multiplied by the weight of its class; (): 1 for all.
+
+    Returns:
+        The mean over images, ().
     """
     if class_weights:
         losses = cross_entropy_per_image(logits, y) * label_weights(class_weights, y, logits)
@@ -228,16 +241,16 @@ def as_pseudo_labels(probabilities: Tensor) -> PseudoLabels:
 
 
 def update_teacher(aux: Tree, params: Tree, decay: float) -> Tree:
-    """Move the averaged teacher towards `params`: teacher <- keep teacher + (1 - keep) params.
+    """Update a mean teacher, the moving average of the student: teacher <- keep * teacher + (1 - keep) * params.
 
-    keep = min(decay, 1 - 1 / (steps + 1)), as in the code of Tarvainen and Valpola: the teacher is the plain mean of
-    all models until the decay is the smaller of the two. So a short run does not end with a teacher that is mostly the
-    initial model.
+    keep = min(decay, 1 - 1 / (steps + 1)), as in the code of Tarvainen and Valpola (2017): the teacher is the plain mean
+    of all models until the decay is the smaller of the two. So a short run does not end with a teacher that is mostly
+    the initial model.
 
     Args:
-        aux: contains "teacher" and "teacher_steps".
+        aux: "teacher", its parameters, and "teacher_steps" (), the number of updates so far.
         params: parameters of the student.
-        decay: the largest share of itself that the teacher retains.
+        decay: the largest share of itself that the teacher retains, from 0 to 1.
 
     Returns:
         The new "teacher" and "teacher_steps".
@@ -250,13 +263,13 @@ def update_teacher(aux: Tree, params: Tree, decay: float) -> Tree:
 
 
 def ramp_weight(task: Task, weight: float, share: float, shape: Ramp = "linear") -> Number:
-    """Compute a weight that grows over the first rounds of a run. It is the same for all steps of a round.
+    """Compute the weight of a loss term in the current round, if it grows over the first rounds of a run.
 
     Args:
         task: has the current round and the number of rounds.
         weight: the final value.
         share: share of the rounds over which the weight grows; 0: it has its final value from the start.
-        shape: "linear" starts at 0, "sigmoid" at exp(-5).
+        shape: "linear" grows from 0, "sigmoid" from exp(-5) as exp(-5 (1 - t)^2) (Laine and Aila 2017).
     """
     progress = 1.0 if share <= 0 else at_most_one(task.round / (share * task.rounds))
     return weight * (progress if shape == "linear" else exp(-5 * (1 - progress) ** 2))
@@ -269,7 +282,7 @@ def debias_logits(logits: Tensor, prior: Tensor) -> Tensor:
 
 
 def mean_prediction(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """Compute the mean prediction over rows: FedDB's APP-U (Eq. 8).
+    """Compute a client's mean prediction over its images: APP-U, the class bias that FedDB estimates (Eq. 8).
 
     Args:
         logits: (n, classes).
@@ -278,9 +291,12 @@ def mean_prediction(logits: Tensor, real: Tensor | None = None) -> Tensor:
     Returns:
         Probabilities (classes,); uniform if there is no row.
     """
-    if real is not None and len(logits):
-        return torch.where(real.any(), padding.row_mean(logits.softmax(-1), real), 1 / logits.shape[-1])
-    return logits.softmax(-1).mean(0) if len(logits) else torch.full_like(logits.sum(0), 1 / logits.shape[-1])
+    uniform = 1 / logits.shape[-1]
+    if not len(logits):
+        return torch.full_like(logits.sum(0), uniform)
+    if real is None:
+        return logits.softmax(-1).mean(0)
+    return torch.where(real.any(), padding.row_mean(logits.softmax(-1), real), uniform)
 
 
 @torch.no_grad()
@@ -311,7 +327,7 @@ TEACHER_NAMES = ("teacher", "teacher_steps")
 
 
 class MeanTeacherClient(ClientUpdate):
-    """A client with its own mean teacher, which it retains between rounds. Steps move it by `update_teacher`.
+    """A client with a local mean teacher, which it retains between rounds. Steps move it by `update_teacher`.
 
     Its memory contains the teacher's parameters, the number of its steps, and the memory of `ClientUpdate`.
     """
@@ -341,10 +357,10 @@ def predict_with_running_stats(task: Task, params: Tree, stats: Tree, images: Te
 
 @torch.no_grad()
 def predict_all_rows(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
-    """Compute detached logits of all unlabeled images of a client, under the statistics that `task.labeling` names.
+    """Compute detached logits of all unlabeled images of a client, for pseudo-labels.
 
-    "running": running statistics. "batch": those of the images that share a forward pass, chunks of at most
-    `CHUNK_IMAGES`.
+    `task.labeling` selects the batch-norm statistics. "running": running statistics. "batch": those of the images that
+    share a forward pass, chunks of at most `CHUNK_IMAGES`.
 
     Args:
         task: the settings that all methods share.
@@ -379,10 +395,10 @@ def split_into_chunks(images: Tensor, size: int = CHUNK_IMAGES) -> Iterator[Tens
 
 
 def index_chunks(real: Tensor, size: int = CHUNK_IMAGES) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the chunks that `split_into_chunks` makes of the real images of a padded client, as indices.
+    """Split the real images of a padded client into nearly equal chunks (`split_into_chunks`), as indices and masks.
 
-    The number of real images is a tensor under vmap, so the shapes may depend only on the padded number n of rows:
-    there are ceil(n / size) chunks of min(n, size) rows, of which some rows, or whole chunks, are masked out.
+    Under `torch.func.vmap` the number of real images is a tensor, so shapes may depend only on the padded number n of
+    rows: there are ceil(n / size) chunks of min(n, size) rows, of which some rows, or entire chunks, are masked out.
 
     Args:
         real: (n,) bool, True for the real rows, which come first.
@@ -393,25 +409,26 @@ def index_chunks(real: Tensor, size: int = CHUNK_IMAGES) -> tuple[Tensor, Tensor
         bool; and the position (n,) of each row in the concatenated chunks.
     """
     n = len(real)
-    max_chunks = -(-n // size)
+    max_chunks = -(-n // size)  # n / size, rounded up
     width = min(n, size)
     count = real.sum()
     chunks = ((count + size - 1) // size).clamp_min(1)
-    # Like `Tensor.tensor_split`: the first `longer` chunks have one image more than the others.
+    # Like `Tensor.tensor_split`: the first `longer_chunks` chunks have one image more than the others.
     shorter_length = count // chunks
-    longer = count % chunks
+    longer_chunks = count % chunks
     chunk = torch.arange(max_chunks, device=real.device)
-    length = torch.where(chunk < chunks, shorter_length + (chunk < longer), 0)
+    length = torch.where(chunk < chunks, shorter_length + (chunk < longer_chunks), 0)
     offset = torch.arange(width, device=real.device)
-    rows = chunk[:, None] * shorter_length + torch.minimum(chunk, longer)[:, None] + offset
+    first_row = chunk * shorter_length + torch.minimum(chunk, longer_chunks)
+    rows = first_row[:, None] + offset
 
-    # The inverse: chunk and offset of each row. Rows of longer chunks come first; `rest` counts the rows behind them.
+    # The inverse: chunk and offset of each row. Rows of longer chunks come first; `rest` counts the rows after them.
     row = torch.arange(n, device=real.device)
     longer_length = shorter_length + 1
-    rest = row - longer * longer_length
-    row_chunk = torch.where(rest < 0, row // longer_length, longer + rest // shorter_length.clamp_min(1))
+    rest = row - longer_chunks * longer_length
+    row_chunk = torch.where(rest < 0, row // longer_length, longer_chunks + rest // shorter_length.clamp_min(1))
     row_offset = torch.where(rest < 0, row % longer_length, rest % shorter_length.clamp_min(1))
-    # Padding rows may point anywhere inside, their result is not used.
+    # Padding rows may have any valid position: their result is not used.
     positions = (row_chunk * width + row_offset).clamp_max(max_chunks * width - 1)
     return rows.clamp_max(n - 1), offset < length[:, None], positions
 
@@ -494,7 +511,13 @@ def count_passes(task: Task, trained: int, predicted: int) -> Passes:
 def forward_weak_and_strong(
     task: Task, params: Tree, stats: Tree, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
-    """Compute the logits of a minibatch with weak and strong views.
+    """Compute the logits of labeled images, strong views to train on, and weak views to pseudo-label.
+
+    Args:
+        task: the settings that all methods share: which images share a pass, and the statistics of weak views.
+        params: parameters of the model.
+        stats: its running batch-norm statistics.
+        batch: the minibatch of B labeled and b unlabeled images.
 
     Returns:
         Logits of labeled images (B, classes), of strong views (b, classes) and, detached, of weak views (b, classes);
@@ -512,14 +535,14 @@ def forward_weak_and_strong(
 
 
 def mix_rows(rows: Tensor, mix: Tensor, order: Tensor) -> Tensor:
-    """Compute l rows + (1 - l) rows[order], where l = max(mix, 1 - mix) (MixMatch, Eq. 9).
+    """Mix each row with a partner (mixup): l * rows + (1 - l) * rows[order], where l = max(mix, 1 - mix).
 
-    So each row is closer to itself than to its partner.
+    By the maximum, each row is closer to itself than to its partner (MixMatch, Eq. 9).
 
     Args:
-        rows: (n, ...).
-        mix: () from 0 to 1.
-        order: a permutation, (n,) int64.
+        rows: images or labels, (n, ...).
+        mix: the mixing coefficient, () from 0 to 1.
+        order: the partners, a permutation, (n,) int64.
     """
     share = mix.maximum(1 - mix).to(rows.dtype)
     return share * rows + (1 - share) * rows[order]
@@ -539,7 +562,7 @@ def one_hot(y: Tensor, classes: int, like: Tensor) -> Tensor:
 def soft_cross_entropy(
     logits: Tensor, target: Tensor, real: Tensor | None = None, class_weights: tuple[float, ...] = ()
 ) -> Tensor:
-    """Compute the mean cross-entropy for soft labels; 0 if there is no row.
+    """Compute the mean cross-entropy () for soft labels; 0 if there is no row.
 
     Args:
         logits: (n, classes).

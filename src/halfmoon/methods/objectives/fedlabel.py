@@ -41,6 +41,21 @@ class FedLabel(ReceivedModelObjective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        """Compute FedLabel's loss (ICCV 2023): the more confident of local and received model labels each image.
+
+        If both models predict the same class, the strong view also follows the received model's probabilities.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch, with a weak and a strong view of each unlabeled image.
+            aux: unused: FedLabel has no state.
+            cached: the received model.
+
+        Returns:
+            The loss (), and batch statistics and pseudo-labels.
+        """
         labeled, strong, weak, moments = forward_weak_and_strong(task, params, stats, batch)
         local_confidence, local_label = weak.softmax(-1).max(-1)
         global_log_p = predict_with_received(task, cached, batch.u["weak"]).log_softmax(-1)
@@ -55,10 +70,10 @@ class FedLabel(ReceivedModelObjective):
         lower_confidence = torch.minimum(local_confidence, global_confidence)
         # `confidence` is the larger of the two, so the ratio is min / max.
         ratio = torch.where(local_label == global_label, lower_confidence / confidence, 0.0)
-        terms = F.cross_entropy(strong, label, reduction="none") + self.consistency_weight * ratio * divergence
+        image_losses = F.cross_entropy(strong, label, reduction="none") + self.consistency_weight * ratio * divergence
 
         loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
-        loss = loss + self.unlabeled_weight * mean(used * terms, batch.u_real)
+        loss = loss + self.unlabeled_weight * mean(used * image_losses, batch.u_real)
         return loss, StepResult(moments, (PseudoLabels(label, confidence, used),))
 
 

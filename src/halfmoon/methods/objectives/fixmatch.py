@@ -46,14 +46,30 @@ class FixMatch(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = self.compute_outputs(task, params, stats, batch, cached)
-        pseudo, aux = self.pseudo_label(weak, batch, aux)
-        loss = cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
+        """Compute FixMatch's loss (Sohn et al. 2020): confident predictions on weak views label the strong views.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch, with a weak and a strong view of each unlabeled image.
+            aux: state of adaptive thresholds.
+            cached: predictions computed when the client update began.
+
+        Returns:
+            The loss (), and batch statistics, pseudo-labels and the new state.
+        """
+        labeled_logits, strong_logits, weak_logits, moments = self.compute_outputs(task, params, stats, batch, cached)
+        pseudo, aux = self.pseudo_label(weak_logits, batch, aux)
+        image_losses = cross_entropy(strong_logits, pseudo.label, reduction="none") * pseudo.weight
         # A mean over all images shrinks the loss while few predictions are confident; one over used images does not.
-        consistency = mean(loss, batch.u_real) if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
+        if self.mean == "all":
+            consistency = mean(image_losses, batch.u_real)
+        else:
+            consistency = image_losses.sum() / pseudo.weight.sum().clamp_min(1)
         weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        total = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights) + weight * consistency
-        return total, StepResult(moments, (pseudo,), aux)
+        labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
+        return labeled_loss + weight * consistency, StepResult(moments, (pseudo,), aux)
 
 
 ROWS = (

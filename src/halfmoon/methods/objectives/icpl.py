@@ -35,7 +35,7 @@ class ICPL(ReceivedModelObjective):
     received model's too (`labeled_sets` "label": their labels). prior is the running distribution of training labels,
     including confident pseudo-labels.
 
-    Where paper and authors' code differ, the defaults are the code's. Departures: each client uploads its own running
+    Where paper and authors' code differ, the defaults are the code's. Departures: each client uploads a local running
     mean as prior, and these are averaged by rows, while the code sums the clients' counts; it counts the whole round,
     not only the last epoch. The heads start as PyTorch initializes linear layers, identically for all seeds. They are
     not part of the solution.
@@ -76,6 +76,19 @@ class ICPL(ReceivedModelObjective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        """Compute ProxyFL's client loss: cross-entropy of labels and pseudo-labels, and InfoNCE with class proxies.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network and of two linear heads, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch.
+            aux: "prior" (classes,), the distribution of training labels, and "counts" (classes,), those of this update.
+            cached: the received model, which predicts the pseudo-labels.
+
+        Returns:
+            The loss (), and batch statistics, pseudo-labels and the new counts.
+        """
         x = batch.x
         weak = batch.u["weak"]
         logits, features, moments = embed_groups(task, params, (x, batch.u["strong"], weak), batch.masks(2))
@@ -110,6 +123,7 @@ class ICPL(ReceivedModelObjective):
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         trained = labeled + 2 * unlabeled
+        # The received model predicts on labeled images too, for their sets of classes.
         local_predictions = unlabeled if task.labeling == "running" else 0
         received_predictions = labeled + unlabeled
         return Passes(trained + local_predictions + received_predictions, trained)
@@ -117,23 +131,26 @@ class ICPL(ReceivedModelObjective):
     def _class_sets(
         self, probabilities: Tensor, label: Tensor, confident: Tensor, prior: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute the set of classes of each image, and the weights of the proxies that attract its features.
+        """Compute each image's set of possible classes, and the weights of the proxies that attract its features.
+
+        The set of a confident prediction is its class; else it is all classes that are more probable than usual
+        (ProxyFL's "indecisive categories").
 
         Args:
-            probabilities: the received model's predictions g, (B + b, classes), labeled images first.
+            probabilities: the received model's predictions, (B + b, classes), labeled images first.
             label: their argmax, (B + b,).
-            confident: (B + b,) bool.
-            prior: (classes,).
-            y: labels, (B,).
+            confident: whether a prediction is confident, (B + b,) bool.
+            prior: the classes' shares of training labels, (classes,).
+            y: labels of the labeled images, (B,).
 
         Returns:
             The sets as 0 and 1, (B + b, classes), and the weights, (B + b, classes).
         """
         classes = probabilities.shape[-1]
-        single = one_hot(label, classes, probabilities)
-        likely = (probabilities > prior).to(probabilities.dtype)
-        class_sets = torch.where(confident[:, None], single, likely)
-        proxy_weights = torch.where(confident[:, None], single, likely * probabilities)
+        predicted_class = one_hot(label, classes, probabilities)
+        likely_classes = (probabilities > prior).to(probabilities.dtype)
+        class_sets = torch.where(confident[:, None], predicted_class, likely_classes)
+        proxy_weights = torch.where(confident[:, None], predicted_class, likely_classes * probabilities)
         if self.labeled_sets == "label":
             class_sets = torch.cat([one_hot(y, classes, probabilities), class_sets[len(y) :]])
         return class_sets, proxy_weights
@@ -141,28 +158,35 @@ class ICPL(ReceivedModelObjective):
     def _contrast(
         self, params: Tree, features: list[Tensor], class_sets: Tensor, proxy_weights: Tensor, batch: Batch
     ) -> Tensor:
-        """Compute InfoNCE over the strong and the weak views.
+        """Compute InfoNCE between unlabeled images' features and class proxies (ProxyFL, CVPR 2026).
+
+        Positives are the proxies of the image's possible classes, negatives the features of images that have no
+        possible class in common with it.
 
         Args:
-            params: parameters with the two heads.
-            features: of the labeled images, the strong views and the weak views.
-            class_sets: (B + b, classes).
-            proxy_weights: (B + b, classes).
+            params: parameters, with the linear layers "feature_head" and "proxy_head".
+            features: of labeled images (B, F), strong views (b, F) and weak views (b, F).
+            class_sets: possible classes of each image as 0 and 1, (B + b, classes).
+            proxy_weights: weights of the proxies that attract the image, (B + b, classes).
             batch: the minibatch.
+
+        Returns:
+            The mean over both views, ().
         """
         labeled = len(batch.x)
-        real = padding.concat(batch.masks(2))
+        mask = padding.concat(batch.masks(2))
         head = params["feature_head"]
-        z = F.normalize(F.linear(torch.cat(features), head["weight"], head["bias"]), dim=-1)
+        embeddings = F.normalize(F.linear(torch.cat(features), head["weight"], head["bias"]), dim=-1)
         proxies = F.normalize(F.linear(params["head"]["weight"], params["proxy_head"]["weight"]), dim=-1)
         # Both views of an unlabeled image have the same set and weights: rows for labeled, strong and weak.
         class_sets = torch.cat([class_sets, class_sets[labeled:]])
         proxy_weights = torch.cat([proxy_weights[labeled:]] * 2)
-        anchors = z[labeled:]
+        anchors = embeddings[labeled:]
         positive = (anchors * (proxy_weights @ proxies)).sum(-1, keepdim=True)
-        similarity = anchors @ z.T
-        is_negative = (class_sets[labeled:] @ class_sets.T == 0) & (similarity > MIN_NEGATIVE_SIMILARITY)
-        is_negative = is_negative if real is None else is_negative & real
+        similarity = anchors @ embeddings.T
+        without_common_class = class_sets[labeled:] @ class_sets.T == 0
+        is_negative = without_common_class & (similarity > MIN_NEGATIVE_SIMILARITY)
+        is_negative = is_negative if mask is None else is_negative & mask
         negatives = torch.where(is_negative, similarity, -torch.inf)
         losses = torch.cat([positive, negatives], -1).logsumexp(-1, keepdim=True) - positive
-        return padding.mean(losses, None if real is None else real[labeled:])
+        return padding.mean(losses, None if mask is None else mask[labeled:])

@@ -45,19 +45,29 @@ class MeanTeacher(Consistency):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        """Compute Mean Teacher's loss: cross-entropy, and squared distance to the averaged model's predictions.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the student, in which the loss is differentiated.
+            stats: its running batch-norm statistics (unused: training normalizes by the batch).
+            batch: the minibatch; student and teacher get different weak views of the unlabeled images.
+            aux: "teacher", the averaged parameters, and "teacher_stats", their running statistics.
+            cached: unused here.
+
+        Returns:
+            The loss (), and batch statistics and the teacher's pseudo-labels.
+        """
         groups = (batch.x, batch.u["weak"])
-        (labeled, student), _, moments = forward(
-            task.network, params, task.statistics == "joint", groups, real=batch.masks(1)
-        )
+        joint = task.statistics == "joint"
+        (labeled_logits, student_logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
         # The teacher has running statistics of its passes, as its weights differ from the student's.
         teacher_stats = aux.get("teacher_stats", {})
-        teacher = predict_with_teacher(task, aux["teacher"], teacher_stats, batch.u["weak2"], batch.u_real)
-        target = teacher.softmax(-1)
-        distance = mean((student.softmax(-1) - target).square(), batch.u_real)
-        loss = self.total_loss(
-            task, labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights), distance
-        )
-        return loss, StepResult(moments, (as_pseudo_labels(target),))
+        teacher_logits = predict_with_teacher(task, aux["teacher"], teacher_stats, batch.u["weak2"], batch.u_real)
+        target = teacher_logits.softmax(-1)
+        distance = mean((student_logits.softmax(-1) - target).square(), batch.u_real)
+        labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
+        return self.total_loss(task, labeled_loss, distance), StepResult(moments, (as_pseudo_labels(target),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)

@@ -51,26 +51,41 @@ class MixMatch(Consistency):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        weak = (batch.u["weak"], batch.u["weak2"])
+        """Compute MixMatch's loss (Berthelot et al. 2019) on mixtures of images and of labels and pseudo-labels.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch, with two weak views of each unlabeled image and the draws of mixup.
+            aux: unused here.
+            cached: unused here.
+
+        Returns:
+            The loss (), and batch statistics and pseudo-labels.
+        """
+        weak_views = (batch.u["weak"], batch.u["weak2"])
         mix = batch.mixing["mix"]
         order = batch.mixing["order"]
-        sizes = [len(batch.x), len(weak[0]), len(weak[1])]
-        images = torch.split(mix_rows(torch.cat([batch.x, *weak]), mix, order), sizes)
-        real = batch.masks(2)
+        sizes = [len(batch.x), len(weak_views[0]), len(weak_views[1])]
+        mixtures = torch.split(mix_rows(torch.cat([batch.x, *weak_views]), mix, order), sizes)
+        masks = batch.masks(2)
         # Five groups: mixtures of labeled images and of both views, then both views once more for the pseudo-labels.
-        (x, *u), weak_logits, moments = forward_and_predict(task, params, stats, images, weak, (*real, *real[1:]))
+        (labeled, *unlabeled), weak_logits, moments = forward_and_predict(
+            task, params, stats, train_groups=mixtures, predict_groups=weak_views, real=(*masks, *masks[1:])
+        )
         # One pseudo-label for both views: the mean of their predictions.
         prediction = torch.stack([logits.softmax(-1) for logits in weak_logits]).mean(0)
-        q = sharpen(prediction, self.temperature)
-        y = one_hot(batch.y, task.network.classes, q)
+        pseudo_labels = sharpen(prediction, self.temperature)
+        labels = one_hot(batch.y, task.network.classes, pseudo_labels)
         # Targets are mixed in the order of the images: labeled ones, then each view of the unlabeled ones.
-        targets = mix_rows(torch.cat([y, q, q]), mix, order)
+        targets = mix_rows(torch.cat([labels, pseudo_labels, pseudo_labels]), mix, order)
+        labeled_targets = targets[: len(labels)]
+        unlabeled_targets = targets[len(labels) :]
         # Squared error in place of cross-entropy: it is bounded, and so less sensitive to wrong pseudo-labels.
-        distance = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), concat(real[1:]))
-        loss = self.total_loss(
-            task, soft_cross_entropy(x, targets[: len(y)], batch.x_real, task.class_weights), distance
-        )
-        return loss, StepResult(moments, (as_pseudo_labels(prediction),))
+        distance = mean((torch.cat(unlabeled).softmax(-1) - unlabeled_targets).square(), concat(masks[1:]))
+        labeled_loss = soft_cross_entropy(labeled, labeled_targets, batch.x_real, task.class_weights)
+        return self.total_loss(task, labeled_loss, distance), StepResult(moments, (as_pseudo_labels(prediction),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return count_passes(task, labeled + 2 * unlabeled, 2 * unlabeled)

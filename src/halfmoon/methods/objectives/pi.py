@@ -35,15 +35,31 @@ class PiModel(Consistency):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        """Compute the Pi-model's loss: cross-entropy, and squared distance between predictions on two weak views.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network, in which the loss is differentiated.
+            stats: running batch-norm statistics (unused: training normalizes by the batch).
+            batch: the minibatch, with two weak views of each unlabeled image.
+            aux: unused here.
+            cached: unused here.
+
+        Returns:
+            The loss (), and batch statistics and pseudo-labels from the mean of both predictions.
+        """
         groups = (batch.x, batch.u["weak"], batch.u["weak2"])
         joint = task.statistics == "joint"
-        (labeled, one, two), _, moments = forward(task.network, params, joint, groups, real=batch.masks(2))
-        # Both predictions have gradients: each is drawn to the other.
-        distance = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
-        loss = self.total_loss(
-            task, labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights), distance
+        (labeled, first_logits, second_logits), _, moments = forward(
+            task.network, params, joint, groups, real=batch.masks(2)
         )
-        return loss, StepResult(moments, (as_pseudo_labels((one.softmax(-1) + two.softmax(-1)) / 2),))
+        first = first_logits.softmax(-1)
+        second = second_logits.softmax(-1)
+        # Both predictions have gradients: each is drawn to the other.
+        distance = mean((first - second).square(), batch.u_real)
+        labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
+        loss = self.total_loss(task, labeled_loss, distance)
+        return loss, StepResult(moments, (as_pseudo_labels((first + second) / 2),))
 
 
 ROWS = (FedAvgRow("pi-model", "Pi-Model", "Laine and Aila 2017", "two views, one prediction", PiModel(), pooled=True),)

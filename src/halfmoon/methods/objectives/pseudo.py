@@ -46,11 +46,24 @@ class PseudoLabel(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        """Compute Pseudo-Label's loss (Lee 2013): the predicted class of a weak view is the label of the same view.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch of labeled and unlabeled images.
+            aux: state of adaptive thresholds.
+            cached: predictions computed when the client update began.
+
+        Returns:
+            The loss (), and batch statistics, pseudo-labels and the new state.
+        """
         # The same view is trained on and predicts, so one pass serves both unless it needs running statistics.
         groups = (batch.x, batch.u["weak"])
         if self._needs_separate_pass(task):
             (labeled, logits), (prediction,), moments = forward_and_predict(
-                task, params, stats, groups, groups[1:], batch.masks(2)
+                task, params, stats, train_groups=groups, predict_groups=groups[1:], real=batch.masks(2)
             )
         else:
             joint = task.statistics == "joint"
@@ -62,8 +75,8 @@ class PseudoLabel(PseudoLabeling, Objective):
         pseudo, aux = self.pseudo_label(self.debias_predictions(prediction, batch, cached), batch, aux)
         pseudo_loss = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
         weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights) + weight * pseudo_loss
-        return loss, StepResult(moments, (pseudo,), aux)
+        labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
+        return labeled_loss + weight * pseudo_loss, StepResult(moments, (pseudo,), aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         uses_received = self.teacher != "local" and self.labels == "step"

@@ -103,11 +103,11 @@ class PseudoLabeling:
         return {"params": model["params"], "stats": model.get("stats", {})}
 
     def cache_predictions(self, broadcast: Tree, data: ClientData, logits: Tensor | None) -> Tree:
-        """Collect the constants of a client update.
+        """Collect what pseudo-labeling computes once, when a client update begins.
 
         Args:
-            broadcast: the received tree.
-            data: the client's rows.
+            broadcast: the tree that the server sent.
+            data: the client's images.
             logits: predictions of the teacher on all unlabeled rows, (U, classes), if there are any.
 
         Returns:
@@ -148,13 +148,23 @@ class PseudoLabeling:
     def compute_outputs(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, cached: Tree
     ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
-        """Compute the outputs of a step.
+        """Run the network on a minibatch, and compute the predictions from which its pseudo-labels are made.
+
+        The predictions are by the model in training, the received model, the more confident of both, or those of the
+        start of the round, as the options `labels` and `teacher` select.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the model in training.
+            stats: its running batch-norm statistics.
+            batch: the minibatch of B labeled and b unlabeled images.
+            cached: the result of `cache_predictions`.
 
         Returns:
-            Logits of labeled images and of strong views; detached (debiased) logits from which pseudo-labels are made,
-            (b, classes); and the moments of the passes.
+            Logits of labeled images (B, classes) and of strong views (b, classes); detached, debiased predictions
+            (b, classes), as logits; and the batch statistics of the passes.
         """
-        # The model in training does not predict, so weak views are not part of its pass.
+        # In this case the model in training does not predict, so weak views are not part of its pass.
         if self.labels == "round" or self.teacher_is_received:
             groups = (batch.x, batch.u["strong"])
             joint = task.statistics == "joint"
@@ -220,7 +230,7 @@ def predict_with_received(task: Task, cached: Tree, images: Tensor) -> Tensor:
     return task.network.predict(cached["received"]["params"], cached["received"]["stats"], images).detach()
 
 
-def select_more_confident(one: Tensor, other: Tensor) -> Tensor:
-    """Select for each row the logits (b, classes) with the larger maximal probability; `one` if they are equal."""
-    other_is_larger = other.softmax(-1).amax(-1) > one.softmax(-1).amax(-1)
-    return torch.where(other_is_larger[:, None], other, one)
+def select_more_confident(logits: Tensor, other_logits: Tensor) -> Tensor:
+    """Select for each row the logits (b, classes) with the larger maximal probability; `logits` if they are equal."""
+    other_is_larger = other_logits.softmax(-1).amax(-1) > logits.softmax(-1).amax(-1)
+    return torch.where(other_is_larger[:, None], other_logits, logits)

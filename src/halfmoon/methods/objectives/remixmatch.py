@@ -101,6 +101,19 @@ class ReMixMatch(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        """Compute ReMixMatch's loss on mixed labeled, mixed unlabeled, plain strong, and rotated images.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network and of the rotation head, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch, with the draws of mixup and rotations.
+            aux: "predicted" (classes,), the running mean of predictions.
+            cached: "label_frequencies" (classes,) of the client's labels.
+
+        Returns:
+            The loss (), and batch statistics, pseudo-labels and the new running mean.
+        """
         groups = (
             batch.x_views["strong"] if self.strong_labels else batch.x,
             *(batch.u[name] for name in self.requirements.views),
@@ -108,20 +121,24 @@ class ReMixMatch(Objective):
         mix = batch.mixing["mix"]
         order = batch.mixing["order"]
         mixtures = torch.split(mix_rows(torch.cat(groups), mix, order), [len(group) for group in groups])
-        strong = batch.u["strong"]
-        turned = quarter_turns(strong, batch.mixing["turn"]) if self.rotation_weight else None
-        (x, *u, anchor), weak, rotations, moments = self._compute_outputs(
-            task, params, stats, (*mixtures, strong), turned, batch
+        strong_images = batch.u["strong"]
+        turned = quarter_turns(strong_images, batch.mixing["turn"]) if self.rotation_weight else None
+        (labeled, *unlabeled, strong), weak, rotations, moments = self._compute_outputs(
+            task, params, stats, (*mixtures, strong_images), turned, batch
         )
         prediction, new_aux = self._align_predictions(weak.softmax(-1), aux, cached, batch.u_real)
-        q = sharpen(prediction, self.temperature)
-        y = one_hot(batch.y, task.network.classes, q)
-        targets = mix_rows(torch.cat([y, *[q] * len(u)]), mix, order)
+        pseudo_labels = sharpen(prediction, self.temperature)
+        labels = one_hot(batch.y, task.network.classes, pseudo_labels)
+        # Labels are mixed in the order of the images: all views of an unlabeled image have the same pseudo-label.
+        targets = mix_rows(torch.cat([labels, *[pseudo_labels] * len(unlabeled)]), mix, order)
+        labeled_targets = targets[: len(labels)]
+        unlabeled_targets = targets[len(labels) :]
         ramp = ramp_weight(task, 1.0, self.ramp, self.ramp_shape)
-        u_real = concat(batch.masks(len(u))[1:])
-        loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real, task.class_weights)
-        loss = loss + ramp * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :], u_real)
-        loss = loss + ramp * self.anchor_weight * soft_cross_entropy(anchor, q, batch.u_real)
+        unlabeled_mask = concat(batch.masks(len(unlabeled))[1:])
+        loss = soft_cross_entropy(labeled, labeled_targets, batch.x_real, task.class_weights)
+        mixed_loss = soft_cross_entropy(torch.cat(unlabeled), unlabeled_targets, unlabeled_mask)
+        loss = loss + ramp * self.unlabeled_weight * mixed_loss
+        loss = loss + ramp * self.anchor_weight * soft_cross_entropy(strong, pseudo_labels, batch.u_real)
         if turned is not None:
             rotation_loss = labeled_cross_entropy(rotations, batch.mixing["turn"], batch.u_real)
             loss = loss + self.rotation_weight * rotation_loss
@@ -134,7 +151,17 @@ class ReMixMatch(Objective):
     def _align_predictions(
         self, prediction: Tensor, aux: Tree, cached: Tree, real: Tensor | None
     ) -> tuple[Tensor, Tree]:
-        """Adapt predictions (b, classes) to the labels' class frequencies, and update their running mean."""
+        """Align predictions with the class frequencies of the labels (ReMixMatch's distribution alignment).
+
+        Args:
+            prediction: probabilities of b images, (b, classes).
+            aux: "predicted" (classes,), the running mean of predictions.
+            cached: "label_frequencies" (classes,).
+            real: (b,) bool, False for padding rows; None if no row is padding.
+
+        Returns:
+            prediction * label frequencies / running mean, normalized, (b, classes); and the new running mean.
+        """
         if not self.align:
             return prediction, {}
         aligned = prediction * (cached["label_frequencies"] + TINY) / (aux["predicted"] + TINY)
@@ -150,11 +177,19 @@ class ReMixMatch(Objective):
         turned: Tensor | None,
         batch: Batch,
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tree]]:
-        """Compute all outputs of a step.
+        """Run the network on all images of a ReMixMatch step, in as few passes as the statistics allow.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network and of the rotation head.
+            stats: running batch-norm statistics.
+            train_groups: groups of images whose logits get gradients.
+            turned: rotated images (b, C, H, W), whose rotation is predicted; None: no rotation loss.
+            batch: the minibatch.
 
         Returns:
             Logits of each of `train_groups`; detached logits of the weak views; outputs of the rotation head (b, 4);
-            and the moments of the passes.
+            and the batch statistics of the passes.
         """
         head = params["rotation"]
         weak = batch.u["weak"]
@@ -178,7 +213,11 @@ class ReMixMatch(Objective):
 
 
 def quarter_turns(images: Tensor, turns: Tensor) -> Tensor:
-    """Turn images (b, C, H, H) counter-clockwise, each `turns` (b,) times by 90 degrees.
+    """Turn each image counter-clockwise by a multiple of 90 degrees.
+
+    Args:
+        images: (b, C, H, H).
+        turns: number of quarter turns of each image, from 0 to 3, (b,) int64.
 
     Raises:
         UserError: the images are not square.

@@ -21,6 +21,9 @@ from halfmoon.methods.objectives.base import (
 )
 from halfmoon.methods.objectives.pseudo_labeling import ReceivedModelObjective, predict_with_received
 
+MIN_LOCAL_SHARE = 1e-6
+"""Smallest share of a confident local model's class in the target (the authors' code)."""
+
 
 @dataclass(frozen=True)
 class SAGE(ReceivedModelObjective):
@@ -47,25 +50,37 @@ class SAGE(ReceivedModelObjective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = forward_weak_and_strong(task, params, stats, batch)
-        classes = weak.shape[-1]
-        local_confidence, local_label = weak.softmax(-1).max(-1)
-        received = predict_with_received(task, cached, batch.u["weak"])
-        global_confidence, global_label = received.softmax(-1).max(-1)
+        """Compute SAGE's loss (CVPR 2025): pseudo-labels mix the classes of the local and the received model.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch, with a weak and a strong view of each of its b unlabeled images.
+            aux: unused: SAGE has no state.
+            cached: the received model.
+
+        Returns:
+            The loss (), and batch statistics and pseudo-labels.
+        """
+        labeled_logits, strong_logits, weak_logits, moments = forward_weak_and_strong(task, params, stats, batch)
+        classes = weak_logits.shape[-1]
+        local_confidence, local_label = weak_logits.softmax(-1).max(-1)
+        received_logits = predict_with_received(task, cached, batch.u["weak"])
+        global_confidence, global_label = received_logits.softmax(-1).max(-1)
         gap = (local_confidence - global_confidence).abs()
         # The share halves with each `half_gap` of difference in confidence; the bounds are the authors'.
-        local_share = (-log(2) / self.half_gap * gap).exp().clamp(1e-6, 1.0)
+        local_share = (-log(2) / self.half_gap * gap).exp().clamp(MIN_LOCAL_SHARE, 1.0)
         # (b, 1): multiplies rows of classes below.
         local_share = torch.where(local_confidence >= self.threshold, local_share, 0.0)[:, None]
-        target = local_share * one_hot(local_label, classes, weak)
-        target = target + (1 - local_share) * one_hot(global_label, classes, weak)
+        target = local_share * one_hot(local_label, classes, weak_logits)
+        target = target + (1 - local_share) * one_hot(global_label, classes, weak_logits)
         # A confident local model is enough, even if the target is then mostly the global model's class.
-        used = ((local_confidence >= self.threshold) | (global_confidence >= self.threshold)).to(strong.dtype)
-        consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
-        loss = (
-            labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
-            + self.unlabeled_weight * consistency
-        )
+        is_used = (local_confidence >= self.threshold) | (global_confidence >= self.threshold)
+        used = is_used.to(strong_logits.dtype)
+        consistency = mean(F.cross_entropy(strong_logits, target, reduction="none") * used, batch.u_real)
+        labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
+        loss = labeled_loss + self.unlabeled_weight * consistency
         confidence = torch.maximum(local_confidence, global_confidence)
         return loss, StepResult(moments, (PseudoLabels(target.argmax(-1), confidence, used),))
 

@@ -36,6 +36,9 @@ PADDING_LABEL = -2
 TINY = 1e-6
 """Added to both distributions before one is divided by the other (the authors' code)."""
 
+MIN_DIVISOR = 1e-12
+"""Smallest variance or class probability to divide by."""
+
 
 @dataclass(frozen=True)
 class Threshold:
@@ -67,7 +70,15 @@ class Threshold:
         return {"thresholds/label": NO_LABEL} if self.rule == "flexmatch" else {}
 
     def initial_memory(self, classes: int, like: Tensor) -> Tree:
-        """Build the state of a client that has not trained yet, with the dtype and device of `like`."""
+        """Build the thresholds' initial state at a client: running means, or an empty list of stored labels.
+
+        Args:
+            classes: number of classes.
+            like: a tensor that gives the dtype and device.
+
+        Returns:
+            The state of `rule`; {} if the rule has none.
+        """
         uniform = like.new_full((classes,), 1 / classes)
         if self.rule == "freematch":
             return {"confidence": uniform[0].clone(), "classes": uniform}
@@ -82,13 +93,13 @@ class Threshold:
         return {}
 
     def begin(self, state: Tree, data: ClientData, p: Tensor | None = None) -> Tree:
-        """Build the state with which a client update begins.
+        """Build the thresholds' state for a client update from the state that the client stored.
 
         Args:
-            state: the stored state. If the client's rows have changed since (in a stream), their stored labels are
+            state: the stored state. If the client's images have changed since (in a stream), their stored labels are
                 dropped.
-            data: the client's rows.
-            p: predictions on all rows, (U, C), which "fl2" needs.
+            data: the client's images.
+            p: predicted probabilities on all U images, (U, C), which "fl2" needs.
         """
         if self.rule == "fl2":
             assert p is not None
@@ -101,16 +112,19 @@ class Threshold:
     def pseudo_label(
         self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None
     ) -> tuple[PseudoLabels, Tree]:
-        """Compute the pseudo-labels of a minibatch, and the new state.
+        """Compute the pseudo-labels of a minibatch, and update the thresholds' state.
 
         As in the authors' code, the minibatch enters the running means before it is thresholded, but FlexMatch's
         labels only afterwards.
 
         Args:
-            p: predictions, (b, C).
-            rows: indices of the images, (b,).
+            p: predicted probabilities of b images, (b, C).
+            rows: indices of the images among the client's, (b,).
             state: the current state.
             real: (b,) bool, False for padding rows, which get the weight 0; None if no row is padding.
+
+        Returns:
+            Labels, confidences and weights (b,), and the new state.
         """
         # Pseudo-labels are targets: no gradient passes through them or through the thresholds.
         p = p.detach()
@@ -128,14 +142,17 @@ class Threshold:
         return pseudo, state
 
     def pseudo_label_all(self, p: Tensor, state: Tree, real: Tensor | None = None) -> PseudoLabels:
-        """Compute the pseudo-labels of all rows of a client at once.
+        """Compute the pseudo-labels of all images of a client at once.
 
-        Nothing is updated: means are those over the rows, and FlexMatch counts the labels that the rows get now.
+        No state is updated: means are those over the images, and FlexMatch counts the labels that they get now.
 
         Args:
-            p: predictions, (U, C).
+            p: predicted probabilities of U images, (U, C).
             state: the current state.
             real: (U,) bool, False for padding rows, which get the weight 0; None if no row is padding.
+
+        Returns:
+            Labels, confidences and weights, (U,).
         """
         p = p.detach()
         if self.rule in ("freematch", "fl2"):
@@ -154,19 +171,28 @@ class Threshold:
         return pseudo._replace(weight=mask(pseudo.weight, real))
 
     def _apply(self, p: Tensor, state: Tree) -> PseudoLabels:
-        """Compute labels, confidences and weights under a state that is up to date."""
+        """Label each image with its most likely class, and weigh it by the rule.
+
+        Args:
+            p: predicted probabilities, (n, C).
+            state: running means, or FlexMatch's stored labels, already updated by `p`.
+
+        Returns:
+            Labels, confidences and weights (n,): 1 or 0, or between them with SoftMatch.
+        """
         confidence, label = p.max(-1)
         if self.rule == "softmatch":
             # SoftMatch: a Gaussian of the confidence below its running mean, and weight 1 above it.
-            below = (confidence - state["confidence"]).clamp_max(0)
+            below_mean = (confidence - state["confidence"]).clamp_max(0)
             # The authors divide the standard deviation by 2, and so the variance by 4: 2 sigma^2 / 4 = sigma^2 / 2.
-            weight = (-below.square() / (state["variance"] / 2).clamp_min(1e-12)).exp()
+            weight = (-below_mean.square() / (state["variance"] / 2).clamp_min(MIN_DIVISOR)).exp()
             return PseudoLabels(label, confidence, weight)
         threshold: Tensor | float = self.threshold
         if self.rule in ("freematch", "fl2"):
             # FreeMatch's self-adaptive threshold: global confidence times the class's probability, relative to the
             # largest.
-            threshold = state["confidence"] * state["classes"][label] / state["classes"].max().clamp_min(1e-12)
+            largest = state["classes"].max().clamp_min(MIN_DIVISOR)
+            threshold = state["confidence"] * state["classes"][label] / largest
         elif self.rule == "flexmatch":
             progress = self._class_progress(state["label"], p.shape[-1])[label].to(p.dtype)
             # FlexMatch's convex mapping x / (2 - x) of the learning status.
@@ -174,7 +200,15 @@ class Threshold:
         return PseudoLabels(label, confidence, (confidence >= threshold).to(p.dtype))
 
     def _mean_over_rows(self, p: Tensor, real: Tensor | None = None) -> Tree:
-        """Compute the means of max p and of p (U, C) over all rows; uniform if there is no row."""
+        """Compute the mean confidence and the mean prediction over all images of a client, the state of (FL)^2.
+
+        Args:
+            p: predicted probabilities, (U, C).
+            real: (U,) bool, False for padding rows; None if no row is padding.
+
+        Returns:
+            "confidence" () and "classes" (C,); both 1 / C if there is no image.
+        """
         if not len(p):
             return {
                 "confidence": p.new_full((), 1 / p.shape[-1]),
@@ -183,6 +217,7 @@ class Threshold:
         return {"confidence": mean(p.max(-1).values, real), "classes": row_mean(p, real)}
 
     def _update_means(self, state: Tree, **new: Tensor) -> Tree:
+        """Update running means by the values of a minibatch."""
         return {name: torch.lerp(state[name], value.to(state[name]), 1 - self.decay) for name, value in new.items()}
 
     def _align(self, p: Tensor, state: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
@@ -194,6 +229,7 @@ class Threshold:
 
     @staticmethod
     def _divide_by_mean(p: Tensor, classes: Tensor) -> Tensor:
+        """Divide probabilities (n, C) by the mean prediction (C,), and normalize: SoftMatch's uniform alignment."""
         aligned = p * (1 / p.shape[-1] + TINY) / (classes + TINY)
         return aligned / aligned.sum(-1, keepdim=True)
 
@@ -207,27 +243,37 @@ class Threshold:
         return (counts / counts.max().clamp_min(1))[1:]
 
     def _store_labels(self, pseudo: PseudoLabels, rows: Tensor, stored: Tensor, real: Tensor | None) -> Tensor:
-        """Replace stored labels (U,) by the confident ones of a minibatch.
+        """Replace FlexMatch's stored labels by the confident pseudo-labels of a minibatch.
 
-        If a row is in the minibatch several times, the highest of its classes is stored.
+        If an image is in the minibatch several times, the highest of its classes is stored.
+
+        Args:
+            pseudo: labels and confidences of b images.
+            rows: indices of the images among the client's U images, (b,).
+            stored: the stored labels, (U,); -1 for images without one.
+            real: (b,) bool, False for padding rows; None if no row is padding.
+
+        Returns:
+            The new stored labels, (U,).
         """
-        confident = torch.where(pseudo.confidence >= self.threshold, pseudo.label, NO_LABEL)
-        confident = confident if real is None else torch.where(real, confident, NO_LABEL)
+        confident_label = torch.where(pseudo.confidence >= self.threshold, pseudo.label, NO_LABEL)
+        if real is not None:
+            confident_label = torch.where(real, confident_label, NO_LABEL)
         # A comparison with all rows instead of an indexed write: duplicate indices of a write have no defined order.
         is_row = rows[:, None] == torch.arange(len(stored), device=rows.device)
-        new = torch.where(is_row, confident[:, None], NO_LABEL).amax(0)
+        new = torch.where(is_row, confident_label[:, None], NO_LABEL).amax(0)
         return torch.where(new == NO_LABEL, stored, new)
 
 
 def recall_row_labels(memory: Tree, data: ClientData) -> tuple[Tensor, Tensor]:
-    """Load the labels of the rows from client memory, unless the rows have changed since.
+    """Load the pseudo-labels that a client stored for its images, unless the images have changed since.
 
     Args:
-        memory: "label" (U,), and "mark" (), a hash of the rows at that time.
-        data: the client's rows.
+        memory: "label" (U,), and "mark" (), a hash (the sum of pixels) of the images at that time.
+        data: the client's images.
 
     Returns:
-        The labels (U,), `NO_LABEL` for a row without one, and the hash () of the current rows.
+        The labels (U,), -1 for an image without one, and the hash () of the current images.
     """
     # Padding repeats rows of the client, and their number depends on the other clients of the cohort.
     pixels = data.u if data.u_real is None else data.u * data.u_real[:, None, None, None]
@@ -245,7 +291,7 @@ def _mark_padding(label: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _variance(values: Tensor, real: Tensor | None, default: Tensor) -> Tensor:
-    """Compute the unbiased variance () of values (n,), without padding; `default` if there are fewer than two."""
+    """Compute the unbiased variance () of values (n,), without padding rows; `default` if there are fewer than two."""
     if real is None:
         # `var` is unbiased; the masked form below is corrected by count / (count - 1).
         return values.var() if len(values) > 1 else default

@@ -33,16 +33,27 @@ class UDA(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = self.compute_outputs(task, params, stats, batch, cached)
-        pseudo, aux = self.pseudo_label(weak, batch, aux)
+        """Compute UDA's loss (Xie et al. 2020): the sharpened prediction on a weak view is the strong view's soft label.
+
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the network, in which the loss is differentiated.
+            stats: running batch-norm statistics.
+            batch: the minibatch, with a weak and a strong view of each unlabeled image.
+            aux: state of adaptive thresholds.
+            cached: predictions computed when the client update began.
+
+        Returns:
+            The loss (), and batch statistics, pseudo-labels and the new state.
+        """
+        labeled_logits, strong_logits, weak_logits, moments = self.compute_outputs(task, params, stats, batch, cached)
+        pseudo, aux = self.pseudo_label(weak_logits, batch, aux)
         # The threshold applies to the prediction before it is sharpened.
-        target = (weak / self.temperature).softmax(-1)
-        consistency = mean(F.cross_entropy(strong, target, reduction="none") * pseudo.weight, batch.u_real)
-        loss = (
-            labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
-            + self.unlabeled_weight * consistency
-        )
-        return loss, StepResult(moments, (pseudo,), aux)
+        target = (weak_logits / self.temperature).softmax(-1)
+        image_losses = F.cross_entropy(strong_logits, target, reduction="none") * pseudo.weight
+        consistency = mean(image_losses, batch.u_real)
+        labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
+        return labeled_loss + self.unlabeled_weight * consistency, StepResult(moments, (pseudo,), aux)
 
 
 ROWS = (
