@@ -7,7 +7,7 @@ deviations below the cohort's median:
 - alignment: the cosine between its update and the sum of a history and the mean direction of all other clients. The
   history is the exponentially decaying sum of the mean directions of earlier rounds without outliers. It is needed
   because sites with few labels have different classes and form groups with different directions: in a single round, an
-  update with its sign flipped looks like one of another group.
+  update with its sign flipped resembles one of another group.
 
 If the cohort's median is below `MIN_AGREEMENT`, a client is an outlier from `DISAGREEMENT_MARGIN` below the median.
 Parameters, statistics and auxiliary sums are compared separately. Cohorts of fewer than `MIN_CLIENTS` have no outliers.
@@ -59,7 +59,7 @@ def find_outliers(context: AggregationContext, upload: Upload, change: Change) -
     Args:
         context: The query and its k clients; the history is in its memory.
         upload: The uploads, leaves (k, ...). Clients of weight 0 are not compared.
-        change: The updates.
+        change: The updates (uploaded minus downloaded values) by path, (k, ...).
 
     Returns:
         By a client's index, the metrics that made it an outlier.
@@ -85,7 +85,18 @@ def find_outliers(context: AggregationContext, upload: Upload, change: Change) -
 
 
 def _compare_directions(context: AggregationContext, group: str, leaves: Change) -> dict[int, dict[str, Any]]:
-    """Find the outliers in one group of leaves (k, ...), and add the mean direction of the others to its history."""
+    """Find the clients whose update in one group of leaves points away from the other clients'.
+
+    The mean direction of the remaining clients is added to the history of earlier rounds, in `context.memory`.
+
+    Args:
+        context: The query and its k clients.
+        group: "parameters" or "statistics".
+        leaves: The updates of this group by path, (k, ...).
+
+    Returns:
+        The metrics of each outlier, by its index.
+    """
     key = f"direction-{context.client_update}-{group}"
     count = len(next(iter(leaves.values())))
     memory = None if context.memory is None else context.memory.get(key)
@@ -96,9 +107,9 @@ def _compare_directions(context: AggregationContext, group: str, leaves: Change)
         [torch.cat([leaf, history[path].to(leaf)[None]]) for path, leaf in leaves.items()]
     )
     between_clients = inner_products[:count, :count]
-    outliers = _low_scores(group, alignment_scores(inner_products)) | _low_scores(
-        group, agreement_scores(between_clients)
-    )
+    misaligned = _low_scores(group, alignment_scores(inner_products))
+    disagreeing = _low_scores(group, agreement_scores(between_clients))
+    outliers = misaligned | disagreeing
     if context.memory is not None:
         # The mean of unit vectors: each client counts the same, however long its update is.
         scale = 1 / between_clients.diagonal().sqrt().clamp_min(TINY)
@@ -113,7 +124,12 @@ def _compare_directions(context: AggregationContext, group: str, leaves: Change)
 
 
 def _low_scores(group: str, scores: Tensor, too_long: Tensor | None = None) -> dict[int, dict[str, Any]]:
-    """Select the clients whose score (k,) is too far below the median, or that are `too_long` (k,).
+    """Select the clients whose score is more than `MAX_DEVIATIONS` median absolute deviations below the median.
+
+    Args:
+        group: The group of leaves that was compared, for the metrics.
+        scores: The clients' cosines, (k,).
+        too_long: Further clients to select, (k,) bool.
 
     Returns:
         The metrics of each by index: the group, the score ("cosine") and the cohort's median ("others").
@@ -132,10 +148,10 @@ def _low_scores(group: str, scores: Tensor, too_long: Tensor | None = None) -> d
 
 
 def agreement_scores(inner_products: Tensor) -> Tensor:
-    """Compute the median cosine between each client's update and the other updates.
+    """Compute the median cosine between each client's update and those of all other clients.
 
     Args:
-        inner_products: (k, k).
+        inner_products: Inner products of the k updates, (k, k).
 
     Returns:
         (k,).
@@ -150,22 +166,25 @@ def agreement_scores(inner_products: Tensor) -> Tensor:
 
 
 def alignment_scores(inner_products: Tensor) -> Tensor:
-    """Compute the cosine between each client's update and the sum of the history and the others' mean direction.
+    """Compute the cosine between each client's update and a reference direction.
+
+    A client's reference is the sum of the history (the mean directions of earlier rounds) and the mean direction of all
+    other clients.
 
     Args:
-        inner_products: (k + 1, k + 1), of the k updates and, last, the history.
+        inner_products: Inner products of the k updates and, last, the history, (k + 1, k + 1).
 
     Returns:
         (k,).
     """
     norms = inner_products.diagonal().sqrt()
     k = len(inner_products) - 1
-    norms[k] = 1  # updates become unit vectors; the length of the history says how consistent it is
+    norms[k] = 1  # updates become unit vectors; the length of the history measures how consistent it is
     cosines = inner_products / (norms[:, None] * norms[None, :]).clamp_min(TINY)
     # Row i has the coefficients, over clients and history, of the reference direction for client i: 1 / (k - 1) for each
     # other client, 0 for itself, 1 for the history. All needed products then follow from the inner products.
-    others = (1 - torch.eye(k, dtype=cosines.dtype)) / (k - 1)
-    reference = torch.cat([others, torch.ones(k, 1, dtype=cosines.dtype)], 1)
+    client_coefficients = (1 - torch.eye(k, dtype=cosines.dtype)) / (k - 1)
+    reference = torch.cat([client_coefficients, torch.ones(k, 1, dtype=cosines.dtype)], 1)
     reference_norms = (reference @ cosines @ reference.T).diagonal().clamp_min(0).sqrt()
     return (reference @ cosines).diagonal() / reference_norms.clamp_min(TINY)
 
@@ -173,6 +192,7 @@ def alignment_scores(inner_products: Tensor) -> Tensor:
 def compute_inner_products(leaves: Sequence[Tensor]) -> Tensor:
     """Compute the inner products (k, k), in float64, of k vectors that are divided into leaves (k, ...)."""
     total = torch.zeros((len(leaves[0]), len(leaves[0])), dtype=torch.float64)
+    # In chunks of coordinates, as a float64 copy of all updates would need too much memory.
     for leaf in leaves:
         for columns in leaf.flatten(1).split(CHUNK, 1):
             columns_float64 = columns.double()

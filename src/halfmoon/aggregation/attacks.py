@@ -61,7 +61,15 @@ class HostileClients(Aggregator):
         self._active: set[int] = set()
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Replace the uploads of hostile clients; keep all clients."""
+        """Replace the uploads of hostile clients by attacks, and leave those of honest clients unchanged.
+
+        Args:
+            context: The query and the k clients that responded.
+            upload: Their uploads, leaves (k, ...).
+
+        Returns:
+            The indices of all clients, and the uploads.
+        """
         indices = range(len(context.clients))
         hostile_indices = [index for index in indices if context.clients[index] in self.clients]
         self._active |= {context.clients[index] for index in hostile_indices}

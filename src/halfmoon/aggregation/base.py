@@ -131,6 +131,7 @@ def replace_update(upload: Upload, context: AggregationContext, change: dict[str
     count = len(context.clients)
 
     def apply_change(branch: Tree, prefix: str) -> Tree:
+        """Replace the leaves of a branch, recursively; `prefix` is the path of the branch with a final slash."""
         new: Tree = {}
         for name, leaf in branch.items():
             path = f"{prefix}{name}"

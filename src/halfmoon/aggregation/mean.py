@@ -25,10 +25,11 @@ class UploadMean:
     """
 
     def __init__(self, upload_spec: UploadSpec, client_update: str) -> None:
-        single = upload_spec.names(reduce="each")
-        if single:
+        """Start a mean of no uploads, and check that all auxiliary values can be summed or averaged."""
+        individual_names = upload_spec.names(reduce="each")
+        if individual_names:
             raise UserError(
-                f"the uploads of {client_update} cannot be averaged: its server needs {single[0]!r} of each "
+                f"the uploads of {client_update} cannot be averaged: its server needs {individual_names[0]!r} of each "
                 "client; ask for the uploads themselves, or declare how it is reduced."
             )
         self._sum_names = upload_spec.names(reduce="sum")

@@ -25,7 +25,7 @@ def compress_upload(
     upload_spec: UploadSpec,
     draws: Callable[[str], torch.Generator],
 ) -> Upload:
-    """Compress one client's upload: each parameter becomes its difference from `broadcast`, in `precision`.
+    """Compress one client's upload: replace each parameter by its change since the download, in low precision.
 
     Running statistics, integers, the weight and auxiliary values remain exact. An update entry that is a single tensor
     remains exact too: it may be a class distribution, which must not become negative.
@@ -40,16 +40,15 @@ def compress_upload(
     Returns:
         The compressed upload.
     """
-    before = tree.flatten(broadcast)
-    trees = {
-        name: branch
-        for name, branch in upload.update.items()
-        if isinstance(branch, dict) and name not in upload_spec.statistics
-    }
+    downloaded = tree.flatten(broadcast)
+    parameter_trees: Tree = {}
+    for name, branch in upload.update.items():
+        if isinstance(branch, dict) and name not in upload_spec.statistics:
+            parameter_trees[name] = branch
     changes: dict[str, Any] = {}
-    for path, leaf in tree.flatten(trees).items():
+    for path, leaf in tree.flatten(parameter_trees).items():
         if leaf.is_floating_point():
-            change = leaf - before[path]
+            change = leaf - downloaded[path]
             changes[path] = change.half() if precision == "float16" else quantize(change, draws(path))
     return upload._replace(update=tree.replace_leaves(upload.update, changes))
 
@@ -73,7 +72,11 @@ def decompress_upload(upload: Upload, broadcast: Tree, precision: Precision) -> 
 
 
 def quantize(change: Tensor, generator: torch.Generator) -> Tree:
-    """Quantize a tensor to int8 by stochastic rounding.
+    """Quantize a tensor to int8 by stochastic rounding, which is unbiased (QSGD, Alistarh et al. 2017).
+
+    Args:
+        change: The tensor (...).
+        generator: Draws the random numbers that round up or down.
 
     Returns:
         {"levels": int8 (...), "scale": ()}: the expectation of levels times scale is `change` (...). For all zeros the
@@ -89,12 +92,17 @@ def quantize(change: Tensor, generator: torch.Generator) -> Tree:
     return {"levels": (low + round_up).clamp(-LEVELS, LEVELS).to(torch.int8), "scale": scale}
 
 
-def _add_to_broadcast(leaf: Any, before: Any) -> Any:
-    """Add compressed differences to the downloaded values `before`; return uncompressed leaves unchanged."""
-    if isinstance(before, dict) and isinstance(leaf, dict):
-        return {name: _add_to_broadcast(child, before.get(name)) for name, child in leaf.items()}
-    if isinstance(leaf, dict) and isinstance(before, Tensor) and leaf.keys() == {"levels", "scale"}:
-        return before + leaf["scale"] * leaf["levels"].to(before.dtype)
-    if isinstance(before, Tensor) and isinstance(leaf, Tensor) and leaf.dtype == torch.float16:
-        return before + leaf.to(before.dtype)
+def _add_to_broadcast(leaf: Any, downloaded: Any) -> Any:
+    """Add compressed differences to the downloaded values, recursively; return uncompressed leaves unchanged.
+
+    Args:
+        leaf: A tree of an upload, or one of its leaves: float16, {"levels", "scale"}, or an uncompressed tensor.
+        downloaded: The values at the same path that the client downloaded.
+    """
+    if isinstance(downloaded, dict) and isinstance(leaf, dict):
+        return {name: _add_to_broadcast(child, downloaded.get(name)) for name, child in leaf.items()}
+    if isinstance(leaf, dict) and isinstance(downloaded, Tensor) and leaf.keys() == {"levels", "scale"}:
+        return downloaded + leaf["scale"] * leaf["levels"].to(downloaded.dtype)
+    if isinstance(downloaded, Tensor) and isinstance(leaf, Tensor) and leaf.dtype == torch.float16:
+        return downloaded + leaf.to(downloaded.dtype)
     return leaf

@@ -8,16 +8,16 @@ All rules process updates, the differences between uploaded and downloaded value
   updates down to `COSINE_MAX_NORM` times the median norm. A tighter bound would shorten honest updates that are only a
   little longer.
 - "cosine-trimmed", the default of federations, removes the same clients as "cosine". Then it trims each coordinate: the
-  lowest and the highest of the remaining values are replaced by the mean of the others, weighted like the method's mean.
-  Last, it scales updates down as "cosine" does. A direction over all coordinates says little about a single one: a client
-  that changes only one bias of the classifier is almost orthogonal to all others and passes "cosine", but not the
-  trimming. Unlike "trimmed", it keeps weights, so that a client with most of the images still counts more.
+  lowest and the highest values are replaced by the mean of the values between them, weighted like the method's mean.
+  Last, it scales updates down as "cosine" does. A direction over all coordinates tells little about a single one: a
+  client that changes only one bias of the classifier is almost orthogonal to all other clients and passes "cosine", but
+  not the trimming. Unlike "trimmed", it retains weights: a client with more images still counts more.
 - "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al. 2018, Definitions 1 and 2).
 - "krum" selects the one update that is closest to its neighbors (Blanchard et al. 2017, "Machine Learning with
   Adversaries: Byzantine Tolerant Gradient Descent", Section 4).
 
-"median", "trimmed" and "krum" give every client the same aggregate, so that a method's weights have no effect: they are unweighted, as
-published.
+"median", "trimmed" and "krum" give every client the same aggregate, so that a method's weights have no effect: they are
+unweighted, as published.
 
 Two kinds of clients do not take part in a rule: clients whose upload is not finite, which are removed, and clients of
 weight 0, which had no data and returned what they received.
@@ -120,7 +120,17 @@ class RobustAggregator(Aggregator):
     def _apply_rule(
         self, context: AggregationContext, upload: Upload, change: Change, voters: list[int]
     ) -> tuple[Upload, dict[str, Any]]:
-        """Apply the rule to the updates of the clients at the indices `voters`; return the uploads and metrics."""
+        """Apply a rule other than "cosine-trimmed" to the clients' updates.
+
+        Args:
+            context: The query and its k clients.
+            upload: Their uploads, leaves (k, ...).
+            change: Their updates by path, (k, ...).
+            voters: The indices of the clients with data, which the rule compares.
+
+        Returns:
+            The uploads, and the metrics of the round.
+        """
         if self.rule in ("clip", "cosine"):
             max_norm = 1.0 if self.rule == "clip" else COSINE_MAX_NORM
             return clip_to_median(context, upload, change, voters, max_norm)
@@ -174,7 +184,7 @@ class FiniteCheck(Aggregator):
 
 
 def find_finite_clients(leaves: Sequence[Tensor]) -> list[int]:
-    """Return the indices of the clients for which all values of all leaves (k, ...) are finite."""
+    """Find the clients for which all values of all leaves (k, ...) are finite, and return their indices."""
     is_finite = torch.stack(
         [leaf.flatten(1).isfinite().all(1) if leaf.dim() > 1 else leaf.isfinite() for leaf in leaves]
     )
@@ -197,10 +207,14 @@ def expected_hostile(byzantine: float, count: int) -> int:
 
 
 def count_tolerated(count: int, byzantine: float) -> int:
-    """Compute f, the number of hostile clients that Krum expects among `count`: the share, as far as 2 f + 3 <= count.
+    """Compute f, the number of hostile clients that Krum assumes: a share of the cohort, as far as 2 f + 3 <= count.
 
-    A configuration whose whole cohort is too small for its share is refused earlier. If fewer clients respond in a
+    A configuration whose full cohort is too small for its share is refused earlier. If fewer clients respond in a
     round, Krum continues with the largest possible f, and the round's metrics contain it.
+
+    Args:
+        count: The number of clients that responded.
+        byzantine: The expected share of hostile clients.
     """
     return max(0, min(expected_hostile(byzantine, count), (count - 3) // 2))
 
@@ -215,7 +229,7 @@ def clip_to_median(
     Args:
         context: The query.
         upload: The uploads, leaves (k, ...).
-        change: The updates.
+        change: The updates by path, (k, ...).
         voters: The indices of the clients whose norms determine the medians.
         max_norm: The bound in multiples of the median.
 
@@ -247,8 +261,8 @@ def trim_and_clip(
     Args:
         context: The query.
         upload: The uploads, leaves (k, ...).
-        change: The updates.
-        voters: The indices of the clients that are compared; the updates of all others remain unchanged.
+        change: The updates by path, (k, ...).
+        voters: The indices of the clients that are compared; the updates of other clients remain unchanged.
         cut: The number of smallest values, and of largest ones, that are replaced in each coordinate.
 
     Returns:
@@ -268,10 +282,14 @@ def trim_and_clip(
 
 
 def count_trimmed_values(byzantine: float, count: int) -> int:
-    """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces among `count` clients.
+    """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces in each coordinate.
 
-    The expected number of hostile clients, but at least one: of four clients a fifth is less than one client. Cohorts
-    that are too small for outliers are not trimmed either.
+    This is the expected number of hostile clients, and 1 or more: of four clients a fifth is less than one client.
+    Cohorts that are too small for outliers are not trimmed either.
+
+    Args:
+        byzantine: The expected share of hostile clients.
+        count: The number of clients.
     """
     if not byzantine or count < MIN_CLIENTS:
         return 0
@@ -279,13 +297,13 @@ def count_trimmed_values(byzantine: float, count: int) -> int:
 
 
 def replace_extremes(leaf: Tensor, cut: int, weight: Tensor) -> Tensor:
-    """Replace the `cut` smallest and `cut` largest values of each coordinate by the weighted mean of the others.
+    """Replace the smallest and largest values of each coordinate by the weighted mean of the values between them.
 
     The weighted mean of the result is the weighted trimmed mean. Equal values are in the order of the clients.
 
     Args:
-        leaf: The values (k, ...).
-        cut: At least 1, and below k / 2.
+        leaf: The values of k clients, (k, ...).
+        cut: The number of smallest values, and of largest ones, to replace: 1 or more, and below k / 2.
         weight: The weights (k,) of the means.
 
     Returns:
@@ -306,15 +324,17 @@ def trimmed_mean(leaf: Tensor, cut: int) -> Tensor:
 
 
 def select_by_krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
-    """Select the update with the smallest sum of squared distances to its k - f - 2 nearest neighbors.
+    """Select one update by Krum: that with the smallest sum of squared distances to its k - f - 2 nearest neighbors.
+
+    Blanchard et al. 2017, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", Section 4.
 
     Args:
-        change: The updates of k clients; distances are Euclidean, over the parameters.
+        change: The updates of k clients by path, (k, ...); distances are Euclidean, over the parameters.
         hostile: f, the number of hostile clients to expect.
         statistics: The first components of the paths that are statistics, which distances ignore.
 
     Returns:
-        Its index; the first of several equal ones.
+        The index of the selected client; the first of several with equal sums.
     """
     squared = squared_distances(change, statistics)
     k = len(squared)
@@ -330,7 +350,7 @@ def squared_distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
     inner_products = compute_inner_products([change[path] for path in split_paths(change, statistics)["parameters"]])
     squared_norms = inner_products.diagonal()
     squared = squared_norms[:, None] + squared_norms[None, :] - 2 * inner_products
-    # Norms whose squares overflow float64 give inf - inf = NaN: treat these updates as infinitely far away.
+    # Norms whose squares overflow float64 give inf - inf = NaN: treat these distances as infinite.
     return squared.clamp_min(0.0).nan_to_num(nan=math.inf, posinf=math.inf)
 
 

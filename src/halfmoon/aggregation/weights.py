@@ -44,6 +44,7 @@ class WeightCap(Aggregator):
         declared: Mapping[int, int] | None = None,
         warn: Callable[[int, float], None] = lambda client, share: None,
     ) -> None:
+        """Create the aggregator; the arguments are described in the class."""
         self.factor = factor
         self.declared = dict(declared or {})
         self.warn = warn
@@ -56,15 +57,23 @@ class WeightCap(Aggregator):
         return range(len(context.clients)), cap_weights(upload, context.upload_spec, scale)
 
     def scale(self, clients: Sequence[int], weights: Sequence[float]) -> list[float]:
-        """Compute the factor by which each client's weight is multiplied: 1 if it is not above the cap."""
+        """Compute the factor by which each client's weight is multiplied, and record the capped clients.
+
+        Args:
+            clients: The numbers of k clients.
+            weights: Their reported weights, such as numbers of images.
+
+        Returns:
+            k factors: 1 for weights that are not above the cap.
+        """
         limits = compute_caps(weights, self.factor, [self.declared.get(client) for client in clients])
-        scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(weights, limits, strict=True)]
-        capped_clients = [client for client, multiplier in zip(clients, scale, strict=True) if multiplier < 1]
+        factors = [limit / weight if weight > limit else 1.0 for weight, limit in zip(weights, limits, strict=True)]
+        capped_clients = [client for client, factor in zip(clients, factors, strict=True) if factor < 1]
         if capped_clients:
             self._row["capped"] = sorted({*self._row.get("capped", ()), *capped_clients})
-        capped_weights = [weight * multiplier for weight, multiplier in zip(weights, scale, strict=True)]
+        capped_weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
         self._report_largest_share(clients, capped_weights)
-        return scale
+        return factors
 
     def _report_largest_share(self, clients: Sequence[int], weights: Sequence[float]) -> None:
         """Add the largest share of a client to the metrics, and warn once per client that exceeds `DOMINANT_SHARE`."""
@@ -86,9 +95,14 @@ class WeightCap(Aggregator):
 
 
 def cap_weights(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> Upload:
-    """Scale the weights of uploads (k, ...), and sums that have them as a factor; a scale of 1 changes no bit.
+    """Scale the weights of uploads, and the sums that each client has multiplied by its weight.
 
-    Where sections of the update are sums over images, these are scaled and the weights are not: all of them are one.
+    If sections of the update are sums over images, these are scaled and the weights are not: all of them are 1.
+
+    Args:
+        upload: The uploads of k clients, leaves (k, ...).
+        upload_spec: Declares which sections and auxiliary values are sums.
+        scale: A factor for each client; 1 changes no bit.
     """
     if all(multiplier == 1 for multiplier in scale):
         return upload
@@ -122,6 +136,7 @@ def scale_by_client(tensors: Tree | Tensor, scale: Sequence[float]) -> Any:
     def scale_leaf(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf
+        # float64: a product in the leaf's dtype would be rounded twice.
         factor = torch.tensor(scale, dtype=torch.float64, device=leaf.device).reshape(-1, *[1] * (leaf.dim() - 1))
         return torch.where(factor < 1, (leaf.double() * factor).to(leaf.dtype), leaf)
 

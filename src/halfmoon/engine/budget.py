@@ -40,13 +40,16 @@ class Budget:
     all_labels: bool = False
 
     def amount(self, batching: Batching, client_update: ClientUpdate, rows: ClientSize, size: ClientSize) -> Amount:
-        """Compute the steps and images of a client update.
+        """Compute the number of steps of a client update, and of images in a step, so that methods have equal cost.
 
         Args:
             batching: the batch rule.
             client_update: the update.
-            rows: the rows on which the client trains under this method.
-            size: its rows in the split.
+            rows: the numbers of images on which the client trains under this method.
+            size: the numbers of its images in the split, before a method uses unlabeled images as labeled ones.
+
+        Returns:
+            The amount of the batch rule, with the number of steps changed to match the cost of `reference`.
         """
         amount = batch_rule_amount(batching, client_update, rows)
         if self.rule == "none" or self.reference is None or not client_update.requirements.trains or not amount.steps:
@@ -66,12 +69,12 @@ class Budget:
 
 
 def batch_rule_amount(batching: Batching, client_update: ClientUpdate, rows: ClientSize) -> Amount:
-    """Compute the steps and images of a client update by the batch rule.
+    """Compute the number of steps of a client update, and of images in a step, from the batch sizes and epochs.
 
     Args:
-        batching: the batch rule.
+        batching: the batch rule: batch sizes, and epochs or a fixed number of steps.
         client_update: the update.
-        rows: the rows on which the client trains.
+        rows: the numbers of labeled and unlabeled images on which the client trains.
     """
     requirements = client_update.requirements
     if not requirements.trains:
@@ -92,7 +95,7 @@ def batch_rule_amount(batching: Batching, client_update: ClientUpdate, rows: Cli
 def find_largest_update(
     rule: Rule, batching: Batching, client_updates: Mapping[str, tuple[ClientUpdate, bool]], sizes: Sequence[ClientSize]
 ) -> str:
-    """Find the client update that is the most expensive under the batch rule.
+    """Find the client update with the highest total cost over all clients, under the batch rule.
 
     Args:
         rule: "forwards" compares images through the network, another rule steps.
@@ -105,6 +108,7 @@ def find_largest_update(
     """
 
     def total_cost(name: str) -> int:
+        """Sum the images or steps of an update over all clients."""
         client_update, all_labels = client_updates[name]
         total = 0
         for size in sizes:

@@ -29,6 +29,9 @@ class ObservedPseudoLabels(NamedTuple):
 MAX_LOSS = 1e6
 """A larger loss means that training has diverged: that of an untrained network is log(classes), 2.3 for ten classes."""
 
+MAX_DROPOUT_KEY = 2**62
+"""Keys of a step's dropout masks are drawn below this number."""
+
 
 class Diverged(RuntimeError):
     """Training must stop: a loss or a weight is not finite, or a loss is larger than `MAX_LOSS`.
@@ -49,9 +52,9 @@ class Diverged(RuntimeError):
             value: the value that is not finite or too large.
             quantity: name of the quantity with this value.
         """
-        where = "" if client is None or step is None else f" at client {client}, step {step + 1}"
+        location = "" if client is None or step is None else f" at client {client}, step {step + 1}"
         super().__init__(
-            f"The {quantity} became {value:.6g} in round {round + 1}{where}: training stopped. "
+            f"The {quantity} became {value:.6g} in round {round + 1}{location}: training stopped. "
             "The last checkpoint is from before it; a smaller learning rate is the usual remedy."
         )
         self.round = round
@@ -80,7 +83,7 @@ class ClientContext:
     """The settings of one query to clients, the same for all of them.
 
     Attributes:
-        client_update: what they run.
+        client_update: the update that they run.
         views: the augmentations of the run.
         seed: the seed of the run.
         round: the round, from 0.
@@ -163,15 +166,23 @@ class Query:
 
 
 def update_together(context: ClientContext, broadcast: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
-    """Train clients (vmapped if more than one) and return their results by client."""
+    """Train clients, batched by `torch.func.vmap` if there are several.
+
+    Args:
+        context: the settings of this query.
+        broadcast: the tree that all clients receive.
+        tasks: each client's number, images and memory, and its number of steps.
+
+    Returns:
+        The results by client number.
+    """
     with torch.no_grad():
         if len(tasks) == 1:
             # For one client vmap would only add overhead.
             task = tasks[0]
             received = {**broadcast, **task.private}
-            return {
-                task.client: update_one(context, task.client, received, task.memory, task.data, task.amount),
-            }
+            result = update_one(context, task.client, received, task.memory, task.data, task.amount)
+            return {task.client: result}
         per_client = tree.stack([task.private for task in tasks])
         results = update_many(context, broadcast, per_client, tasks)
     return {task.client: result for task, result in zip(tasks, results, strict=True)}
@@ -201,7 +212,7 @@ def update_one(
         Diverged: a loss or a number of the upload is not finite, or a loss is larger than `MAX_LOSS`.
     """
     client_update = context.client_update
-    memory = tree.map(torch.clone, memory)  # the optimizer modifies it, and a store may own it
+    memory = tree.map(torch.clone, memory)  # the optimizer modifies it, and a store may have a reference to it
     use_channels_last = data.x.device.type == "cpu"
     if use_channels_last:
         broadcast = tree.channels_last(broadcast)
@@ -347,9 +358,15 @@ def _with_dropout(client_update: ClientUpdate) -> Callable[[Tree, Tree, Batch], 
 
 
 def first_memory(client_update: ClientUpdate, broadcast: Tree, seed: int, client: int) -> Tree:
-    """Return the memory with which a client starts.
+    """Create the memory (the state between rounds) of a client that takes part for the first time.
 
     Its random numbers are the same for all clients unless the update requires a generator for each.
+
+    Args:
+        client_update: the update that the client runs.
+        broadcast: the tree that it receives.
+        seed: the seed of the run.
+        client: the number of the client.
     """
     path = (client,) if client_update.requirements.per_client_generator else ()
     return client_update.initial_memory(broadcast, rng.generator(seed, "remember", *path))
@@ -473,12 +490,22 @@ def add_metrics(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetr
 def _draw(
     context: ClientContext, client: int, data: ClientData, amount: Amount, drawable: Tensor | None
 ) -> DrawnUpdate:
+    """Draw all random choices of one client's update: minibatches, augmentations and, if needed, dropout keys.
+
+    Args:
+        context: the settings of this query.
+        client: the number of the client.
+        data: its images, without padding.
+        amount: steps, and images of each step.
+        drawable: the unlabeled images that may be drawn, (U,) bool; None: all.
+    """
     requirements = context.client_update.requirements
     update = draw(amount, data, context.views, requirements, drawable, context.seed, *context.path(client))
     if not context.client_update.task.network.has_dropout:
         return update
     generator = rng.generator(context.seed, *context.path(client), KEY)
-    keys = torch.randint(2**62, (update.amount.steps,), generator=generator)
+    # One key a step: dropout masks are computed from it inside of vmap, where no generator can be used.
+    keys = torch.randint(MAX_DROPOUT_KEY, (update.amount.steps,), generator=generator)
     return update._replace(mixing={**update.mixing, KEY: keys})
 
 
@@ -492,10 +519,11 @@ def _add_precomputed_views(context: ClientContext, client: int, data: ClientData
 
 def _first_client(batch: Batch) -> Batch:
     """Remove the client dimension of the batch of a single client, which has no padding."""
-    fields: list[Any] = []
-    for field in batch[:8]:  # all but `real`
-        fields.append(field[0] if isinstance(field, Tensor) else tree.index(field, 0))
-    return Batch(*fields)
+    fields: dict[str, Any] = {}
+    for name, field in batch._asdict().items():
+        if name != "real":
+            fields[name] = field[0] if isinstance(field, Tensor) else tree.index(field, 0)
+    return Batch(**fields)
 
 
 def _to_channels_last(batch: Batch) -> Batch:
@@ -518,9 +546,15 @@ def _one_client(padded: ClientData, k: int) -> ClientData:
 
 
 def _pad_row_memory(client_update: ClientUpdate, memory: Tree, data: ClientData, length: int) -> Tree:
-    """Pad the parts of a memory that have an entry for each unlabeled row to `length` entries.
+    """Pad the leaves of a client's memory that have an entry for each unlabeled image, so that clients can be stacked.
 
-    If the client has another number of rows than at its last update, these parts are reset.
+    If the client has another number of images than at its last update, these leaves are reset.
+
+    Args:
+        client_update: declares these leaves, and the value of an empty entry, in `UpdateRequirements.row_memory`.
+        memory: the client's memory.
+        data: its images.
+        length: number of entries after padding.
     """
     row_memory = client_update.requirements.row_memory
     if not row_memory:
@@ -534,7 +568,7 @@ def _pad_row_memory(client_update: ClientUpdate, memory: Tree, data: ClientData,
 
 
 def _unpad_row_memory(client_update: ClientUpdate, memory: Tree, length: int) -> Tree:
-    """Cut the parts of a memory that have an entry for each unlabeled row to the client's `length` rows."""
+    """Remove the padding of `_pad_row_memory`: cut leaves with an entry for each unlabeled image to `length` entries."""
     row_memory = client_update.requirements.row_memory
     if not row_memory:
         return memory
@@ -547,7 +581,17 @@ def _unpad_row_memory(client_update: ClientUpdate, memory: Tree, length: int) ->
 def _initial_pseudo_labels(
     client_update: ClientUpdate, carry: Tree, data: ClientData, rows: int
 ) -> tuple[ObservedPseudoLabels, ...]:
-    """Return the pseudo-labels that an update makes once, before its steps, of the client's first `rows` rows."""
+    """Collect the pseudo-labels that an update computes once, before its steps, for diagnostics.
+
+    Args:
+        client_update: the update.
+        carry: its state before the first step.
+        data: the client's images, perhaps padded.
+        rows: number of unlabeled images without padding.
+
+    Returns:
+        At most one entry; empty if the update computes pseudo-labels in each step.
+    """
     observed: list[ObservedPseudoLabels] = []
     for pseudo_labels in client_update.initial_pseudo_labels(carry, data):
         unpadded = PseudoLabels(*(leaf[:rows] for leaf in pseudo_labels))
@@ -557,9 +601,13 @@ def _initial_pseudo_labels(
 
 
 def _pad(clients_data: Sequence[ClientData]) -> ClientData:
-    """Stack the data of K clients; rows beyond a client's last repeat its rows from the first one.
+    """Stack the images of K clients; a smaller client is padded by repeating its images from the first one.
 
-    `real` is True for rows that are not padding; it is {} if there is no padding.
+    Args:
+        clients_data: each client's images.
+
+    Returns:
+        All leaves (K, ...). `real` is True for rows that are not padding; it is {} if there is no padding.
     """
 
     def repeat_rows(images: Tensor, length: int) -> Tensor:

@@ -46,6 +46,9 @@ MIN_TEMPERATURE = 0.05
 MAX_TEMPERATURE = 20.0
 """The range of temperatures. If all images are classified correctly, the best temperature would be 0."""
 
+BISECTIONS = 60
+"""Number of bisections by which a temperature is found: more than a float has digits."""
+
 
 class Examples(NamedTuple):
     """Images with their labels."""
@@ -97,11 +100,17 @@ def accuracy_by_client(correct: np.ndarray, owners: np.ndarray) -> dict[int, flo
     Args:
         correct: which test images are classified correctly, bool (N,).
         owners: the client of each test image, int64 (N,); below 0 for none.
+
+    Returns:
+        The accuracy by client number.
     """
-    dealt = owners >= 0
-    counts = np.bincount(owners[dealt])
-    hits = np.bincount(owners[dealt & correct], minlength=len(counts))
-    return {int(client): round(float(hits[client] / counts[client]), 6) for client in np.flatnonzero(counts)}
+    has_owner = owners >= 0
+    image_counts = np.bincount(owners[has_owner])
+    correct_counts = np.bincount(owners[has_owner & correct], minlength=len(image_counts))
+    accuracies: dict[int, float] = {}
+    for client in np.flatnonzero(image_counts):
+        accuracies[int(client)] = round(float(correct_counts[client] / image_counts[client]), 6)
+    return accuracies
 
 
 def summarize_clients(accuracies: Sequence[float]) -> dict[str, float | int]:
@@ -122,14 +131,14 @@ def summarize_clients(accuracies: Sequence[float]) -> dict[str, float | int]:
 
 
 def images_per_pass(images: Tensor, limit: int, pixels: int = MAX_CPU_PIXELS) -> int:
-    """Compute how many of the images (N, C, H, W) go through a network together.
+    """Compute the batch size for a forward pass, so that a CPU's memory suffices.
 
-    The activations of a thousand images of 64x64 take a gigabyte, and are no faster than those of 256.
+    The activations of a thousand images of 64x64 take a gigabyte, and such a batch is no faster than one of 256.
 
     Args:
-        images: the images; only their device and size matter.
-        limit: the largest number, which a GPU always takes.
-        pixels: the largest number of pixels in one pass on a CPU.
+        images: (N, C, H, W); only their device and size matter.
+        limit: the largest batch size, which is always used on a GPU.
+        pixels: the largest number of pixels in a batch on a CPU.
     """
     if images.device.type != "cpu":
         return limit
@@ -158,6 +167,9 @@ def evaluate_model(
         statistics: "running": normalize with the model's tracked statistics; else with the statistics of each
             `BATCH_STATISTICS_IMAGES` images.
         parallel_map: computes batches, perhaps in several processes.
+
+    Returns:
+        The confusion matrix, the mean cross-entropy, and which images are classified correctly.
     """
     classes = network.classes
     confusion = torch.zeros(classes * classes, dtype=torch.int64, device=test.labels.device)
@@ -180,10 +192,17 @@ def evaluate_model(
 def _evaluate_batch(
     network: Network, model: Tree, normalize: Normalize, statistics: Labeling, batch: Examples
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluate one batch.
+    """Evaluate a model on one batch of n labeled images.
+
+    Args:
+        network: the network; it computes in float32 here.
+        model: "params" and "stats".
+        normalize: converts uint8 images for the network.
+        statistics: "running": normalize with the model's tracked statistics; else with those of the batch.
+        batch: images and labels.
 
     Returns:
-        The flat confusion matrix (classes * classes,), the summed loss, and which images are correct, (n,).
+        The flat confusion matrix (classes * classes,), the summed loss (), and which images are correct, (n,) bool.
     """
     params = tree.channels_last(model["params"])
     images, labels = batch
@@ -233,6 +252,7 @@ def mean_prediction(
 
 @torch.no_grad()
 def _sum_probabilities(network: Network, model: Tree, normalize: Normalize, images: Tensor) -> Tensor:
+    """Compute the sum of the class probabilities (classes,) of a batch of images, in float64."""
     params = tree.channels_last(model["params"])
     logits = _compute_logits(network.in_float32, params, model["stats"], normalize, images)
     return logits.double().softmax(-1).sum(0)
@@ -312,7 +332,7 @@ class Quality:
         self.models: dict[str, Quality] = {}
 
     def add(self, pseudo: PseudoLabels, hidden: Tensor, models: Mapping[str, PseudoLabels] = NO_PSEUDO_LABELS) -> None:
-        """Compare pseudo-labels with true labels.
+        """Compare pseudo-labels with true labels, and add the counts to the totals.
 
         Args:
             pseudo: the pseudo-labels of b images.
@@ -328,6 +348,7 @@ class Quality:
         all_images = torch.ones_like(correct)
         confident = (pseudo.confidence >= self.threshold).double()
         used = (pseudo.weight > 0).double()
+        # For each subset: its images, those with a known label, and those that are correct.
         counts = [
             torch.stack([subset, subset * with_label, subset * correct]).sum(1)
             for subset in (all_images, confident, used)
@@ -341,24 +362,25 @@ class Quality:
     def row(self) -> dict[str, Any] | None:
         """Return shares and accuracies as metrics.jsonl stores them; None if no pseudo-label was counted.
 
-        Accuracies and areas under the ROC curve are over the images whose label is known. "models" has the rows of
-        several models.
+        Accuracies and areas under the ROC curve are over the images whose label is known. "..._above" are of confident
+        pseudo-labels, "..._used" of those with a weight above 0. "models" has the rows of several models.
         """
-        total, with_label, correct, above, above_known, above_correct, used, used_known, used_correct = to_floats(
-            self.totals
-        )
+        all_counts, confident_counts, used_counts = (to_floats(counts) for counts in self.totals.reshape(3, 3))
+        total, with_label, correct = all_counts
+        confident, confident_with_label, confident_correct = confident_counts
+        used, used_with_label, used_correct = used_counts
         if not total:
             return None
         correct_by_class, images_by_class = (to_floats(counts) for counts in self.per_class)
         row: dict[str, Any] = {
             "accuracy": correct / with_label if with_label else None,
-            "share_above": above / total,
-            "accuracy_above": above_correct / above_known if above_known else None,
+            "share_above": confident / total,
+            "accuracy_above": confident_correct / confident_with_label if confident_with_label else None,
             "share_used": used / total,
-            "accuracy_used": used_correct / used_known if used_known else None,
+            "accuracy_used": used_correct / used_with_label if used_with_label else None,
             "per_class": [
-                hits / images if images else None
-                for hits, images in zip(correct_by_class, images_by_class, strict=True)
+                class_correct / images if images else None
+                for class_correct, images in zip(correct_by_class, images_by_class, strict=True)
             ],
         }
         correct_labels, confidences, weights = torch.cat(self.scores, dim=1).numpy()
@@ -384,14 +406,14 @@ def roc_auc(positive: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> flo
     if not positives or not negatives:
         return None
     # Mann-Whitney: the sum of the positives' ranks, where equal scores share their mean rank.
-    _, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
-    mean_ranks = np.cumsum(sizes) - (sizes - 1) / 2
-    rank_sum = float(mean_ranks[group][positive].sum())
+    _, score_index, score_counts = np.unique(scores, return_inverse=True, return_counts=True)
+    mean_ranks = np.cumsum(score_counts) - (score_counts - 1) / 2
+    rank_sum = float(mean_ranks[score_index][positive].sum())
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
 
 
 def temperature(logits: Tensor, labels: Tensor) -> float:
-    """Fit the temperature that minimizes the mean cross-entropy of logits.
+    """Fit the temperature that minimizes the mean cross-entropy of softmax(logits / temperature).
 
     Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes.
 
@@ -402,17 +424,18 @@ def temperature(logits: Tensor, labels: Tensor) -> float:
     Returns:
         The temperature, between `MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
     """
-    z = logits
     true_logits = logits.gather(1, labels[:, None])[:, 0]
 
-    def slope(b: float) -> float:
-        """Compute the derivative of the cross-entropy in b: the mean of E_p[z] - z_y, p = softmax(b z)."""
-        return float((((b * z).softmax(1) * z).sum(1) - true_logits).mean())
+    def slope(scale: float) -> float:
+        """Compute the derivative of the cross-entropy in scale = 1 / temperature: the mean of E_p[z] - z_y."""
+        probabilities = (scale * logits).softmax(1)
+        expected_logits = (probabilities * logits).sum(1)
+        return float((expected_logits - true_logits).mean())
 
-    # The cross-entropy is convex in b = 1 / temperature: bisect log b by the sign of its derivative.
+    # The cross-entropy is convex in 1 / temperature: bisect its logarithm by the sign of the derivative.
     low = math.log(1 / MAX_TEMPERATURE)
     high = math.log(1 / MIN_TEMPERATURE)
-    for _ in range(60):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         if slope(math.exp(middle)) < 0:
             low = middle
@@ -423,7 +446,15 @@ def temperature(logits: Tensor, labels: Tensor) -> float:
 
 @torch.no_grad()
 def fit_temperature(network: Network, model: Tree, normalize: Normalize, images: Examples, batch: int = 1000) -> float:
-    """Fit the temperature of `model` = {"params", "stats"} on labeled images that it was not trained on."""
+    """Fit a model's softmax temperature on labeled images that it was not trained on (`temperature`).
+
+    Args:
+        network: the network.
+        model: "params" and "stats".
+        normalize: converts uint8 images for the network.
+        images: the images with their labels.
+        batch: the largest number of images in one pass.
+    """
     params = tree.channels_last(model["params"])
     logits = [
         _compute_logits(network.in_float32, params, model["stats"], normalize, chunk).double()

@@ -46,13 +46,14 @@ class WorkSize(NamedTuple):
 def group_clients(
     client_update: ClientUpdate, sizes: Sequence[WorkSize], max_padding: Fraction = MAX_PADDING
 ) -> list[list[int]]:
-    """Divide clients into groups that train together.
+    """Divide clients into groups that train together under `torch.func.vmap`.
 
-    Starting with the largest client, the next smaller one joins the last group as long as the share of padding allows.
+    Clients of a group are padded to the largest of them. Starting with the largest client, the next smaller one joins
+    the last group as long as the share of padding allows.
 
     Args:
         client_update: the update that they run.
-        sizes: the size of each client's update.
+        sizes: for each client, its numbers of steps and images.
         max_padding: the largest share of a group's images that may be padding.
 
     Returns:

@@ -76,13 +76,16 @@ class FederatedDataset:
         )
 
     def client_data(self, client: int, stage: int | None = None) -> tuple[ClientData, Tensor]:
-        """Return the images of a client (or the `SERVER`) and the true labels of its unlabeled ones.
+        """Collect the images of a client (or the `SERVER`), and the true labels of its unlabeled ones.
 
-        Methods have no access to the second.
+        The true labels only measure the quality of pseudo-labels: methods have no access to them.
 
         Args:
             client: the number of the client.
             stage: the stage of a data stream, up to which unlabeled images are included; None: all.
+
+        Returns:
+            The images and labels that the client trains on, and the hidden labels (U,) int64.
         """
         images, labels = self.train
         device = labels.device
@@ -91,6 +94,7 @@ class FederatedDataset:
         counts = torch.tensor([len(labeled_rows), len(unlabeled_rows)], device=device)
         y = labels[labeled_rows]
         if client in self.label_flippers:
+            # A simulated attack: the client trains with false labels.
             y = self.classes - 1 - y
         data = ClientData(
             # Images that are mapped from a file are channels-last.
@@ -103,18 +107,22 @@ class FederatedDataset:
         return data, labels[unlabeled_rows]
 
     def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
-        """Return the training rows, int64, that a client (or the `SERVER`) uses as labeled or as unlabeled.
+        """Return the indices of the training images that a client (or the `SERVER`) uses as labeled or as unlabeled.
 
         Args:
             client: the number of the client.
-            labeled: labeled rows, or else unlabeled ones.
-            stage: the stage of a data stream, up to which unlabeled rows are included; None: all.
+            labeled: whether to return labeled images, or else unlabeled ones.
+            stage: the stage of a data stream, up to which unlabeled images are included; None: all.
+
+        Returns:
+            int64 (n,).
         """
         if self.all_labels:
             return self._union(client, stage) if labeled else np.zeros(0, np.int64)
         return self._rows(client, labeled, stage)
 
     def _rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
+        """Return the rows of the split; with `reuse_labeled` the unlabeled ones include the labeled ones."""
         if self.reuse_labeled and not labeled and client != SERVER:
             return self._union(client, stage)
         return self._split_rows(client, labeled, stage)
@@ -124,6 +132,7 @@ class FederatedDataset:
         return np.union1d(self._split_rows(client, True, stage), self._split_rows(client, False, stage))
 
     def _split_rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
+        """Return the rows of a client in the split; in centralized training all rows belong to one client."""
         if self.pooled:
             # Rows that neither a client nor the server has are those of client -1.
             return np.flatnonzero((self.split.client != -1) & (self.split.labeled == labeled))
@@ -225,7 +234,13 @@ class LocalClients:
     ) -> Iterator[ClientResult]:
         """Train clients in groups and yield their results in the order of `clients`.
 
-        The true labels of their unlabeled images are added to `hidden_labels`.
+        Args:
+            context: the query.
+            clients: numbers of the clients.
+            stage: the stage of a data stream; None if there is none.
+            broadcast: the tree that all clients receive.
+            per_client: leaves (K, ...), of which each client receives its slice too.
+            hidden_labels: gets the true labels of each client's unlabeled images, by client.
         """
         client_update = context.client_update
         amounts = [self._amount(client_update, client, stage) for client in clients]
@@ -234,6 +249,7 @@ class LocalClients:
         uses_memory = bool(first_memory(client_update, first_received, self.seed, clients[0]))
 
         def make_task(k: int) -> ClientTask:
+            """Load the images and the memory of the k-th client, or create its first memory."""
             client = clients[k]
             private = tree.index(per_client, k)
             memory: Tree = {}
@@ -251,7 +267,7 @@ class LocalClients:
         next_position = 0
         for group_results in self.training.parallel_map(Query(context, broadcast), groups):
             results |= group_results
-            group_results.clear()  # the map may keep the dictionary while the next group trains
+            group_results.clear()  # the map may hold a reference to the dictionary while the next group trains
             while next_position < len(clients) and clients[next_position] in results:
                 yield results.pop(clients[next_position])
                 next_position += 1
@@ -260,6 +276,10 @@ class LocalClients:
         """Yield the groups of clients that train together.
 
         Tasks with equal keys are collected up to the largest group size and then divided by size (`group_clients`).
+
+        Args:
+            client_update: the update that they run.
+            tasks: the clients' tasks, which are created one by one, so that only those of unfinished groups need memory.
         """
         max_size = 1 if self.training.executor == "loop" else self.training.max_group_size
         waiting: dict[tuple[object, ...], list[ClientTask]] = {}
@@ -286,11 +306,18 @@ class LocalClients:
     def _group_key(
         self, client_update: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree
     ) -> tuple[object, ...]:
-        """Return a key that is equal for clients which can share a group.
+        """Compute a key that is equal for clients which can be batched together under vmap.
 
         Their memories have equal shapes. If the update masks padding, any number of images fits together, but clients
         without a step do not join those with steps. Otherwise the images of a step must be equal, and the number of
         rows if the update reads all of them.
+
+        Args:
+            client_update: the update that the client runs.
+            client: the number of the client.
+            stage: the stage of a data stream; None if there is none.
+            amount: the client's steps, and images of each step.
+            memory: the client's memory.
         """
         requirements = client_update.requirements
         # Sorted, as a memory that was read from a file has another order of leaves than a new one.
@@ -305,7 +332,7 @@ class LocalClients:
         return tuple(sizes), shapes
 
     def _amount(self, client_update: ClientUpdate, client: int, stage: int | None) -> Amount:
-        """Return the steps and images of a client's update."""
+        """Compute the number of steps of a client's update, and of images in a step; the server has no budget."""
         if client == SERVER:
             batching = self.training.server_batching or self.training.batching
             return batch_rule_amount(batching, client_update, self.dataset.training_size(client))
@@ -318,7 +345,14 @@ class LocalClients:
 
 
 def _encode_upload(context: ClientContext, client: int, received: Tree, result: ClientResult) -> ClientResult:
-    """Convert an upload to the precision in which it is sent."""
+    """Convert an upload to the precision in which it is sent (`Task.upload_precision`), and count its bytes again.
+
+    Args:
+        context: the query; with the client it names the random stream of stochastic rounding.
+        client: the number of the client.
+        received: the tree that the client received.
+        result: the result of its update.
+    """
     update = context.client_update
     make_generator = partial(rng.generator, context.seed, "upload", context.round, context.query, client)
     upload = compress_upload(

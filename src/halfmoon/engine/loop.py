@@ -168,7 +168,17 @@ def _conclude(
     number: int,
     stop_reason: str | None,
 ) -> Row:
-    """Evaluate the last model at the clients and build the results of `run_rounds`."""
+    """Evaluate the last model at the clients, select the run's model, and build the results of `run_rounds`.
+
+    Args:
+        experiment: the method and its federation.
+        folder: the run folder, with the metrics of all rounds.
+        state: the state after the last round.
+        scores: the validation scores of all rounds.
+        test: the test result of the best model until now; None if none was tested.
+        number: the number of finished rounds.
+        stop_reason: a sentence on why the run stopped before its last round, or None.
+    """
     last_model = state.solution(experiment)
     client_test, client_validation = experiment.runtime.final_evaluation(last_model)
     if client_validation is not None:
@@ -194,7 +204,13 @@ def _conclude(
 
 
 def _run_round(experiment: Experiment, number: int, state: _State) -> Tree:
-    """Train one round, repeatedly until enough clients have replied, and return the server's new tree."""
+    """Train one round, repeatedly until enough clients have replied, and return the server's new state.
+
+    Args:
+        experiment: the method and its federation.
+        number: the round, from 0.
+        state: the state after the previous round.
+    """
     runtime = experiment.runtime
     while True:
         runtime.open(number)
@@ -232,6 +248,7 @@ def _final_client_accuracy(experiment: Experiment, test: ModelEvaluation | None)
 
 
 def _evaluate_images(experiment: Experiment, model: Tree, images: Examples) -> ModelEvaluation:
+    """Evaluate a model on the server's test or validation images, with the settings of the experiment."""
     task = experiment.task
     return evaluate_model(
         task.network,
@@ -287,7 +304,16 @@ def _evaluate(
 
 
 def _stop_reason(experiment: Experiment, number: int, scores: Sequence[_ValidationScore]) -> str | None:
-    """Return a sentence on why training stops after `number` rounds, before the last one; None if it continues."""
+    """Check whether training stops early: by an aggregator's limit, or without improvement for `patience` evaluations.
+
+    Args:
+        experiment: the experiment.
+        number: the number of finished rounds.
+        scores: the validation scores of these rounds.
+
+    Returns:
+        A sentence on why training stops before its last round; None if it continues.
+    """
     rounds = experiment.task.rounds
     if number >= rounds:
         return None
@@ -295,9 +321,10 @@ def _stop_reason(experiment: Experiment, number: int, scores: Sequence[_Validati
     patience = experiment.patience
     if reason is not None or patience is None or not scores:
         return reason
-    # A score that only equals the best one is no improvement.
     values = [(score.accuracy, score.negative_loss) for score in scores]
-    if len(values) - 1 - values.index(max(values)) < patience:
+    # `index` finds the first best score: one that only equals it is no improvement.
+    evaluations_since_best = len(values) - 1 - values.index(max(values))
+    if evaluations_since_best < patience:
         return None
     evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
     return (
@@ -307,7 +334,7 @@ def _stop_reason(experiment: Experiment, number: int, scores: Sequence[_Validati
 
 
 def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
-    """Return the validation scores in rows of metrics.
+    """Read the validation scores from rows of metrics, skipping rounds without validation.
 
     A score is of the row's round or, where clients validate, of the round that the result names.
     """
@@ -322,7 +349,17 @@ def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
 def _keep_best(
     state: _State, scores: list[_ValidationScore], model: Tree, latest: list[_ValidationScore]
 ) -> tuple[_State, list[_ValidationScore]]:
-    """Store a model in the state if its validation score `latest` (none or one) is the best until now."""
+    """Store a model in the run's state if its validation score is the best until now.
+
+    Args:
+        state: the state of the run.
+        scores: the validation scores of earlier rounds.
+        model: the model that `latest` is about.
+        latest: its validation score, at most one.
+
+    Returns:
+        The state, with the model if it is the best, and all scores.
+    """
     if not latest:
         return state, scores  # the round was not validated
     scores = [*scores, *latest]
@@ -334,7 +371,17 @@ def _keep_best(
 def _start(
     experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, device: torch.device
 ) -> tuple[_State, int]:
-    """Return the state of a run and its number of finished rounds, from a checkpoint if there is one."""
+    """Start a run from the initial model, or continue it from a checkpoint.
+
+    Args:
+        experiment: the method and its federation, whose runtime is restored.
+        folder: the run folder; a new run saves its first checkpoint there.
+        loaded: the newest checkpoint; None for a new run.
+        device: the device of the state.
+
+    Returns:
+        The state of the run, and its number of finished rounds.
+    """
     if loaded is None:
         model = initial_model(experiment.task, experiment.seed, device)
         state = _State(tree.to(experiment.method.start(experiment.task, model), device))
@@ -347,7 +394,11 @@ def _start(
 
 
 def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
-    """Raise UserError if a checkpoint has no state of a run, or the metrics have other rounds."""
+    """Check that a checkpoint has the state of a run, and that the folder's metrics have the same rounds.
+
+    Raises:
+        UserError: a check fails.
+    """
     cost: Any = loaded.meta.get("cost")
     has_cost = (
         isinstance(cost, dict)
@@ -389,12 +440,18 @@ def _save(folder: RunFolder, number: int, state: _State, runtime: ServerRuntime,
 
 
 def _metrics_row(number: int, report: RoundReport) -> Row:
-    """Build a round's line of metrics; `number` counts from 0."""
+    """Build a round's line of metrics.jsonl.
+
+    Args:
+        number: the round, from 0.
+        report: the round's measurements.
+    """
     train: Row = {}
     for name, sample in report.samples.items():
         total, squares, count = (float(value) for value in sample)
         mean = total / count
         train[name] = mean
+        # The standard deviation; rounding may make the variance of equal values slightly negative.
         train[f"{name}_spread"] = math.sqrt(max(0.0, squares / count - mean * mean))
     row = {
         "round": number + 1,
@@ -408,7 +465,16 @@ def _metrics_row(number: int, report: RoundReport) -> Row:
 
 
 def _summarize_rows(rows: list[Row], scores: Sequence[_ValidationScore]) -> Row:
-    """Return "accuracy", "measured", "cost" and "aggregation" of a finished run from its rows of metrics."""
+    """Summarize a finished run from its rows of metrics.
+
+    Args:
+        rows: the rows of all rounds.
+        scores: the validation scores; the best selects the round of "chosen".
+
+    Returns:
+        "accuracy" (last, best and chosen test accuracy; None without a test), "measured" (pseudo-label metrics), "cost"
+        and "aggregation".
+    """
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
     summary = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
     if not tested:

@@ -104,6 +104,16 @@ class ServerRuntime(ABC):
         store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
     ) -> None:
+        """Build the runtime before its first round.
+
+        Args:
+            method: the method that trains.
+            task: network, optimizer and number of rounds, at the first round.
+            views: the augmentations.
+            settings: seed, device, and numbers of clients.
+            store: stores the trees of the server's state store and of simulated clients' memories; None: a new one.
+            aggregators: through which uploads pass before the method gets them.
+        """
         self.method = method
         self.base = task
         self.task = task
@@ -194,7 +204,11 @@ class ServerRuntime(ABC):
         return  # in a simulation the checkpoint contains the memories of all clients
 
     def open(self, round: int) -> None:
-        """Begin a round: sample its cohort, the same for every method of one seed."""
+        """Begin a round: sample its cohort, which is the same for every method with one seed.
+
+        Args:
+            round: the round, from 0.
+        """
         generator = rng.generator(self.seed, "cohort", round)
         self.cohort = first_of_permutation(self.clients, self.size, generator).sort().values
         self.task = self.base.at(round)
@@ -258,10 +272,17 @@ class ServerRuntime(ABC):
         return upload
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
-        """Have the cohort run an update, return the weighted mean of the uploads, and set `responders` as `query` does.
+        """Have the cohort run an update, and return the weighted mean of the uploads.
 
         Uploads are added to a running sum as they arrive. Aggregators need all of them at once, so with aggregators
         all uploads of the cohort are in memory together.
+
+        Args:
+            client_update: the name of the update.
+            broadcast: the tree that all clients receive.
+
+        Returns:
+            The mean, with the sum of the weights. `responders` is set to the clients that sent an upload.
         """
         upload_spec = self.client_updates[client_update].requirements.upload_spec
         if self.aggregators:
@@ -325,7 +346,14 @@ class ServerRuntime(ABC):
     def _train_responders(
         self, client_update: str, recipients: Tensor, broadcast: Tree, per_client: Tree
     ) -> ClientResults:
-        """Train the recipients that do not drop out of this round; `per_client` has a slice for each recipient."""
+        """Train the clients of a query that do not drop out of this round.
+
+        Args:
+            client_update: the name of the update.
+            recipients: numbers of the clients, (n,).
+            broadcast: the tree that all of them receive.
+            per_client: leaves (n, ...), of which each receives its slice too.
+        """
         present = sample_responders(recipients, self.settings.client_dropout, self.seed, self._round)
         return self._train_clients(
             self.client_updates[client_update],
@@ -337,7 +365,17 @@ class ServerRuntime(ABC):
     def _train_clients(
         self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
-        """Send the next query of the round to clients; count the cost and metrics of each result and yield it."""
+        """Send the next query of the round to clients; count the cost and the metrics of each result, and yield it.
+
+        Args:
+            client_update: the update that they run.
+            clients: numbers of the clients.
+            broadcast: the tree that all of them receive.
+            per_client: leaves (len(clients), ...), of which each receives its slice too.
+
+        Yields:
+            Each client's number and result, with the upload in float32.
+        """
         context = ClientContext(
             client_update, self.views, self.seed, self._round, self._query, images_per_call(self.device)
         )
@@ -373,7 +411,18 @@ class ServerRuntime(ABC):
         self.cost.bytes_down += len(missing) * bytes_per_recipient
 
     def _aggregate(self, context: AggregationContext, upload: Upload) -> Upload:
-        """Pass stacked uploads through the aggregators; clients whose upload is dropped count as not replying."""
+        """Pass stacked uploads through the aggregators; clients whose upload is dropped count as not replying.
+
+        Args:
+            context: the round, the query and its clients.
+            upload: their uploads, every leaf (k, ...).
+
+        Returns:
+            The uploads of the remaining clients, which `responders` is set to.
+
+        Raises:
+            TooFewReplies: no upload remains.
+        """
         for aggregator in self.aggregators:
             positions, upload = aggregator.uploads(context, upload)
             if not positions:
@@ -385,6 +434,7 @@ class ServerRuntime(ABC):
         return upload
 
     def _new_quality(self) -> Quality:
+        """Create empty counts of the quality of pseudo-labels."""
         return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)
 
 
@@ -407,6 +457,7 @@ def sample_responders(recipients: Tensor, dropout: float, seed: int, round: int)
     """
     if not dropout:
         return torch.arange(len(recipients))
+    # A generator for each client: whether it replies does not depend on which other clients are sampled.
     draws = [float(torch.rand((), generator=rng.generator(seed, "silent", round, int(k)))) for k in recipients]
     present = [position for position, number in enumerate(draws) if number >= dropout]
     if not present:
@@ -429,8 +480,9 @@ def first_of_permutation(count: int, size: int, generator: torch.Generator) -> T
     Raises:
         ValueError: `count` is 2^32 / 20 or more, for which PyTorch uses another algorithm.
     """
-    if count >= UINT32_VALUES // 20:
-        raise ValueError(f"a cohort is drawn of fewer than {UINT32_VALUES // 20} clients, not {count}")
+    max_count = UINT32_VALUES // 20
+    if count >= max_count:
+        raise ValueError(f"a cohort is drawn of fewer than {max_count} clients, not {count}")
     size = min(size, count)
     # PyTorch's Fisher-Yates shuffle: element i is exchanged with the one at i + (32-bit random number) mod (count - i).
     # Only exchanged elements are stored: the rest is still in its first position.

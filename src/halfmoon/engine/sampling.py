@@ -50,6 +50,7 @@ class Batching:
     steps: int | None = None
 
     def __post_init__(self) -> None:
+        """Check that all numbers are 1 or more, and that an epoch of unlabeled images has a batch size."""
         sizes = {"epochs": self.epochs, "steps": 1 if self.steps is None else self.steps}
         if self.labeled != "all":
             sizes["labeled"] = self.labeled
@@ -75,7 +76,12 @@ class Batching:
         return labeled if self.labeled == "all" else self.labeled
 
     def steps_both(self, labeled: int, unlabeled: int) -> int:
-        """Compute the steps of an update that uses both sets, 1 or more."""
+        """Compute the steps of an update that uses labeled and unlabeled images, 1 or more.
+
+        Args:
+            labeled: number of labeled images of the client.
+            unlabeled: number of its unlabeled images.
+        """
         passes = self.passes(labeled, unlabeled)
         if not passes:
             return self.steps_labeled(labeled)
@@ -164,16 +170,16 @@ def draw(
     seed: int,
     *path: int | str,
 ) -> DrawnUpdate:
-    """Draw a client update from (seed, *path).
+    """Draw all random choices of a client update: the images of its minibatches, and their augmentations.
 
     Args:
-        amount: its steps, and images of each step.
+        amount: the number of steps, and of images in each step.
         local: the client's images, without padding.
         views: the augmentations.
-        requirements: what the update needs.
-        drawable: (U,) bool, the unlabeled rows that may be used; None: all. Without any, there are no steps.
+        requirements: the views and further draws that the update needs.
+        drawable: (U,) bool, the unlabeled images that may be used; None: all. Without any, there are no steps.
         seed: the seed of the run.
-        path: the name of the random stream.
+        path: the name of the random stream, such as the round and the client.
     """
     shape = _image_shape(local)
     # Not `local.labeled` and `local.unlabeled`: they are on the device, which would be waited for.
@@ -244,6 +250,7 @@ def compute_views(
 
 
 def _image_shape(local: ClientData) -> tuple[int, int, int]:
+    """Return the shape (C, H, W) of a client's images."""
     channels, height, width = local.x.shape[1:]
     return channels, height, width
 
@@ -263,13 +270,20 @@ def _draw_mixing(
 ) -> dict[str, Tensor]:
     """Draw the mixup of each step: weights from Beta(concentration, concentration), partners, and rotations.
 
+    Args:
+        amount: the number of steps, and of images in each step.
+        requirements: the views of the update.
+        concentration: parameter of the Beta distribution.
+        seed: the seed of the run.
+        path: the name of the random stream.
+
     Returns:
         "mix" (steps,) float64; "order" (steps, images), the partner of each image; "turn" (steps, unlabeled), quarter
         turns. The images of a step are the labeled ones and all views of the unlabeled ones.
     """
     steps = amount.steps
     images = amount.labeled + len(requirements.views) * amount.unlabeled
-    # PyTorch has no beta distribution with a generator, so that NumPy draws the weights.
+    # PyTorch has no beta distribution with a generator, so NumPy draws the weights.
     numpy_generator = np.random.Generator(np.random.PCG64(rng.derive_seed(seed, *path)))
     mix = numpy_generator.beta(concentration, concentration, steps)
     generator = rng.generator(seed, *path)
@@ -290,9 +304,9 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield the batches of K clients step by step.
 
-    Clients with fewer images of a step are padded, for which `Batch.real` is False. A client that has taken all its steps
-    repeats its last one. A client without any step gets the images of the client with the largest number of steps; the caller ignores
-    the result.
+    Clients with fewer images of a step are padded, for which `Batch.real` is False. A client that has taken all its
+    steps repeats its last one. A client without any step gets the images of the client with the largest number of
+    steps; the caller ignores the result.
 
     Args:
         clients_data: the images of the clients.
@@ -358,7 +372,16 @@ def batches(
 
 
 def _real_masks(labeled_sizes: list[int], unlabeled_sizes: list[int], device: torch.device) -> dict[str, Tensor]:
-    """Build the masks of images of a step that are not padding: "x" (K, labeled), "u" (K, unlabeled); {} without padding."""
+    """Build the masks of a step's images, False for padding.
+
+    Args:
+        labeled_sizes: labeled images in a step, for each of K clients.
+        unlabeled_sizes: unlabeled images in a step, for each client.
+        device: the device of the masks.
+
+    Returns:
+        "x" (K, max(labeled_sizes)) and "u" (K, max(unlabeled_sizes)), bool; {} if all clients have equal sizes.
+    """
     if len(set(labeled_sizes)) == 1 and len(set(unlabeled_sizes)) == 1:
         return {}
     masks: dict[str, Tensor] = {}
@@ -391,12 +414,21 @@ class _StepImages(NamedTuple):
         return computed
 
     def compute_view(self, view: View, draws: Sequence[Draws], normalize: Normalize) -> Tensor:
-        """Augment the rows of all clients in one call, (K, n, C, H, W)."""
+        """Augment the images of all clients in one call.
+
+        Args:
+            view: the augmentation.
+            draws: each client's random parameters of this view, for all its steps.
+            normalize: converts uint8 images for the network.
+
+        Returns:
+            The augmented images, (K, n, C, H, W).
+        """
         selected = [images[rows.to(images.device)] for images, rows in zip(self.images, self.rows, strict=True)]
         parameters: Draws = {}
         for name in draws[0]:
             parameters[name] = torch.cat(
-                [client_draws[name][at] for client_draws, at in zip(draws, self.positions, strict=True)]
+                [client_draws[name][positions] for client_draws, positions in zip(draws, self.positions, strict=True)]
             )
         output = view.apply(torch.cat(selected), parameters, normalize)
         if self.padding is None:
@@ -407,11 +439,19 @@ class _StepImages(NamedTuple):
 def _select_images(
     updates: Sequence[DrawnUpdate], steps: range, sizes: list[int], rows: list[Tensor], images: list[Tensor]
 ) -> _StepImages:
-    """Select the images of these steps for K clients, of which each uses `sizes[k]` images in a step."""
+    """Select the images that K clients use in some of their steps.
+
+    Args:
+        updates: the clients' draws.
+        steps: the steps.
+        sizes: number of images in a step, for each client.
+        rows: indices of the images of all steps, for each client.
+        images: each client's images, (rows of the client, C, H, W).
+    """
     positions = [_draw_positions(update, steps, size) for update, size in zip(updates, sizes, strict=True)]
     step_rows: list[Tensor] = []
-    for client_rows, at in zip(rows, positions, strict=True):
-        step_rows.append(client_rows[at] if len(client_rows) else client_rows)
+    for client_rows, client_positions in zip(rows, positions, strict=True):
+        step_rows.append(client_rows[client_positions] if len(client_rows) else client_rows)
     padding = None
     if len(set(sizes)) > 1 and any(len(client_rows) for client_rows in step_rows):
         padding = _padding_positions(sizes, len(steps))
@@ -419,7 +459,7 @@ def _select_images(
 
 
 def _padding_positions(sizes: list[int], steps: int) -> Tensor:
-    """Compute where the padded images of K clients are among their concatenated images.
+    """Compute the index by which the concatenated images of K clients are padded to equal numbers in each step.
 
     Args:
         sizes: the images of a step, by client.
@@ -430,7 +470,7 @@ def _padding_positions(sizes: list[int], steps: int) -> Tensor:
         max(sizes). A client without images is padded with the image at position 0.
     """
     largest = max(sizes)
-    start = 0  # of the client's images among all
+    start = 0  # index of the client's first image among the concatenated ones
     positions: list[Tensor] = []
     for size in sizes:
         if size:
@@ -450,12 +490,19 @@ def _clamped_steps(update: DrawnUpdate, steps: range) -> Tensor:
 
 def _mixing_of_steps(update: DrawnUpdate, steps: range) -> dict[str, Tensor]:
     """Select the mixing draws of these steps."""
-    at = _clamped_steps(update, steps)
-    return {name: leaf[at] for name, leaf in update.mixing.items()}
+    step_numbers = _clamped_steps(update, steps)
+    return {name: leaf[step_numbers] for name, leaf in update.mixing.items()}
 
 
 def _pad_mixing(mixing: dict[str, Tensor], update: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
-    """Pad mixing draws (steps, ...) to more images of a step: padding is mixed with itself and not rotated."""
+    """Pad the draws of mixup to more images in a step: padding is mixed with itself and not rotated.
+
+    Args:
+        mixing: draws of mixup, leaves (steps, ...).
+        update: all draws of the client, with its numbers of images in a step.
+        labeled: labeled images in a step after padding.
+        unlabeled: unlabeled images in a step after padding.
+    """
     amount = update.amount
     if "order" not in mixing or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
         return mixing

@@ -21,7 +21,7 @@ from halfmoon.engine.sampling import Views
 from halfmoon.storage.state_store import StateView, TreeStore
 
 MAX_BIAS_IMAGES = 2_000
-"""Unlabeled images at most on which a model's bias is measured: the standard error of a share is 0.011 at most."""
+"""Largest number of unlabeled images on which a model's bias is measured: a share's standard error is below 0.0112."""
 
 
 class Simulation(ServerRuntime):
@@ -41,6 +41,18 @@ class Simulation(ServerRuntime):
         store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
     ) -> None:
+        """Build the simulated federation.
+
+        Args:
+            method: the method that trains.
+            task: network, optimizer and number of rounds.
+            dataset: training images and their distribution over clients.
+            views: the augmentations.
+            training: batch sizes, and whether clients train one by one or batched.
+            settings: seed, cohort size and further settings; clients and device are set from the dataset.
+            store: stores the memories of clients and the server's state store; None: a new one.
+            aggregators: through which uploads pass before the method gets them.
+        """
         device = dataset.train.labels.device
         settings = replace(settings, clients=dataset.clients, device=device)
         super().__init__(method, task, views, settings, store, aggregators)
@@ -63,9 +75,16 @@ class Simulation(ServerRuntime):
     def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
         """Measure the class bias of a model's predictions on the unlabeled images of this round's cohort.
 
-        APP-U is the mean prediction on these images without augmentation; of more than `MAX_BIAS_IMAGES`, as in a
-        centralized run, on a random sample. The class shares are those of all these rows, and of the labeled rows of
-        the cohort or, if it has none, of the server. The cost does not change.
+        APP-U (FedDB, IJCAI 2024) is the mean prediction on these images without augmentation, or on a random sample of
+        `MAX_BIAS_IMAGES` of them. It is compared with the class shares of all these images, and of the labeled images of
+        the cohort or, if it has none, of the server. The measurement does not count towards the run's cost.
+
+        Args:
+            model: "params" and "stats".
+            per_class: its test accuracy by class, (classes,).
+
+        Returns:
+            The result of `halfmoon.engine.evaluation.prediction_bias`; None without unlabeled images.
         """
         unlabeled = self._cohort_rows(labeled=False)
         labeled = self._cohort_rows(labeled=True)
@@ -76,8 +95,17 @@ class Simulation(ServerRuntime):
     ) -> Row | None:
         """Compare the class bias of single clients' models ("local") with the server's on the same images ("global").
 
-        FedDB (IJCAI 2024), Figures 1 and 3: "each" has a row of `halfmoon.engine.evaluation.prediction_bias` for both
-        models of each client; {local, global}_{js_app_u, js_labeled} are means over clients, with _low and _high.
+        This is the comparison of FedDB (IJCAI 2024), Figures 1 and 3.
+
+        Args:
+            model: the server's model, "params" and "stats".
+            per_class: its test accuracy by class, (classes,).
+            test: computes the test accuracy by class of a client's model.
+
+        Returns:
+            "each": for each client the results of `halfmoon.engine.evaluation.prediction_bias` for both models; and
+            means over clients, {local, global}_{js_app_u, js_labeled}, with the extremes _low and _high. None if no
+            client's model was stored.
         """
         rows: list[Row] = []
         for client, client_model in sorted(self._client_models.items()):
@@ -92,7 +120,17 @@ class Simulation(ServerRuntime):
     def _bias_row(
         self, model: Tree, per_class: Sequence[float], unlabeled: np.ndarray, labeled: np.ndarray
     ) -> Row | None:
-        """Measure a model's bias on these training rows; None without unlabeled rows."""
+        """Measure the class bias of a model on training images.
+
+        Args:
+            model: "params" and "stats".
+            per_class: its test accuracy by class, (classes,).
+            unlabeled: indices of the unlabeled training images, int64 (n,).
+            labeled: indices of the labeled ones, whose class shares are compared; if empty, the server's.
+
+        Returns:
+            The result of `halfmoon.engine.evaluation.prediction_bias`; None without unlabeled images.
+        """
         if not len(unlabeled):
             return None
         if not len(labeled) and not self.dataset.pooled:
@@ -122,6 +160,7 @@ class Simulation(ServerRuntime):
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
+        """Train clients on this machine, and yield each client's number and result."""
         # Not zip, which retains a reference to the last result while the next client trains.
         remaining = iter(clients)
         results = self.local_clients.update(context, clients, self._stage, broadcast, per_client, self._quality)

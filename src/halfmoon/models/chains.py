@@ -25,20 +25,32 @@ class Chain(Network):
         """Return the channels of each convolution, {name: (inputs, outputs)}."""
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Draw as PyTorch draws; under "none", without bias and as FedMatch's code draws (`unbiased`)."""
+        """Draw the initial weights like PyTorch; without normalization, without biases and like FedMatch's code.
+
+        Args:
+            generator: draws the weights of the convolutions in their order, then those of the head.
+
+        Returns:
+            "params", and the initial running statistics "stats".
+        """
         params: Tree = {}
-        blocks, last = self.blocks(), self.channels
-        for name, (inputs, last) in blocks.items():
+        blocks = self.blocks()
+        outputs = self.channels
+        for name, (inputs, outputs) in blocks.items():
+            shape = (outputs, inputs, 3, 3)
             if self.norm == "none":
-                params[name] = {"conv": unbiased(generator, (last, inputs, 3, 3))}
+                params[name] = {"conv": draw_without_bias(generator, shape)}
             else:
-                params[name] = {"conv": uniform(generator, (last, inputs, 3, 3), inputs * 9), "norm": affine(last)}
-        shape = (self.classes, last)
-        params["head"] = unbiased(generator, shape) if self.norm == "none" else linear(generator, last, self.classes)
-        tracked = {name: initial_stats(outputs) for name, (_, outputs) in blocks.items()}
-        return {"params": params, "stats": tracked if self.norm == "batch" else {}}
+                params[name] = {"conv": uniform(generator, shape, fan_in=inputs * 9), "norm": affine(outputs)}
+        if self.norm == "none":
+            params["head"] = draw_without_bias(generator, (self.classes, outputs))
+        else:
+            params["head"] = linear(generator, outputs, self.classes)
+        stats = {name: initial_stats(outputs) for name, (_, outputs) in blocks.items()}
+        return {"params": params, "stats": stats if self.norm == "batch" else {}}
 
     def block(self, run: ForwardPass, name: str, z: Tensor) -> Tensor:
+        """Apply a convolution, its normalization and a ReLU to activations z (B, C, H, W)."""
         return run.relu(run.norm(name, run.conv(name, z)))
 
 
@@ -51,6 +63,7 @@ class ResNet9(Chain):
     """
 
     def blocks(self) -> dict[str, tuple[int, int]]:
+        """Return the (input, output) channels of each 3x3 convolution of ResNet-9, by name, in forward order."""
         w = self.width
         return {
             "prep": (self.channels, w),
@@ -64,6 +77,15 @@ class ResNet9(Chain):
         }
 
     def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
+        """Apply ResNet-9's layers: convolution blocks, of which two pairs have a residual connection.
+
+        Args:
+            x: images (B, C, H, W).
+            run: computes each layer, in training, evaluation, or for tangents.
+
+        Returns:
+            Logits (B, classes).
+        """
         block = partial(self.block, run)
         z = block("prep", x)
         z = run.pool(block("layer1", z), 2)
@@ -71,6 +93,7 @@ class ResNet9(Chain):
         z = run.pool(block("layer2", z), 2)
         z = run.pool(block("layer3", z), 2)
         z = z + block("res3b", block("res3a", z))
+        # A window of the size of the image: the global maximum.
         z = run.pool(z, list(z.shape[-2:])).flatten(1)
         return run.linear("head", z)
 
@@ -80,7 +103,7 @@ class ResNet9(Chain):
 
 @dataclass(frozen=True)
 class SmallCNN(Chain):
-    """Three 3x3 convolutions (width, 2 width, 2 width) with normalization, two halvings, global mean."""
+    """Three 3x3 convolutions (width, 2 width, 2 width channels) with normalization, two max-poolings, global mean."""
 
     width: int = 16
 
@@ -101,9 +124,14 @@ class SmallCNN(Chain):
             raise UserError(f"The small network takes images of at least 4x4 pixels, not {shape[1]}x{shape[2]}.")
 
 
-def unbiased(generator: torch.Generator, shape: tuple[int, ...]) -> Tree:
-    """Return a weight alone: variance 1 / fan in, normal, cut at two deviations (Keras' VarianceScaling, FedMatch)."""
+def draw_without_bias(generator: torch.Generator, shape: tuple[int, ...]) -> Tree:
+    """Draw the weight of a layer without bias: truncated normal with variance 1 / fan in.
+
+    This is Keras' VarianceScaling, which FedMatch's code uses.
+    """
     weight = torch.empty(shape)
-    std = weight[0].numel() ** -0.5 / CUT_NORMAL_STD
-    torch.nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std, generator=generator)
+    fan_in = weight[0].numel()
+    # Truncation lowers the standard deviation, so that of the normal distribution is larger.
+    std = fan_in**-0.5 / CUT_NORMAL_STD
+    torch.nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std, generator=generator)
     return {"weight": weight}

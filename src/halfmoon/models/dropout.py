@@ -2,8 +2,8 @@
 
 PyTorch draws dropout masks from a global generator, whose state depends on everything that was drawn before. Here each
 step of a client has a key, drawn from the client's named generator. A mask is a hash of the key, the number of the
-dropout in the pass, and the position of the entry. All passes of a step share their masks, and passes outside of steps
-(evaluation, pseudo-labels that are made before the first step) drop nothing.
+dropout in the pass, and the position of the entry. All passes of a step share their masks. Passes outside of steps
+(evaluation, pseudo-labels that are made before the first step) have no dropout.
 """
 
 import threading
@@ -17,20 +17,24 @@ KEY = "dropout"
 """Name of a step's key in `Batch.mixing`."""
 
 KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-"""The supported layers. `nn.Dropout` drops entries, the others whole channels."""
+"""The supported layers. `nn.Dropout` drops entries, the other layers drop entire channels."""
 
 _LOCAL = threading.local()
 
 
 @contextmanager
 def dropout_key(key: Tensor | None) -> Iterator[None]:
-    """Let the passes of this block drop entries by a key, () int64; None: drop nothing."""
-    before = current_key()
+    """Set the key from which dropout masks are computed inside of this block.
+
+    Args:
+        key: () int64; None disables dropout.
+    """
+    previous_key = current_key()
     _LOCAL.key = key
     try:
         yield
     finally:
-        _LOCAL.key = before
+        _LOCAL.key = previous_key
 
 
 def current_key() -> Tensor | None:
@@ -39,12 +43,15 @@ def current_key() -> Tensor | None:
 
 
 def drop(z: Tensor, p: float, by_channel: bool, key: Tensor, call: int, real: Tensor | None, images: int) -> Tensor:
-    """Set entries of z to 0 with probability p, and divide the others by 1 - p.
+    """Apply dropout: set entries of z to 0 with probability p, and divide the remaining ones by 1 - p.
+
+    The mask is a hash of `key`, `call` and the position of the entry, instead of random draws: it is then the same for
+    one client in a loop and for several under vmap.
 
     Args:
         z: activations (R, ...), where R is a multiple of the images of the pass.
         p: the probability.
-        by_channel: drop whole channels (R, C) instead of entries.
+        by_channel: drop entire channels (R, C) instead of entries.
         key: the key of the step, () int64.
         call: the number of earlier dropouts in this pass.
         real: (images,) bool, False for padding; None: all are real.
@@ -60,12 +67,13 @@ def drop(z: Tensor, p: float, by_channel: bool, key: Tensor, call: int, real: Te
         rows = (real.cumsum(0) - 1).clamp_min(0)
     entries = shape.numel() // images
     positions = rows[:, None] * entries + torch.arange(entries, device=z.device)
+    # SplitMix64: numbers at equal distances (the golden ratio times 2^64), each of them scrambled.
     start = _scramble(key + _signed(_GOLDEN * (call + 1) % 2**64))
     bits = _scramble(start + _GOLDEN * positions)
     # The upper 53 bits as a uniform number in [0, 1).
     uniform = ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
-    keep = (uniform >= p).reshape(shape).to(z.dtype) / (1 - p)
-    return z * keep.reshape(*shape, *[1] * (z.dim() - len(shape)))
+    factors = (uniform >= p).reshape(shape).to(z.dtype) / (1 - p)
+    return z * factors.reshape(*shape, *[1] * (z.dim() - len(shape)))
 
 
 def _signed(number: int) -> int:

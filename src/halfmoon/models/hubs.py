@@ -33,34 +33,45 @@ def weights_file(name: str) -> Path | None:
 
 MAX_PARAMETERS = 2**28
 MAX_LAYERS = 2**12
+"""Largest network that is built from a name."""
 
 
 @contextmanager
-def _bounded(name: str) -> Iterator[None]:
-    """Raise `UserError` when a module under construction has too many layers or parameters.
+def _limit_module_size(name: str) -> Iterator[None]:
+    """Limit the layers and parameters of a module that is built inside of this block.
 
-    Its name may come from another machine, which is not trusted.
+    The network's name may come from another machine, which is not trusted: without a limit a message could exhaust the
+    memory.
+
+    Args:
+        name: the network's name, for error messages.
+
+    Raises:
+        UserError: the module has too many layers or parameters.
     """
     # PyTorch's registration hooks are global: count only modules of this thread.
-    owner = threading.get_ident()
+    building_thread = threading.get_ident()
     layers = 0
     parameters = 0
 
-    def layer(_: nn.Module, __: str, module: nn.Module | None) -> None:
+    def count_layer(_: nn.Module, __: str, module: nn.Module | None) -> None:
         nonlocal layers
-        if threading.get_ident() == owner and module is not None:
+        if threading.get_ident() == building_thread and module is not None:
             layers += 1
             if layers > MAX_LAYERS:
                 raise UserError(f"network {hubs.short_name(name)} has more than {MAX_LAYERS:,} layers.")
 
-    def parameter(_: nn.Module, __: str, value: nn.Parameter | None) -> None:
+    def count_parameter(_: nn.Module, __: str, value: nn.Parameter | None) -> None:
         nonlocal parameters
-        if threading.get_ident() == owner and value is not None:
+        if threading.get_ident() == building_thread and value is not None:
             parameters += value.numel()
             if parameters > MAX_PARAMETERS:
                 raise UserError(f"network {hubs.short_name(name)} has more than {MAX_PARAMETERS:,} parameters.")
 
-    hooks = (register_module_module_registration_hook(layer), register_module_parameter_registration_hook(parameter))
+    hooks = (
+        register_module_module_registration_hook(count_layer),
+        register_module_parameter_registration_hook(count_parameter),
+    )
     try:
         yield
     finally:
@@ -82,11 +93,22 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Mo
     Raises:
         UserError: if the package is missing, has no such network, or none for such images.
     """
-    with _bounded(name):
-        return _module(name, channels, classes, size)
+    with _limit_module_size(name):
+        return _build_module(name, channels, classes, size)
 
 
-def _module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+def _build_module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+    """Build a module of transformers, torchvision, timm or EfficientNet-Lite by name, and disable its dropout.
+
+    Args:
+        name: such as "torchvision:resnet50", "timm:NAME", or "transformers:" and a configuration as JSON.
+        channels: channels of images.
+        classes: number of classes.
+        size: height and width of images.
+
+    Raises:
+        UserError: the package is missing, or cannot build this network.
+    """
     package = hubs.package_of(name)
     hubs.package_version(name)
     try:
@@ -112,10 +134,18 @@ def _module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn
 
 
 def convert_names(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a file under the names of the module's parameters and buffers.
+    """Rename the tensors of a weights file to the names of the module's parameters and buffers.
 
     transformers uses other names of layers in files than in modules, and converts them when it loads. Tensors that it
     does not know retain their names, so that the caller can report them.
+
+    Args:
+        name: the network's name.
+        module: the module.
+        tensors: the file's tensors by name.
+
+    Raises:
+        UserError: transformers cannot read the tensors.
     """
     if hubs.package_of(name) != "transformers":
         return dict(tensors)
@@ -124,7 +154,7 @@ def convert_names(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -
     logging.disable_progress_bar()
     try:
         with torch.device("cpu"):
-            read, info = type(module).from_pretrained(  # type: ignore[attr-defined]
+            loaded, info = type(module).from_pretrained(  # type: ignore[attr-defined]
                 None,
                 config=module.config,
                 state_dict=dict(tensors),
@@ -135,40 +165,60 @@ def convert_names(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -
         raise UserError(
             f"transformers cannot read the weights of {hubs.short_name(name)} ({one_line(error)[:200]})."
         ) from error
+    # transformers initializes these at random; they must not count as tensors of the file.
     absent = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
-    state = {key: value for key, value in read.state_dict().items() if key not in absent}
+    state = {key: value for key, value in loaded.state_dict().items() if key not in absent}
     return state | {key: tensors[key] for key in (*info["unexpected_keys"], *absent) if key in tensors}
 
 
 def _transformer(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
-    config = _config(name, channels, classes, size)
-    kind = importlib.import_module("transformers").AutoModelForImageClassification
+    """Build an image classifier of transformers from the configuration in its name, with new weights."""
+    config = _transformer_config(name, channels, classes, size)
+    auto_model = importlib.import_module("transformers").AutoModelForImageClassification
     if torch.get_default_device().type != "meta":  # check the size before memory is allocated
         with torch.device("meta"):
-            kind.from_config(config, attn_implementation="eager")
-    return kind.from_config(config, attn_implementation="eager")
+            auto_model.from_config(config, attn_implementation="eager")
+    return auto_model.from_config(config, attn_implementation="eager")
 
 
-def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> Any:
+def _transformer_config(name: str, channels: int, classes: int, size: tuple[int, int]) -> Any:
+    """Build the configuration of a network of transformers, without dropout.
+
+    Only options that the model type has are used, and none that loads another network as a backbone: the name may come
+    from another machine, which is not trusted.
+
+    Args:
+        name: "transformers:" and the configuration as JSON.
+        channels: channels of images.
+        classes: number of classes.
+        size: height and width of images.
+
+    Raises:
+        UserError: the network is one of timm.
+    """
     values = json.loads(name.partition(":")[2])
-    kind = values.pop("model_type")
-    auto = importlib.import_module("transformers").AutoConfig
-    if "timm" in kind:
+    model_type = values.pop("model_type")
+    auto_config = importlib.import_module("transformers").AutoConfig
+    if "timm" in model_type:
         raise UserError(
             f"network {hubs.short_name(name)} stands for a network of timm",
             option="network",
             hint="give {network=timm:NAME}.",
         )
-    base = auto.for_model(kind).to_dict()
-    values = {key: value for key, value in values.items() if key in base and "backbone" not in key}
-    drops = {key: 0.0 for key, value in {**base, **values}.items() if "drop" in key and isinstance(value, int | float)}
-    config = auto.for_model(kind, **{**values, **drops}, num_labels=classes, num_channels=channels)
+    defaults = auto_config.for_model(model_type).to_dict()
+    values = {key: value for key, value in values.items() if key in defaults and "backbone" not in key}
+    dropouts: dict[str, float] = {}
+    for key, value in {**defaults, **values}.items():
+        if "drop" in key and isinstance(value, int | float):
+            dropouts[key] = 0.0
+    config = auto_config.for_model(model_type, **{**values, **dropouts}, num_labels=classes, num_channels=channels)
     if hasattr(config, "image_size"):
         config.image_size = size[0] if size[0] == size[1] else list(size)
     return config
 
 
 def _disable_dropout(module: nn.Module) -> nn.Module:
+    """Set the probability of all dropout and drop-path layers to 0, in place, and return the module."""
     for layer in module.modules():
         for attribute in ("p", "drop_prob"):
             if isinstance(layer.__dict__.get(attribute), float):

@@ -57,7 +57,7 @@ class ModuleNetwork(Network):
 
     @property
     def head(self) -> str | None:
-        return _tried(self)
+        return _test_network(self)
 
     @property
     def has_dropout(self) -> bool:
@@ -84,7 +84,7 @@ class ModuleNetwork(Network):
                 f"network {self.factory} was made for {self.channels} channel(s) of {self.size[0]}x{self.size[1]} "
                 f"pixels, not for {shape[0]} of {shape[1]}x{shape[2]}."
             )
-        _tried(self)
+        _test_network(self)
 
     def train(
         self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
@@ -95,6 +95,11 @@ class ModuleNetwork(Network):
     def embed(
         self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
+        """Compute logits, features (the input of the last linear layer) and batch statistics under batch statistics.
+
+        Raises:
+            UserError: the module does not end in a linear layer.
+        """
         if self.head is None:
             raise UserError(
                 f"network {self.factory} does not end in a linear layer, on whose input another head could stand; "
@@ -125,25 +130,48 @@ class ModuleNetwork(Network):
     def _pass(
         self, params: Tree, x: Tensor, stats: Tree, train: bool, real: Tensor | None = None
     ) -> "tuple[Tensor, _Pass]":
-        """Call the module; batch normalizations that `stats` has do not look at the batch."""
+        """Call the module as a pure function of its parameters (`torch.func.functional_call`).
+
+        Args:
+            params: parameters, a tree.
+            x: images (B, C, H, W).
+            stats: fixed statistics, by layer; batch normalizations without any use those of the batch.
+            train: whether layers are in training mode.
+            real: (B,) bool, False for padding; None if there is none.
+
+        Returns:
+            The logits (B, classes), and the batch statistics and inputs of linear layers that the pass recorded.
+        """
         template = _template(self)
-        record = _Pass(tree.flatten(stats), {}, {}, real)
+        record = _Pass(fixed_stats=tree.flatten(stats), moments={}, inputs={}, real=real)
         tensors = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
         constants = template.constants(x.device, next(iter(tensors.values())).dtype)
         record.images = x.shape[0]  # not len(x), which fixes the batch of an exported program
         record.key = current_key() if train else None
-        with template.passing(record, train), product_precision(self.precision, x.device):
-            logits = to_float32(_logits(functional_call(template.module, {**tensors, **constants}, (x,)), self))
+        with template.use_record(record, train), product_precision(self.precision, x.device):
+            output = functional_call(template.module, {**tensors, **constants}, (x,))
+            logits = to_float32(_logits(output, self))
         if train:
-            order = [name for name in template.tracked if name in record.moments]
-            record.moments = tree.unflatten({f"{n}/{k}": v for n in order for k, v in record.moments[n].items()})
+            # In the order of the layers in the module, whatever the order of the forward pass.
+            moments: dict[str, Tensor] = {}
+            for layer in template.tracked:
+                for name, value in record.moments.get(layer, {}).items():
+                    moments[f"{layer}/{name}"] = value
+            record.moments = tree.unflatten(moments)
         return logits, record
 
 
 def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int]) -> ModuleNetwork:
-    """Return the network of a factory; raise `UserError` where it gives no module, or one that cannot be carried.
+    """Create the network of a factory of `nn.Module`s.
 
-    The factory may be a name of `halfmoon.core.hubs`.
+    Args:
+        factory: "my_module:make", the name of an entry point, or a name of `halfmoon.core.hubs`, such as "timm:NAME".
+        channels: channels of images.
+        classes: number of classes.
+        size: height and width of images.
+
+    Raises:
+        UserError: the factory returns no module, or one that cannot be a pure function.
     """
     about = ""
     if hubs.package_of(factory) == "transformers":
@@ -161,7 +189,7 @@ class _Pass:
     moments: dict[str, Any]
     inputs: dict[str, Tensor]  # inputs of the linear layers
     real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
-    key: Tensor | None = None  # the key of dropout masks; None: nothing is dropped
+    key: Tensor | None = None  # the key of dropout masks; None: no dropout
     images: int = 0  # B
     dropouts: int = 0  # the number of dropouts until now
 
@@ -199,11 +227,11 @@ class _Batch(nn.Module):
         self.eps: float = old.eps
         self.weight = old.weight
         self.bias = old.bias
-        self._spoken: Any = template  # not a module, so PyTorch does not register it
+        self._template: Any = template  # not a module, so PyTorch does not register it
 
     def forward(self, z: Tensor) -> Tensor:
         """Normalize by the fixed statistics of the pass, or by batch statistics, which are recorded in its moments."""
-        record = self._spoken.record
+        record = self._template.record
         z = to_float32(z)
         if f"{self.name}/mean" in record.fixed_stats:
             mean = record.fixed_stats[f"{self.name}/mean"]
@@ -220,11 +248,21 @@ class _Template:
     """A module without parameter values, which receives them in each pass."""
 
     def __init__(self, module: nn.Module, network: ModuleNetwork) -> None:
+        """Prepare a module for functional calls: replace batch normalizations and dropouts, and free its parameters.
+
+        Args:
+            module: the module, which is changed in place.
+            network: the network that it belongs to, for error messages.
+
+        Raises:
+            UserError: a layer cannot be part of a pure function.
+        """
         _check_layers(module, network)
         self.first = _read(module)
         self.record = _Pass({}, {}, {})
         self.tracked = list(_norms(module))
         self.linears = {_path(name): each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
+        # Layers with the same interface, which read statistics and dropout keys from the current pass.
         for name, layer in _norms(module).items():
             parent, _, last = name.replace("/", ".").rpartition(".")
             setattr(module.get_submodule(parent), last, _Batch(name, layer, self))
@@ -235,7 +273,8 @@ class _Template:
         self.has_dropout = any(cast(Any, layer).p > 0 for _, layer in dropouts)
         self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         for name, layer in self.linears.items():
-            layer.register_forward_pre_hook(partial(self._keep_input, name))
+            layer.register_forward_pre_hook(partial(self._record_input, name))
+        # Each pass gets the parameters as arguments: those of the module need no memory.
         for layer in module.modules():
             for name, parameter in list(layer._parameters.items()):
                 if parameter is not None:
@@ -244,7 +283,8 @@ class _Template:
         self.training = True
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
-    def _keep_input(self, name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _record_input(self, name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Store the input of a linear layer in the current pass (a forward pre-hook)."""
         self.record.inputs[name] = inputs[0]
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -255,34 +295,44 @@ class _Template:
         return self._moved[device, dtype]
 
     @contextmanager
-    def passing(self, record: _Pass, train: bool):
-        """Let the layers of the module use `record` as the current pass in this block."""
+    def use_record(self, record: _Pass, train: bool):
+        """Let the layers of the module use `record` as the current pass in this block.
+
+        Args:
+            record: inputs of the pass, which the layers read, and its outputs, which they write.
+            train: whether layers are in training mode.
+        """
         if train != self.training:
             self.module.train(train)
             self.training = train
-        before = self.record
+        previous_record = self.record
         self.record = record
         try:
             yield
         finally:
-            self.record = before
+            self.record = previous_record
 
 
 _THREAD_LOCAL = threading.local()
 
 
 def _template(network: ModuleNetwork) -> _Template:
-    """Return this thread's template; threads cannot share one, because a pass changes the module while it runs."""
+    """Return this thread's template of a network; it is built at the first call.
+
+    Threads cannot share one, because a pass changes the module while it runs.
+    """
     templates = _THREAD_LOCAL.__dict__.setdefault("templates", {})
     key = (network.name, network.channels, network.classes, network.size)
     if key not in templates:
-        meta = torch.get_default_device().type == "meta"
-        with torch.device("cpu") if meta else nullcontext(), _seeded(torch.Generator().manual_seed(0)):
+        is_meta = torch.get_default_device().type == "meta"
+        # Buffers need real values, even if the caller works on the "meta" device.
+        with torch.device("cpu") if is_meta else nullcontext(), _seeded(torch.Generator().manual_seed(0)):
             templates[key] = _Template(_new_module(network), network)
     return templates[key]
 
 
-def blank(network: ModuleNetwork) -> nn.Module:
+def build_module(network: ModuleNetwork) -> nn.Module:
+    """Build the network's `nn.Module` on the CPU, with initial weights of a fixed seed."""
     with torch.device("cpu"), _seeded(torch.Generator().manual_seed(0)):
         return _new_module(network)
 
@@ -291,29 +341,44 @@ def feature_function(network: Network, model: Tree) -> Callable[[Tensor], Tensor
     """Create a function from images to the features (B, F) of `network.represent`, optimized for inference.
 
     For a `ModuleNetwork` convolutions are fused with their batch normalizations.
+
+    Args:
+        network: the network.
+        model: "params" and "stats" (running batch-norm statistics).
     """
     if not isinstance(network, ModuleNetwork) or network.head is None:
         return lambda x: network.represent(model["params"], model["stats"], x)[1]
-    module = blank(network).eval().requires_grad_(False)
+    module = build_module(network).eval().requires_grad_(False)
     leaves = tree.flatten(model)
     paths = {name: network.tree_path(name) for name in module.state_dict()}
     module.load_state_dict({name: leaves[path] for name, path in paths.items() if path in leaves}, strict=False)
-    for row in [each for each in module.modules() if type(each) is nn.Sequential]:
-        for (name, conv), (after, norm) in pairwise(list(row.named_children())):
-            if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d:
-                row.add_module(name, fuse_conv_bn_eval(conv, norm))
-                row.add_module(after, nn.Identity())
-        is_private = False  # whether no other layer reads the input, so that it may be overwritten
-        for name, layer in list(row.named_children()):
-            if is_private and type(layer) in (nn.ReLU, nn.ReLU6):
-                row.add_module(name, type(layer)(inplace=True))
-            is_private = type(layer) is nn.Conv2d or (is_private and type(layer) is nn.Identity)
+    for sequence in [each for each in module.modules() if type(each) is nn.Sequential]:
+        _fuse_layers(sequence)
+    # Without its head the module returns the features.
     module.set_submodule(network.head.replace("/", "."), nn.Identity())
     module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     return lambda x: to_float32(_logits(module(x), network))
 
 
+def _fuse_layers(sequence: nn.Sequential) -> None:
+    """Fuse convolutions with the batch normalizations after them, and let ReLUs overwrite their input, in place."""
+    for (name, conv), (next_name, norm) in pairwise(list(sequence.named_children())):
+        if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d:
+            sequence.add_module(name, fuse_conv_bn_eval(conv, norm))
+            sequence.add_module(next_name, nn.Identity())
+    is_private = False  # whether no other layer reads the input, so that it may be overwritten
+    for name, layer in list(sequence.named_children()):
+        if is_private and type(layer) in (nn.ReLU, nn.ReLU6):
+            sequence.add_module(name, type(layer)(inplace=True))
+        is_private = type(layer) is nn.Conv2d or (is_private and type(layer) is nn.Identity)
+
+
 def _new_module(network: ModuleNetwork) -> nn.Module:
+    """Call the network's factory.
+
+    Raises:
+        UserError: the factory raises an error, or returns no `nn.Module`.
+    """
     make = partial(make_named, network.name) if hubs.package_of(network.factory) else load(network.factory, "network")
     try:
         module = make(channels=network.channels, classes=network.classes, size=network.size)
@@ -336,6 +401,13 @@ def _refusal(network: ModuleNetwork, reason: str, option: str | None = None) -> 
 
 
 def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
+    """Check that a user's module can be a pure function of its parameters, which `torch.func.vmap` accepts.
+
+    Raises:
+        UserError: a layer draws random numbers, tracks statistics in an unknown way, or has no fixed parameters; or a
+            parameter is frozen.
+    """
+
     def refuse(name: str, layer: object, why: str) -> None:
         raise _refusal(network, f"layer {name} ({type(layer).__name__}) {why}")
 
@@ -368,23 +440,27 @@ def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
 
 
 @lru_cache(maxsize=32)
-def _tried(network: ModuleNetwork) -> str | None:
-    """Return the head that two images show; raise `UserError` where the module is not one function, lifted too.
+def _test_network(network: ModuleNetwork) -> str | None:
+    """Run a user's module on two images, alone and for two clients under vmap, and find its last linear layer.
 
-    The trial passes two images at two clients, as vmap does it with a cohort.
+    Returns:
+        The path of the linear layer whose output the module returns; None if there is none.
+
+    Raises:
+        UserError: the module raises an error, returns no logits of the expected shape, or changes its buffers.
     """
     template = _template(network)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = network.init(torch.Generator().manual_seed(0))
         x = torch.rand(2, network.channels, *network.size)
-    before = {name: buffer.clone() for name, buffer in template.constants(x.device, x.dtype).items()}
+    buffers_before = {name: buffer.clone() for name, buffer in template.constants(x.device, x.dtype).items()}
     outputs: dict[str, Tensor] = {}
     hooks = [
         layer.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
         for name, layer in template.linears.items()
     ]
-    two = tree.map(lambda leaf: torch.stack([leaf, leaf]), model["params"])
+    params_of_two_clients = tree.map(lambda leaf: torch.stack([leaf, leaf]), model["params"])
     try:
         # With a key, so that dropouts are tried as well.
         with torch.no_grad(), dropout_key(torch.tensor(0)):
@@ -398,7 +474,7 @@ def _tried(network: ModuleNetwork) -> str | None:
             if template.has_dropout:
                 # A number that divides the sizes of few layers, so that a layer which does not get images is found.
                 network.train(model["params"], x[:1].expand(11, *x.shape[1:]))
-            vmap(lambda params: network.train(params, x)[0])(two)
+            vmap(lambda params: network.train(params, x)[0])(params_of_two_clients)
             network.predict(model["params"], model["stats"], x)
     except UserError:
         raise
@@ -406,13 +482,14 @@ def _tried(network: ModuleNetwork) -> str | None:
         cause = f"{type(error).__name__}: {one_line(error)[:240]}"
         raise _refusal(network, f"two images at two clients raised {cause}") from error
     for name, buffer in template.constants(x.device, x.dtype).items():
-        if not torch.equal(buffer, before[name]):
+        if not torch.equal(buffer, buffers_before[name]):
             rule = "a network here keeps nothing between passes but the statistics of its batch normalizations"
             raise _refusal(network, f"a pass changes its buffer {name}, and {rule}")
     return head
 
 
 def _logits(out: Any, network: ModuleNetwork) -> Tensor:
+    """Get the logits from the output of a module: a tensor, or an object or mapping with "logits" (transformers)."""
     if isinstance(out, Tensor):
         return out
     logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
@@ -422,6 +499,7 @@ def _logits(out: Any, network: ModuleNetwork) -> Tensor:
 
 
 def _norms(module: nn.Module) -> dict[str, _NormBase]:
+    """Collect the batch normalizations of a module by path; instance normalizations have no batch statistics."""
     return {
         _path(name): layer
         for name, layer in module.named_modules()
@@ -430,12 +508,12 @@ def _norms(module: nn.Module) -> dict[str, _NormBase]:
 
 
 def _read(module: nn.Module) -> Tree:
+    """Copy a module's parameters and running statistics to a tree {"params", "stats"}, in float32."""
     params = {_path(name): each.detach().float().clone() for name, each in module.named_parameters()}
-    stats = {
-        f"{path}/{name}": cast(Tensor, buffer).detach().float().clone()
-        for path, layer in _norms(module).items()
-        for name, buffer in (("mean", layer.running_mean), ("var", layer.running_var))
-    }
+    stats: dict[str, Tensor] = {}
+    for path, layer in _norms(module).items():
+        for name, buffer in (("mean", layer.running_mean), ("var", layer.running_var)):
+            stats[f"{path}/{name}"] = cast(Tensor, buffer).detach().float().clone()
     return {"params": tree.unflatten(params), "stats": tree.unflatten(stats)}
 
 
@@ -448,4 +526,5 @@ def _seeded(generator: torch.Generator):
 
 
 def _path(name: str) -> str:
+    """Convert PyTorch's name of a layer or parameter, "block.0.weight", to a path in a tree, "block/0/weight"."""
     return name.replace(".", "/")

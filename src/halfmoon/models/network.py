@@ -87,7 +87,7 @@ class Network(ABC):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether passes of training drop entries (`halfmoon.models.dropout`)."""
+        """True if the network has dropout, which is only applied in training (`halfmoon.models.dropout`)."""
         return False
 
     def full_model(self, model: Tree) -> "tuple[Network, Tree]":
@@ -108,12 +108,12 @@ class Network(ABC):
 
         "block.0.weight" is params/block/0/weight, "block.1.running_var" stats/block/1/var.
         """
-        layer, _, last = name.rpartition(".")
-        if last == "num_batches_tracked":
+        layer, _, tensor_name = name.rpartition(".")
+        if tensor_name == "num_batches_tracked":
             return None
-        kind = {"running_mean": "mean", "running_var": "var"}.get(last)
+        statistic = {"running_mean": "mean", "running_var": "var"}.get(tensor_name)
         layer_path = layer.replace(".", "/")
-        return f"stats/{layer_path}/{kind}" if kind else f"params/{name.replace('.', '/')}"
+        return f"stats/{layer_path}/{statistic}" if statistic else f"params/{name.replace('.', '/')}"
 
     def zero_moments(self, params: Tree) -> Tree:
         """Make zeros of the shapes of the moments, for clients without images."""
@@ -180,8 +180,8 @@ class Network(ABC):
     ) -> Tensor:
         """Compute the derivative (B, classes) of the logits of `linearize` along a direction of the parameters.
 
-        It equals that of `torch.func.jvp`, which would compute the activations again. Here each layer takes them from
-        the tape, in the order in which `linearize` recorded them.
+        It equals that of `torch.func.jvp`, which would compute the activations a second time. Here each layer gets them
+        from the tape, in the order in which `linearize` recorded them.
 
         Args:
             params: the parameters of `linearize`.
@@ -205,7 +205,17 @@ class Network(ABC):
 
 
 def check_sides(name: str, shape: tuple[int, int, int], multiple: int, minimum: int) -> None:
-    """Check that the sides of images (C, H, W) are multiples, and not below `minimum`; raises `UserError`."""
+    """Check that height and width of images fit a network.
+
+    Args:
+        name: the network's name, for the error message.
+        shape: (C, H, W) of the images.
+        multiple: height and width must be multiples of this number.
+        minimum: the smallest height and width.
+
+    Raises:
+        UserError: they do not fit.
+    """
     _, height, width = shape
     if min(height, width) < minimum or height % multiple or width % multiple:
         raise UserError(
@@ -217,10 +227,23 @@ def check_sides(name: str, shape: tuple[int, int, int], multiple: int, minimum: 
 def forward_tangent(
     network: Network, params: Tree, x: Tensor, direction: Tree, real: Tensor | None, refusal: str
 ) -> Tensor:
-    """Compute `Network.tangent` by `torch.func.jvp`, without a tape.
+    """Compute the derivative of the logits along a direction of the parameters, by `torch.func.jvp` (forward mode).
+
+    It serves networks for which no tape is recorded (`Network.tangent`).
+
+    Args:
+        network: the network.
+        params: its parameters.
+        x: images (B, C, H, W).
+        direction: a tree like `params`.
+        real: (B,) bool, False for padding; None if there is none.
+        refusal: the error message, in which PyTorch's message replaces {}.
+
+    Returns:
+        (B, classes).
 
     Raises:
-        UserError: a layer has no forward derivative; the message is `refusal`, with PyTorch's message in place of {}.
+        UserError: a layer has no forward derivative.
     """
     # PyTorch's forward mode of group normalization accepts only contiguous tensors.
     params = tree.contiguous(params)
@@ -239,7 +262,7 @@ def track(stats: Tree, moments: Tree) -> Tree:
 
 
 def mark_if_any_real(moments: Tree, real: Tensor | None) -> Tree:
-    """Add to a pass's moments whether any row is real (B,), so that `track` ignores a pass of padding only."""
+    """Record in a pass's moments whether any row is real (B,), so that `track` ignores a pass of padding only."""
     return moments if real is None else {**moments, ANY_REAL: real.any()}
 
 

@@ -72,8 +72,8 @@ class ForwardPass:
 
     def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
         """Convolve with an odd kernel and a padding of half of it: height and width are divided by `stride`, rounded up."""
-        p = self.params[name]["conv"]
-        return F.conv2d(z, p["weight"], p.get("bias"), stride, padding=p["weight"].shape[-1] // 2)
+        conv = self.params[name]["conv"]
+        return F.conv2d(z, conv["weight"], conv.get("bias"), stride, padding=conv["weight"].shape[-1] // 2)
 
     def norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize by the network's kind, with weight and bias; with "none" z is returned unchanged."""
@@ -86,9 +86,9 @@ class ForwardPass:
         raise NotImplementedError
 
     def group_norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize each group of channels of each image, in training and evaluation alike."""
-        p = self.params[name]["norm"]
-        return F.group_norm(z, group_count(z.shape[-3]), p["weight"], p["bias"], EPS)
+        """Normalize each group of channels of each image, in training as in evaluation."""
+        affine = self.params[name]["norm"]
+        return F.group_norm(z, group_count(z.shape[-3]), affine["weight"], affine["bias"], EPS)
 
     def relu(self, z: Tensor) -> Tensor:
         """Set negative activations to 0."""
@@ -102,9 +102,9 @@ class ForwardPass:
         return F.max_pool2d(z, size, stride, padding) if maxima is None else maxima
 
     def layer_norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize z (..., features) over its features, in training and evaluation alike."""
-        p = self.params[name]
-        return F.layer_norm(to_float32(z), z.shape[-1:], p["weight"], p["bias"], EPS)
+        """Normalize z (..., features) over its features, in training as in evaluation."""
+        affine = self.params[name]
+        return F.layer_norm(to_float32(z), z.shape[-1:], affine["weight"], affine["bias"], EPS)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
         """Map features (..., inputs) to (..., outputs), and store the inputs of the last such layer, the head."""
@@ -243,7 +243,16 @@ class TangentPass(ForwardPass):
     real: Tensor | None = None
 
     def conv(self, name: str, input_tangent: Tensor, stride: int = 1) -> Tensor:
-        """Compute the tangent of a convolution w * x + b: dw * x + db + w * dx."""
+        """Compute the tangent of a convolution w * x + b, along a direction (dw, db) of its parameters.
+
+        Args:
+            name: name of the layer.
+            input_tangent: dx, the tangent of the input (B, C, H, W).
+            stride: stride of the convolution.
+
+        Returns:
+            dw * x + db + w * dx, where the input x is read from the recorded pass.
+        """
         recorded_input = next(self.tape)
         weight = self.params[name]["conv"]["weight"]
         direction = self.direction[name]["conv"]
@@ -256,10 +265,17 @@ class TangentPass(ForwardPass):
         return from_params.add_(from_input)
 
     def batch_norm(self, name: str, input_tangent: Tensor) -> Tensor:
-        """Compute the tangent of a batch normalization under batch statistics, w n(x) + b: dw n + db + w J dx.
+        """Compute the tangent of a batch normalization w n(x) + b, along a direction (dw, db) of its parameters.
 
-        n(x) is the input with the mean and the variance of the batch removed, and J its Jacobian. The Jacobian of each
-        channel is symmetric, so the product with dx is that of PyTorch's backward pass, with dx as the gradient.
+        n(x) is the input normalized by the mean and the variance of the batch, and J its Jacobian. The Jacobian of each
+        channel is symmetric, so the product J dx is that of PyTorch's backward pass, with dx as the gradient.
+
+        Args:
+            name: name of the layer.
+            input_tangent: dx, the tangent of the input (B, C, H, W).
+
+        Returns:
+            dw n + db + w J dx, where the input x is read from the recorded pass.
         """
         weight = self.params[name]["norm"]["weight"]
         direction = self.direction[name]["norm"]
@@ -268,8 +284,16 @@ class TangentPass(ForwardPass):
         mean = next(self.tape)
         inverse_deviation = next(self.tape)
         if self.real is not None:
-            batch = (recorded_input, mean, inverse_deviation)
-            return _masked_tangent(input_tangent, batch, self.real, (weight, direction["weight"], direction["bias"]))
+            return _masked_tangent(
+                input_tangent,
+                recorded_input,
+                mean,
+                inverse_deviation,
+                self.real,
+                weight=weight,
+                weight_direction=direction["weight"],
+                bias_direction=direction["bias"],
+            )
         from_params = torch.native_batch_norm(
             recorded_input, direction["weight"], direction["bias"], None, None, True, MOMENTUM, EPS
         )[0]
@@ -288,22 +312,32 @@ class TangentPass(ForwardPass):
         return from_params.add_(from_input)
 
     def group_norm(self, name: str, input_tangent: Tensor) -> Tensor:
-        """Compute the tangent of a group normalization w n(x) + b: dw n + db + w J dx.
+        """Compute the tangent of a group normalization w n(x) + b, along a direction (dw, db) of its parameters.
 
-        The Jacobian J of n is symmetric, so the product with dx is that of the backward pass of n. That of w n is not,
-        as the channels of a group have different weights.
+        The Jacobian J of n is symmetric, so the product J dx is that of the backward pass of n. That of w n is not
+        symmetric, as the channels of a group have different weights.
+
+        Args:
+            name: name of the layer.
+            input_tangent: dx, the tangent of the input (B, C, H, W).
+
+        Returns:
+            dw n + db + w J dx, where the input x is read from the recorded pass.
         """
         params = self.params[name]["norm"]
         direction = self.direction[name]["norm"]
         groups = group_count(input_tangent.shape[-3])
-        normalized, pull, _ = vjp(
-            lambda variables: (F.group_norm(variables["x"], groups, eps=EPS), ()), {"x": next(self.tape)}
+        recorded_input = next(self.tape)
+        normalized, backward, _ = vjp(
+            lambda variables: (F.group_norm(variables["x"], groups, eps=EPS), ()), {"x": recorded_input}
         )
+        # (C, 1, 1), to broadcast over height and width.
         weight, weight_direction, bias_direction = (
             leaf[:, None, None] for leaf in (params["weight"], direction["weight"], direction["bias"])
         )
         from_params = torch.addcmul(bias_direction, weight_direction, normalized)
-        return torch.addcmul(from_params, weight, pull(input_tangent, False)["x"])
+        normalized_tangent = backward(input_tangent, False)["x"]
+        return torch.addcmul(from_params, weight, normalized_tangent)
 
     def relu(self, input_tangent: Tensor) -> Tensor:
         """Compute the tangent of a ReLU: that of the input where the recorded output is positive, 0 elsewhere."""
@@ -327,7 +361,8 @@ class TangentPass(ForwardPass):
 def _max_pool_on_cpu(z: Tensor, size: int | list[int], stride: int | None, padding: int) -> Tensor:
     """Compute `max_pool2d` of z (B, C, H, W) on a CPU.
 
-    PyTorch takes ten times as long unless channels are last. So it only finds the positions, in a channels-last copy.
+    PyTorch needs ten times as long unless channels are last. So it finds the positions of the maxima in a channels-last
+    copy, and they are gathered from z.
     """
     with torch.no_grad():
         channels_last = z.contiguous(memory_format=torch.channels_last)
@@ -343,10 +378,17 @@ def _gather_positions(z: Tensor, indices: Tensor) -> Tensor:
 def normalize_batch(
     z: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float = EPS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalize activations (B, C, ...) by the statistics of their real rows.
+    """Apply batch normalization with the statistics of the rows that are not padding.
 
-    Padding rows have no effect, and their results are undefined. If no row is real the deviation is 1: divided by 0,
-    activations of a deep network would overflow.
+    The results of padding rows are undefined. If no row is real the deviation is 1: divided by 0, activations of a deep
+    network would overflow.
+
+    Args:
+        z: activations (B, C, ...).
+        real: (B,) bool, False for padding rows; None if there is none.
+        weight: factor of each channel after normalization, (C,); None: 1.
+        bias: added to each channel after that, (C,); None: 0.
+        eps: added to the variance.
 
     Returns:
         The normalized activations, and the mean, the inverse deviation and the unbiased variance (C,).
@@ -366,19 +408,39 @@ def normalize_batch(
 
 
 def _masked_tangent(
-    z: Tensor, batch: tuple[Tensor, Tensor, Tensor], real: Tensor, directions: tuple[Tensor, Tensor, Tensor]
+    input_tangent: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inverse_deviation: Tensor,
+    real: Tensor,
+    *,
+    weight: Tensor,
+    weight_direction: Tensor,
+    bias_direction: Tensor,
 ) -> Tensor:
-    """Compute the tangent of w n + b, n = (x - mean) inverse, in the directions z of x, dw of w and db of b.
+    """Compute the tangent of a batch normalization whose statistics leave out padding rows (`normalize_batch`).
 
-    dn = inverse (dx - mean(dx) - n mean(n dx)), the means over the real rows.
+    With n = (x - mean) * inverse_deviation, the tangent of weight * n + bias is dweight n + dbias + weight dn, where
+
+        dn = inverse_deviation * (dx - mean(dx) - n mean(n dx)), the means over the real rows.
+
+    Args:
+        input_tangent: dx, (B, C, ...).
+        x: the input, (B, C, ...).
+        mean: its mean over the real rows, (C,).
+        inverse_deviation: its inverse standard deviation, (C,).
+        real: (B,) bool, False for padding rows.
+        weight: (C,).
+        weight_direction: dweight, (C,).
+        bias_direction: dbias, (C,).
     """
-    x, mean, inverse = batch
-    w, dw, db = directions
-    n = (x - _broadcast(mean, z)) * _broadcast(inverse, z)
-    n_times_dx = _real_mean(n * z, real)
-    centered = z - _broadcast(_real_mean(z, real), z)
-    tangent = torch.addcmul(_broadcast(db, z), n, _broadcast(dw - n_times_dx * inverse * w, z))
-    return torch.addcmul(tangent, centered, _broadcast(inverse * w, z))
+    dx = input_tangent
+    n = (x - _broadcast(mean, dx)) * _broadcast(inverse_deviation, dx)
+    n_times_dx = _real_mean(n * dx, real)
+    centered = dx - _broadcast(_real_mean(dx, real), dx)
+    factor_of_n = weight_direction - n_times_dx * inverse_deviation * weight
+    tangent = torch.addcmul(_broadcast(bias_direction, dx), n, _broadcast(factor_of_n, dx))
+    return torch.addcmul(tangent, centered, _broadcast(inverse_deviation * weight, dx))
 
 
 def _real_mean(z: Tensor, real: Tensor) -> Tensor:

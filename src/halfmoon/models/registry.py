@@ -13,16 +13,32 @@ from halfmoon.models import NETWORKS, Network
 from halfmoon.models.modules import ModuleNetwork, from_factory
 from halfmoon.models.passes import Norm
 
-WIDE = 128
+MAX_UNCHECKED_WIDTH = 128
 """The width up to which every network fits any machine."""
+
+PROBED_WIDTH_STEP = 192
+"""Widths at which parameters are counted, to extrapolate: this one, twice and three times as many."""
 
 
 def names() -> list[str]:
+    """List the names of this package's networks, then of those that installed packages register."""
     return [*NETWORKS, *plugins.entry_points("network")]
 
 
 def make(name: str, channels: int, classes: int, size: tuple[int, int], norm: str, width: int | None) -> Network:
-    """Create the network of a name for given images; raise `UserError` if that is impossible."""
+    """Create a network by name.
+
+    Args:
+        name: a name of `names`, or of a factory outside of this package.
+        channels: channels of images.
+        classes: number of classes.
+        size: height and width of images.
+        norm: kind of normalization: "batch", "group" or "none".
+        width: factor of the layers' sizes; None: the network's default.
+
+    Raises:
+        UserError: the network is unknown, does not fit the options, or is too large for this machine.
+    """
     if name in NETWORKS:
         width_option: dict[str, Any] = {} if width is None else {"width": width}
         if NETWORKS[name].fixed_norm:
@@ -42,18 +58,24 @@ def count_parameters(network: Network) -> int:
     The number is a quadratic function of the width, so it is extrapolated from three narrow networks. A very wide one
     would exceed the sizes that a tensor can have.
     """
-    step = 192
+    step = PROBED_WIDTH_STEP
     with torch.device("meta"):
         narrow = [replace(network, width=step * k).init(torch.Generator())["params"] for k in (1, 2, 3)]
     first, second, third = map(tree.numel, narrow)
-    beyond = network.width - step
-    bend = (third - 2 * second + first) * beyond * (beyond - step) // (2 * step**2)
-    return first + (second - first) * beyond // step + bend
+    # Newton's forward differences: a linear and a quadratic term in the distance from the first width.
+    distance = network.width - step
+    linear_term = (second - first) * distance // step
+    quadratic_term = (third - 2 * second + first) * distance * (distance - step) // (2 * step**2)
+    return first + linear_term + quadratic_term
 
 
 def _check_size(name: str, network: Network) -> None:
+    """Check that the parameters of a network, in float32, fit this machine's memory; raise `UserError` if not."""
+    if network.width <= MAX_UNCHECKED_WIDTH:
+        return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if network.width > WIDE and (size := 4 * count_parameters(network)) > memory:
+    size = 4 * count_parameters(network)
+    if size > memory:
         raise UserError(
             f"width is {network.width}: network {name} would take {size:,} bytes for its parameters alone, but this "
             f"machine's memory has {memory:,}; choose a smaller width."
@@ -72,11 +94,18 @@ def describe(network: Network) -> dict[str, Any]:
 
 
 def from_description(description: Mapping[str, Any]) -> Network:
-    """Create the network of a description from `describe`; raise `UserError` if it is invalid."""
+    """Create a network from its description in a file or message, which `describe` has written.
+
+    Args:
+        description: "name" and options of the network; it is checked, as files and messages may be damaged.
+
+    Raises:
+        UserError: the network is unknown, or an option is unknown or has another type.
+    """
     name = str(description.get("name"))
     values = {key: value for key, value in description.items() if key != "name"}
     if name not in NETWORKS:
-        return _from_outside(name, values)
+        return _external_from_description(name, values)
     options = {each.name: each for each in fields(NETWORKS[name]) if each.name != "precision"}
     for key, value in values.items():
         option = options.get(key)
@@ -89,20 +118,30 @@ def from_description(description: Mapping[str, Any]) -> Network:
 
 
 def _check_fixed_norm(name: str, norm: str) -> Norm:
+    """Check that the option `norm` has its default for a network whose normalization cannot be chosen."""
     if norm not in ("batch", "none"):
         raise UserError(f"norm is {norm!r}, but network {name} brings its own normalization: leave norm out.")
     return "none"
 
 
-def _from_outside(name: str, values: Mapping[str, Any]) -> Network:
-    named = hubs.package_of(name) is not None
+def _external_from_description(name: str, values: Mapping[str, Any]) -> Network:
+    """Create a network that is not of this package from its description: one of a known package, or a plug-in.
+
+    Args:
+        name: the network's name.
+        values: "channels", "classes" and "size" [height, width].
+
+    Raises:
+        UserError: the network is unknown or may not be loaded, or a value is invalid.
+    """
+    is_from_hub = hubs.package_of(name) is not None
     hubs.check_portable(name)
-    if not named and not plugins.is_plugin(name, "network"):
+    if not is_from_hub and not plugins.is_plugin(name, "network"):
         raise UserError(f"this halfmoon has no network {name!r}: {suggest(name, names())}")
     size = values.get("size")
     numbers = [values.get("channels"), values.get("classes"), *(size if isinstance(size, list) else ())]
     if len(numbers) != 4 or not all(type(each) is int and each > 0 for each in numbers):
         raise UserError(f"channels, classes and size are {numbers}")
-    if not named:
+    if not is_from_hub:
         plugins.load(name, "network")  # also if it is imported already, because this checks the permission to load it
     return from_factory(name, numbers[0], numbers[1], (numbers[2], numbers[3]))

@@ -12,7 +12,8 @@ from halfmoon.core.tree import Tree
 from halfmoon.models.network import Network, affine, check_sides, initial_stats, linear
 from halfmoon.models.passes import ForwardPass
 
-STEM = 16
+STEM_CHANNELS = 16
+"""Channels of the first convolution of a Wide ResNet."""
 
 
 @dataclass(frozen=True)
@@ -36,31 +37,47 @@ class WideResNet(Network):
             )
 
     def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
-        return residual_blocks(STEM, STEM * self.width, 3, (self.depth - 4) // 6)
+        """Yield name, input channels, output channels and stride of each residual block."""
+        first_group_channels = STEM_CHANNELS * self.width
+        return residual_blocks(STEM_CHANNELS, first_group_channels, groups=3, depth=(self.depth - 4) // 6)
 
     def init(self, generator: torch.Generator) -> Tree:
-        params: Tree = {"stem": {"conv": kaiming(generator, self.channels, STEM, 3)}}
+        """Draw the initial weights of a Wide ResNet: convolutions after He et al., the head like PyTorch.
+
+        Args:
+            generator: draws the weights layer by layer, in the order of the forward pass.
+
+        Returns:
+            "params", and the initial running statistics "stats". Without normalization there are no biases either.
+        """
+        params: Tree = {"stem": {"conv": kaiming(generator, self.channels, STEM_CHANNELS, kernel=3)}}
         stats: Tree = {}
 
-        def unit(name: str, inputs: int, outputs: int) -> None:
-            params[name] = {"norm": affine(inputs), "conv": kaiming(generator, inputs, outputs, 3)}
+        def add_unit(name: str, inputs: int, outputs: int) -> None:
+            """Add a normalization and the 3x3 convolution after it (pre-activation)."""
+            params[name] = {"norm": affine(inputs), "conv": kaiming(generator, inputs, outputs, kernel=3)}
             stats[name] = initial_stats(inputs)
 
         for name, inputs, outputs, _ in self._blocks():
-            unit(f"{name}a", inputs, outputs)
-            unit(f"{name}b", outputs, outputs)
+            add_unit(f"{name}a", inputs, outputs)
+            add_unit(f"{name}b", outputs, outputs)
             if inputs != outputs:
-                params[f"{name}shortcut"] = {"conv": kaiming(generator, inputs, outputs, 1)}
-        last = 4 * STEM * self.width
-        params["final"], stats["final"] = {"norm": affine(last)}, initial_stats(last)
-        params["head"] = {**linear(generator, last, self.classes), "bias": torch.zeros(self.classes)}
+                params[f"{name}shortcut"] = {"conv": kaiming(generator, inputs, outputs, kernel=1)}
+        last_channels = 4 * STEM_CHANNELS * self.width
+        params["final"] = {"norm": affine(last_channels)}
+        stats["final"] = initial_stats(last_channels)
+        params["head"] = {**linear(generator, last_channels, self.classes), "bias": torch.zeros(self.classes)}
         if self.norm == "none":
-            params = {name: {"conv": unit["conv"]} for name, unit in params.items() if "conv" in unit} | {
-                "head": {"weight": params["head"]["weight"]}
-            }
+            convolutions = {name: {"conv": layer["conv"]} for name, layer in params.items() if "conv" in layer}
+            params = {**convolutions, "head": {"weight": params["head"]["weight"]}}
         return {"params": params, "stats": stats if self.norm == "batch" else {}}
 
     def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
+        """Apply the layers of a Wide ResNet to images x (B, C, H, W); `run` computes each of them.
+
+        Returns:
+            Logits (B, classes).
+        """
         z = run.conv("stem", x)
         for name, _, _, stride in self._blocks():
             inputs = run.relu(run.norm(f"{name}a", z))
@@ -75,7 +92,17 @@ class WideResNet(Network):
 
 
 def residual_blocks(inputs: int, width: int, groups: int, depth: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, inputs, outputs and stride of each block: groups of `depth`, each twice as wide as the last one."""
+    """Yield the residual blocks of a network: groups of blocks, each group twice as wide as the one before.
+
+    Args:
+        inputs: channels before the first block.
+        width: channels of the first group.
+        groups: number of groups.
+        depth: number of blocks in a group.
+
+    Yields:
+        Name, input channels, output channels and stride; the first block of each group but the first has stride 2.
+    """
     for number in range(groups * depth):
         group, index = divmod(number, depth)
         outputs = width * 2**group
@@ -84,9 +111,10 @@ def residual_blocks(inputs: int, width: int, groups: int, depth: int) -> Iterato
 
 
 def kaiming(generator: torch.Generator, inputs: int, outputs: int, kernel: int) -> Tree:
-    """Return the weight of a convolution, normal with variance 2 / fan out (He et al. 2015, their Eq. 14)."""
+    """Draw the weight of a convolution, normal with variance 2 / fan out (He et al. 2015, their Eq. 14)."""
     weight = torch.empty(outputs, inputs, kernel, kernel)
-    return {"weight": weight.normal_(0.0, (2 / (outputs * kernel * kernel)) ** 0.5, generator=generator)}
+    fan_out = outputs * kernel * kernel
+    return {"weight": weight.normal_(mean=0.0, std=(2 / fan_out) ** 0.5, generator=generator)}
 
 
 @dataclass(frozen=True)
@@ -105,34 +133,49 @@ class ResidualNetwork(Network):
     width: int = 64
 
     def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield name, input channels, output channels and stride of each residual block."""
         return residual_blocks(self.width, self.width, self.groups, self.depth)
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"}: convolutions `kaiming`, the head PyTorch's."""
+        """Draw the initial weights of a residual network: convolutions after He et al., the head like PyTorch.
+
+        Args:
+            generator: draws the weights layer by layer, in the order of the forward pass.
+
+        Returns:
+            "params", and the initial running statistics "stats". Without normalization the head has no bias.
+        """
         params: Tree = {}
         stats: Tree = {}
 
-        def unit(name: str, inputs: int, outputs: int, kernel: int = 3) -> None:
+        def add_unit(name: str, inputs: int, outputs: int, kernel: int = 3) -> None:
+            """Add a convolution and the normalization after it."""
             params[name] = {"conv": kaiming(generator, inputs, outputs, kernel)}
             if self.norm != "none":
                 params[name]["norm"] = affine(outputs)
             stats[name] = initial_stats(outputs)
 
-        unit("stem", self.channels, self.width, self.kernel)
+        add_unit("stem", self.channels, self.width, self.kernel)
         for name, inputs, outputs, _ in self._blocks():
-            unit(f"{name}a", inputs, outputs)
-            unit(f"{name}b", outputs, outputs)
+            add_unit(f"{name}a", inputs, outputs)
+            add_unit(f"{name}b", outputs, outputs)
             if inputs != outputs:
-                unit(f"{name}shortcut", inputs, outputs, 1)
+                add_unit(f"{name}shortcut", inputs, outputs, kernel=1)
         params["head"] = linear(generator, self.width * 2 ** (self.groups - 1), self.classes)
         if self.norm == "none":
             del params["head"]["bias"]
         return {"params": params, "stats": stats if self.norm == "batch" else {}}
 
     def stem(self, x: Tensor, run: ForwardPass) -> Tensor:
+        """Apply the first convolution to images, with its normalization and ReLU."""
         return run.relu(run.norm("stem", run.conv("stem", x)))
 
     def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
+        """Apply the layers of a residual network to images x (B, C, H, W); `run` computes each of them.
+
+        Returns:
+            Logits (B, classes).
+        """
         z = self.stem(x, run)
         for name, _, _, stride in self._blocks():
             inner = run.relu(run.norm(f"{name}a", run.conv(f"{name}a", z, stride)))
@@ -157,7 +200,7 @@ class ResNet8(ResidualNetwork):
         check_sides("ResNet-8", shape, multiple=4, minimum=8)
 
 
-_UNITS = {
+_BLOCK_LAYERS = {
     "conv1": ("a", "conv"),
     "bn1": ("a", "norm"),
     "conv2": ("b", "conv"),
@@ -165,7 +208,7 @@ _UNITS = {
     "downsample/0": ("shortcut", "conv"),
     "downsample/1": ("shortcut", "norm"),
 }
-"""The layers of a block as torchvision names them, and what they are here."""
+"""For each layer of a block in torchvision, by name: the suffix of the block's name here, and the kind of layer."""
 
 
 @dataclass(frozen=True)
@@ -178,30 +221,41 @@ class ResNet18(ResidualNetwork):
 
     groups: ClassVar[int] = 4
     depth: ClassVar[int] = 2
-    least: ClassVar[int] = 8  # smallest height and width of an image
+    min_side: ClassVar[int] = 8  # smallest height and width of an image
 
     def tree_path(self, name: str) -> str | None:
-        """Convert a name in a state dict of torchvision's or timm's ResNet-18, which use the same names, to a path."""
+        """Convert the name of a tensor of torchvision's ResNet-18 to its path in the model here.
+
+        timm's ResNet-18 has the same names. For example "layer2.0.conv1.weight" is params/block3a/conv/weight, and
+        "fc.bias" is params/head/bias.
+
+        Args:
+            name: a key of the state dict.
+
+        Returns:
+            The path; None if the model has no such tensor.
+        """
         path = super().tree_path(name)
         if path is None:
             return None
-        part, *layers, last = path.split("/")
+        section, *layers, tensor_name = path.split("/")  # section: "params" or "stats"
         if layers == ["fc"]:
-            return f"{part}/head/{last}"
-        group, number = layers[:2] if len(layers) > 2 else ("", "")
-        unit = "/".join(layers[2:] if group else layers)
-        valid = not group or (group in ("layer1", "layer2", "layer3", "layer4") and number in ("0", "1"))
-        if unit not in _UNITS or not valid:
+            return f"{section}/head/{tensor_name}"
+        group, index = layers[:2] if len(layers) > 2 else ("", "")
+        layer = "/".join(layers[2:] if group else layers)
+        is_block = group in ("layer1", "layer2", "layer3", "layer4") and index in ("0", "1")
+        if layer not in _BLOCK_LAYERS or (group and not is_block):
             return path
-        suffix, kind = _UNITS[unit]
-        name = f"block{2 * int(group[-1]) - 1 + int(number)}{suffix}" if group else "stem"
-        return f"{part}/{name}/{last}" if part == "stats" else f"{part}/{name}/{kind}/{last}"
+        suffix, kind = _BLOCK_LAYERS[layer]
+        # torchvision has four groups of two blocks, here all eight are numbered from 1.
+        unit = f"block{2 * int(group[-1]) - 1 + int(index)}{suffix}" if group else "stem"
+        return f"{section}/{unit}/{tensor_name}" if section == "stats" else f"{section}/{unit}/{kind}/{tensor_name}"
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        if min(shape[1:]) < self.least:
+        if min(shape[1:]) < self.min_side:
             raise UserError(
-                f"This ResNet-18 takes images of at least {self.least}x{self.least} pixels, not {shape[1]}x{shape[2]}; "
-                "set image_size or resize, or use network = 'small'."
+                f"This ResNet-18 takes images of at least {self.min_side}x{self.min_side} pixels, not "
+                f"{shape[1]}x{shape[2]}; set image_size or resize, or use network = 'small'."
             )
 
 
@@ -213,7 +267,9 @@ class ResNet18ImageNet(ResNet18):
     """
 
     kernel: ClassVar[int] = 7
-    least: ClassVar[int] = 32
+    min_side: ClassVar[int] = 32
 
     def stem(self, x: Tensor, run: ForwardPass) -> Tensor:
-        return run.pool(run.relu(run.norm("stem", run.conv("stem", x, 2))), 3, 2, 1)
+        """Apply the first convolution with stride 2, and a maximum over 3x3 with stride 2."""
+        z = run.relu(run.norm("stem", run.conv("stem", x, stride=2)))
+        return run.pool(z, size=3, stride=2, padding=1)

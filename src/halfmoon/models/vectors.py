@@ -17,7 +17,7 @@ from halfmoon.models.network import Normalize
 
 @dataclass(frozen=True)
 class Standardize(Normalize):
-    """Map vectors (n, 1, 1, F) to (x - center) * scale (n, F), in place of the normalization of pixels.
+    """Map vectors (n, 1, 1, F) to (x - center) * scale (n, F), instead of normalizing pixels.
 
     Attributes:
         center: the mean of all vectors, (F,).
@@ -56,6 +56,6 @@ class LinearClassifier(FeatureClassifier):
         return self.features * self.classes
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        head = tree.flatten(params)
-        h = x - head["head/center"] if self.centered else x
-        return F.linear(h, head["head/weight"], head["head/bias"]), x
+        leaves = tree.flatten(params)
+        centered = x - leaves["head/center"] if self.centered else x
+        return F.linear(centered, leaves["head/weight"], leaves["head/bias"]), x

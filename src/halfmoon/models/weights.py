@@ -14,7 +14,7 @@ from halfmoon.core import hubs, tree, weight_files
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.tree import Tree
 from halfmoon.models.hubs import convert_names
-from halfmoon.models.modules import ModuleNetwork, blank
+from halfmoon.models.modules import ModuleNetwork, build_module
 from halfmoon.models.network import Network
 
 
@@ -48,6 +48,15 @@ def read_weights_file(name: str) -> Weights:
 
 @lru_cache(maxsize=4)
 def _read_checked(path: Path, sha256: str) -> Weights:
+    """Read the tensors and class names of a safetensors file, and check that all values are finite.
+
+    Args:
+        path: path of the file.
+        sha256: its hash, so that the cache of this function notices a changed file.
+
+    Raises:
+        UserError: it is no safetensors file, or has values that are not finite.
+    """
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -106,37 +115,50 @@ def fit_weights_to_network(network: Network, weights: Weights, classes: tuple[st
 
 
 def is_head_path(network: Network, path: str) -> bool:
+    """Check whether a path in the network's parameters is of its head, the last linear layer."""
     return network.head is not None and path.startswith(f"{network.head}/")
 
 
 def _map_to_paths(network: Network, weights: Weights) -> dict[str, Tensor]:
+    """Rename the tensors of a weights file to their paths in the network's tree.
+
+    Files of halfmoon have these paths. Names of a PyTorch state dict are converted, and tensors that the network does
+    not store, such as buffers with constants, are left out.
+    """
     if any(name.startswith("params/") for name in weights.tensors):
         return dict(weights.tensors)
-    named = dict(weights.tensors)
+    tensors = dict(weights.tensors)
     if isinstance(network, ModuleNetwork):
-        module = blank(network)
+        module = build_module(network)
         if hubs.package_of(network.factory):
-            named = convert_names(network.name, module, named)
+            tensors = convert_names(network.name, module, tensors)
         with torch.device("meta"):
             stats = tree.flatten(network.init(torch.Generator())["stats"])
         stat_paths = {f"stats/{path}" for path in stats}
         constants = {name for name, _ in module.named_buffers() if network.tree_path(name) not in stat_paths}
-        named = {name: value for name, value in named.items() if name not in constants}
-    paths = {name: network.tree_path(name) for name in named}
-    return {path: named[name] for name, path in paths.items() if path is not None}
+        tensors = {name: value for name, value in tensors.items() if name not in constants}
+    paths = {name: network.tree_path(name) for name in tensors}
+    return {path: tensors[name] for name, path in paths.items() if path is not None}
 
 
-def _check_shape(weights: Weights, path: str, have: torch.Size, want: torch.Size) -> None:
-    if have == want:
+def _check_shape(weights: Weights, path: str, actual: torch.Size, expected: torch.Size) -> None:
+    """Check that a tensor of a weights file has the shape that the network expects.
+
+    Raises:
+        UserError: it has another shape. If only the image channels of a convolution differ, the message says so.
+    """
+    if actual == expected:
         return
     advice = "give a file of this network"
-    if len(have) == len(want) == 4 and have[1] != want[1] and have[0] == want[0] and have[2:] == want[2:]:
-        advice = f"they are for images of {have[1]} channels, these have {want[1]}: set channels to {have[1]}"
+    are_convolutions = len(actual) == len(expected) == 4
+    if are_convolutions and actual[1] != expected[1] and actual[0] == expected[0] and actual[2:] == expected[2:]:
+        advice = f"they are for images of {actual[1]} channels, these have {expected[1]}: set channels to {actual[1]}"
     raise UserError(
-        f"weights {weights.name}: the tensor {_dotted(path)} is {tuple(have)}, but the network's is {tuple(want)}; "
-        f"{advice}."
+        f"weights {weights.name}: the tensor {_dotted(path)} is {tuple(actual)}, but the network's is "
+        f"{tuple(expected)}; {advice}."
     )
 
 
 def _dotted(path: str) -> str:
+    """Convert a path in the model, "params/block/conv/weight", to a name for messages, "block.conv.weight"."""
     return path.partition("/")[2].replace("/", ".")

@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 ORDERS = (*(1 + k / 10 for k in range(1, 100)), *range(11, 33), 40, 48, 64, 96, 128)
 """Renyi orders; the accountant uses the best. More orders would take seconds and lower no epsilon above 0.3 by 1 %."""
 
+BISECTIONS = 60
+"""Number of bisections by which an epsilon is found: more than a float has digits."""
+
+MAX_NOISE = 1e6
+"""Largest noise that is searched for a target epsilon."""
+
+BISECTION_RATIO = 1.0005
+"""Ratio of the bounds at which the search for a noise ends: less than its third digit."""
+
 OFFSET_DIVERGENCE = 2.0
 """Renyi divergence of an auxiliary event, large enough that the library converts it to an epsilon above 0."""
 
@@ -47,11 +56,14 @@ class CohortDraw(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compute_renyi_curve(noise: float, sampled: CohortDraw | None) -> np.ndarray:
-    """Compute the Renyi divergence of one noised sum at each of `ORDERS`.
+    """Compute the Renyi divergence of one noised sum (differential privacy) at each order of `ORDERS`.
 
     Args:
         noise: z, the noise in units of the clipping bound.
         sampled: The draw of the cohort, None if it was not random.
+
+    Returns:
+        float64 (orders,): the smaller of the bounds with and without sampling.
 
     Raises:
         UserError: If the library dp-accounting is not installed.
@@ -75,7 +87,11 @@ def _divergences(event: DpEvent) -> np.ndarray:
     The library's accountant reports only an epsilon, the minimum over its orders. For a single order this is the sum of
     all divergences at that order plus a number that depends on order and delta only (Canonne, Kamath and Steinke 2020,
     Proposition 12). The divergence of an event is therefore the increase of epsilon that it causes. An auxiliary event
-    before it, of divergence `OFFSET_DIVERGENCE`, keeps both epsilons above zero, where the library truncates them.
+    before it, of divergence `OFFSET_DIVERGENCE`, ensures that both epsilons are above zero, where the library truncates
+    them.
+
+    Args:
+        event: A noised sum, as dp-accounting describes it.
     """
     from dp_accounting import NeighboringRelation, dp_event
     from dp_accounting.rdp import RdpAccountant
@@ -131,7 +147,7 @@ def exact_epsilon(noises: Iterable[float], delta: float) -> float:
     while delta_of(high) > delta:
         low = high
         high = 2 * high
-    for _ in range(60):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         if delta_of(middle) > delta:
             low = middle
@@ -148,7 +164,12 @@ def _log_tail(x: float) -> float:
 
 
 def _compute_renyi_epsilon(counts: Counter[tuple[float, CohortDraw | None]], delta: float) -> float:
-    """Compute the Renyi bound of epsilon; divergences of several sums add up at each order."""
+    """Compute the Renyi bound of epsilon; divergences of several sums add up at each order.
+
+    Args:
+        counts: How many sums have the same noise and the same draw of the cohort.
+        delta: The delta, between 0 and 1.
+    """
     total = np.zeros(len(ORDERS))
     for (noise, sampled), count in counts.items():
         total = total + count * compute_renyi_curve(noise, sampled)
@@ -163,29 +184,39 @@ def planned_epsilon(cohort: int, clients: int, rounds: int, noise: float, delta:
 
 
 def find_noise(target: float, cohort: int, clients: int, rounds: int, delta: float) -> float:
-    """Search the smallest noise z, rounded up to three digits, with which a plan costs at most epsilon `target`.
+    """Find the smallest noise z with which a run is differentially private at epsilon `target`.
+
+    Args:
+        target: The largest epsilon of the run.
+        cohort: The number of clients in a round.
+        clients: The number of all clients.
+        rounds: The number of rounds.
+        delta: The delta, between 0 and 1.
+
+    Returns:
+        The noise in units of the clipping bound, rounded up to three digits.
 
     Raises:
         UserError: If a noise of a million is not sufficient.
     """
 
-    def cost(noise: float) -> float:
+    def epsilon_of(noise: float) -> float:
         return planned_epsilon(cohort=cohort, clients=clients, rounds=rounds, noise=noise, delta=delta)
 
     low = 1e-2
     high = 1.0
-    while cost(high) > target:
+    while epsilon_of(high) > target:
         low = high
         high = 4 * high
-        if high > 1e6:
+        if high > MAX_NOISE:
             raise UserError(f"no noise up to {high:.0e} keeps epsilon at most {target:g}: ask for a larger epsilon.")
-    # Bisection on a logarithmic scale, down to less than the third digit.
-    while high / low > 1.0005:
+    # Bisection on a logarithmic scale.
+    while high / low > BISECTION_RATIO:
         middle = math.sqrt(low * high)
-        if cost(middle) > target:
+        if epsilon_of(middle) > target:
             low = middle
         else:
             high = middle
-    step = 10.0 ** (math.floor(math.log10(high)) - 2)
-    rounded = math.ceil(high / step) * step
-    return round(rounded, 12)
+    step = 10.0 ** (math.floor(math.log10(high)) - 2)  # the third digit
+    rounded_up = math.ceil(high / step) * step
+    return round(rounded_up, 12)  # removes the rounding error of the product

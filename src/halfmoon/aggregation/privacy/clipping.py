@@ -107,7 +107,7 @@ class ClippedUpdate(ClientUpdate):
 
 
 def clip_upload(upload: Upload, broadcast: Tree, norm: float) -> Upload:
-    """Scale down one client's update to a Euclidean norm of at most `norm`.
+    """Scale down one client's update to a Euclidean norm of at most `norm` (DP-FedAvg's flat clipping).
 
     The bound holds for the uploaded numbers, after they are rounded to their dtype.
 
@@ -120,9 +120,10 @@ def clip_upload(upload: Upload, broadcast: Tree, norm: float) -> Upload:
         The upload. An update within the bound is unchanged, bit by bit; so are values that are no update.
     """
     received = tree.flatten(broadcast)
-    pairs = {
-        path: (leaf, received[path]) for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()
-    }
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}  # the uploaded and the received value, by path
+    for path, leaf in tree.flatten(upload.update).items():
+        if leaf.is_floating_point():
+            pairs[path] = (leaf, received[path])
     if not pairs:
         return upload
     update_norm = _norm([new.double() - old.double() for new, old in pairs.values()])

@@ -71,6 +71,13 @@ class DifferentialPrivacy(Aggregator):
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Replace all finite uploads by their noised mean, with weight 1; drop those that are not finite.
 
+        Args:
+            context: The query and the k clients that responded.
+            upload: Their uploads, leaves (k, ...).
+
+        Returns:
+            The indices of the k' clients whose upload is finite, and the mean for each of them, leaves (k', ...).
+
         Raises:
             UserError: If an upload has values other than an update and a weight, or the budget is spent.
         """
@@ -130,7 +137,15 @@ class DifferentialPrivacy(Aggregator):
         )
 
     def _record_release(self, context: AggregationContext, sum_hash: bytes) -> None:
-        """Write a release to the ledger before the sum is used; raise UserError if it would exceed the budget."""
+        """Write the release of a noised sum to the privacy ledger, before the sum is used.
+
+        Args:
+            context: The query of the sum.
+            sum_hash: A keyed hash of the sum: the same sum, after a restart, is not counted twice.
+
+        Raises:
+            UserError: If it would exceed the privacy budget.
+        """
         # A repeated round has the same cohort: it was not drawn at random for this attempt.
         sampled = self._sampling(context.cohort) if context.random_cohort and not context.attempt else None
         release = Release(
@@ -153,7 +168,12 @@ class DifferentialPrivacy(Aggregator):
         self.ledger.add(release)
 
     def _hash_sum(self, context: AggregationContext, flat_sum: np.ndarray) -> bytes:
-        """Compute a keyed hash that identifies a sum (n,) in its query without revealing its values."""
+        """Compute a keyed hash that identifies a sum in its query without revealing its values.
+
+        Args:
+            context: The query of the sum.
+            flat_sum: The sum of the clipped updates, float64 (n,).
+        """
         return derive_subkey(
             self.secret,
             "sum",
@@ -171,14 +191,19 @@ class DifferentialPrivacy(Aggregator):
         return CohortDraw(cohort, self.plan.clients) if cohort < self.plan.clients else None
 
     def _epsilon(self, releases: Sequence[Release]) -> float:
+        """Compute epsilon of these releases at the plan's delta."""
         return compute_spent_epsilon(releases, self.plan.delta)
 
 
 def compute_spent_epsilon(releases: Sequence[Release], delta: float) -> float:
-    """Compute epsilon of releases at `delta`.
+    """Compute the epsilon of differential privacy that the noised sums of a run have spent.
 
     A random cohort lowers the price of a release only if it is the only one of its round. Several releases of a round
     have the same cohort: an observer could use what the first reveals about the cohort on the second.
+
+    Args:
+        releases: The noised sums.
+        delta: The delta, between 0 and 1.
     """
     releases_in_round = Counter(release.round for release in releases)
     noised_sums: list[tuple[float, CohortDraw | None]] = []
@@ -191,9 +216,14 @@ def compute_spent_epsilon(releases: Sequence[Release], delta: float) -> float:
 def sum_clipped_updates(
     context: AggregationContext, upload: Upload, clip: float
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """Clip the updates to the norm `clip` and add them up.
+    """Clip the updates of k clients to the norm `clip` and add them up.
 
     Updates are added in the order of the uploads, on the CPU, so that the sum has the same bits on every device.
+
+    Args:
+        context: The query, with the values that the clients downloaded.
+        upload: The uploads, leaves (k, ...).
+        clip: The largest Euclidean norm of an update, over all its leaves together.
 
     Returns:
         The indices of the uploads that are finite, and the sum of their clipped updates by path, float64.

@@ -1,8 +1,8 @@
 """The privacy ledger: a file with one line for each noised sum of a run, on disk before the sum is used.
 
-Each line has a hash chain's seal, the SHA-256 of the previous seal and the line, so that a changed or removed line is
-detected. Lines missing at the end of the file have no successor to reveal this; `Ledger.check` detects them by
-comparison with the number of completed rounds.
+The lines are a hash chain: each has a hash ("seal"), the SHA-256 of the previous line's hash and of the line, so that a
+changed or removed line is detected. Lines missing at the end of the file have no successor to reveal this;
+`Ledger.check` detects them by comparison with the number of completed rounds.
 """
 
 from hashlib import sha256
@@ -26,7 +26,7 @@ class Release(NamedTuple):
         query: The number of earlier queries in this round.
         sampled: The draw of the cohort, None if it was not random.
         noise: The noise z, in units of the clipping bound.
-        mark: A keyed hash that identifies the sum and reveals nothing about it without the server's secret.
+        mark: A keyed hash that identifies the sum; without the server's secret it gives no information about it.
     """
 
     round: int
@@ -48,8 +48,9 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
+        """Load the ledger from its file, and verify the hash chain of its lines."""
         self.path = path
-        self._seal = ""
+        self._last_hash = ""  # of the last line
         self.releases: list[Release] = []
         try:
             data = atomic_io.read(path) or b""
@@ -73,16 +74,16 @@ class Ledger:
             UserError: If the file cannot be written.
         """
         entry = _to_entry(release)
-        seal = _compute_seal(self._seal, entry)
+        line_hash = _chain_hash(self._last_hash, entry)
         try:
-            atomic_io.append(self.path, atomic_io.json_line({**entry, "seal": seal}))
+            atomic_io.append(self.path, atomic_io.json_line({**entry, "seal": line_hash}))
             atomic_io.flush_and_measure(self.path)
         except OSError as error:
             raise UserError(
                 f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); no sum was used that is not "
                 "recorded there: make it writable, and resume the run."
             ) from error
-        self._seal = seal
+        self._last_hash = line_hash
         self.releases.append(release)
 
     def check(self, rounds: int) -> None:
@@ -100,26 +101,34 @@ class Ledger:
             )
 
     def _load_line(self, number: int, line: bytes) -> None:
-        """Verify the seal of one line, counted from 1, and add its release."""
+        """Verify the hash of one line of the file, and add its release.
+
+        Args:
+            number: The number of the line, from 1.
+            line: The line, with its line feed.
+
+        Raises:
+            UserError: If the line was changed or damaged.
+        """
         try:
             entry = atomic_io.parse_json(line)
-            seal = entry.pop("seal")
+            line_hash = entry.pop("seal")
             release = _from_entry(entry)
         except (ValueError, LookupError, TypeError, AttributeError):
-            seal = ""
+            line_hash = ""
             release = None
             entry = {}
         if (
             release is None
-            or seal != _compute_seal(self._seal, entry)
-            # The seal covers the parsed values only: a line with the same values in another spelling was changed too.
-            or atomic_io.json_line({**entry, "seal": seal}) != line
+            or line_hash != _chain_hash(self._last_hash, entry)
+            # The hash covers the parsed values only: a line with the same values in another spelling was changed too.
+            or atomic_io.json_line({**entry, "seal": line_hash}) != line
         ):
             raise UserError(
                 f"{self.path}, line {number}: it was changed or damaged: restore the file, or restart the run in "
                 "another --run-dir; without it epsilon is not known."
             )
-        self._seal = seal
+        self._last_hash = line_hash
         self.releases.append(release)
 
 
@@ -149,6 +158,6 @@ def _from_entry(entry: dict[str, Any]) -> Release:
     )
 
 
-def _compute_seal(previous_seal: str, entry: dict[str, Any]) -> str:
+def _chain_hash(previous_hash: str, entry: dict[str, Any]) -> str:
     """Compute the hash that chains a line to all lines before it."""
-    return sha256(previous_seal.encode() + atomic_io.json_line(entry)).hexdigest()
+    return sha256(previous_hash.encode() + atomic_io.json_line(entry)).hexdigest()

@@ -56,5 +56,7 @@ def generate_gaussians(key: bytes, count: int) -> np.ndarray:
 
     # The upper 52 bits of a word select an odd multiple of 2^-53. These are never 0 or 1, where the quantile function is
     # infinite, and they are symmetric about 1/2.
-    uniform = ((generate_keystream(key, count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    upper_bits = (generate_keystream(key, count) >> np.uint64(12)).astype(np.float64)
+    uniform = (upper_bits + 0.5) * 2.0**-52
+    # Inverse-transform sampling.
     return torch.special.ndtri(torch.from_numpy(uniform)).numpy()

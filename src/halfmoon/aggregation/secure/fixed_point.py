@@ -31,7 +31,7 @@ class TooLarge(UserError):
 
 
 def encode_contribution(change: Mapping[str, Tensor], weight: float, clients: int) -> Tensor:
-    """Encode a client's update as its term of the fixed-point sum.
+    """Encode a client's weighted update in fixed point, as its term of a sum of integers (secure aggregation).
 
     Args:
         change: The update, one leaf for each path; n values altogether.
@@ -69,8 +69,8 @@ def decode_mean(scaled_sum: Tensor, templates: Mapping[str, Tensor]) -> tuple[di
     """Decode the sum of encoded updates to their weighted mean.
 
     Args:
-        scaled_sum: The sum of the clients' `encode_contribution`, in fixed-point units, int64 (n + 1,): n sums of weight times
-            value, and last the sum of the weights.
+        scaled_sum: The sum of the clients' `encode_contribution`, in fixed-point units, int64 (n + 1,): n sums of
+            weight times value, and last the sum of the weights.
         templates: A leaf with the shape and dtype of the result for each path, in the order of the contributions.
 
     Returns:
@@ -149,7 +149,18 @@ class FixedPointMean(Aggregator):
         return indices, upload
 
     def _sum_uploads(self, context: AggregationContext, upload: Upload) -> tuple[list[int], Upload]:
-        """Compute the mean as a federation does, and give it to each client whose update fits into the sum."""
+        """Compute the weighted mean in fixed point, and give it to each client whose update fits into the sum.
+
+        Args:
+            context: The query and the k clients that responded.
+            upload: Their uploads, leaves (k, ...).
+
+        Returns:
+            The indices of the clients whose update is not too large, and the mean for each of them.
+
+        Raises:
+            UserError: If uploads have values other than an update and a weight.
+        """
         changes = compute_update(upload, context)
         check_summable(upload, changes)
         weights = [1.0] * len(context.clients) if self.even else upload.weight.double().tolist()

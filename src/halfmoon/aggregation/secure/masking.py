@@ -1,4 +1,4 @@
-"""Secure aggregation: the server learns the sum of the clients' vectors, and nothing else about any of them.
+"""Secure aggregation: the server learns the sum of the clients' vectors, but no single vector.
 
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, with signed keys
 (`announcement`), and without the consistency check of its active-adversary variant, in which clients sign the list of
@@ -44,7 +44,7 @@ PUBLIC_KEYS_BYTES = 2 * KEY_BYTES
 """Bytes of a party's public keys in a sum: first the key that encrypts shares, then the key for pairwise masks."""
 
 SHARES_BYTES = 2 * ELEMENT_BYTES + 16
-"""Bytes of two encrypted shares (of the seed and of the private key), including the 16 bytes of AES-GCM's authentication tag."""
+"""Bytes of two encrypted shares (of the seed and of the private key), with AES-GCM's authentication tag of 16 bytes."""
 
 VERSION = "halfmoon secure sum 2"
 """Protocol version, the first field of every signed text and every key derivation."""
@@ -91,6 +91,11 @@ def threshold(parties: int) -> int:
 def derive_key(key: bytes, purpose: str, *context: str | int) -> bytes:
     """Derive a key of 32 bytes for one purpose (HKDF-SHA256, RFC 5869).
 
+    Args:
+        key: A secret.
+        purpose: The use of the derived key.
+        context: Further values that it depends on.
+
     Raises:
         UserError: If the library cryptography is not installed.
     """
@@ -129,7 +134,7 @@ def compute_shared_secret(private: bytes, other: bytes) -> bytes:
 
 
 def are_valid_public_keys(keys: bytes) -> bool:
-    """Check that others can compute a shared secret with a party's public keys; one hostile key would stop them all."""
+    """Check that a shared secret can be computed with a party's public keys: an invalid key would stop all parties."""
     try:
         for key in (keys[:KEY_BYTES], keys[KEY_BYTES:]):
             compute_shared_secret(bytes(KEY_BYTES), key)
@@ -163,15 +168,24 @@ def split_secret(
 
 
 def lagrange_factors(points: Sequence[int], prime: int = PRIME) -> dict[int, int]:
-    """Compute the factor of each share in the secret: the Lagrange polynomials of the points, evaluated at 0."""
-    factors = {}
+    """Compute the factor of each share in the secret: the Lagrange polynomials of the points, evaluated at 0.
+
+    Args:
+        points: The points of the shares.
+        prime: The order of the field.
+
+    Returns:
+        By point, the product of q / (q - point) over all other points q, modulo the prime.
+    """
+    factors: dict[int, int] = {}
     for point in points:
         numerator = 1
         denominator = 1
-        for other in points:
-            if other != point:
-                numerator = numerator * other % prime
-                denominator = denominator * (other - point) % prime
+        for other_point in points:
+            if other_point != point:
+                numerator = numerator * other_point % prime
+                denominator = denominator * (other_point - point) % prime
+        # Division in the field: multiply by the modular inverse.
         factors[point] = numerator * pow(denominator, -1, prime) % prime
     return factors
 
@@ -232,7 +246,7 @@ class Masking:
         return self.cohort.keys[self.cohort.numbers.index(number)][KEY_BYTES:]
 
     def pairwise_mask(self, number: int, private: bytes, other: int, count: int) -> np.ndarray:
-        """Generate the mask between two parties, with the sign that `number` adds it with.
+        """Generate the mask between two parties of a sum, with the sign that `number` adds it with.
 
         Args:
             number: One party.
@@ -241,12 +255,11 @@ class Masking:
             count: The length of the vectors.
 
         Returns:
-            uint64 (count,): the negative, modulo 2^64, of the mask that `other` adds.
+            uint64 (count,): the negative, modulo 2^64, of the mask that `other` adds, so that the sum cancels them.
         """
         low, high = sorted((number, other))
-        mask = generate_keystream(
-            derive_key(compute_shared_secret(private, self.key(other)), "pair", self.digest, low, high), count
-        )
+        shared_secret = compute_shared_secret(private, self.key(other))
+        mask = generate_keystream(derive_key(shared_secret, "pair", self.digest, low, high), count)
         return mask if number < other else np.negative(mask)
 
     def self_mask(self, number: int, seed: bytes, count: int) -> np.ndarray:
@@ -284,7 +297,7 @@ class Party:
         return derive_key(self.secret, "seed")
 
     def deal(self) -> list[bytes]:
-        """Split the seed and the private key into encrypted shares.
+        """Split this party's seed and private key into encrypted shares, one message for each party (Shamir 1979).
 
         Returns:
             A message of `SHARES_BYTES` bytes for each party of the cohort, this one included, in their order.
@@ -307,13 +320,19 @@ class Party:
         return messages
 
     def _split_value(self, name: str, value: bytes, points: Sequence[int]) -> list[int]:
-        """Split a value of this party into one share for each point; its `name` selects the random polynomial."""
+        """Split a secret value of this party into shares.
+
+        Args:
+            name: The name of the value, which selects the random polynomial.
+            value: The value, `KEY_BYTES` bytes.
+            points: The points at which the polynomial is evaluated: one share for each.
+        """
         key = derive_key(self.secret, f"shares of the {name}", self.cohort.digest, self.number)
         polynomial = draw_coefficients(key, self.cohort.threshold - 1)
         return split_secret(int.from_bytes(value, "big"), self.cohort.threshold, points, polynomial)
 
     def mask(self, vector: np.ndarray, masking: Masking) -> np.ndarray:
-        """Add all masks to this party's vector.
+        """Add this party's self-mask and its pairwise masks with all other parties to its vector, modulo 2^64.
 
         Args:
             vector: int64 (n,).
@@ -324,11 +343,11 @@ class Party:
         """
         private = self.private
         # A view as uint64: sums then wrap around modulo 2^64 without overflow, and the final view as int64 restores signs.
-        hidden = vector.astype(np.int64).view(np.uint64) + masking.self_mask(self.number, self.seed, len(vector))
+        masked = vector.astype(np.int64).view(np.uint64) + masking.self_mask(self.number, self.seed, len(vector))
         for other in masking.numbers:
             if other != self.number:
-                hidden += masking.pairwise_mask(self.number, private, other, len(vector))
-        return hidden
+                masked += masking.pairwise_mask(self.number, private, other, len(vector))
+        return masked
 
     def reveal(self, dealt: Mapping[int, bytes], survived: frozenset[int]) -> dict[int, int]:
         """Decrypt the shares that the server needs to remove the masks.

@@ -50,7 +50,10 @@ def generate_private_key() -> bytes:
 
 
 def load_private_key(data: bytes) -> ec.EllipticCurvePrivateKey:
-    """Parse a private key in OpenSSH's or PEM format.
+    """Parse a site's long-term private key (ECDSA) in OpenSSH's or PEM format.
+
+    Args:
+        data: The content of the key file.
 
     Raises:
         ValueError: If it is not an unencrypted key on a supported curve.
@@ -80,7 +83,10 @@ def encode_public_key(key: ec.EllipticCurvePublicKey) -> bytes:
 
 
 def parse_public_key(line: bytes) -> bytes:
-    """Convert a public key from a line in OpenSSH's format to a compressed point.
+    """Convert a public key from a line in OpenSSH's format to a compressed point on its elliptic curve (SEC 1, 2.3.3).
+
+    Args:
+        line: A line as in authorized_keys or a .pub file.
 
     Raises:
         ValueError: If the line is not a public key on a supported curve.
@@ -122,7 +128,16 @@ def sign(key: ec.EllipticCurvePrivateKey, text: bytes) -> bytes:
 
 
 def verify(key: bytes, text: bytes, signature: bytes) -> bool:
-    """Verify the signature of a text with a public key; False also if the key is malformed."""
+    """Verify the signature of a text with a public key (ECDSA with SHA-384).
+
+    Args:
+        key: The public key, a compressed point.
+        text: The signed bytes.
+        signature: The integers r and s, `SIGNATURE_BYTES` bytes altogether.
+
+    Returns:
+        False also if the key is malformed.
+    """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 

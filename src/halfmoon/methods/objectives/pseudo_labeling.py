@@ -66,9 +66,12 @@ class PseudoLabeling:
 
     @property
     def requirements(self) -> UpdateRequirements:
-        needs_all_rows = (
-            self.labels == "round" or self.threshold_rule.needs_all_rows or (self.debias and self.debias_over == "all")
-        )
+        """Data that pseudo-labeling needs: weak and strong views, and predictions on all images if an option uses them.
+
+        With `labels` "round" predictions are made once, so that steps need no weak views.
+        """
+        debiases_over_all = self.debias and self.debias_over == "all"
+        needs_all_rows = self.labels == "round" or self.threshold_rule.needs_all_rows or debiases_over_all
         return UpdateRequirements(
             views=("strong",) if self.labels == "round" else ("weak", "strong"),
             precomputed_views=("weak",) if needs_all_rows else (),
