@@ -159,7 +159,7 @@ class Forgers:
     def row(self) -> dict[str, Any]:
         return {}
 
-    def ended(self, round: int) -> str | None:
+    def stop_reason(self, round: int) -> str | None:
         return None
 
 

@@ -156,7 +156,7 @@ class Forger:
     def row(self) -> dict[str, Any]:
         return {}
 
-    def ended(self, round: int) -> str | None:
+    def stop_reason(self, round: int) -> str | None:
         return None
 
 

@@ -517,7 +517,7 @@ def test_a_ledger_that_lost_lines_is_no_new_beginning(tmp_path: Path) -> None:
     for kept, missing in ((3, 4), (0, 1)):
         path.write_bytes(b"".join(lines[:kept]))
         with pytest.raises(UserError, match=f"has no line of round {missing}, but the run has completed 4"):
-            private(tmp_path).ended(4)
+            private(tmp_path).stop_reason(4)
     path.write_bytes(whole[:-20])  # a kill while round 4 was written down: nobody has seen that round
     assert Ledger(path).releases == [release(k) for k in range(3)]
     assert path.read_bytes() == b"".join(lines[:3])
@@ -561,16 +561,16 @@ def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) ->
     costs = [accounting.planned_epsilon(3, 40, rounds, 8.0, 1e-5) for rounds in (1, 2, 3)]
     aggregator = private(tmp_path, plenty._replace(budget=(costs[1] + costs[2]) / 2))
     for number in range(2):
-        assert aggregator.ended(number) is None
+        assert aggregator.stop_reason(number) is None
         aggregator.uploads(question(ORIGIN, 3, round=number), vector([1.0, number], [0, 1.0], [1.0, 1.0]))
-        assert aggregator.ended(number) is None  # played already: paid
-    said = aggregator.ended(2)
+        assert aggregator.stop_reason(number) is None  # played already: paid
+    said = aggregator.stop_reason(2)
     assert said.startswith(f"the privacy budget is spent: epsilon is {costs[1]:.4g} after round 2")
     assert f"{costs[2]:.4g}" in said
     with pytest.raises(UserError, match="the privacy budget is spent: round 3 would make epsilon"):
         aggregator.uploads(question(ORIGIN, 3, round=2), vector([1.0, 9], [0, 1.0], [1.0, 1.0]))
     assert len(aggregator.ledger.releases) == 2
-    none = private(tmp_path / "none", plenty._replace(budget=costs[0] / 2)).ended(0)
+    none = private(tmp_path / "none", plenty._replace(budget=costs[0] / 2)).stop_reason(0)
     assert none is not None
     assert f"the first round alone costs {costs[0]:.4g}" in none
 

@@ -143,7 +143,7 @@ def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path)
         def row(self):
             return {}
 
-        def ended(self, round):
+        def stop_reason(self, round):
             return None
 
     simulation = simulate(method, shared, aggregators=[Spy()])

@@ -72,7 +72,7 @@ class Aggregator(Protocol):
         """Return this aggregator's metrics of the finished round, for its line in metrics.jsonl."""
         return {}
 
-    def ended(self, round: int) -> str | None:
+    def stop_reason(self, round: int) -> str | None:
         """Return the reason, a sentence, to stop before `round` (from 0), or None to continue."""
         return None
 
@@ -105,6 +105,10 @@ def select_uploads(mask: Tensor, new: Upload, old: Upload) -> Upload:
 
 def compute_update(upload: Upload, context: AggregationContext) -> dict[str, Tensor]:
     """Compute each client's update: the uploaded minus the downloaded values.
+
+    Args:
+        upload: The uploads of k clients, leaves (k, ...).
+        context: The query, with the values that the clients downloaded.
 
     Returns:
         {path: (k, ...)}, only floating-point leaves.

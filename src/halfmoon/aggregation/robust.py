@@ -86,7 +86,16 @@ class RobustAggregator(Aggregator):
         self._row: dict[str, Any] = {}
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Apply the rule to the finite uploads, and return them with the indices of their clients."""
+        """Apply the robust rule to the finite uploads of a cohort.
+
+        Args:
+            context: The query and the k clients that responded.
+            upload: Their uploads, leaves (k, ...).
+
+        Returns:
+            The indices of the k' clients that are neither removed as outliers nor sent values that are not finite, and
+            the uploads that the method receives, leaves (k', ...).
+        """
         change = compute_update(upload, context)
         # The difference of two finite numbers may be infinite, so the updates are checked too.
         indices = find_finite_clients([*tree.leaves(upload.tree), *change.values()])

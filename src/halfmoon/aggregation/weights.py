@@ -76,7 +76,12 @@ class WeightCap(Aggregator):
         return factors
 
     def _report_largest_share(self, clients: Sequence[int], weights: Sequence[float]) -> None:
-        """Add the largest share of a client to the metrics, and warn once per client that exceeds `DOMINANT_SHARE`."""
+        """Record the largest share of one client in the sum of weights, and warn if it dominates the average.
+
+        Args:
+            clients: The numbers of k clients.
+            weights: Their weights, after the cap. The warning is given once for each client above `DOMINANT_SHARE`.
+        """
         total = sum(weights)
         if len(weights) < 2 or not total > 0:
             return
@@ -131,7 +136,12 @@ def compute_caps(weights: Sequence[float], factor: float, declared: Sequence[flo
 
 
 def scale_by_client(tensors: Tree | Tensor, scale: Sequence[float]) -> Any:
-    """Multiply each client's slice of leaves (k, ...) by its number in `scale`; a factor of 1 changes no bit."""
+    """Multiply each client's slice of tensors by a factor.
+
+    Args:
+        tensors: A tree or a tensor, leaves (k, ...); integers are not scaled.
+        scale: The factor of each of the k clients, at most 1; a factor of 1 changes no bit.
+    """
 
     def scale_leaf(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():

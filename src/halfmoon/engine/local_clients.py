@@ -332,8 +332,15 @@ class LocalClients:
         return tuple(sizes), shapes
 
     def _amount(self, client_update: ClientUpdate, client: int, stage: int | None) -> Amount:
-        """Compute the number of steps of a client's update, and of images in a step; the server has no budget."""
+        """Compute the number of steps of a client's update, and of images in a step.
+
+        Args:
+            client_update: the update.
+            client: the number of the client, or `SERVER`.
+            stage: the stage of a data stream; None if there is none.
+        """
         if client == SERVER:
+            # The budget, which makes methods equally expensive, applies to clients only.
             batching = self.training.server_batching or self.training.batching
             return batch_rule_amount(batching, client_update, self.dataset.training_size(client))
         return self.training.budget.amount(
@@ -345,7 +352,7 @@ class LocalClients:
 
 
 def _encode_upload(context: ClientContext, client: int, received: Tree, result: ClientResult) -> ClientResult:
-    """Convert an upload to the precision in which it is sent (`Task.upload_precision`), and count its bytes again.
+    """Convert an upload to the precision in which it is sent (`Task.upload_precision`), and count its bytes.
 
     Args:
         context: the query; with the client it names the random stream of stochastic rounding.

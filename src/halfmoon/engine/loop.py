@@ -396,6 +396,10 @@ def _start(
 def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
     """Check that a checkpoint has the state of a run, and that the folder's metrics have the same rounds.
 
+    Args:
+        folder: the run folder, with the metrics.
+        loaded: the checkpoint.
+
     Raises:
         UserError: a check fails.
     """
@@ -490,8 +494,13 @@ def _summarize_rows(rows: list[Row], scores: Sequence[_ValidationScore]) -> Row:
 def measured(rows: Sequence[Row]) -> Row:
     """Summarize the pseudo-label metrics of a run: the last and the best value of each, as shares.
 
-    "pseudo" is the accuracy of the pseudo-labels that a method trains on, "pseudo.MODEL" that of one of several
-    models, "used" the share of the unlabeled images whose pseudo-label is used. Rounds without a metric are skipped.
+    Args:
+        rows: the rows of metrics.jsonl; those without pseudo-labels are skipped.
+
+    Returns:
+        {"last", "best", "best_round"} of each metric: "pseudo", the accuracy of the pseudo-labels that a method trains
+        on; "pseudo.MODEL", that of one of several models; "used", the share of unlabeled images whose pseudo-label is
+        used.
     """
     series: dict[str, list[tuple[float, int]]] = {}
     for row in rows:

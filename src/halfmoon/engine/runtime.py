@@ -311,7 +311,7 @@ class ServerRuntime(ABC):
     def stop_reason(self, round: int) -> str | None:
         """Return a sentence on why `round` (from 0) must not start, such as a spent privacy budget, or None."""
         for aggregator in self.aggregators:
-            reason = aggregator.ended(round)
+            reason = aggregator.stop_reason(round)
             if reason is not None:
                 return reason
         return None

@@ -175,7 +175,10 @@ class Simulation(ServerRuntime):
 
 
 def summarize_bias(rows: Sequence[Row]) -> Row:
-    """Summarize the Jensen-Shannon divergences of clients' {"local", "global"} rows of `prediction_bias`.
+    """Summarize the class bias of several clients: the mean, lowest and highest Jensen-Shannon divergence.
+
+    Args:
+        rows: for each client, the results of `prediction_bias` for its model ("local") and the server's ("global").
 
     Returns:
         {local, global}_{js_app_u, js_labeled}: the mean over clients, and the lowest and highest value with the

@@ -101,7 +101,13 @@ class CBAFed(ModelAveraging):
         return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Train the cohort, average, and blend the average with an older model every `residual_every` rounds."""
+        """Train the cohort, average, and blend the average with an older model every `residual_every` rounds.
+
+        Args:
+            task: the settings that all methods share, with the round.
+            server: the server's state: model, class shares of the training labels, and the last blend ("saved").
+            federation: the clients of this round.
+        """
         broadcast: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "saved"}}
         new = federation.average("train", broadcast).update
         saved: Tree = {"stats": {}, **server["saved"]}
@@ -236,6 +242,11 @@ class CBAFedClient(RoundLabelingClient):
 
         Training labels are true labels and accepted pseudo-labels. From these shares the server computes the
         thresholds of the next round.
+
+        Args:
+            broadcast: the tree that the server sent, with the old class shares.
+            carry: state of the client update, with the pseudo-labels of all unlabeled images.
+            data: the client's images and labels.
 
         Returns:
             The upload, and the state that the client stores.

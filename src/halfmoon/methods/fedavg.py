@@ -101,6 +101,11 @@ class LocalTraining(ClientUpdate):
         """Return the upload (model and shared state of the objective, weighted by images), and the memory to store.
 
         With a mean teacher its batch-normalization statistics are estimated here, on all images of the client.
+
+        Args:
+            broadcast: the tree that the server sent.
+            carry: state of the client update after its last step.
+            data: the client's images and labels.
         """
         # An objective without views trains on labels only: clients without labels have trained nothing.
         weight = data.rows if self.requirements.views else data.rows * (data.labeled > 0)

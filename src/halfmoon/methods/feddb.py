@@ -196,6 +196,11 @@ class FedDBClient(LocalTraining):
         """Return the upload (the trained model, and the client's mean prediction APP-U), and the state to store.
 
         With `accumulate` "finish", APP-U is updated here, from all unlabeled images of the client.
+
+        Args:
+            broadcast: the tree that the server sent.
+            carry: state of the client update after its last step, with APP-U (classes,).
+            data: the client's images and labels.
         """
         appu = carry["appu"]
         if self.options.accumulate == "finish":

@@ -405,9 +405,22 @@ class FedDureClient(ClientUpdate):
         return carry
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step of Algorithm 1, lines 8 to 17 (Eq. 1 to 10)."""
+        """Take one step of FedDure (AAAI 2024), Algorithm 1, lines 8 to 17.
+
+        Pseudo-label the weak views (Eq. 1), let both regulators take a step (Eq. 2 to 6), then train the local model on
+        labels and weighted pseudo-labels (Eq. 7 to 10).
+
+        Args:
+            broadcast: the tree that the server sent; "gate" is 0 in rounds that train on labels only, else 1.
+            carry: state of the client update: local model, regulators, optimizers' states, thresholds.
+            batch: the minibatch.
+
+        Returns:
+            The new carry, and the step's loss, metrics and pseudo-labels.
+        """
 
         def outputs(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]:
+            """Split the outputs into those to differentiate and auxiliary ones."""
             labeled, strong, weak, moments = self.options.pseudo_labeling.compute_outputs(
                 self.task, params, carry["stats"], batch, carry["cached"]
             )
@@ -437,18 +450,25 @@ class FedDureClient(ClientUpdate):
             return self._labeled_cross_entropy(logits["labeled"], batch) + pseudo_loss, ()
 
         logit_gradient, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
+        # False: this is the last use of the local model's graph, which is then freed.
         gradient = backward((logit_gradient["labeled"], logit_gradient["strong"]), False)
         samples = {"m": weighted_metric(regulation.weights, batch.u_real), "d": weighted_metric(regulation.d)}
         samples["mean_logit"] = weighted_metric(strong.mean(-1), batch.u_real)
         samples |= {name: weighted_metric(norm) for name, norm in regulation.norms.items()}
         metrics = StepMetrics(value, samples, (PseudoLabels(pseudo.label, pseudo.confidence, trust),))
-        return self.optimizer_step(carry, gradient, moments, consume=True, **thresholds, **new_regulators), metrics
+        new = self.optimizer_step(carry, gradient, moments, consume=True, **thresholds, **new_regulators)
+        return new, metrics
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Return the upload (the local model, weighted by images), and the state that the client stores.
 
         The stored state is the fine-grained regulator or, without it, the state of adaptive thresholds; and the running
         mean of rewards. C-reg is not stored: it starts from the global model in every round.
+
+        Args:
+            broadcast: the tree that the server sent.
+            carry: state of the client update after its last step.
+            data: the client's images and labels.
         """
         upload, memory = super().finish(broadcast, carry, data)
         stored_names: list[str] = []

@@ -304,6 +304,10 @@ class FedMatchClient(ClientUpdate):
         """Create the state that a client of FedMatch stores: adaptive thresholds, and the model that it last uploaded.
 
         With sparse communication (`delta_threshold`) only changes of that model are sent.
+
+        Args:
+            broadcast: the tree that the server sent, for shapes and dtypes.
+            generator: unused: the state has no random numbers.
         """
         psi_leaf = next(tree.leaves(broadcast["psi"]))
         thresholds_state = self.options.rule.initial_memory(self.task.network.classes, psi_leaf)
@@ -382,6 +386,11 @@ class FedMatchClient(ClientUpdate):
 
         The upload has the trained halves (entries that changed by at most `delta_threshold` as they were received), the
         prediction on a fixed noise image as the client's embedding, and the number of entries that were sent each way.
+
+        Args:
+            broadcast: the tree that the server sent, with the helpers' psi in rounds with helpers.
+            carry: state of the client update after its last step.
+            data: the client's images and labels.
         """
         received = carry["received"]
         labels = (data.labeled > 0).double()
@@ -413,6 +422,10 @@ class FedMatchClient(ClientUpdate):
 
     def traffic(self, broadcast: Tree, upload: Upload) -> tuple[int, int]:
         """Count the bytes that are sent to a client and back, with changed entries only (FedMatch's sparse updates).
+
+        Args:
+            broadcast: the tree that the server sent.
+            upload: the client's upload, with the numbers of changed entries.
 
         Returns:
             Bytes to the client, bytes from the client.
@@ -513,6 +526,11 @@ class FedMatchClient(ClientUpdate):
     @torch.no_grad()
     def _query_helpers(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Run the helper models (psi of similar clients, with this client's sigma) on the unlabeled images.
+
+        Args:
+            broadcast: the tree that the server sent, with the helpers' psi.
+            carry: state of the client update, with the received halves.
+            batch: the minibatch of b unlabeled images.
 
         Returns:
             Logits (H, b, classes), and 1 for helpers that exist, 0 for missing ones (H,); None in rounds without them.

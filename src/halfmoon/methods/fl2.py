@@ -158,7 +158,13 @@ class FL2Client(RoundLabelingClient):
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        """Build the state of a client update, with the pseudo-labels of all images by the received model."""
+        """Build the state of a client update, with the pseudo-labels of all images by the received model.
+
+        Args:
+            broadcast: the server's model, "params" and "stats".
+            memory: the state that the client stored after its last update.
+            data: the client's images.
+        """
         weak_views = data.views["weak"]
         logits = predict_with_running_stats(self.task, broadcast["params"], broadcast["stats"], weak_views)
         probabilities = logits.softmax(-1)
@@ -224,7 +230,13 @@ class FL2Client(RoundLabelingClient):
         )
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
-        """Upload the parameters with the weight 1 - mean confidence, so that clients that learned less count more."""
+        """Upload the parameters with the weight 1 - mean confidence, so that clients that learned less count more.
+
+        Args:
+            broadcast: the tree that the server sent.
+            carry: state of the client update after its last step, with the mean confidence ("status").
+            data: the client's images and labels.
+        """
         drawable = self.drawable_rows(carry, data)
         has_trained = torch.ones_like(carry["status"])
         if drawable is not None:

@@ -185,10 +185,16 @@ def update_name(rate: float) -> str:
 
 
 def parse_rates(rates: str) -> tuple[float, ...]:
-    """Parse rates like "1-0.5-0.25".
+    """Parse HeteroFL's option for the widths of clients' networks.
+
+    Args:
+        rates: shares of the full network's channels, such as "1-0.5-0.25".
+
+    Returns:
+        The shares.
 
     Raises:
-        UserError: if one is not a number in (0, 1], or if none is 1.
+        UserError: one is not a number above 0 and at most 1, or none is 1.
     """
     try:
         values = tuple(float(rate) for rate in rates.split("-"))
@@ -248,6 +254,10 @@ def scale_convolutions(params: Tree, rate: float) -> Tree:
     """Divide the parameters of each convolution, and so its output, by `rate`: HeteroFL's Scaler.
 
     A narrow network sums over fewer channels; the division makes activations as large as in the full network.
+
+    Args:
+        params: the network's parameters; those of convolutions are under "conv" in each layer.
+        rate: share of the full network's channels.
     """
     if rate == 1:
         return params

@@ -92,6 +92,7 @@ def optimizer_step(
     # gradient there is back-propagated through the stored pass.
     logits = {"labeled": outputs.labeled, "unlabeled": outputs.unlabeled}
     logit_gradient, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
+    # False: the stored pass is not needed again.
     gradient = outputs.backward((logit_gradient["labeled"], logit_gradient["unlabeled"]), False)
     return update.optimizer_step(model, gradient, outputs.moments, consume=True), value
 

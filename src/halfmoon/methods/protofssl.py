@@ -151,6 +151,11 @@ class ProtoFSSLClient(ClientUpdate):
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Upload the trained model with the client's class prototypes: the mean features of its labeled images.
 
+        Args:
+            broadcast: the tree that the server sent.
+            carry: state of the client update after its last step.
+            data: the client's images and labels.
+
         Returns:
             The upload, with the prototypes (classes, features) and a mask of the classes that have images; {}, as the
             client stores nothing.

@@ -127,6 +127,11 @@ class SemiFed(ModelAveraging):
         """Store the uploaded models of a round in up to `peers` slots of the server's state store.
 
         A client overwrites its previous model; a new client overwrites the oldest model.
+
+        Args:
+            federation: with the state store, and the clients that responded.
+            round: the round, from 0.
+            upload: the models of these clients, leaves (k, ...).
         """
         state_store = federation.state_store
         no_slots = torch.full((self.peers,), -1)

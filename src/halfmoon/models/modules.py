@@ -95,7 +95,16 @@ class ModuleNetwork(Network):
     def embed(
         self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
-        """Compute logits, features (the input of the last linear layer) and batch statistics under batch statistics.
+        """Compute logits (B, classes), features and batch statistics of images, normalized by the batch.
+
+        Args:
+            params: parameters.
+            x: images (B, C, H, W).
+            fixed_stats: fixed statistics of some layers, which are normalized by these and have no batch statistics.
+            real: (B,) bool, False for padding; None if there is none.
+
+        Returns:
+            Logits, features (B, F), which are the input of the last linear layer, and the batch statistics.
 
         Raises:
             UserError: the module does not end in a linear layer.
@@ -152,7 +161,7 @@ class ModuleNetwork(Network):
             output = functional_call(template.module, {**tensors, **constants}, (x,))
             logits = to_float32(_logits(output, self))
         if train:
-            # In the order of the layers in the module, whatever the order of the forward pass.
+            # In the order of the layers in the module, which the forward pass need not follow.
             moments: dict[str, Tensor] = {}
             for layer in template.tracked:
                 for name, value in record.moments.get(layer, {}).items():
@@ -403,6 +412,10 @@ def _refusal(network: ModuleNetwork, reason: str, option: str | None = None) -> 
 def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
     """Check that a user's module can be a pure function of its parameters, which `torch.func.vmap` accepts.
 
+    Args:
+        module: the module.
+        network: the network that it belongs to, for error messages.
+
     Raises:
         UserError: a layer draws random numbers, tracks statistics in an unknown way, or has no fixed parameters; or a
             parameter is frozen.
@@ -441,7 +454,12 @@ def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
 
 @lru_cache(maxsize=32)
 def _test_network(network: ModuleNetwork) -> str | None:
-    """Run a user's module on two images, alone and for two clients under vmap, and find its last linear layer.
+    """Test that a user's module is a pure function, and find its last linear layer.
+
+    It is run on two images, for one client and for two under `torch.func.vmap`, in training and in evaluation.
+
+    Args:
+        network: the network of the module.
 
     Returns:
         The path of the linear layer whose output the module returns; None if there is none.
@@ -465,6 +483,7 @@ def _test_network(network: ModuleNetwork) -> str | None:
         # With a key, so that dropouts are tried as well.
         with torch.no_grad(), dropout_key(torch.tensor(0)):
             logits, _ = network.train(model["params"], x)
+            # The head is the linear layer whose output is returned unchanged.
             head = next((name for name, out in outputs.items() if out is logits), None)
             for hook in hooks:
                 hook.remove()

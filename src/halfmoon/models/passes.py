@@ -363,6 +363,12 @@ def _max_pool_on_cpu(z: Tensor, size: int | list[int], stride: int | None, paddi
 
     PyTorch needs ten times as long unless channels are last. So it finds the positions of the maxima in a channels-last
     copy, and they are gathered from z.
+
+    Args:
+        z: activations.
+        size: height and width of a window.
+        stride: distance of windows; None: `size`.
+        padding: padding on each side.
     """
     with torch.no_grad():
         channels_last = z.contiguous(memory_format=torch.channels_last)

@@ -55,8 +55,8 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int], norm: st
 def count_parameters(network: Network) -> int:
     """Count the parameters of a network of this package without building it.
 
-    The number is a quadratic function of the width, so it is extrapolated from three narrow networks. A very wide one
-    would exceed the sizes that a tensor can have.
+    The number is a quadratic function of the width, so it is extrapolated from three narrow networks on the "meta"
+    device. A very wide one would exceed the sizes that a tensor can have.
     """
     step = PROBED_WIDTH_STEP
     with torch.device("meta"):

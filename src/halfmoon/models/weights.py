@@ -75,9 +75,14 @@ def _read_checked(path: Path, sha256: str) -> Weights:
 
 
 def fit_weights_to_network(network: Network, weights: Weights, classes: tuple[str, ...]) -> tuple[Tree, bool]:
-    """Convert weights to the network's tree {"params", "stats"}.
+    """Convert pretrained weights to a network's tree {"params", "stats"}, and check that they fit.
 
     The head is omitted if the file has no head, one of another shape, or one for classes of other names.
+
+    Args:
+        network: the network.
+        weights: the content of the weights file.
+        classes: names of the classes of this run.
 
     Returns:
         The tree, and whether the head is omitted.
@@ -86,32 +91,34 @@ def fit_weights_to_network(network: Network, weights: Weights, classes: tuple[st
         UserError: if tensors are missing, unknown to the network, or of another shape.
     """
     with torch.device("meta"):
-        shapes = tree.flatten(network.init(torch.Generator()))
+        expected = tree.flatten(network.init(torch.Generator()))  # shapes only
     tensors = _map_to_paths(network, weights)
-    head = {
-        path for path in shapes if path.startswith("params/") and is_head_path(network, path.removeprefix("params/"))
-    }
-    other = weights.classes is not None and weights.classes != classes
-    omit_head = bool(head) and (other or any(p not in tensors or tensors[p].shape != shapes[p].shape for p in head))
-    omitted = {
-        path for path in {*shapes, *tensors} if omit_head and is_head_path(network, path.removeprefix("params/"))
-    }
-    for path in sorted(shapes.keys() - omitted):
+    head_paths = [path for path in expected if path.startswith("params/") and _is_head(network, path)]
+    has_other_classes = weights.classes is not None and weights.classes != classes
+    head_fits = all(path in tensors and tensors[path].shape == expected[path].shape for path in head_paths)
+    omit_head = bool(head_paths) and (has_other_classes or not head_fits)
+    omitted = {path for path in {*expected, *tensors} if omit_head and _is_head(network, path)}
+    for path in sorted(expected.keys() - omitted):
         if path not in tensors:
             example = f"it has {', '.join(sorted(tensors)[:3])} ..." if tensors else "it has none of its tensors"
             raise UserError(
                 f"weights {weights.name} lack the tensor {_dotted(path)} of the network ({example}): give a file of this "
                 "network."
             )
-        _check_shape(weights, path, tensors[path].shape, shapes[path].shape)
-    beyond = sorted(tensors.keys() - shapes.keys() - omitted)
-    if beyond:
+        _check_shape(weights, path, tensors[path].shape, expected[path].shape)
+    unknown_paths = sorted(tensors.keys() - expected.keys() - omitted)
+    if unknown_paths:
         raise UserError(
-            f"weights {weights.name} have a tensor {_dotted(beyond[0])}, for which the network has no place: give a "
-            "file of this network."
+            f"weights {weights.name} have a tensor {_dotted(unknown_paths[0])}, for which the network has no place: "
+            "give a file of this network."
         )
-    flat = {path: tensors[path].float().contiguous() for path in shapes if path not in omitted}
+    flat = {path: tensors[path].float().contiguous() for path in expected if path not in omitted}
     return {"params": {}, "stats": {}, **tree.unflatten(flat)}, omit_head
+
+
+def _is_head(network: Network, path: str) -> bool:
+    """Check whether a path in a model {"params", "stats"} is of the network's head."""
+    return is_head_path(network, path.removeprefix("params/"))
 
 
 def is_head_path(network: Network, path: str) -> bool:
@@ -124,6 +131,13 @@ def _map_to_paths(network: Network, weights: Weights) -> dict[str, Tensor]:
 
     Files of halfmoon have these paths. Names of a PyTorch state dict are converted, and tensors that the network does
     not store, such as buffers with constants, are left out.
+
+    Args:
+        network: the network.
+        weights: the content of the file.
+
+    Returns:
+        The tensors by path, such as "params/block/conv/weight".
     """
     if any(name.startswith("params/") for name in weights.tensors):
         return dict(weights.tensors)
@@ -143,6 +157,12 @@ def _map_to_paths(network: Network, weights: Weights) -> dict[str, Tensor]:
 
 def _check_shape(weights: Weights, path: str, actual: torch.Size, expected: torch.Size) -> None:
     """Check that a tensor of a weights file has the shape that the network expects.
+
+    Args:
+        weights: the content of the file, with its name for the error message.
+        path: path of the tensor in the model.
+        actual: its shape in the file.
+        expected: its shape in the network.
 
     Raises:
         UserError: it has another shape. If only the image channels of a convolution differ, the message says so.

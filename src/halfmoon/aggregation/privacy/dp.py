@@ -107,8 +107,18 @@ class DifferentialPrivacy(Aggregator):
         releases = [release for release in self.ledger.releases if release.round <= self._round]
         return {"epsilon": self._epsilon(releases), "delta": self.plan.delta}
 
-    def ended(self, round: int) -> str | None:
-        """Return a sentence to stop before `round` (from 0) if it would exceed the budget, otherwise None."""
+    def stop_reason(self, round: int) -> str | None:
+        """Check whether another round would exceed the privacy budget.
+
+        Args:
+            round: The next round, from 0.
+
+        Returns:
+            A sentence on why the run stops before this round; None if it continues.
+
+        Raises:
+            UserError: If the ledger lacks a completed round.
+        """
         self.ledger.check(round)
         past = self.ledger.releases
         budget = self.plan.budget

@@ -68,7 +68,10 @@ class Ledger:
         return any(release.mark == recorded.mark for recorded in self.releases)
 
     def add(self, release: Release) -> None:
-        """Append a release to the file and flush it to disk.
+        """Append a release to the file and flush it to disk, before its noised sum is used.
+
+        Args:
+            release: The noised sum that the server is about to use.
 
         Raises:
             UserError: If the file cannot be written.
@@ -87,7 +90,10 @@ class Ledger:
         self.releases.append(release)
 
     def check(self, rounds: int) -> None:
-        """Check that each of the first `rounds` rounds, which are complete, has a line.
+        """Check that each completed round has a line in the ledger.
+
+        Args:
+            rounds: The number of completed rounds.
 
         Raises:
             UserError: If a line is missing.

@@ -109,6 +109,9 @@ def parse_public_key(line: bytes) -> bytes:
 def fingerprint(key: bytes) -> str:
     """Compute the fingerprint of a public key, in the format of `ssh-keygen -l`.
 
+    Args:
+        key: The public key, a compressed point.
+
     Raises:
         ValueError: If the bytes are not a public key on a supported curve.
     """

@@ -217,6 +217,10 @@ class ReceivedModelObjective(Objective):
 def refuse_average_teacher(method: str, objective: Objective) -> None:
     """Check that an objective does not need the average of the server's models, which `method` does not compute.
 
+    Args:
+        method: name of the method, for the error message.
+        objective: the clients' loss.
+
     Raises:
         UserError: it needs the average.
     """
