@@ -159,7 +159,7 @@ class Cost:
     stored_server: int = 0
 
     def add(self, amount: Amount, passes: Passes, images_outside_steps: int = 0) -> None:
-        """Add the update of one client.
+        """Add the cost of one client's update to that of the run.
 
         Args:
             amount: its steps, and images of each step.

@@ -336,7 +336,9 @@ def _stop_reason(experiment: Experiment, number: int, scores: Sequence[_Validati
 def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
     """Read the validation scores from rows of metrics, skipping rounds without validation.
 
-    A score is of the row's round or, where clients validate, of the round that the result names.
+    Args:
+        rows: rows of metrics.jsonl. A result belongs to the row's round or, if clients validate, to the round that it
+            names, because clients evaluate the model of the round before.
     """
     scores: list[_ValidationScore] = []
     for row in rows:

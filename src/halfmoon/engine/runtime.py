@@ -161,6 +161,8 @@ class ServerRuntime(ABC):
     ) -> Row | None:
         """Measure the class bias of the models that single clients sent, and of `model` on these clients' images.
 
+        Only a simulation, which has the clients' images, overrides it.
+
         Args:
             model: the server's model, {"params", "stats"}.
             per_class: its test accuracy by class.

@@ -41,7 +41,7 @@ class BatchNormStatistics(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        upload_spec = UploadSpec((), (), aux={"moments": Aux("sum", "statistic")})
+        upload_spec = UploadSpec(update=(), statistics=(), aux={"moments": Aux("sum", "statistic")})
         return UpdateRequirements(trains=False, all_rows=True, masks_padding=True, upload_spec=upload_spec)
 
     @torch.no_grad()

@@ -160,7 +160,7 @@ class CBAFedClient(RoundLabelingClient):
             labeled_epochs=self.options.labeled_epochs,
             masks_padding=True,
             keep_optimizer=self.options.keep_optimizer,
-            upload_spec=UploadSpec(("params", "stats", "share")),
+            upload_spec=UploadSpec(update=("params", "stats", "share")),
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
@@ -218,7 +218,7 @@ class CBAFedClient(RoundLabelingClient):
         Args:
             broadcast: the server's tree.
             carry: the entries that `begin` creates.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
         """
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.optimizer_step(carry, gradient, moments)
@@ -235,7 +235,7 @@ class CBAFedClient(RoundLabelingClient):
         # The metric "kept" is the share of the unlabeled rows whose pseudo-label was accepted.
         accepted = (carry["weight"] > 0).to(loss.dtype)
         samples = {"kept": weighted_metric(accepted, carry["real"].get("u"))}
-        return {**new, "images": images}, StepMetrics(loss, samples, (pseudo,))
+        return {**new, "images": images}, StepMetrics(loss, samples=samples, pseudo=(pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Upload the model and the classes' shares of this client's training labels, weighted by their number.
@@ -260,7 +260,7 @@ class CBAFedClient(RoundLabelingClient):
         total = class_counts.sum()
         share = torch.where(total > 0, class_counts / total.clamp_min(1), old_share)
         upload, memory = super().finish(broadcast, carry, data)
-        return Upload({**upload.update, "share": share}, total.round().double()), memory
+        return Upload({**upload.update, "share": share}, weight=total.round().double()), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
         """Compute CE(labels) + unlabeled_weight * CE(accepted pseudo-labels), each the mean over its images.
@@ -268,7 +268,7 @@ class CBAFedClient(RoundLabelingClient):
         Args:
             params: parameters of the network, in which the loss is differentiated.
             carry: state of the client update, with the pseudo-labels of all images.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The loss (), and (batch statistics of the pass, the minibatch's pseudo-labels).

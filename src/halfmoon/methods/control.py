@@ -65,10 +65,10 @@ class SupervisedWithUnlabeledStatistics(Objective):
         They have no loss: they only contribute to the batch statistics that normalize the labeled images.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network, in which the loss is differentiated.
             stats: running batch-norm statistics.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
             aux: unused state of the objective.
             cached: unused predictions on all images.
 
@@ -81,7 +81,7 @@ class SupervisedWithUnlabeledStatistics(Objective):
             (labeled, _), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
         else:
             labeled, _, _, moments = forward_weak_and_strong(task, params, stats, batch)
-        return labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights), StepResult(moments, ())
+        return labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights), StepResult(moments, pseudo=())
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         if self.labels == "round":

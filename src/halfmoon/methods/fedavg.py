@@ -55,7 +55,9 @@ class LocalTraining(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        upload_spec = UploadSpec(("params", "stats", *self.objective.shared_names), ("stats", "teacher_stats"))
+        upload_spec = UploadSpec(
+            update=("params", "stats", *self.objective.shared_names), statistics=("stats", "teacher_stats")
+        )
         requirements = self.objective.requirements
         all_rows = requirements.all_rows or self.counts_teacher_stats
         return replace(requirements, all_rows=all_rows, keep_optimizer=self.keep_optimizer, upload_spec=upload_spec)
@@ -95,7 +97,7 @@ class LocalTraining(ClientUpdate):
         new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
         # For example the mean teacher, which follows the new parameters.
         objective_state = self.objective.after_step(carry, new["params"])
-        return {**new, **objective_state}, StepMetrics(loss, {}, result.pseudo)
+        return {**new, **objective_state}, StepMetrics(loss, samples={}, pseudo=result.pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Return the upload (model and shared state of the objective, weighted by images), and the memory to store.

@@ -107,7 +107,8 @@ class FedConServerUpdate(MeanTeacherClient):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.optimizer_step(carry, gradient, moments)
-        return {**new, **update_teacher(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
+        new |= update_teacher(carry, new["params"], self.options.server_decay)
+        return new, StepMetrics(loss, samples={}, pseudo=())
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         """Compute FedCon's server loss: cross-entropy of two views, and consistency with the target (mean teacher).
@@ -167,14 +168,15 @@ class FedConClient(ClientUpdate):
         new = self.optimizer_step(carry, gradient, moments)
         rate = 1 - self.options.target_decay
         target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], _network_params(new["params"]))
-        return {**new, "target": target}, StepMetrics(loss, {}, ())
+        return {**new, "target": target}, StepMetrics(loss, samples={}, pseudo=())
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         params = tree.flatten(_network_params(carry["params"]))
         # Without labels the head has no loss, but weight decay moves it all the same: upload the received head.
         for path in [path for path in params if path.startswith(f"{self.task.network.head}/")]:
             params[path] = torch.where(data.labeled > 0, params[path], tree.flatten(broadcast["params"])[path])
-        upload = Upload({"params": tree.unflatten(params), "stats": carry["stats"]}, (data.rows > 0).double())
+        has_images = (data.rows > 0).double()
+        upload = Upload({"params": tree.unflatten(params), "stats": carry["stats"]}, weight=has_images)
         return upload, {"target": carry["target"], PREDICTOR: carry["params"][PREDICTOR]}
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
@@ -185,7 +187,7 @@ class FedConClient(ClientUpdate):
         Args:
             params: parameters of the network and of the predictor, in which the loss is differentiated.
             carry: state of the update, with the target network (a running mean of the network).
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The loss (), and the batch statistics of all passes.

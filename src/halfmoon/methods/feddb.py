@@ -129,7 +129,7 @@ class FedDB(ModelAveraging):
         """Train the cohort, and average its models with the weights of FedDB's debiased model averaging (DMA).
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state: model, and momentum with `server_momentum`.
             federation: the clients of this round.
 
@@ -180,7 +180,7 @@ class FedDBClient(LocalTraining):
         Args:
             broadcast: the model that the server sent (unused: `carry` has it).
             carry: state of the client update: model, optimizer's state, APP-U and cached predictions.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The new carry, and the step's loss and pseudo-labels.
@@ -190,7 +190,7 @@ class FedDBClient(LocalTraining):
         new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
             new["appu"] = self._update_appu(carry, batch, result.pseudo[0].weight)
-        return new, StepMetrics(loss, {}, result.pseudo)
+        return new, StepMetrics(loss, samples={}, pseudo=result.pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Return the upload (the trained model, and the client's mean prediction APP-U), and the state to store.

@@ -246,9 +246,9 @@ def local_student(
     """Use the local model instead of FedDure's C-reg, with the forward pass that has already been made.
 
     Args:
-        task: the settings that all methods share.
+        task: settings that all methods share: network, optimizer, rules for batch statistics.
         params: parameters of the local model.
-        batch: the minibatch.
+        batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
         logits: those of labeled images (B, classes) and of strong views (b, classes).
         backward: computes the gradient of that pass in the parameters, from gradients in both logits.
         labels_of_round: whether the weak views were not part of the pass, because labels are computed once a round.
@@ -413,7 +413,7 @@ class FedDureClient(ClientUpdate):
         Args:
             broadcast: the tree that the server sent; "gate" is 0 in rounds that train on labels only, else 1.
             carry: state of the client update: local model, regulators, optimizers' states, thresholds.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The new carry, and the step's loss, metrics and pseudo-labels.
@@ -455,7 +455,7 @@ class FedDureClient(ClientUpdate):
         samples = {"m": weighted_metric(regulation.weights, batch.u_real), "d": weighted_metric(regulation.d)}
         samples["mean_logit"] = weighted_metric(strong.mean(-1), batch.u_real)
         samples |= {name: weighted_metric(norm) for name, norm in regulation.norms.items()}
-        metrics = StepMetrics(value, samples, (PseudoLabels(pseudo.label, pseudo.confidence, trust),))
+        metrics = StepMetrics(value, samples=samples, pseudo=(PseudoLabels(pseudo.label, pseudo.confidence, trust),))
         new = self.optimizer_step(carry, gradient, moments, consume=True, **thresholds, **new_regulators)
         return new, metrics
 
@@ -516,7 +516,7 @@ class FedDureClient(ClientUpdate):
 
         Args:
             carry: state of the client update, with the regulators.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
             student: the network that the regulators train on.
             pseudo: the pseudo-labels; without F-reg, their weights count.
             strong: the local model's logits of the strong views, (b, classes).
@@ -625,7 +625,7 @@ class FedDureClient(ClientUpdate):
         Args:
             params: parameters of the network to evaluate.
             carry: state of the client update, with running batch-norm statistics and the client's class shares.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
         """
         if self.options.judging == "running":
             logits = self.task.network.predict(params, carry["stats"], batch.x)

@@ -116,7 +116,7 @@ class FedIRMClient(MeanTeacherClient):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        upload_spec = UploadSpec(("params", "stats", "relation", "related"))
+        upload_spec = UploadSpec(update=("params", "stats", "relation", "related"))
         return UpdateRequirements(
             ("weak", "weak2"), masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=upload_spec
         )
@@ -134,13 +134,15 @@ class FedIRMClient(MeanTeacherClient):
         new |= update_teacher(carry, new["params"], self.options.decay)
         # A sum over the steps; `finish` divides it by their number.
         new |= {"relation": carry["relation"] + matrix, "steps": carry["steps"] + 1}
-        return new, StepMetrics(loss, {}, (pseudo,))
+        return new, StepMetrics(loss, samples={}, pseudo=(pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, memory = super().finish(broadcast, carry, data)
         labeled = (data.labeled > 0).to(broadcast["relation"])
         relation = {"relation": labeled * carry["relation"] / carry["steps"].clamp_min(1), "related": labeled}
-        return Upload({**upload.update, **relation}, upload.weight * torch.maximum(labeled, carry["gate"])), memory
+        # During the warm-up the gate is 0, and clients without labels have the weight 0.
+        weight = upload.weight * torch.maximum(labeled, carry["gate"])
+        return Upload({**upload.update, **relation}, weight=weight), memory
 
     def _loss(self, params: Tree, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute FedIRM's loss: cross-entropy, distance to a mean teacher, and matching of class relations.
@@ -149,7 +151,7 @@ class FedIRMClient(MeanTeacherClient):
             params: parameters of the network, in which the loss is differentiated.
             broadcast: with "relation" (classes, classes), the mean relation matrix of clients with labels.
             carry: state of the client update, with the mean teacher.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The loss (), and (batch statistics, pseudo-labels, relation matrix of the labeled images).

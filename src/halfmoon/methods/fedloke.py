@@ -140,7 +140,7 @@ class FedLoKeClient(ClientUpdate):
         Args:
             broadcast: the model that the server sent (unused: `carry` has it).
             carry: the global and the local model, each with its optimizer's state.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The new carry, and the sum of both losses with the pseudo-labels of both models.
@@ -174,7 +174,8 @@ class FedLoKeClient(ClientUpdate):
         # The main curve is of pseudo-labels that some model is trained on: the local model's if the global's are unused.
         reported = "global" if options.global_labels else names[-1]
         samples = {f"{name}_sure": weighted_metric(used[name], batch.u_real) for name in names}
-        return new, StepMetrics(loss, samples, (pseudo[reported],), pseudo if options.local else {})
+        models = pseudo if options.local else {}
+        return new, StepMetrics(loss, samples=samples, pseudo=(pseudo[reported],), models=models)
 
     def _mutual_loss(
         self, batch: Batch, teacher: Tensor, mask: Tensor, weight: Number
@@ -182,7 +183,7 @@ class FedLoKeClient(ClientUpdate):
         """Build a model's loss: cross-entropy of labels + weight * divergence from the other model's predictions.
 
         Args:
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
             teacher: the other model's predicted probabilities, (b, classes).
             mask: 1 for images whose prediction is used, (b,).
             weight: factor of the unlabeled loss (lambda of Eq. 12).
@@ -213,7 +214,7 @@ class FedLoKeClient(ClientUpdate):
 
         Args:
             model: "params" and "stats" (running batch-norm statistics).
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
             labeled: name of the view of the labeled images.
 
         Returns:

@@ -167,7 +167,7 @@ class FedMatch:
         clients with the most similar models ("helpers").
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state: "sigma", "psi" and "stats".
             federation: the clients of this round.
 
@@ -186,7 +186,8 @@ class FedMatch:
                 federation.state_store.put(f"psi-{client}", tree.index(upload.update["psi"], index))
                 federation.state_store.put(f"embedding-{client}", {"vector": upload.aux["embedding"][index]})
         # sigma counts for clients with labels only, psi and the statistics for all.
-        sigma = average_uploads(Upload({"sigma": upload.update["sigma"]}, upload.aux["labels"]), broadcast)
+        sigma_of_labeled = Upload({"sigma": upload.update["sigma"]}, weight=upload.aux["labels"])
+        sigma = average_uploads(sigma_of_labeled, broadcast)
         psi_and_stats = {name: upload.update[name] for name in ("psi", "stats")}
         return {**sigma, **average_uploads(upload._replace(update=psi_and_stats))}
 
@@ -257,7 +258,7 @@ class FedMatchServerUpdate(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        return UpdateRequirements(masks_padding=True, upload_spec=UploadSpec(("sigma", "stats")))
+        return UpdateRequirements(masks_padding=True, upload_spec=UploadSpec(update=("sigma", "stats")))
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         return {
@@ -268,7 +269,7 @@ class FedMatchServerUpdate(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         new, loss = labeled_step(self.task, self.options.labeled_weight, carry, broadcast["psi"], batch)
-        return new, StepMetrics(loss, {}, ())
+        return new, StepMetrics(loss, samples={}, pseudo=())
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         return Upload({"sigma": carry["sigma"], "stats": carry["stats"]}, (data.labeled > 0).double()), {}
@@ -291,7 +292,7 @@ class FedMatchClient(ClientUpdate):
         options = self.options
         predicts_all_rows = options.debias or options.rule.needs_all_rows
         aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
-        upload_spec = UploadSpec(("sigma", "psi", "stats"), weight="one", aux=aux)
+        upload_spec = UploadSpec(update=("sigma", "psi", "stats"), weight="one", aux=aux)
         return UpdateRequirements(
             (options.view, "strong"),
             precomputed_views=(options.view,) if predicts_all_rows else (),
@@ -361,7 +362,7 @@ class FedMatchClient(ClientUpdate):
         Args:
             broadcast: the tree that the server sent, with the helpers' psi.
             carry: state of the client update: sigma and psi with their optimizers' states, thresholds, statistics.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The new carry, and the sum of both losses with the pseudo-labels.
@@ -379,7 +380,7 @@ class FedMatchClient(ClientUpdate):
         psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
         stats = reduce(track, moments, carry["stats"])
         new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": thresholds}
-        return {**carry, **new}, StepMetrics(labeled_loss + unlabeled_loss, samples, pseudo)
+        return {**carry, **new}, StepMetrics(labeled_loss + unlabeled_loss, samples=samples, pseudo=pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Build the upload and the state that the client stores.
@@ -408,7 +409,8 @@ class FedMatchClient(ClientUpdate):
         memory = {} if self.options.delta_threshold is None else {**halves, "met": torch.ones_like(labels)}
         if self.options.rule.has_memory:
             memory = {"thresholds": carry["thresholds"], **memory}
-        return Upload({**halves, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
+        upload = Upload({**halves, "stats": carry["stats"]}, weight=torch.ones_like(labels), aux=aux)
+        return upload, memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         # The pseudo-labeled view is differentiated for the helpers' term, or because it shares the strong view's pass.
@@ -462,7 +464,7 @@ class FedMatchClient(ClientUpdate):
         Args:
             psi: the half of the parameters in which the loss is differentiated.
             carry: state of the client update; sigma is a constant here, so that unlabeled images do not train it.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
             helper_logits: logits of the helper models, (H, b, classes); None in a round without helpers.
             helper_exists: 1 for helpers that exist, 0 for missing ones, (H,).
 
@@ -580,11 +582,11 @@ def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch
     """Take an optimizer step of sigma on FedMatch's labeled loss, weight * CE(y, f(x; sigma + psi)).
 
     Args:
-        task: the settings that all methods share.
+        task: settings that all methods share: network, optimizer, rules for batch statistics.
         weight: weight of the loss.
         carry: state of the update, with "sigma", its optimizer's state, and running statistics.
         psi: the other half of the parameters, which is not changed.
-        batch: the minibatch.
+        batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
     Returns:
         The carry after the step, and the loss ().

@@ -87,7 +87,7 @@ class FedRGD:
         If the server has labels, each group's average includes a copy of the server's model that trained on them.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state: model, and each group's model with `return_group`.
             federation: the clients of this round.
 

@@ -120,7 +120,7 @@ class FL2(ModelAveraging):
         """Run a round of (FL)^2: clients train, the server steps to their average, then trains on its labels.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state: model and momentum.
             federation: the clients of this round.
 
@@ -154,7 +154,7 @@ class FL2Client(RoundLabelingClient):
             precomputed_views=("weak",),
             masks_padding=True,
             keep_optimizer=self.options.keep_optimizer,
-            upload_spec=UploadSpec(("params",), (), "one"),
+            upload_spec=UploadSpec(update=("params",), statistics=(), weight="one"),
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
@@ -225,9 +225,8 @@ class FL2Client(RoundLabelingClient):
             )
             loss = loss + options.sharpness_weight * sharpness
             samples["sharpness"] = weighted_metric(sharpness)
-        return self.optimizer_step(carry, gradient), StepMetrics(
-            loss, samples, (PseudoLabels(label, confidence, used),)
-        )
+        pseudo = PseudoLabels(label, confidence, used)
+        return self.optimizer_step(carry, gradient), StepMetrics(loss, samples=samples, pseudo=(pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Upload the parameters with the weight 1 - mean confidence, so that clients that learned less count more.
@@ -245,7 +244,7 @@ class FL2Client(RoundLabelingClient):
         _, memory = super().finish(broadcast, carry, data)
         # At a mean confidence of 1 the weight would be 0, and a cohort of such clients would have no average.
         weight = (1 - status).clamp_min(MIN_WEIGHT) * has_trained
-        return Upload({"params": carry["params"]}, weight.double()), memory
+        return Upload({"params": carry["params"]}, weight=weight.double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         trained = labeled + unlabeled

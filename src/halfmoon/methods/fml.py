@@ -104,7 +104,7 @@ class FMLClient(ClientUpdate):
         Args:
             broadcast: the model that the server sent (unused: `carry` has it).
             carry: the private model, and the server's model (the "meme"), each with its optimizer's state.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The new carry, and the sum of both losses with the pseudo-labels of both models.
@@ -120,13 +120,13 @@ class FMLClient(ClientUpdate):
         new = {"meme": new_meme, "private": new_private}
         loss = meme_value + private_value
         if not self.requirements.views:
-            return new, StepMetrics(loss, {}, ())
+            return new, StepMetrics(loss, samples={}, pseudo=())
         pseudo = {
             "global": _low_entropy_pseudo_labels(meme.prediction, options.delta),
             "local": _low_entropy_pseudo_labels(private.prediction, options.delta),
         }
         samples = {"private_sure": weighted_metric(pseudo["local"].weight, batch.u_real)}
-        return new, StepMetrics(loss, samples, (pseudo["local"],), pseudo)
+        return new, StepMetrics(loss, samples=samples, pseudo=(pseudo["local"],), models=pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         weight = mutual.upload_weight(data, self.options.weights)
@@ -142,7 +142,7 @@ class FMLClient(ClientUpdate):
 
         Args:
             model: "params" and "stats" (running batch-norm statistics).
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             Logits, and the detached logits of unlabeled images as the prediction that teaches the other model.
@@ -167,7 +167,7 @@ class FMLClient(ClientUpdate):
 
         Args:
             teacher: outputs of the other model; KL is the divergence from its predictions.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
             share: share of the true labels in the loss on labeled images, from 0 to 1.
 
         Returns:

@@ -95,7 +95,7 @@ class HeteroFL(ModelAveraging):
         An entry (of a parameter) is averaged over the clients that trained it; the others keep the server's value.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state: the full network, and momentum with `server_momentum`.
             federation: the clients of this round.
 
@@ -152,7 +152,7 @@ class HeteroFLClient(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        upload_spec = UploadSpec(("params",), (), "one", {"present": Aux(values="mark")})
+        upload_spec = UploadSpec(update=("params",), statistics=(), weight="one", aux={"present": Aux(values="mark")})
         return UpdateRequirements(
             masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=upload_spec
         )
@@ -165,12 +165,13 @@ class HeteroFLClient(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], carry["present"], batch)
-        return self.optimizer_step(carry, gradient), StepMetrics(loss, {}, ())
+        return self.optimizer_step(carry, gradient), StepMetrics(loss, samples={}, pseudo=())
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         weight = (data.labeled > 0).double()
         _, memory = super().finish(broadcast, carry, data)
-        return Upload({"params": carry["params"]}, weight, {"present": carry["present"].double()}), memory
+        aux = {"present": carry["present"].double()}
+        return Upload({"params": carry["params"]}, weight=weight, aux=aux), memory
 
     def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         logits, _ = self.task.network.train(scale_convolutions(params, self.rate), batch.x, real=batch.x_real)

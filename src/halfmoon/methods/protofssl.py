@@ -99,7 +99,7 @@ class ProtoFSSL:
         """Run a round of ProtoFSSL: average models and class prototypes, and select the next round's helpers.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state: model, mean prototypes, helpers' prototypes.
             federation: the clients of this round.
 
@@ -146,7 +146,7 @@ class ProtoFSSLClient(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], broadcast, batch)
-        return self.optimizer_step(carry, gradient, moments), StepMetrics(loss, {}, (pseudo,))
+        return self.optimizer_step(carry, gradient, moments), StepMetrics(loss, samples={}, pseudo=(pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Upload the trained model with the client's class prototypes: the mean features of its labeled images.
@@ -172,7 +172,8 @@ class ProtoFSSLClient(ClientUpdate):
         model = {"params": carry["params"], "stats": carry["stats"]}
         prototypes = feature_sums / class_counts.clamp_min(1)[:, None]
         aux = {"own": prototypes, "present": (class_counts > 0).to(head.dtype)}
-        return Upload(model, (data.labeled + data.unlabeled > 0).double(), aux), {}
+        has_images = (data.labeled + data.unlabeled > 0).double()
+        return Upload(model, weight=has_images, aux=aux), {}
 
     def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
         return labeled
@@ -197,7 +198,7 @@ class ProtoFSSLClient(ClientUpdate):
         Args:
             params: parameters of the network, in which the loss is differentiated.
             broadcast: the helpers' prototypes (H, classes, features), and masks of known classes and helpers.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The loss (), and (batch statistics, pseudo-labels).

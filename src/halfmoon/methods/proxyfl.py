@@ -75,7 +75,7 @@ class ProxyTuning:
         """Run a round of the inner method, then tune the averaged classifier with the clients' classifiers (ProxyFL).
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the inner method's state.
             federation: the clients of this round.
 

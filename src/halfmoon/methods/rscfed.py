@@ -93,7 +93,7 @@ class RSCFed(ModelAveraging):
         """Run a round of RSCFed (CVPR 2022): average random groups of clients, then average the groups' means.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's model.
             federation: the clients of this round.
 
@@ -160,7 +160,7 @@ class RSCFedClient(MeanTeacherClient):
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.optimizer_step(carry, gradient, moments)
         new |= update_teacher(carry, new["params"], self.options.decay)
-        return new, StepMetrics(loss, {}, (as_pseudo_labels(target),))
+        return new, StepMetrics(loss, samples={}, pseudo=(as_pseudo_labels(target),))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, memory = super().finish(broadcast, carry, data)

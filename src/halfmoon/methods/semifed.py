@@ -178,7 +178,7 @@ class SemiFedClient(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
-        return self.optimizer_step(carry, gradient, moments), StepMetrics(loss, {}, pseudo)
+        return self.optimizer_step(carry, gradient, moments), StepMetrics(loss, samples={}, pseudo=pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, _ = super().finish(broadcast, carry, data)
@@ -232,7 +232,7 @@ class SemiFedClient(ClientUpdate):
         Args:
             params: parameters of the network, in which the loss is differentiated.
             carry: state of the client update, with a label for each accepted image and -1 for others.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The loss (), and (batch statistics, pseudo-labels).

@@ -193,7 +193,7 @@ class SemiFL:
         Without `fine_tune` the server trains at the same time as the clients, and its model is part of the average.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state: model and momentum.
             federation: the clients of this round.
 
@@ -238,7 +238,9 @@ class SigmaTraining(ClientUpdate):
     @property
     def requirements(self) -> UpdateRequirements:
         return UpdateRequirements(
-            masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=UploadSpec(("sigma",), ())
+            masks_padding=True,
+            keep_optimizer=self.options.keep_optimizer,
+            upload_spec=UploadSpec(update=("sigma",), statistics=()),
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
@@ -249,11 +251,11 @@ class SigmaTraining(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], broadcast, batch)
-        return self.optimizer_step(carry, gradient), StepMetrics(loss, {}, ())
+        return self.optimizer_step(carry, gradient), StepMetrics(loss, samples={}, pseudo=())
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         _, memory = super().finish(broadcast, carry, data)
-        return Upload({"sigma": carry["params"]}, (data.labeled > 0).double()), memory
+        return Upload({"sigma": carry["params"]}, weight=(data.labeled > 0).double()), memory
 
     def _loss(self, sigma: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[()]]:
         params = self.options.parameters({**broadcast, "sigma": sigma})
@@ -281,7 +283,7 @@ class SemiFLClient(RoundLabelingClient):
             masks_padding=True,
             row_memory=options.rule.row_memory if self._stores_thresholds else {},
             keep_optimizer=options.keep_optimizer,
-            upload_spec=UploadSpec((options.trained,), (), "one"),
+            upload_spec=UploadSpec(update=(options.trained,), statistics=(), weight="one"),
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
@@ -330,7 +332,7 @@ class SemiFLClient(RoundLabelingClient):
         Args:
             broadcast: the tree that the server sent.
             carry: state of the client update: parameters, optimizer's state, pseudo-labels or thresholds.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The new carry, and the step's loss and pseudo-labels.
@@ -344,10 +346,10 @@ class SemiFLClient(RoundLabelingClient):
             has_loss = has_confident if batch.x_real is None else has_confident | batch.x_real.any()
             new = {**tree.select(has_loss, new, carry), "thresholds": thresholds}
         if self.options.labels == "step":
-            return new, StepMetrics(loss, {}, (pseudo,))
+            return new, StepMetrics(loss, samples={}, pseudo=(pseudo,))
         # The metric "kept" is the share of the client's images whose pseudo-label is used.
         used_share = weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
-        return new, StepMetrics(loss, {"kept": used_share}, (pseudo,))
+        return new, StepMetrics(loss, samples={"kept": used_share}, pseudo=(pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Return the upload, with the weight 1 (0 if no image was used), and the state that the client stores."""
@@ -357,7 +359,8 @@ class SemiFLClient(RoundLabelingClient):
             has_trained = has_trained & drawable.any()
         _, memory = super().finish(broadcast, carry, data)
         thresholds = {"thresholds": carry["thresholds"]} if self._stores_thresholds else {}
-        return Upload({self.options.trained: carry["params"]}, has_trained.double()), {**memory, **thresholds}
+        upload = Upload({self.options.trained: carry["params"]}, weight=has_trained.double())
+        return upload, {**memory, **thresholds}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         sets = 2 if self.options.mix_weight else 1
@@ -430,7 +433,7 @@ class SemiFLClient(RoundLabelingClient):
 
         Args:
             confident: (b,) bool.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
             images: groups of unlabeled images, (b, C, H, W) each.
 
         Returns:

@@ -57,7 +57,7 @@ class Standardization:
         means.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state; "head" gets "center" (F,) and "scale" (F,), float64.
             federation: the clients of this round.
         """

@@ -127,7 +127,7 @@ class TwinSightClient(ClientUpdate):
         second_stats = reduce(track, passes[1:], carry["stats"].get(SECOND, {}))
         new = self.optimizer_step(carry, gradient, stats={**classifier_stats, **_second_stats(second_stats)})
         samples = {name: weighted_metric(value) for name, value in terms.items()}
-        return new, StepMetrics(loss, samples, (as_pseudo_labels(predictions),))
+        return new, StepMetrics(loss, samples=samples, pseudo=(as_pseudo_labels(predictions),))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(3 * (labeled + unlabeled), 3 * (labeled + unlabeled))

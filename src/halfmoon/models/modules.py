@@ -30,7 +30,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.models.dropout import KINDS, current_key, drop, dropout_key
 from halfmoon.models.hubs import make as make_named
 from halfmoon.models.network import Network, forward_tangent
-from halfmoon.models.passes import MOMENTUM, normalize_batch, product_precision, to_float32
+from halfmoon.models.passes import normalize_batch, product_precision, to_float32
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 """Layers that draw random numbers. Those of `dropout.KINDS` are replaced, the others are refused."""
@@ -214,7 +214,11 @@ class _Dropout(nn.Module):
         self._template: Any = template  # not a module, so PyTorch does not register it
 
     def forward(self, z: Tensor) -> Tensor:
-        """Drop entries of z by the key of the pass, if it has one."""
+        """Apply dropout to activations z, with masks that follow from the key of the pass; without a key, return z.
+
+        Raises:
+            UserError: the first dimension of z is not that of the images.
+        """
         record = self._template.record
         if record.key is None:
             return z
@@ -239,13 +243,20 @@ class _Batch(nn.Module):
         self._template: Any = template  # not a module, so PyTorch does not register it
 
     def forward(self, z: Tensor) -> Tensor:
-        """Normalize by the fixed statistics of the pass, or by batch statistics, which are recorded in its moments."""
+        """Apply batch normalization to activations z (B, C, ...).
+
+        If the current pass has fixed statistics of this layer, they are used. Otherwise the statistics of the batch are
+        used, and recorded as the layer's moments.
+
+        Raises:
+            UserError: the module uses this layer twice in a forward pass.
+        """
         record = self._template.record
         z = to_float32(z)
         if f"{self.name}/mean" in record.fixed_stats:
             mean = record.fixed_stats[f"{self.name}/mean"]
             var = record.fixed_stats[f"{self.name}/var"]
-            return F.batch_norm(z, mean, var, self.weight, self.bias, False, MOMENTUM, self.eps)
+            return F.batch_norm(z, mean, var, self.weight, self.bias, training=False, eps=self.eps)
         if self.name in record.moments:
             raise UserError(f"layer {self.name} normalizes batches in two places; give each place a layer of its own.")
         out, mean, _, var = normalize_batch(z, record.real, self.weight, self.bias, self.eps)
@@ -383,7 +394,10 @@ def _fuse_layers(sequence: nn.Sequential) -> None:
 
 
 def _new_module(network: ModuleNetwork) -> nn.Module:
-    """Call the network's factory.
+    """Build the `nn.Module` of a network by calling its factory: a user's function, or a name of a known package.
+
+    Args:
+        network: the network, with the factory's name and arguments.
 
     Raises:
         UserError: the factory raises an error, or returns no `nn.Module`.

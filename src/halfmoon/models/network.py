@@ -104,9 +104,14 @@ class Network(ABC):
             return to_float32(self.layers(x, run))
 
     def tree_path(self, name: str) -> str | None:
-        """Find the path in the model of a tensor of a PyTorch state dict; None if the model has no such tensor.
+        """Convert the name of a tensor in a PyTorch state dict to its path in the model.
 
-        "block.0.weight" is params/block/0/weight, "block.1.running_var" stats/block/1/var.
+        Args:
+            name: such as "block.0.weight", which is params/block/0/weight, or "block.1.running_var", which is
+                stats/block/1/var.
+
+        Returns:
+            The path; None if the model has no such tensor.
         """
         layer, _, tensor_name = name.rpartition(".")
         if tensor_name == "num_batches_tracked":

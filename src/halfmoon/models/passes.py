@@ -119,9 +119,9 @@ class EvalPass(ForwardPass):
     stats: Tree
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        p = self.params[name]["norm"]
-        s = self.stats[name]
-        return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
+        affine = self.params[name]["norm"]
+        stats = self.stats[name]
+        return F.batch_norm(z, stats["mean"], stats["var"], affine["weight"], affine["bias"], training=False, eps=EPS)
 
 
 @dataclass
@@ -166,15 +166,17 @@ class TrainPass(ForwardPass):
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize by the mean and variance of the batch, or by the fixed ones of this layer."""
         if name in self.fixed_stats:
-            p = self.params[name]["norm"]
-            s = self.fixed_stats[name]
-            return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
+            affine = self.params[name]["norm"]
+            stats = self.fixed_stats[name]
+            return F.batch_norm(
+                z, stats["mean"], stats["var"], affine["weight"], affine["bias"], training=False, eps=EPS
+            )
         return self.normalized(name, z)[0]
 
     def normalized(self, name: str, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normalize by the batch; return the activations, the mean and the inverse standard deviation (C,)."""
-        p = self.params[name]["norm"]
-        out, mean, inverse, var = normalize_batch(z, self.real, p["weight"], p["bias"])
+        affine = self.params[name]["norm"]
+        out, mean, inverse, var = normalize_batch(z, self.real, affine["weight"], affine["bias"])
         self.moments[name] = {"mean": mean.detach(), "var": var}
         return out, mean, inverse
 
@@ -336,7 +338,7 @@ class TangentPass(ForwardPass):
             leaf[:, None, None] for leaf in (params["weight"], direction["weight"], direction["bias"])
         )
         from_params = torch.addcmul(bias_direction, weight_direction, normalized)
-        normalized_tangent = backward(input_tangent, False)["x"]
+        normalized_tangent = backward(input_tangent, False)["x"]  # False: the graph is not needed again
         return torch.addcmul(from_params, weight, normalized_tangent)
 
     def relu(self, input_tangent: Tensor) -> Tensor:

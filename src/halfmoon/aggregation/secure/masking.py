@@ -310,12 +310,13 @@ class Party:
         points = [number + 1 for number in cohort.numbers]
         seed_shares = self._split_value("seed", self.seed, points)
         private_shares = self._split_value("private", self.private, points)
-        messages = []
+        messages: list[bytes] = []
         for number, keys, seed_share, private_share in zip(
             cohort.numbers, cohort.keys, seed_shares, private_shares, strict=True
         ):
             plain = seed_share.to_bytes(ELEMENT_BYTES, "big") + private_share.to_bytes(ELEMENT_BYTES, "big")
             cipher = self._cipher(keys, sender=self.number, recipient=number)
+            # A nonce of 12 zero bytes: each cipher encrypts one message only.
             messages.append(cipher.encrypt(bytes(12), plain, None))
         return messages
 

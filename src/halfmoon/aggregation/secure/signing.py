@@ -118,7 +118,8 @@ def fingerprint(key: bytes) -> str:
     from cryptography.hazmat.primitives import serialization
 
     line = _decode_public_key(key).public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
+    _, key_base64 = line.split()  # type and key
+    digest = hashlib.sha256(base64.b64decode(key_base64)).digest()
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
 

@@ -87,7 +87,7 @@ class Objective:
         """Build the server's state before the first round: the model, and a mean teacher if `decay` is set.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             model: "params" and "stats" (running batch-norm statistics) of the initial model.
 
         Returns:
@@ -141,7 +141,7 @@ class Objective:
         """Compute the loss of a minibatch.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the model.
             stats: its running batch statistics.
             batch: the minibatch.
@@ -363,7 +363,7 @@ def predict_all_rows(task: Task, params: Tree, stats: Tree, images: Tensor, real
     share a forward pass, chunks of at most `CHUNK_IMAGES`.
 
     Args:
-        task: the settings that all methods share.
+        task: settings that all methods share: network, optimizer, rules for batch statistics.
         params: parameters of the model.
         stats: its running statistics, which are only read with "running".
         images: (n, C, H, W), any number.
@@ -447,7 +447,7 @@ def forward_and_predict(
     images to pseudo-label.
 
     Args:
-        task: the settings that all methods share.
+        task: settings that all methods share: network, optimizer, rules for batch statistics.
         params: parameters of the model.
         stats: its running statistics.
         train_groups: groups of images whose logits get gradients.
@@ -472,7 +472,7 @@ def embed_groups(
     """Compute logits and features of groups of images. `task.statistics` decides which groups share a forward pass.
 
     Args:
-        task: the settings that all methods share.
+        task: settings that all methods share: network, optimizer, rules for batch statistics.
         params: parameters of the model.
         groups: groups of images (n, C, H, W).
         real: a mask for each group; () if no image is padding.

@@ -46,7 +46,7 @@ class FedLabel(ReceivedModelObjective):
         If both models predict the same class, the strong view also follows the received model's probabilities.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network, in which the loss is differentiated.
             stats: running batch-norm statistics.
             batch: the minibatch, with a weak and a strong view of each unlabeled image.
@@ -74,7 +74,7 @@ class FedLabel(ReceivedModelObjective):
 
         loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
         loss = loss + self.unlabeled_weight * mean(used * image_losses, batch.u_real)
-        return loss, StepResult(moments, (PseudoLabels(label, confidence, used),))
+        return loss, StepResult(moments, pseudo=(PseudoLabels(label, confidence, used),))
 
 
 ROWS = (

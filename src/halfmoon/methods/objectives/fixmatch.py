@@ -49,7 +49,7 @@ class FixMatch(PseudoLabeling, Objective):
         """Compute FixMatch's loss (Sohn et al. 2020): confident predictions on weak views label the strong views.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network, in which the loss is differentiated.
             stats: running batch-norm statistics.
             batch: the minibatch, with a weak and a strong view of each unlabeled image.
@@ -69,7 +69,7 @@ class FixMatch(PseudoLabeling, Objective):
             consistency = image_losses.sum() / pseudo.weight.sum().clamp_min(1)
         weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
-        return labeled_loss + weight * consistency, StepResult(moments, (pseudo,), aux)
+        return labeled_loss + weight * consistency, StepResult(moments, pseudo=(pseudo,), aux=aux)
 
 
 ROWS = (

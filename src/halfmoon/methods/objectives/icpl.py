@@ -79,10 +79,10 @@ class ICPL(ReceivedModelObjective):
         """Compute ProxyFL's client loss: cross-entropy of labels and pseudo-labels, and InfoNCE with class proxies.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network and of two linear heads, in which the loss is differentiated.
             stats: running batch-norm statistics.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
             aux: "prior" (classes,), the distribution of training labels, and "counts" (classes,), those of this update.
             cached: the received model, which predicts the pseudo-labels.
 
@@ -119,7 +119,7 @@ class ICPL(ReceivedModelObjective):
             + self.unlabeled_weight * pseudo_loss
             + self.proxy_weight * contrast
         )
-        return loss, StepResult(moments, (pseudo,), {"counts": aux["counts"] + counts})
+        return loss, StepResult(moments, pseudo=(pseudo,), aux={"counts": aux["counts"] + counts})
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         trained = labeled + 2 * unlabeled
@@ -168,7 +168,7 @@ class ICPL(ReceivedModelObjective):
             features: of labeled images (B, F), strong views (b, F) and weak views (b, F).
             class_sets: possible classes of each image as 0 and 1, (B + b, classes).
             proxy_weights: weights of the proxies that attract the image, (B + b, classes).
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The mean over both views, ().

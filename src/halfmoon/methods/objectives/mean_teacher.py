@@ -48,7 +48,7 @@ class MeanTeacher(Consistency):
         """Compute Mean Teacher's loss: cross-entropy, and squared distance to the averaged model's predictions.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the student, in which the loss is differentiated.
             stats: its running batch-norm statistics (unused: training normalizes by the batch).
             batch: the minibatch; student and teacher get different weak views of the unlabeled images.
@@ -67,7 +67,7 @@ class MeanTeacher(Consistency):
         target = teacher_logits.softmax(-1)
         distance = mean((student_logits.softmax(-1) - target).square(), batch.u_real)
         labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
-        return self.total_loss(task, labeled_loss, distance), StepResult(moments, (as_pseudo_labels(target),))
+        return self.total_loss(task, labeled_loss, distance), StepResult(moments, pseudo=(as_pseudo_labels(target),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)

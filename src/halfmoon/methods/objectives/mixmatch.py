@@ -54,7 +54,7 @@ class MixMatch(Consistency):
         """Compute MixMatch's loss (Berthelot et al. 2019) on mixtures of images and of labels and pseudo-labels.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network, in which the loss is differentiated.
             stats: running batch-norm statistics.
             batch: the minibatch, with two weak views of each unlabeled image and the draws of mixup.
@@ -85,7 +85,8 @@ class MixMatch(Consistency):
         # Squared error in place of cross-entropy: it is bounded, and so less sensitive to wrong pseudo-labels.
         distance = mean((torch.cat(unlabeled).softmax(-1) - unlabeled_targets).square(), concat(masks[1:]))
         labeled_loss = soft_cross_entropy(labeled, labeled_targets, batch.x_real, task.class_weights)
-        return self.total_loss(task, labeled_loss, distance), StepResult(moments, (as_pseudo_labels(prediction),))
+        loss = self.total_loss(task, labeled_loss, distance)
+        return loss, StepResult(moments, pseudo=(as_pseudo_labels(prediction),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return count_passes(task, labeled + 2 * unlabeled, 2 * unlabeled)

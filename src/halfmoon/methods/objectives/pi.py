@@ -38,7 +38,7 @@ class PiModel(Consistency):
         """Compute the Pi-model's loss: cross-entropy, and squared distance between predictions on two weak views.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network, in which the loss is differentiated.
             stats: running batch-norm statistics (unused: training normalizes by the batch).
             batch: the minibatch, with two weak views of each unlabeled image.
@@ -59,7 +59,7 @@ class PiModel(Consistency):
         distance = mean((first - second).square(), batch.u_real)
         labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
         loss = self.total_loss(task, labeled_loss, distance)
-        return loss, StepResult(moments, (as_pseudo_labels((first + second) / 2),))
+        return loss, StepResult(moments, pseudo=(as_pseudo_labels((first + second) / 2),))
 
 
 ROWS = (FedAvgRow("pi-model", "Pi-Model", "Laine and Aila 2017", "two views, one prediction", PiModel(), pooled=True),)

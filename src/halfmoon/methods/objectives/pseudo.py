@@ -49,7 +49,7 @@ class PseudoLabel(PseudoLabeling, Objective):
         """Compute Pseudo-Label's loss (Lee 2013): the predicted class of a weak view is the label of the same view.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network, in which the loss is differentiated.
             stats: running batch-norm statistics.
             batch: the minibatch of labeled and unlabeled images.
@@ -76,7 +76,7 @@ class PseudoLabel(PseudoLabeling, Objective):
         pseudo_loss = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
         weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights)
-        return labeled_loss + weight * pseudo_loss, StepResult(moments, (pseudo,), aux)
+        return labeled_loss + weight * pseudo_loss, StepResult(moments, pseudo=(pseudo,), aux=aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         uses_received = self.teacher != "local" and self.labels == "step"

@@ -157,7 +157,7 @@ class PseudoLabeling:
         start of the round, as the options `labels` and `teacher` select.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the model in training.
             stats: its running batch-norm statistics.
             batch: the minibatch of B labeled and b unlabeled images.

@@ -104,7 +104,7 @@ class ReMixMatch(Objective):
         """Compute ReMixMatch's loss on mixed labeled, mixed unlabeled, plain strong, and rotated images.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network and of the rotation head, in which the loss is differentiated.
             stats: running batch-norm statistics.
             batch: the minibatch, with the draws of mixup and rotations.
@@ -142,7 +142,7 @@ class ReMixMatch(Objective):
         if turned is not None:
             rotation_loss = labeled_cross_entropy(rotations, batch.mixing["turn"], batch.u_real)
             loss = loss + self.rotation_weight * rotation_loss
-        return loss, StepResult(moments, (as_pseudo_labels(prediction),), new_aux)
+        return loss, StepResult(moments, pseudo=(as_pseudo_labels(prediction),), aux=new_aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         trained = labeled + (2 + self.anchors + bool(self.rotation_weight)) * unlabeled
@@ -180,12 +180,12 @@ class ReMixMatch(Objective):
         """Run the network on all images of a ReMixMatch step, in as few passes as the statistics allow.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network and of the rotation head.
             stats: running batch-norm statistics.
             train_groups: groups of images whose logits get gradients.
             turned: rotated images (b, C, H, W), whose rotation is predicted; None: no rotation loss.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             Logits of each of `train_groups`; detached logits of the weak views; outputs of the rotation head (b, 4);

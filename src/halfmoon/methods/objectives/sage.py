@@ -53,7 +53,7 @@ class SAGE(ReceivedModelObjective):
         """Compute SAGE's loss (CVPR 2025): pseudo-labels mix the classes of the local and the received model.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network, in which the loss is differentiated.
             stats: running batch-norm statistics.
             batch: the minibatch, with a weak and a strong view of each of its b unlabeled images.
@@ -82,7 +82,7 @@ class SAGE(ReceivedModelObjective):
         labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
         loss = labeled_loss + self.unlabeled_weight * consistency
         confidence = torch.maximum(local_confidence, global_confidence)
-        return loss, StepResult(moments, (PseudoLabels(target.argmax(-1), confidence, used),))
+        return loss, StepResult(moments, pseudo=(PseudoLabels(target.argmax(-1), confidence, used),))
 
 
 ROWS = (

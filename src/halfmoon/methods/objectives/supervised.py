@@ -23,8 +23,10 @@ class Supervised(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        """Compute the mean cross-entropy of the labeled images of a minibatch."""
         logits, moments = task.network.train(params, batch.x, real=batch.x_real)
-        return labeled_cross_entropy(logits, batch.y, batch.x_real, task.class_weights), StepResult([moments], ())
+        loss = labeled_cross_entropy(logits, batch.y, batch.x_real, task.class_weights)
+        return loss, StepResult([moments], pseudo=())
 
 
 ROWS = (

@@ -36,7 +36,7 @@ class UDA(PseudoLabeling, Objective):
         """Compute UDA's loss (Xie et al. 2020): the sharpened prediction on a weak view is the strong view's soft label.
 
         Args:
-            task: the settings that all methods share.
+            task: settings that all methods share: network, optimizer, rules for batch statistics.
             params: parameters of the network, in which the loss is differentiated.
             stats: running batch-norm statistics.
             batch: the minibatch, with a weak and a strong view of each unlabeled image.
@@ -53,7 +53,7 @@ class UDA(PseudoLabeling, Objective):
         image_losses = F.cross_entropy(strong_logits, target, reduction="none") * pseudo.weight
         consistency = mean(image_losses, batch.u_real)
         labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, task.class_weights)
-        return labeled_loss + self.unlabeled_weight * consistency, StepResult(moments, (pseudo,), aux)
+        return labeled_loss + self.unlabeled_weight * consistency, StepResult(moments, pseudo=(pseudo,), aux=aux)
 
 
 ROWS = (
