@@ -102,7 +102,7 @@ def test_one_run_has_a_method_a_network_and_a_split_of_ones_own(here: Path, caps
         "FedAvg with FixMatch, once more"
     )
     here.write_text(MODULE + "# changed\n")
-    with pytest.raises(UserError, match=f"was begun with {own} without a version sha256 {digest}, but here is"):
+    with pytest.raises(UserError, match=f"was started with {own} without a version sha256 {digest}, but here is"):
         halfmoon.resume(Path("r"))
 
 

@@ -263,7 +263,7 @@ def test_a_comparison_survives_kills_and_knows_its_folder(shell: Shell, tmp_path
     assert_same(tmp_path / "killed", tmp_path / "straight")
     done = shell(f"{COMPARE} --run-dir {tmp_path / 'killed'}")
     assert done == (2, f"halfmoon: {tmp_path / 'killed'} holds a comparison of this configuration; `halfmoon resume "
-                       f"{tmp_path / 'killed'}` goes on with it, or choose another --run-dir.\n")  # fmt: skip
+                       f"{tmp_path / 'killed'}` continues it, or choose another --run-dir.\n")  # fmt: skip
     for words in (f"{COMPARE} --lr 0.1", RUN):
         done = shell(f"{words} --run-dir {tmp_path / 'killed'}")
         assert done.code == 2

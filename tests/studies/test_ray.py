@@ -179,7 +179,7 @@ def test_no_ray_and_no_cluster_are_sentences(mine, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
     assert cli.main(words) == 2
     assert capsys.readouterr().err == (
-        "halfmoon: no Ray cluster answers at 10.0.0.1:6379 (Could not find 10.0.0.1:6379. Check it); start one with "
+        "halfmoon: no Ray cluster responds at 10.0.0.1:6379 (Could not find 10.0.0.1:6379. Check it); start one with "
         "ray start --head, or check --ray-address and RAY_ADDRESS.\n"
     )
     assert cli.main(["sweep", "mine.toml", "--ray-address", "10.0.0.1:6379"]) == 2

@@ -66,7 +66,7 @@ def build_experiment(
 
 
 def summary_header(config: Config, setting: Mapping[str, Any]) -> Row:
-    """Return the part of summary.json that is known before training.
+    """Build the fields of a run's summary.json that are known before training.
 
     Args:
         config: the configuration.
@@ -110,6 +110,7 @@ def build_summary(
     if results["correct"] is not None:
         # Bits, one for each test image: comparisons pair runs by image.
         summary["correct"] = base64.b64encode(results["correct"]).decode()
+    # The time of all rounds, also of those before the run was resumed.
     timings = atomic_io.read_number_pairs(folder.path / TIMINGS, "round", "seconds")
     summary["seconds"] = round(sum(seconds for _, seconds in timings), 1)
     defenses = settings.security_options(config)
@@ -173,7 +174,7 @@ def save_split(path: Path, split: Split, data: Source) -> None:
     except OSError as error:
         raise WriteError(
             f"{path}: {SPLIT_COUNTS} cannot be written ({atomic_io.error_reason(error)}). "
-            f"First mend that, then go on with: {resume_command(path)}"
+            f"First repair that, then continue with: {resume_command(path)}"
         ) from error
     # Last, because a run that resumes takes this file as the sign that both are there.
     split.save(path / SPLIT)
@@ -194,7 +195,7 @@ def record_split_checksums(path: Path) -> None:
     except OSError as error:
         raise WriteError(
             f"{path}: {integrity.CHECKSUMS} cannot be written ({atomic_io.error_reason(error)}). "
-            f"First mend that, then go on with: {resume_command(path)}"
+            f"First repair that, then continue with: {resume_command(path)}"
         ) from error
 
 
@@ -228,6 +229,7 @@ def write_comparison(outcome: RunResult) -> None:
     table = comparison_table(outcome.summaries)
     remarks = list_remarks(outcome.summaries, registry.ceilings())
     markdown = table.as_markdown() + "".join(f"\n{remark}\n" for remark in remarks)
+    # Matplotlib writes the figure to a temporary file, which then replaces the previous one in one step.
     unfinished_figure = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
     try:
         for path, text in zip(outcome.tables, (table.as_csv(), markdown), strict=True):
@@ -237,7 +239,7 @@ def write_comparison(outcome: RunResult) -> None:
     except OSError as error:
         raise UserError(
             f"{outcome.folder}: tables and curves cannot be written ({atomic_io.error_reason(error)}); "
-            f"the runs are finished: first mend that, then: {resume_command(outcome.folder)}"
+            f"the runs are finished: first repair that, then: {resume_command(outcome.folder)}"
         ) from error
     finally:
         with suppress(OSError):

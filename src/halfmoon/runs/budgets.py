@@ -18,7 +18,7 @@ MIN_IMAGES_FOR_INTERVAL = 1_000
 
 
 def build_budget(config: Config, task: Task) -> Budget:
-    """Create the budget of a configuration: the rule, and the client update that sets the cost.
+    """Create the training budget of a configuration, by which methods of different cost get a fair number of steps.
 
     Args:
         config: the configuration; its `reference` sets the cost, by default its method.
@@ -38,7 +38,7 @@ def _training_update(method: Method, task: Task) -> ClientUpdate:
 
 
 def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
-    """Find the method whose batch rule costs most; it sets the budget of a comparison.
+    """Find the method whose clients process the most images; it sets the training budget of a comparison.
 
     Args:
         configs: one configuration for each method. Centralized methods have no clients, and do not count unless there
@@ -69,7 +69,8 @@ def choose_evaluation_interval(config: Config, shared: Problem) -> int:
         config: the configuration.
         shared: the data and batch rule.
     """
-    images = sum(len(part.images) for part in (shared.test, shared.validation) if part is not None)
+    evaluated = [examples for examples in (shared.test, shared.validation) if examples is not None]
+    images = sum(len(examples.images) for examples in evaluated)
     if config.evaluate_every is not None or images < MIN_IMAGES_FOR_INTERVAL:
         return config.evaluate_every or 1
     entry = registry.entry(config.reference or config.method)
@@ -86,4 +87,5 @@ def choose_evaluation_interval(config: Config, shared: Problem) -> int:
     images_of_all_clients = sum(amount.steps * images_per_step(update, amount) for amount in amounts)
     # The expected cost of a cohort drawn uniformly from all clients.
     images_per_round = images_of_all_clients * min(config.cohort, len(sizes)) / len(sizes)
-    return min(config.rounds, math.ceil(images / (MAX_EVALUATION_SHARE * max(images_per_round, 1))))
+    allowed_per_round = MAX_EVALUATION_SHARE * max(images_per_round, 1)
+    return min(config.rounds, math.ceil(images / allowed_per_round))

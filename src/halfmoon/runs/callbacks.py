@@ -98,7 +98,11 @@ class Callbacks:
         self._call(lambda callback: callback.say(text))
 
     def _call(self, event: Callable[[Callback], None]) -> None:
-        """Call an event of all callbacks; remove a callback that raises an exception."""
+        """Call a method of all callbacks; remove a callback that raises an exception, with a warning.
+
+        Args:
+            event: calls the method with its arguments on the callback that it gets.
+        """
         # A copy, because callbacks that fail are removed during the loop.
         for callback in tuple(self._callbacks):
             try:
@@ -126,20 +130,22 @@ def feature_progress(watch: Callback, clock: Callable[[], float] = time.monotoni
     Returns:
         A function of the number of images that have features and the number of all images.
     """
-    started = clock()
-    last_message = started
-    first: float = math.inf  # images that had features at the time `started`
+    start_time = clock()
+    last_message_time = start_time
+    start_number: float = math.inf  # images that had features at `start_time`
 
     def report(number: int, count: int) -> None:
-        nonlocal last_message, started, first
+        """Report that `number` of `count` images have features."""
+        nonlocal last_message_time, start_time, start_number
         now = clock()
         # The number falls when test images follow the training images: a new measurement of the speed begins.
-        if number <= first:
-            started = now
-            first = number
-        elif now - last_message >= FEATURE_PROGRESS_SECONDS and number < count:
-            last_message = now
-            left = round((now - started) / (number - first) * (count - number))
-            watch.say(f"features: {number:,} of {count:,} images, {left // 60}:{left % 60:02} left.")
+        if number <= start_number:
+            start_time = now
+            start_number = number
+        elif now - last_message_time >= FEATURE_PROGRESS_SECONDS and number < count:
+            last_message_time = now
+            seconds_per_image = (now - start_time) / (number - start_number)
+            minutes, seconds = divmod(round(seconds_per_image * (count - number)), 60)
+            watch.say(f"features: {number:,} of {count:,} images, {minutes}:{seconds:02} left.")
 
     return report

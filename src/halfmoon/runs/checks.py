@@ -85,33 +85,34 @@ def _count_labels(shared: Problem) -> np.ndarray:
 
 
 def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
-    """Check that the labels are where each method needs them."""
+    """Raise UserError unless the labeled images are where each method needs them: at all clients, some, or the server."""
     split = shared.split
-    unknown = int((shared.source.train.labels == UNKNOWN).sum())
+    unknown_labels = int((shared.source.train.labels == UNKNOWN).sum())
     for entry in entries:
-        if unknown and entry.all_labels:
-            raise UserError(f"method {entry.name} needs all labels, but {unknown:,} training images have none.")
-    empty = np.flatnonzero(_count_labels(shared) == 0)
+        if unknown_labels and entry.all_labels:
+            raise UserError(f"method {entry.name} needs all labels, but {unknown_labels:,} training images have none.")
+    clients_without_labels = np.flatnonzero(_count_labels(shared) == 0)
     if (split.client == SERVER).any():
         location = "server"
-    elif len(empty):
+    elif len(clients_without_labels):
         location = "some"
     else:
         location = "clients"
     for entry in _semi_supervised(entries):
         if location == "some" and entry.label_locations == ("clients",):
+            first = clients_without_labels[0]
             raise UserError(
-                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {entry.name} "
-                f"needs some at every client; ask for more labels or a larger min_size, or choose one of: "
+                f"client {first} ({len(clients_without_labels)} of {split.clients} in all) has no labeled image, but "
+                f"{entry.name} needs some at every client; ask for more labels or a larger min_size, or choose one of: "
                 f"{', '.join(registry.names_at(location))}."
             )
         check_label_location(entry.name, location)
 
 
 def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
-    """Check that every client has unlabeled images if a method trains on them."""
+    """Raise UserError if a method trains on unlabeled images of every client, and a client has none."""
     split = shared.split
-    empty = [client for client in range(split.clients) if not len(split.rows(client, False))]
+    empty = [client for client in range(split.clients) if not len(split.rows(client, labeled=False))]
     for entry in _semi_supervised(entries):
         training_update = next(iter(entry.method.client_updates(shared.task).values()))
         if empty and training_update.requirements.views:
@@ -124,12 +125,19 @@ def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem) -
 def _warn_of_small_clients(
     entries: Sequence[registry.MethodEntry], shared: Problem, labeled_batch: int | str, watch: Callback
 ) -> None:
-    """Report how many clients have fewer labeled images than a batch, if a method trains on such batches."""
-    served = bool((shared.split.client == SERVER).any())
-    if served or isinstance(labeled_batch, str):
+    """Report how many clients have fewer labeled images than a batch, if a method trains on such batches.
+
+    Args:
+        entries: the methods.
+        shared: the data and the split.
+        labeled_batch: the number of labeled images in a batch, or a string for batches that fit the client.
+        watch: receives the message.
+    """
+    server_has_labels = bool((shared.split.client == SERVER).any())
+    if server_has_labels or isinstance(labeled_batch, str):
         return
-    counts = _count_labels(shared)
-    small_clients = int(((counts > 0) & (counts < labeled_batch)).sum())
+    label_counts = _count_labels(shared)
+    small_clients = int(((label_counts > 0) & (label_counts < labeled_batch)).sum())
     updates = [
         update for entry in _semi_supervised(entries) for update in entry.method.client_updates(shared.task).values()
     ]

@@ -172,7 +172,16 @@ def build_problem(
 
 
 def build_task(config: Config, image_spec: ImageSpec) -> Task:
-    """Build the network, the optimizer and the options of all methods; raise `UserError` if images do not fit."""
+    """Build the task of a configuration: the network, its optimizer, and the options that all methods share.
+
+    Args:
+        config: the configuration.
+        image_spec: the shape, classes and statistics of the images.
+
+    Raises:
+        UserError: the images do not fit the network, or options contradict each other.
+    """
+    schedules = {"constant": ConstantSchedule(), "cosine": CosineSchedule(), "step": StepSchedule()}
     network = _build_network(config, image_spec)
     if config.features and feature_head(network) is None:
         raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
@@ -185,12 +194,16 @@ def build_task(config: Config, image_spec: ImageSpec) -> Task:
         testing=config.test_statistics,
         upload_precision=config.upload_precision,
         rounds=count_rounds(config),
-        schedule={"constant": ConstantSchedule(), "cosine": CosineSchedule(), "step": StepSchedule()}[config.schedule],
+        schedule=schedules[config.schedule],
     )
 
 
 def build_method(config: Config) -> Method:
-    """Build the method of a configuration; raise `UserError` if an aggregator or privacy option does not fit it."""
+    """Build the method of a configuration, and check that its other options can be combined with the method.
+
+    Raises:
+        UserError: the aggregation rule, class weights, secure aggregation or differential privacy do not fit the method.
+    """
     instance = registry.make(config.method, method_options(config, config.method))
     entry = replace(registry.entry(config.method), method=instance)
     norm = effective_norm(config)
@@ -209,7 +222,9 @@ def build_method(config: Config) -> Method:
                 f"{option} cannot be used with method {config.method}: {individual_reason}. The server would have to see more "
                 "than a sum."
             )
-    return instance if config.dp_clip is None else clipping.ClippedMethod(instance, config.dp_clip)
+    if config.dp_clip is None:
+        return instance
+    return clipping.ClippedMethod(instance, config.dp_clip)
 
 
 def _uses_class_weights(method: Any) -> bool:
@@ -306,7 +321,7 @@ def load_source_for_network(config: Config) -> Source:
 def fit_to_network(config: Config, data: Source) -> Source:
     """Shrink and pad images for the network of a configuration, and set their mean and standard deviation."""
     data = shrink(data, config.shrink)
-    _, height, width, _ = data.train.images.shape
+    height, width = data.train.images.shape[1:3]
     size = padded_side(config, height, width)
     # Pretrained networks need the constants with which they were trained.
     if network_name(config) in hubs.PRETRAINED:
@@ -342,14 +357,15 @@ def padded_side(config: Config, height: int, width: int) -> int | None:
 
 def build_batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
     """Build the batch rules of clients and of training at the server."""
-    batching = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
-    serving = replace(
-        batching,
-        labeled=batching.labeled if config.server_batch is None else config.server_batch,
+    client_rule = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
+    # Options of the server default to those of clients.
+    server_rule = replace(
+        client_rule,
+        labeled=config.labeled_batch if config.server_batch is None else config.server_batch,
         epochs=config.epochs if config.server_epochs is None else config.server_epochs,
         steps=None,
     )
-    return batching, serving
+    return client_rule, server_rule
 
 
 def build_scenario(config: PartitionOptions) -> Scenario:
@@ -362,6 +378,11 @@ def build_scenario(config: PartitionOptions) -> Scenario:
 def get_split(config: Config, data: Source, split: Split | None = None) -> Split:
     """Check `split`, or load the split file that the configuration names, or draw a new split.
 
+    Args:
+        config: the configuration.
+        data: the data set that is split.
+        split: a split of its training images, if there is one already.
+
     Raises:
         UserError: the split does not fit the data, or training images without labels need a split file.
     """
@@ -373,13 +394,14 @@ def get_split(config: Config, data: Source, split: Split | None = None) -> Split
         split.check(data)
         return split
     if memory.is_memory_name(config.data):
+        # Data of a Python program may have known clients, and images without a label.
         return build_scenario(config).split_partially_labeled(
             data.train.labels, data.classes, data.name, client=data.train.clients
         )
-    unknown = int((data.train.labels == UNKNOWN).sum())
-    if unknown:
+    unknown_labels = int((data.train.labels == UNKNOWN).sum())
+    if unknown_labels:
         raise UserError(
-            f"{data.name}: {unknown:,} training images have no label, which no split rule can deal; say who holds them "
+            f"{data.name}: {unknown_labels:,} training images have no label, which no split rule can deal; say who holds them "
             "with --split."
         )
     return build_scenario(config).split(data.train.labels, data.classes, data.name)
@@ -403,10 +425,18 @@ def network_name(config: Config) -> str:
 
 
 def _build_network(config: Config, image_spec: ImageSpec) -> Network:
-    """Build the network of a configuration, with its initial weights and frozen layers if it has some."""
+    """Build the network of a configuration, with its initial weights and frozen layers if it has some.
+
+    Args:
+        config: the configuration.
+        image_spec: the shape and the classes of the images.
+
+    Raises:
+        UserError: the network does not fit the images, or its options contradict each other.
+    """
     channels, height, width = image_spec.image
-    size = (height, width)
-    network = networks.make(network_name(config), channels, len(image_spec.classes), size, config.norm, config.width)
+    classes = len(image_spec.classes)
+    network = networks.make(network_name(config), channels, classes, (height, width), config.norm, config.width)
     network.check(image_spec.image)
     network = replace(network, precision=config.precision)
     weights_name = initial_weights(config)
@@ -428,10 +458,17 @@ def _build_network(config: Config, image_spec: ImageSpec) -> Network:
 
 
 def build_views(config: Config, image_spec: ImageSpec) -> Views:
-    """Build the augmentations of labeled and unlabeled images."""
+    """Build the augmentations of labeled and unlabeled images.
+
+    Args:
+        config: the configuration.
+        image_spec: states whether a mirrored image has the same class, the default of the option `flip`.
+    """
     flip = image_spec.mirror if config.flip is None else config.flip
-    labeled: View = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}[config.labeled_view]
-    strong = {"feddure": Strong, "semifl": StrongSemiFL, "fedloke": StrongFedLoKe}[config.strong_view](flip=flip)
+    labeled_views: dict[str, View] = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}
+    strong_views = {"feddure": Strong, "semifl": StrongSemiFL, "fedloke": StrongFedLoKe}
+    labeled = labeled_views[config.labeled_view]
+    strong = strong_views[config.strong_view](flip=flip)
     unlabeled: dict[str, View] = {"plain": Plain(), "weak": Weak(flip=flip), "strong": strong}
     if config.shared_views:
         assert isinstance(config.labeled_batch, int), "checked with the configuration"
@@ -485,8 +522,10 @@ def choose_executor(config: Config, network: Network, image: tuple[int, int, int
     """
     if config.executor != "auto" or select_device(config).type != "cpu":
         return config
-    products = network.count_products(image)
-    return config if products is None or products > MAX_VMAP_PRODUCTS else replace(config, executor="vmap")
+    products = network.count_products(image)  # multiplications of a forward pass; None if they are not known
+    if products is None or products > MAX_VMAP_PRODUCTS:
+        return config
+    return replace(config, executor="vmap")
 
 
 def max_vmapped_clients(config: Config) -> int | None:
@@ -501,7 +540,8 @@ def count_threads(config: Config) -> int:
     on the machine. Several clients train at the same time instead (`halfmoon.runs.workers`). A centralized method has
     one client, which uses all threads.
     """
-    if config.threads is None and select_device(config).type == "cpu" and not registry.entry(config.method).pooled:
+    is_centralized = registry.entry(config.method).pooled
+    if config.threads is None and select_device(config).type == "cpu" and not is_centralized:
         return 1
     return count_site_threads(config)
 
@@ -519,10 +559,10 @@ def count_site_threads(config: Config) -> int:
 @contextmanager
 def apply_compute_settings(config: Config, threads: int) -> Iterator[None]:
     """Set PyTorch's threads and the arithmetic of a GPU for a run, and restore both at the end."""
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with gpu_arithmetic(config.precision, config.deterministic):
             yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_threads)

@@ -7,6 +7,7 @@ site computes those of the simulation.
 
 import hashlib
 import io
+import math
 import os
 import time
 import warnings
@@ -194,7 +195,7 @@ def load_or_compute_features(
 
 
 def _is_intact(path: Path) -> bool:
-    """Compare an entry of the cache with its checksum; warn of an entry that has another one, or none."""
+    """Check whether a cache file exists and has its stored checksum; warn if it has another one, or none."""
     if not path.is_file():
         return False
     stored = atomic_io.read(path.with_suffix(CHECKSUM_SUFFIX))
@@ -268,15 +269,15 @@ def measure_seconds_per_image(head: FeatureHead, images: Tensor, normalize: Norm
         images: uint8 (N, C, H, W), repeated if there are too few.
         normalize: the normalization of pixels.
     """
-    count = len(available_processors())
-    needed = 2 * CHUNK * count
-    repeats = -(-needed // len(images))  # rounded up
+    processors = len(available_processors())
+    needed = 2 * CHUNK * processors
+    repeats = math.ceil(needed / len(images))
     images = images.repeat(repeats, 1, 1, 1)[:needed]
     compute_chunk = _make_chunk_function(head, images, {"plain": Plain()}, normalize)
-    began = time.perf_counter()
-    with ThreadPoolExecutor(count) as threads:
-        list(threads.map(compute_chunk, range(0, len(images), CHUNK)))
-    return (time.perf_counter() - began) / len(images)
+    start_time = time.perf_counter()
+    with ThreadPoolExecutor(processors) as threads:
+        list(threads.map(compute_chunk, range(0, len(images), CHUNK)))  # `list` waits for all results
+    return (time.perf_counter() - start_time) / len(images)
 
 
 def _make_chunk_function(
@@ -295,10 +296,11 @@ def _make_chunk_function(
         row because several chunks are computed at the same time.
     """
     retain_freed_memory()
-    represent = feature_function(*head.full_model(head.init(torch.Generator().manual_seed(0))))
+    extract_features = feature_function(*head.full_model(head.init(torch.Generator().manual_seed(0))))
     shape = (images.shape[1], images.shape[2], images.shape[3])
 
-    def chunk(start: int) -> tuple[int, np.ndarray]:
+    def compute_chunk(start: int) -> tuple[int, np.ndarray]:
+        """Compute the features of the images from row `start` on."""
         # The last chunk is filled up with copies of the last image, because rounding depends on the size of a batch.
         rows = torch.arange(start, start + CHUNK).clamp_max(len(images) - 1)
         pixels = images[rows.to(images.device)]
@@ -311,7 +313,9 @@ def _make_chunk_function(
                 batched_draws = {
                     draw_name: torch.cat([image_draws[draw_name] for image_draws in draws]) for draw_name in draws[0]
                 }
-                view_features.append(represent(augmentation.apply(pixels, batched_draws, normalize)))
-        return start, torch.stack(view_features, 1)[: len(images) - start, :, None].half().cpu().numpy()
+                view_features.append(extract_features(augmentation.apply(pixels, batched_draws, normalize)))
+        # Drop the copies of the last image, and insert an axis, because features are stored like images of one pixel.
+        features = torch.stack(view_features, 1)[: len(images) - start, :, None]
+        return start, features.half().cpu().numpy()
 
-    return chunk
+    return compute_chunk

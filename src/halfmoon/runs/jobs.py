@@ -48,7 +48,7 @@ def parse_config(text: str, root: Path) -> Config:
     if settings.FEDERATION_TABLE in values:
         command = shlex.join(["halfmoon", "serve", "CONFIG.toml", "--run-dir", str(root)])
         raise UserError(
-            f"{root} is the run of a federation: `{command}` goes on with it, from the file it was begun with."
+            f"{root} is the run of a federation: `{command}` continues it, with the file that it was started with."
         )
     return resolve(values, {"run_dir": str(root)}, root / CONFIG)
 
@@ -80,7 +80,7 @@ def _without_retired_options(plan: bytes) -> list[tuple[str, str]]:
 
 
 def parse_jobs(plan: bytes, root: Path) -> list[Job]:
-    """Parse a comparison.json.
+    """Parse the list of jobs (folder and configuration of each run) in a comparison.json.
 
     Args:
         plan: the file.
@@ -90,8 +90,10 @@ def parse_jobs(plan: bytes, root: Path) -> list[Job]:
         UserError: the file was changed or damaged, or names a folder that is not below `root`.
     """
     try:
-        stored_jobs = integrity.unseal(plan)["jobs"]
-        jobs = [Job(_check_folder(job["folder"]), parse_config(str(job["config"]), root)) for job in stored_jobs]
+        jobs = []
+        for stored_job in integrity.unseal(plan)["jobs"]:
+            config = parse_config(str(stored_job["config"]), root)
+            jobs.append(Job(_check_folder(stored_job["folder"]), config))
         if not jobs:
             raise ValueError("it names no run")
     except (ValueError, LookupError, TypeError) as error:

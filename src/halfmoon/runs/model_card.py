@@ -63,10 +63,17 @@ class Card:
         return toml.parse_or_empty(self.config)
 
     def render(self) -> dict[str, str]:
-        """Render the metadata of a model file; `parse` reads it."""
-        scaled = {} if self.temperature == 1 else {"temperature": json.dumps(self.temperature)}
+        """Convert the metadata to strings by name, as a model file stores them; `parse` is the inverse."""
+        # Fields at their defaults are left out, so that older versions can read the file.
+        optional = {}
+        if self.crop:
+            optional["crop"] = json.dumps(self.crop)
+        if self.window:
+            optional["window"] = json.dumps(self.window)
+        if self.temperature != 1:
+            optional["temperature"] = json.dumps(self.temperature)
         return {
-            "format": SCALED if scaled else PLAIN,
+            "format": PLAIN if self.temperature == 1 else SCALED,
             "classes": json.dumps(self.classes),
             "image": json.dumps(self.image),
             "taken": json.dumps(self.input_size),
@@ -76,14 +83,12 @@ class Card:
             "network": json.dumps(networks.describe(self.network)),
             "method": self.method,
             "config": self.config,
-            **({"crop": json.dumps(self.crop)} if self.crop else {}),
-            **({"window": json.dumps(self.window)} if self.window else {}),
-            **scaled,
+            **optional,
         }
 
     @classmethod
     def parse(cls, metadata: Mapping[str, str], path: Path) -> "Card":
-        """Parse the metadata of a model file.
+        """Parse the metadata of a model file, the inverse of `render`.
 
         Args:
             metadata: the metadata.
@@ -150,7 +155,7 @@ def _build_network(description: dict[str, Any], path: Path) -> Network:
 
 
 def _find_contradiction(card: Card) -> str:
-    """Find two fields that exclude each other, and describe them; "" if there are none."""
+    """Describe the first contradiction between the fields of a model's metadata; "" if there is none."""
     channels, height, width = card.image
     if channels not in (1, 3) or min(card.image) < 1 or min(card.input_size) < 1 or card.shrink < 1:
         return f"images of {card.input_size} are shrunk by {card.shrink} to {card.image}"

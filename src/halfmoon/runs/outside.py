@@ -30,21 +30,22 @@ def register(method: CustomMethod) -> str:
     Raises:
         UserError: it is no method.
     """
-    part: Any = registry.instance("of one's own", method)
-    kind = type(registry.core(part.method if isinstance(part, registry.MethodEntry) else part))
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if not isinstance(part, registry.MethodEntry):
-        # The entry has default options, as in a process that imports the class; the run's file stores the others.
+    instance: Any = registry.instance("of one's own", method)
+    is_entry = isinstance(instance, registry.MethodEntry)
+    method_class = type(registry.core(instance.method if is_entry else instance))
+    name = f"{method_class.__module__}:{method_class.__qualname__}"
+    if not is_entry:
+        # Register the default options, as a process does that imports the class; the run's file stores the others.
         # A class without defaults is registered as it is.
         with suppress(TypeError):
-            part = kind()
-    registry.row(name, part)
-    plugins.register("method", name, part)
+            instance = method_class()
+    registry.row(name, instance)
+    plugins.register("method", name, instance)
     return name
 
 
 def _changed_options(method: Any, name: str) -> dict[str, Any]:
-    """Find the options in which a method differs from the entry of its name.
+    """Find the options of a method that differ from the defaults of the registered method of this name.
 
     Raises:
         UserError: it differs in anything else. A run's file can store numbers, strings and Booleans only.
@@ -52,7 +53,11 @@ def _changed_options(method: Any, name: str) -> dict[str, Any]:
     default_method = registry.entry(name).method
     options = registry.options_in(method)
     defaults = registry.options_in(default_method)
-    changed = {key: option.default for key, option in options.items() if key in defaults and option != defaults[key]}
+    changed = {
+        option_name: option.default
+        for option_name, option in options.items()
+        if option_name in defaults and option != defaults[option_name]
+    }
     if registry.with_options(default_method, changed) != method:
         raise UserError(
             f"method {name} differs from {type(registry.core(method)).__name__}() in more than its options, which a "
@@ -70,10 +75,12 @@ def describe_method(method: CustomMethod | str) -> tuple[str, dict[str, Any]]:
     if isinstance(method, str):
         return method, {}
     name = register(method)
-    part = registry.instance("of one's own", method)
-    if isinstance(part, registry.MethodEntry):
+    instance = registry.instance("of one's own", method)
+    if isinstance(instance, registry.MethodEntry):
         return name, {}
-    return name, _changed_options(FedAvg(part) if isinstance(part, Objective) else part, name)
+    if isinstance(instance, Objective):
+        instance = FedAvg(instance)
+    return name, _changed_options(instance, name)
 
 
 def check_origins(config: Config, text: str, root: Path) -> None:
@@ -87,6 +94,7 @@ def check_origins(config: Config, text: str, root: Path) -> None:
     Raises:
         UserError: a plugin or the weights are missing, or have another hash.
     """
+    # Lines such as "weights from FILE sha256 HASH" and "PLUGIN from MODULE sha256 HASH".
     recorded = set(_ORIGIN.findall(text))
     weights = initial_weights(config)
     current = ""
@@ -96,16 +104,16 @@ def check_origins(config: Config, text: str, root: Path) -> None:
     # Only the hashes are compared: the same file may be in another folder now.
     if current.rpartition(" ")[2] != before.rpartition(" ")[2]:
         raise UserError(
-            f"{root} was begun with the {before or 'network without weights'}, but here is {current or 'no such file'}: "
-            "restore it, or start anew."
+            f"{root} was started with the {before or 'network without weights'}, but here is "
+            f"{current or 'no such file'}: restore it, or start a new run."
         )
     for origin in plugin_origins(config):
         if str(origin) in recorded:
             continue
         first = next((line for line in sorted(recorded) if line.startswith(f"{origin.name} from ")), None)
         if first is None:
-            difference = f"does not say which {origin.name} it had"
+            difference = f"does not record which {origin.name} it was started with"
         else:
-            difference = f"was begun with {first.rpartition(' from ')[2]}"
+            difference = f"was started with {first.rpartition(' from ')[2]}"
         current = str(origin).rpartition(" from ")[2]
-        raise UserError(f"{root} {difference}, but here is {current}: restore it, or start anew.")
+        raise UserError(f"{root} {difference}, but here is {current}: restore it, or start a new run.")

@@ -40,7 +40,7 @@ class RunFailure(NamedTuple):
 
 
 def count_processes(config: Config, runs: int) -> int:
-    """Return the number of processes for several runs.
+    """Choose the number of processes in which several runs are trained at the same time.
 
     "auto" is one for each processor if runs compute with one thread and have enough rounds. Several runs on one GPU, or
     with several threads each, would only slow each other down.
@@ -127,7 +127,7 @@ def _read_result(future: Future[Row | RunFailure]) -> Row | RunFailure:
 def _forward_messages(
     messages: Any, runs: dict[Path, RunInfo], acknowledged: Mapping[int, Any], watch: Callback
 ) -> None:
-    """Pass all messages in the queue to the callback.
+    """Pass all events that worker processes have put into a queue to the callback of the main process.
 
     Args:
         messages: the queue of (event, number or run folder, content).
@@ -182,10 +182,17 @@ class _MessageCallback:
 def _initialize_process(
     run_job: Callable[[int, Callback], Row], messages: Any, acknowledged: Mapping[int, Any], count: int
 ) -> None:
-    """Prepare a process that trains runs."""
+    """Prepare a worker process that trains runs.
+
+    Args:
+        run_job: trains the run with a number, and passes its events to a callback.
+        messages: the queue of events for the main process.
+        acknowledged: by number, an event that the main process sets when it knows of a run's start.
+        count: the number of processes that share the processors.
+    """
     # Ctrl-C reaches the whole process group; the main process handles it and ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Otherwise it would go on training, and hold the folder's lock against a process that resumes the run.
+    # Otherwise it would continue to train, and its lock on the folder would refuse a process that resumes the run.
     exit_with_parent()
     share_processors(count)
     _STATE.update(run_job=run_job, messages=messages, acknowledged=acknowledged)

@@ -63,13 +63,21 @@ def unpack(data: bytes) -> Any:
 
 
 def call_packed(function: bytes, item: bytes) -> bytes:
-    """Call a packed function with a packed item, and return the packed `CallResult`; errors are part of it."""
+    """Call a function in a worker process, with arguments and result as bytes.
+
+    Args:
+        function: the serialized function of one argument.
+        item: the serialized argument.
+
+    Returns:
+        The serialized `CallResult`, with the function's result or its exception.
+    """
     try:
         call = unpack(function)
     except Exception as error:  # unpickling imports modules, which may raise anything
         reason = f"{type(error).__name__}: {error}"
         import_error = UserError(
-            f"clients cannot train in processes of their own, where the method is not known ({reason}): put it into a "
+            f"clients cannot train in separate processes, where the method is not known ({reason}): put it into a "
             "module that can be imported, or choose --workers 1."
         )
         return pack(CallResult(error=import_error))
@@ -154,24 +162,25 @@ class Pool(ABC):
         Raises:
             UserError: a process was killed, or is out of memory.
         """
-        source = iter(items)
-        first = list(islice(source, 2))
-        if len(first) < 2:
-            yield from map(function, first)
+        remaining = iter(items)
+        first_two = list(islice(remaining, 2))
+        if len(first_two) < 2:
+            yield from map(function, first_two)
             return
-        source = chain(iter(first), source)
-        first = []  # frees the items while later ones train
+        remaining = chain(iter(first_two), remaining)
+        first_two = []  # frees the items while later ones train
         submit = self.bind(function)
         futures = deque[Future[bytes]]()
         while True:
             # One more item is submitted than there are processes, so that no process waits for its next item. Items
             # are read as late as possible, because each contains the images of a client.
-            unfinished = sum(not future.done() for future in futures)
-            for item in islice(source, max(0, self.number + 1 - unfinished)):
+            unfinished = [future for future in futures if not future.done()]
+            for item in islice(remaining, max(0, self.number + 1 - len(unfinished))):
                 futures.append(submit(pack(item)))
             if not futures:
                 return
             wait([future for future in futures if not future.done()] or futures, return_when=FIRST_COMPLETED)
+            # Results are yielded in the order of the items, so a finished item waits for those before it.
             while futures and futures[0].done():
                 try:
                     result: CallResult = unpack(futures.popleft().result())
@@ -213,12 +222,13 @@ class Workers(Pool):
         processor_groups = context.SimpleQueue()
         # With more or fewer processors, fixed groups would leave some idle or overload others.
         fits = self.number * self.threads == len(available)
-        for k in range(self.number):
-            group = available[k * self.threads : (k + 1) * self.threads]
+        for first in range(0, self.number * self.threads, self.threads):
+            group = available[first : first + self.threads]
             processor_groups.put(tuple(group) if fits else ())
         initial_arguments = (self.threads, processor_groups, sys.path)
         pool = ProcessPoolExecutor(self.number, context, _initialize_process, initial_arguments)
-        # Each process would import the main program again, and so run a script without an `if __name__` guard twice.
+        # Each process would import the main program again, and so run a script without an `if __name__` guard twice:
+        # an empty module stands in for it while the processes start.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:

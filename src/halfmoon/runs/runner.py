@@ -70,6 +70,7 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     root = config.run_dir or next_free_folder(config, config.method)
     _refuse_existing(root, identity(config, config.method))
     jobs = _create_jobs(config)
+    # Features of a frozen backbone may take hours: record the run before, so that it can be resumed after a kill.
     with _pending(root, config) as begin:
         shared = _load_shared(jobs, None, watch, shared=shared, begin=begin)
     return _run_all(root, _choose_executors(jobs, shared), shared, watch)
@@ -186,9 +187,9 @@ def resume(
 def _pending(
     root: Path, config: Config, methods: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> Iterator[Callable[[], None]]:
-    """Yield a function that records what is about to run, so that it can be resumed before it has a run folder.
+    """Yield a function that records the configuration of a run that has no run folder yet, so that it can be resumed.
 
-    It is called when features begin to be computed, which may take hours. The record is removed if an error ends the
+    The function is called when features begin to be computed, which may take hours. The record is removed if an error ends the
     computation, since nothing remains of the run then; it stays after a kill or Ctrl-C.
 
     Args:
@@ -216,18 +217,28 @@ def _pending(
 
 
 def _start_again(root: Path, record: Any, watch: Callback) -> RunResult:
-    """Start what a process was killed in before it made its run folder; raise `UserError` if its record is damaged."""
+    """Start a run or comparison again whose process was killed before it created the run folder.
+
+    Args:
+        root: the folder.
+        record: what `_pending` has recorded about the run: its configuration, methods, seeds, and a checksum.
+        watch: receives the events of all runs.
+
+    Raises:
+        UserError: the record is damaged.
+    """
     try:
         text = str(record["config"])
         methods = [str(method) for method in record["methods"]]
         seeds = [int(seed) for seed in record["seeds"]]
-        intact = atomic_io.sha256(text.encode()) == record["sha256"]
+        if atomic_io.sha256(text.encode()) != record["sha256"]:
+            raise ValueError("its checksum differs")
     except (ValueError, LookupError, TypeError):
-        text, methods, seeds, intact = "", [], [], False
-    if not intact:
-        raise UserError(f"{root / PENDING} is damaged; remove it and start the run again.")
+        raise UserError(f"{root / PENDING} is damaged; remove it and start the run again.") from None
     config = replace(parse_config(text, root), run_dir=root)
-    return compare(config, methods, seeds, watch) if methods else start(config, watch)
+    if methods:
+        return compare(config, methods, seeds, watch)
+    return start(config, watch)
 
 
 def _load_stored_split(path: Path) -> Split | None:
@@ -326,7 +337,7 @@ def _choose_executors(jobs: Sequence[Job], shared: Problem) -> list[Job]:
 
 
 def _single_method_config(config: Config, name: str, reference: str, **changes: Any) -> Config:
-    """Return the configuration of one of several methods.
+    """Build the configuration of one of several methods of a run or comparison.
 
     Args:
         config: the configuration of all; the options of its preset are already in it.
@@ -345,7 +356,7 @@ def _load_shared(
     shared: Problem | None = None,
     begin: Callable[[], None] = lambda: None,
 ) -> Problem:
-    """Load what all jobs share, unless it is given, and check that each job can run on it.
+    """Load the data and the split that all jobs share, unless they are given, and check that each job can run on them.
 
     Args:
         jobs: the jobs.
@@ -362,13 +373,14 @@ def _load_shared(
         report = feature_progress(watch)
         started: list[bool] = []
 
-        def report_first(number: int, count: int) -> None:
+        def report_progress(number: int, count: int) -> None:
+            """Report the number of images that have features; call `begin` before the first report."""
             if not started:
                 started.append(True)
                 begin()
             report(number, count)
 
-        shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_first)
+        shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_progress)
         for note in shared.source.notes:
             watch.say(note)
     checks.check_jobs(jobs, shared, watch)
@@ -419,9 +431,9 @@ def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(("path", "reason"))
-    table.writerows(
-        escape_formulas([image.path, image.reason]) for image in sorted(skipped, key=lambda image: image.path)
-    )
+    for image in sorted(skipped, key=lambda image: image.path):
+        # A file name that starts with "=" would be a formula in a spreadsheet.
+        table.writerow(escape_formulas([image.path, image.reason]))
     try:
         root.mkdir(parents=True, exist_ok=True)
         # File names may contain bytes that are no UTF-8.
@@ -436,6 +448,12 @@ def _run_jobs(
     root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback
 ) -> tuple[dict[int, Row], dict[int, Exception]]:
     """Run the jobs that are not finished, in one or several processes.
+
+    Args:
+        root: the folder of the run or comparison.
+        jobs: the jobs.
+        shared: their data and split; None if all are finished.
+        watch: receives the events of all runs.
 
     Returns:
         The summaries by the job's number, and the errors of the jobs that failed.
@@ -573,7 +591,7 @@ def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
     if stored_plan is not None:
         which = "this" if is_same_plan(stored_plan, plan) else "another"
         raise UserError(
-            f"{root} holds a comparison of {which} configuration; `{resume_command(root)}` goes on with it, "
+            f"{root} holds a comparison of {which} configuration; `{resume_command(root)}` continues it, "
             "or choose another --run-dir."
         )
     RunFolder.check_unused(root, run_identity)
@@ -581,7 +599,15 @@ def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
 
 @contextmanager
 def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
-    """Open the folder of a run, or create it; raise `UserError` if it is that of another configuration."""
+    """Open the folder of a run, or create it, and close it at the end of the block.
+
+    Args:
+        path: the folder.
+        config: the configuration of the run.
+
+    Raises:
+        UserError: the folder contains a run of another configuration.
+    """
     run_identity = identity(config, config.method)
     if RunFolder.exists(path):
         folder = RunFolder.open(path)

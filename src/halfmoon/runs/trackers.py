@@ -65,7 +65,7 @@ class WandB(NullCallback):
         self._open: dict[Path, Any] = {}
 
     def begin(self, run: RunInfo) -> None:
-        """Start the run with its configuration, or resume it."""
+        """Start a run of Weights & Biases with the options of this run, or resume it."""
         self._open[run.folder] = _import_package("wandb").init(
             project=os.environ.get("WANDB_PROJECT", "halfmoon"),
             dir=run.folder,
@@ -95,19 +95,20 @@ class MLflow(NullCallback):
         self._runs: dict[Path, str] = {}
 
     def begin(self, run: RunInfo) -> None:
-        """Start the run with its configuration, or resume it."""
+        """Start a run of MLflow with the options of this run, or resume it."""
         if self._client is None:
             self._client = _import_package("mlflow").MlflowClient()
         record = self._client.get_experiment_by_name("halfmoon")
         experiment = record.experiment_id if record else self._client.create_experiment("halfmoon")
-        same = self._client.search_runs([experiment], f"tags.halfmoon = '{_tracker_id(run)}'")
-        if same:
-            self._runs[run.folder] = same[0].info.run_id
+        # A run that is resumed has a record already, which its tag identifies.
+        existing_runs = self._client.search_runs([experiment], f"tags.halfmoon = '{_tracker_id(run)}'")
+        if existing_runs:
+            self._runs[run.folder] = existing_runs[0].info.run_id
             return
-        begun = self._client.create_run(experiment, tags={"halfmoon": _tracker_id(run)}, run_name=run.folder.name)
-        self._runs[run.folder] = begun.info.run_id
+        new_run = self._client.create_run(experiment, tags={"halfmoon": _tracker_id(run)}, run_name=run.folder.name)
+        self._runs[run.folder] = new_run.info.run_id
         for name, value in StoredRun.read(run.folder).options.items():
-            self._client.log_param(begun.info.run_id, name, value)
+            self._client.log_param(new_run.info.run_id, name, value)
 
     def round(self, run: RunInfo, row: Row) -> None:
         for name, value in scalars(atomic_io.replace_nonfinite(row)).items():
@@ -167,7 +168,11 @@ def replay(folder: Path) -> Path:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Flatten a row of metrics.jsonl to numbers by their keys, {"test/accuracy": 0.5}, without the round."""
+    """Flatten the nested metrics of a round to numbers by name, such as {"test/accuracy": 0.5}.
+
+    Args:
+        row: a row of metrics.jsonl; its number "round", and texts and lists, are left out.
+    """
     numbers: dict[str, float] = {}
     pending: list[tuple[str, Any]] = [(key, value) for key, value in row.items() if key != "round"]
     while pending:

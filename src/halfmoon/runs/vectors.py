@@ -148,7 +148,7 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
         UserError: no vector is labeled, or the sums have no solution.
         Diverged: a loss is not finite.
     """
-    # The layout of cached features: one row and one column.
+    # Cached features have the shape of images with one row and one column.
     examples = Examples(torch.from_numpy(vectors)[:, None, None], torch.from_numpy(labels))
     features = vectors.shape[1]
     classes = int(labels.max(initial=0)) + 1
@@ -156,8 +156,9 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
         center=torch.zeros(features, dtype=torch.float64), scale=torch.ones(features, dtype=torch.float64)
     )
     task = _make_task(training, features, classes, identity, centered=True)
-    spread = _run(Standardization(), task, examples, split, training.batching, seed, rounds=1)["head"]
-    standardize = Standardize(center=spread["center"], scale=spread["scale"])
+    # One round computes mean and standard deviation of each feature over all clients.
+    statistics = _run(Standardization(), task, examples, split, training.batching, seed, rounds=1)["head"]
+    standardize = Standardize(center=statistics["center"], scale=statistics["scale"])
     task = _make_task(training, features, classes, standardize, centered=training.is_solved)
     try:
         server = _run(training.method, task, examples, split, training.batching, seed, training.rounds)
@@ -169,10 +170,11 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
             "above 0, or scale the features."
         ) from error
     head = training.method.solution(task, server)["params"]["head"]
-    center = spread["center"]
+    center = statistics["center"]
     if training.is_solved:
-        center = center + head["center"] / spread["scale"]
-    return LinearModel(*(leaf.numpy() for leaf in (center, spread["scale"], head["weight"], head["bias"])))
+        # A head that is solved in closed form has its own center, in units of the standardized features.
+        center = center + head["center"] / statistics["scale"]
+    return LinearModel(*(leaf.numpy() for leaf in (center, statistics["scale"], head["weight"], head["bias"])))
 
 
 def _make_task(training: VectorTraining, features: int, classes: int, standardize: Standardize, centered: bool) -> Task:

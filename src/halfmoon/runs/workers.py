@@ -47,7 +47,7 @@ def connect_ray(ray: Any, address: str | None) -> bool:
         location = f" at {address}" if address else ""
         reason = " ".join(str(error).split())
         raise UserError(
-            f"no Ray cluster answers{location} ({reason}); start one with ray start --head, or check --ray-address and "
+            f"no Ray cluster responds{location} ({reason}); start one with ray start --head, or check --ray-address and "
             "RAY_ADDRESS."
         ) from error
     return True
@@ -113,7 +113,7 @@ def share_processors(runs: int) -> None:
 
 
 def count_workers(config: Config) -> int:
-    """Return the number of processes that train the clients of a cohort.
+    """Choose the number of processes that train the clients of a cohort at the same time.
 
     "auto" is one for each processor that PyTorch would use (OMP_NUM_THREADS), if the option `threads` is not set,
     clients train one by one on the CPU, and the network is so large that training a client takes longer than sending
@@ -130,11 +130,12 @@ def count_workers(config: Config) -> int:
                 "choose device 'cpu'."
             )
         return config.cohort if config.workers == "ray" else min(config.workers, config.cohort)
-    small = factory.network_name(config) == "small" or registry.entry(config.method).pooled
+    is_small = factory.network_name(config) == "small"
+    is_centralized = registry.entry(config.method).pooled
     # A method "module:Class" may have been passed as an object, which only this process knows.
-    custom = ":" in config.method
+    is_custom = ":" in config.method
     one_by_one = on_cpu and factory.select_executor(config) == "loop"
-    if not one_by_one or small or custom or config.threads is not None:
+    if not one_by_one or is_small or is_centralized or is_custom or config.threads is not None:
         return 1
     available = min(len(available_processors()), torch.get_num_threads()) // _CONCURRENT_RUNS["runs"]
     return max(1, min(available, config.cohort))
