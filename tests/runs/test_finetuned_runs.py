@@ -70,7 +70,9 @@ def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(
     halfmoon.resume(again)
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     own.write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(UserError, match=rf"was started with the weights from mine.safetensors sha256 {digest}, but here"):
+    with pytest.raises(
+        UserError, match=rf"was started with the weights from mine.safetensors sha256 {digest}, but here"
+    ):
         halfmoon.resume(again)
 
 
