@@ -15,6 +15,11 @@ from halfmoon.data import load
 from halfmoon.data.groups import hash_pixels, merge_equal_images
 from halfmoon.data.images import hold_out
 from halfmoon.data.preparation import Preparation
+from halfmoon.data.readers import class_folders
+from halfmoon.data.sources import refuse_without_data
+from halfmoon.sites.folders import read_site, scan_site, site_folder
+from halfmoon.sites.inference import image_folder
+from halfmoon.sites.inference.image_folder import list_images
 from halfmoon.studies.scan_folder import count_equal_files, scan_folder
 
 SKIP = Preparation(skip_unreadable=True)
@@ -236,3 +241,106 @@ def test_a_plan_counts_equal_files(tmp_path: Path) -> None:
     contents = scan_folder(tmp_path)
     assert contents is not None
     assert "16 files are copies of others" in contents.sentence
+
+
+def test_a_link_to_a_parent_folder_is_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """40 levels were read, and 984 images found instead of 24. Links to other folders are followed everywhere."""
+    write_classes(tmp_path / "in", 12)
+    (tmp_path / "in" / "cat" / "self").symlink_to(tmp_path / "in" / "cat")
+    (tmp_path / "in" / "dog" / "up").symlink_to("..")
+    (tmp_path / "in" / "dog" / "ring").symlink_to(tmp_path / "ring")
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "ring" / "back").symlink_to(tmp_path / "in" / "dog")
+    source = load(str(tmp_path / "in"))
+    assert len(source.train) + len(source.test) == 24
+    assert main(["run", "--data", str(tmp_path / "in"), "--plan", "--network", "small"]) == 0
+    assert "in: 24 images" in capsys.readouterr().out
+    (tmp_path / "links").mkdir()
+    for name in ("cat", "dog"):
+        (tmp_path / "links" / name).symlink_to(tmp_path / "in" / name)
+    assert len(load(str(tmp_path / "links")).train) == len(source.train)
+    assert len(list_images(tmp_path / "links")) == len(list_images(tmp_path / "in")) == 24
+
+
+def test_folders_of_operating_systems_are_no_classes(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train", 6)
+    write_classes(tmp_path / "test", 4, seed=1)
+    for part in ("train", "test"):
+        for name in ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information"):
+            (tmp_path / part / name).mkdir()
+            (tmp_path / part / name / "0.png").write_bytes(b"no image")
+        (tmp_path / part / "cat" / "@eaDir").mkdir()
+        (tmp_path / part / "cat" / "@eaDir" / "1.png").write_bytes(b"no image")
+        (tmp_path / part / "cat" / "Thumbs.db").write_bytes(b"x")
+        (tmp_path / part / ".DS_Store").write_bytes(b"x")
+    source = load(str(tmp_path))
+    assert source.classes == ("cat", "dog")
+    assert (len(source.train), len(source.test), source.skipped) == (12, 8, ())
+    assert len(list_images(tmp_path)) == 20
+    (tmp_path / "train" / "labels.csv").write_text("path,label\n")
+    assert len(scan_site(tmp_path / "train")[0]) == 12
+
+
+def test_a_dead_link_is_left_out_and_named(tmp_path: Path) -> None:
+    write_classes(tmp_path, 20)
+    (tmp_path / "cat" / "gone.png").symlink_to("nowhere.png")
+    source = load(str(tmp_path))
+    assert [(Path(image.path).name, image.reason) for image in source.skipped] == [
+        ("gone.png", "the file cannot be read (No such file or directory).")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "advice"),
+    [
+        (".heic", r"10 \.heic\): convert them to PNG or JPEG, or read HEIC by pip install 'halfmoon\[heif\]'\.$"),
+        (".svg", r"10 \.svg\): convert them to PNG or JPEG\.$"),
+        (".npy", r"10 \.npy\): convert them to PNG or JPEG\.$"),
+        (".zip", r"10 \.zip\): convert them to PNG or JPEG, and unpack archives\.$"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_folder_of_other_formats_says_which(
+    suffix: str, advice: str, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = tuple(each for each in class_folders.SUFFIXES if each not in (".heic", ".heif"))
+    monkeypatch.setattr(class_folders, "SUFFIXES", without)  # as if pillow-heif were not installed
+    monkeypatch.setattr(image_folder, "SUFFIXES", without)
+    monkeypatch.setattr(site_folder, "SUFFIXES", without)
+    for number in range(10):
+        path = tmp_path / ("ab"[number % 2] if nested else "") / f"{number}{suffix}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"content")
+    for read in (load, scan_or_refuse, list_images, read_site):
+        with pytest.raises(UserError, match=advice):
+            read(Path(tmp_path) if read is not load else str(tmp_path))
+
+
+def scan_or_refuse(folder: Path) -> None:
+    refuse_without_data(folder)
+
+
+def test_evaluation_of_train_and_test_asks_for_one_of_them(tmp_path: Path) -> None:
+    write_classes(tmp_path / "Train", 4)
+    write_classes(tmp_path / "Test", 4)
+    with pytest.raises(UserError, match=r"has the folders Test, Train: give one of them, such as .*Test\.$"):
+        image_folder.list_labeled_images(tmp_path, ("cat", "dog"))
+    assert len(image_folder.list_labeled_images(tmp_path / "Test", ("cat", "dog"))[0]) == 8
+
+
+def test_a_site_whose_labels_are_all_one_class_is_not_planned(tmp_path: Path) -> None:
+    for row, pixels in enumerate(noise(8, 8)):
+        Image.fromarray(pixels).save(tmp_path / f"{row}.png")
+    (tmp_path / "labels.csv").write_text("path,label\n" + "".join(f"{row}.png,cat\n" for row in range(5)))
+    with pytest.raises(UserError, match=r"all its labels are 'cat'.*label images of another class"):
+        scan_folder(tmp_path)
+
+
+def test_data_shows_a_folder_that_is_too_small_for_the_usual_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """20 clients are the default; 24 images do not suffice for them. A number of the user remains an error."""
+    write_classes(tmp_path, 12, copies=1)
+    assert main(["data", str(tmp_path)]) == 0
+    assert "clients, " in capsys.readouterr().out
+    assert main(["data", str(tmp_path), "--clients", "20"]) == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.image_files import noise
+from support.image_files import noise, write_parquet
 
 from halfmoon.cli.main import main
 
@@ -45,3 +45,36 @@ def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path, capsys: pytest.Capt
             messages.append(capsys.readouterr().err)
         assert messages[0] == messages[1]
         assert words in messages[0]
+
+
+def test_a_plan_reads_the_images_of_a_small_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Truncated and equal images were found by the run only. What the plan refuses, the run refuses in the same words."""
+    folder = write_classes(tmp_path / "truncated", cat=12, dog=12)
+    for row in range(4):
+        path = folder / "cat" / f"{row}.png"
+        path.write_bytes(path.read_bytes()[:100])
+    equal = write_classes(tmp_path / "equal", cat=12, dog=12)
+    for path in sorted((equal / "dog").iterdir()):
+        path.write_bytes((equal / "dog" / "0.png").read_bytes())
+    for data, words in ((folder, "4 of 24 images cannot be read"), (equal, "too few of its 12 images are different")):
+        messages = []
+        for flags in (["--plan"], ["--run-dir", str(tmp_path / "out")]):
+            assert main(["run", "--data", str(data), "--network", "small", "--minutes", "0.01", *flags]) == 2
+            messages.append(capsys.readouterr().err.splitlines()[-1])
+        assert messages[0] == messages[1]
+        assert words in messages[0]
+
+
+def test_a_plan_names_copies_in_train_and_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("train", "test"):
+        write_classes(tmp_path / "in" / part, cat=12, dog=12)
+    assert main(["run", "--data", str(tmp_path / "in"), "--network", "small", "--plan"]) == 0
+    assert "24 of 24 test images are training images" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_of_parquet_files_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("train", "test"):
+        write_parquet(tmp_path / f"{part}.parquet", list(noise(4)), [0, 1, 0, 1])
+    (tmp_path / "train").mkdir()  # as of a data set whose images were unpacked, too
+    assert main(["run", "--data", str(tmp_path), "--plan"]) == 2
+    assert "to train on parquet or official files, name a --method" in capsys.readouterr().err

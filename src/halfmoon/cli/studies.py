@@ -59,13 +59,17 @@ def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None
     if args.config is None and folder.is_dir():
         from halfmoon.studies import plan as planning  # slow to import, and most runs have no plan
 
-        plan = planning.plan_if_folder(flags, args.minutes)
+        plan = planning.plan_if_folder(flags, args.minutes, check_images=args.plan)
     if plan is None and (args.plan or args.minutes is not None):
-        from halfmoon.data.readers.class_folders import refuse_unsorted
+        from halfmoon.data.sources import refuse_without_data
         from halfmoon.studies.plan import EXPLICIT_OPTIONS
 
         if args.config is None and folder.is_dir() and not EXPLICIT_OPTIONS & flags.keys():
-            refuse_unsorted(folder)
+            refuse_without_data(folder)
+            raise UserError(
+                f"{folder}: --plan and --minutes need class folders, or images with a labels.csv; to train on parquet or "
+                "official files, name a --method and leave them out."
+            )
         excluded = ", ".join(f"--{name}" for name in sorted(EXPLICIT_OPTIONS))
         raise UserError(
             "--plan and --minutes go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "

@@ -24,6 +24,8 @@ from halfmoon.storage import atomic_io
 
 __all__ = ["DATASETS", "DIGITS_DESCRIPTION", "DatasetInfo", "list_datasets", "load", "save"]
 
+NESTED_NOTE = "images are in subfolders of class folders; the class is the first level"
+
 DIGITS_DESCRIPTION = (
     "1,437 + 360 gray images, 8x8, 10 classes (UCI's handwritten digits, embedded); always there, the default"
 )
@@ -160,7 +162,7 @@ def _describe_nested(folder: Path) -> list[str]:
     if parquet.find_shards(folder, "train") or (train is None and not class_folders.has_classes(folder)):
         return []
     nested = class_folders.count_nested(class_folders.list_classes(train or folder), train or folder)
-    return [f"{nested:,} images are in subfolders of class folders; the class is the first level"] if nested else []
+    return [f"{nested:,} {NESTED_NOTE}"] if nested else []
 
 
 def save(
@@ -265,8 +267,26 @@ def _read_folder(
     if class_folders.has_classes(folder):
         _require_test_part(folder, "a folder of class folders only", test)
         return class_folders.read_folders(folder, test, cache, rgb, preparation)
+    raise _describe_missing_data(folder, test)
+
+
+def has_official_files(folder: Path) -> bool:
+    """Check whether a folder holds parquet or Arrow files, or the official files of a known data set."""
+    return bool(
+        idx.has_files(folder) or parquet.find_shards(folder, "train") or _detect_official(folder, "") is not None
+    )
+
+
+def refuse_without_data(folder: Path) -> None:
+    """Raise UserError, with instructions, for a folder that no reader can read; do nothing for official files."""
+    if not has_official_files(folder):
+        raise _describe_missing_data(folder, "test")
+
+
+def _describe_missing_data(folder: Path, test: str) -> UserError:
+    """Describe why a folder without official files is no data set; raise UserError for unsorted images."""
     class_folders.refuse_unsorted(folder)
-    raise UserError(
+    return UserError(
         f"{folder}: no data set was found; expected train*.parquet and {test}*.parquet, or train/CLASS/*.png and "
         f"{test}/CLASS/*.png, or the official files of MNIST, CIFAR or Tiny ImageNet (docs/data.md names them)."
     )

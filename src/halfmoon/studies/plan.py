@@ -15,8 +15,13 @@ from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, Split, take_share
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES
-from halfmoon.data.readers.class_folders import HELD_OUT_SHARE, find_part, list_images
-from halfmoon.data.readers.formats import HEIF_SUFFIXES
+from halfmoon.data.readers.class_folders import (
+    HELD_OUT_SHARE,
+    describe_unsupported_formats,
+    find_part,
+    list_images,
+)
+from halfmoon.data.sources import NESTED_NOTE
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import FEATURES, SIDE
@@ -26,7 +31,7 @@ from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.studies.cost import measure_seconds
 from halfmoon.studies.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
-from halfmoon.studies.scan_folder import FolderContents, count_animations, count_unsupported_formats, scan_data
+from halfmoon.studies.scan_folder import FolderContents, count_animations, load_site_source, scan_data
 
 EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
 """Options with which the user chooses what to train; the folder is then not planned."""
@@ -55,6 +60,9 @@ LARGE_SIDE = 64
 MAX_ROUNDS = 500
 MIN_ROUNDS = 100
 SCRATCH_SPLITS = 5
+
+MAX_CHECK_SECONDS = 5.0
+"""Seconds that a plan may take to read all images."""
 
 SAMPLE_FILES = 12
 """Files that are decoded to measure the time of one."""
@@ -124,12 +132,13 @@ class Plan:
         }
 
 
-def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None) -> Plan | None:
+def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None, check_images: bool = False) -> Plan | None:
     """Plan the run of a data folder.
 
     Args:
         options: the user's options; "data" is a name or a folder.
         minutes: the time limit; None for `DEFAULT_MINUTES`.
+        check_images: read all images if this takes at most `MAX_CHECK_SECONDS`, and make the checks of the run.
 
     Returns:
         The plan; None if the options name a method, or "data" is no folder of images.
@@ -144,7 +153,8 @@ def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None) -> 
     contents = scan_data(str(options["data"]), options.get("group_pattern"))
     if contents is None:
         return None
-    return make_plan(options, contents, minutes or DEFAULT_MINUTES)
+    plan = make_plan(options, contents, minutes or DEFAULT_MINUTES)
+    return _check_images(plan) if check_images else plan
 
 
 def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: float = DEFAULT_MINUTES) -> Plan:
@@ -164,6 +174,27 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
     if use_heads:
         return _plan_heads(options, contents, 60 * minutes)
     return _plan_from_scratch(options, contents, 60 * minutes)
+
+
+def _check_images(plan: Plan) -> Plan:
+    """Read the images as the run does, so that its errors and notes come with the plan.
+
+    Returns:
+        The plan with the notes; unchanged if reading takes longer than `MAX_CHECK_SECONDS`.
+
+    Raises:
+        UserError: as the run would: too many images are unreadable, all are equal, or they do not suffice for the split.
+    """
+    if plan.contents.in_memory or plan.steps[0].seconds > MAX_CHECK_SECONDS:
+        return plan
+    if plan.contents.site:
+        preparation = factory.image_preparation(plan.config)
+        source = load_site_source(plan.contents, preparation, plan.share, flip=False, report=lambda _: None)
+    else:
+        source = factory.load_images(plan.config)
+        factory.get_split(plan.config, source)
+    notes = [note for note in source.notes if NESTED_NOTE not in note]  # the plan's first sentence counts these
+    return replace(plan, reasons=(*plan.reasons, ("notes", "; ".join(notes)))) if notes else plan
 
 
 def _fit_clients(options: Mapping[str, Any], contents: FolderContents, heads: bool) -> Mapping[str, Any]:
@@ -513,12 +544,8 @@ def _other_reasons(config: Config, contents: FolderContents, share: float) -> li
     if not contents.site and not has_train_folder and (loose_images := list_images(contents.folder)):
         advice = "put them into a folder unlabeled, and they train without a label"
         reasons.append(("left out", f"images in no class folder ({len(loose_images):,}): {advice}"))
-    if formats := count_unsupported_formats(contents.folder):
-        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in formats.most_common(3))
-        advice = "convert them to PNG or JPEG"
-        if formats.keys() & {*HEIF_SUFFIXES}:
-            advice += ", or read HEIC by pip install 'halfmoon[heif]'"
-        reasons.append(("left out", f"files of formats that are not read ({counts}): {advice}"))
+    if formats := describe_unsupported_formats(contents.folder):
+        reasons.append(("left out", formats))
     if animations := count_animations(contents.folder):
         reasons.append(("animated", f"{animations:,} GIF files with several frames: only the first frame is used"))
     return reasons

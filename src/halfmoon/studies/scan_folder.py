@@ -1,10 +1,8 @@
 """Scan a user's image folder: class folders, or a site's folder with labels.csv; and load its images."""
 
 import hashlib
-import mimetypes
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +18,16 @@ from halfmoon.data.images import Images, SkippedImage, channel_statistics
 from halfmoon.data.partition.primitives import named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import (
-    SUFFIXES,
     check_same_classes,
     count_nested,
     find_part,
     has_classes,
     list_classes,
     refuse_unlabeled,
+    walk_files,
 )
 from halfmoon.data.readers.decode import check_skipped, decode_prepared, read_header
-from halfmoon.data.readers.formats import AVIF_SUFFIXES, HEIF_SUFFIXES
+from halfmoon.data.sources import has_official_files
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LABELS_FILE
 from halfmoon.sites.folders.site_folder import is_site_folder
@@ -197,6 +195,12 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
                 f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS_FILE} with "
                 "the header path,label."
             )
+        used = np.unique(site_folder.labels[site_folder.labels >= 0])
+        if len(used) < 2:
+            raise UserError(
+                f"{folder}: all its labels are {site_folder.classes[used[0]]!r}, so there is nothing to tell apart; label "
+                "images of another class, too."
+            )
         return scan_images(
             folder,
             site_folder.classes,
@@ -204,7 +208,7 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
             site_folder.labels,
             groups=site_folder.image_groups(group_pattern),
         )
-    if not has_classes(folder):
+    if has_official_files(folder) or not has_classes(folder):
         return None
     train_folder = find_part(folder, "train")
     images_by_class = list_classes(train_folder or folder)
@@ -255,31 +259,15 @@ def count_equal_files(paths: Sequence[Path]) -> int:
     return copies
 
 
-def count_unsupported_formats(folder: Path) -> Counter[str]:
-    """Count the image files in and below a folder whose formats are not supported, by suffix."""
-    suffixes = Counter(path.suffix.lower() for path in _walk_files(folder))
-    images = {suffix for suffix in suffixes if str(mimetypes.guess_type(f"a{suffix}")[0]).startswith("image/")}
-    images.update(suffixes.keys() & {*HEIF_SUFFIXES, *AVIF_SUFFIXES})  # some systems do not list them as images
-    return Counter({suffix: suffixes[suffix] for suffix in images.difference(SUFFIXES)})
-
-
 def count_animations(folder: Path) -> int:
     """Count the GIF files in and below a folder that have several frames; only the first frame is read."""
     animations = 0
-    for path in _walk_files(folder):
+    for path in walk_files(folder):
         if path.suffix.lower() == ".gif":
             # Pillow raises many kinds of errors for damaged files; they are reported when all images are read.
             with suppress(Exception), Image.open(path, formats=("GIF",)) as image:
                 animations += bool(getattr(image, "is_animated", False))
     return animations
-
-
-def _walk_files(folder: Path) -> Iterator[Path]:
-    """Yield the files in and below a folder, except hidden ones."""
-    for current, folders, files in os.walk(folder):
-        # os.walk descends into the folders that remain in this list: hidden ones are skipped.
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(current, name) for name in files if not name.startswith("."))
 
 
 def scan_images(

@@ -14,6 +14,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
+    from halfmoon.data import Source, Split
     from halfmoon.studies.scan_folder import FolderContents
 
 SPLIT_OPTIONS = (
@@ -93,7 +94,8 @@ def _describe_data(
 
         # A split file names its data set.
         config = replace(config, data=Split.load(config.split).origin.source or config.data)
-    return {**_describe_split(config, args), **_describe_contents(contents)}
+    fit_clients = Path(config.data).is_dir() and not {"clients", "split"} & {*file_options, *flags}
+    return {**_describe_split(config, args, fit_clients), **_describe_contents(contents)}
 
 
 def _refuse_split_options(requested: Mapping[str, Any], contents: FolderContents) -> None:
@@ -131,14 +133,39 @@ def _describe_contents(contents: FolderContents | None) -> dict[str, Any]:
     return {"holds": contents.sentence, "labels": label_counts, "trained_on": _image_options(contents)}
 
 
-def _describe_split(config: Config, args: argparse.Namespace) -> dict[str, Any]:
-    """Load a data set and its split, write the requested files, and describe both as fields of the JSON output."""
+def _fitting_split(config: Config, source: Source) -> Split:
+    """Split images over the most clients, up to those of the configuration, for which they suffice.
+
+    Raises:
+        UserError: as the split of the configuration, if no number of clients helps.
+    """
+    from halfmoon.runs.factory import get_split
+
+    try:
+        return get_split(config, source)
+    except UserError as error:
+        for clients in range(config.clients - 1, 0, -1):
+            try:
+                return get_split(replace(config, clients=clients), source)
+            except UserError:
+                continue
+        raise error
+
+
+def _describe_split(config: Config, args: argparse.Namespace, fit_clients: bool) -> dict[str, Any]:
+    """Load a data set and its split, write the requested files, and describe both as fields of the JSON output.
+
+    Args:
+        config: the configuration.
+        args: the command's arguments.
+        fit_clients: use fewer clients if the images do not suffice for those of the configuration.
+    """
     from halfmoon.data import pad_source, shrink, summarize
     from halfmoon.runs.factory import get_split, load_images
 
     source = shrink(load_images(config), config.shrink)
     source = source if config.image_size is None else pad_source(source, config.image_size)
-    split = get_split(config, source)
+    split = _fitting_split(config, source) if fit_clients else get_split(config, source)
     description = summarize(split, source.train.labels, source.classes)
     if args.png:
         from halfmoon.report.diagrams import draw_split

@@ -26,7 +26,7 @@ Decoded = tuple[Images, tuple[str, ...] | None]
 Reader = Callable[[Path | None], Decoded]
 """Decodes images into a file, or into memory if the argument is None."""
 
-READER_VERSION = 3
+READER_VERSION = 4
 """Part of every cache key. Increase it when a reader starts to produce other pixels."""
 
 NO_CACHE = Path("off")
@@ -52,7 +52,7 @@ def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, cac
     Raises:
         UserError: if a folder that the user named cannot be written.
     """
-    if folder == NO_CACHE or (folder is None and sum(path.stat().st_size for path in files) < MIN_CACHED_BYTES):
+    if folder == NO_CACHE or (folder is None and sum(_status(path).st_size for path in files) < MIN_CACHED_BYTES):
         return read(None)
     if folder is not None:
         return _load_through(folder, files, read, cache_id)
@@ -121,9 +121,17 @@ def cache_key(files: Sequence[Path], cache_id: str = "") -> str:
     """Hash `cache_id` and the path, size and modification time of each file to 16 hexadecimal digits."""
     digest = hashlib.sha256(f"{READER_VERSION}{cache_id}".encode())
     for path in files:
-        status = path.stat()
+        status = _status(path)
         digest.update(f"\0{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
+
+
+def _status(path: Path) -> os.stat_result:
+    """Return the status of a file, or of a dead link itself: its image is then left out as unreadable."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return path.lstat()
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """Read class folders: train/CLASS/*.png and test/CLASS/*.png, or CLASS/images/*.png instead of CLASS/*.png."""
 
+import mimetypes
+import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import decode_all, drop_skipped
-from halfmoon.data.readers.formats import list_suffixes
+from halfmoon.data.readers.formats import AVIF_SUFFIXES, HEIF_SUFFIXES, list_suffixes
 
 SUFFIXES = list_suffixes()
 PART_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
@@ -31,6 +33,13 @@ CLASSES_FILE = "classes.txt"
 
 UNLABELED_NAMES = ("unlabeled", "unlabelled")
 """Names, in lower case, of a folder whose images have no label."""
+
+SYSTEM_FOLDERS = frozenset({"__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found"})
+"""Names, in lower case, of folders that are no part of a data set: of macOS archives, Synology, Windows and Linux."""
+
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar")
+OTHER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".npy", ".npz", ".nii", ".mha", ".nrrd", ".svs", ".dng", ".cr2", ".nef", ".psd")
+"""Suffixes of files that may hold images in a format that is not read."""
 
 GROUPS_HINT = "where images share a patient or an object, make folders train and test yourself"
 
@@ -173,7 +182,9 @@ def refuse_unsorted(folder: Path) -> None:
     subfolders = _list_folders(folder)
     empty = next((path for path in subfolders if not _list_class_images(path)), None)
     if len(subfolders) > 1 and empty is not None and any(map(_list_class_images, subfolders)):
-        raise UserError(f"{empty}: there is no image in it, as in a class folder; fill or remove it.")
+        formats = describe_unsupported_formats(empty)
+        only = f", only {formats}" if formats else ", as in a class folder; fill or remove it"
+        raise UserError(f"{empty}: there is no image in it{only}.")
     if len(subfolders) == 1 and empty is None:
         only = subfolders[0]
         if _lists_direct_images(only) or not has_classes(only):
@@ -189,6 +200,8 @@ def refuse_unsorted(folder: Path) -> None:
         raise UserError(
             f"{folder}: class folders lie in {datasets[0].name}: give the folder {datasets[0]}, or move them up."
         )
+    if not any(is_image(path) for path in walk_files(folder)) and (formats := describe_unsupported_formats(folder)):
+        raise UserError(f"{folder}: there is no image that can be read, only {formats}.")
     if unsorted_images := list_images(folder):
         raise UserError(
             f"{folder}: its {len(unsorted_images):,} images have no label: `halfmoon site label {folder}` labels a few, or sort "
@@ -197,7 +210,59 @@ def refuse_unsorted(folder: Path) -> None:
 
 
 def _list_folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    """List the subfolders that may hold images, sorted; links to a folder that contains them are left out."""
+    return sorted(
+        path for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name) and not is_circular_link(path)
+    )
+
+
+def is_hidden(name: str) -> bool:
+    """Check whether a file or folder is hidden, or a folder that an operating system or archive program adds."""
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+
+
+def is_circular_link(path: Path) -> bool:
+    """Check whether a path is a link to a folder that contains it, which a search for images must not follow."""
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    return any(parent.resolve().is_relative_to(target) for parent in path.absolute().parents)
+
+
+def walk_files(folder: Path, onerror: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """Yield the files in and below a folder, except hidden ones; links to folders are followed.
+
+    Args:
+        folder: The folder.
+        onerror: Receives the error of a folder that cannot be opened; None to skip such folders.
+    """
+    for current, folders, files in os.walk(folder, onerror=onerror, followlinks=True):
+        # os.walk descends into the folders that remain in this list.
+        folders[:] = [name for name in folders if not is_hidden(name) and not is_circular_link(Path(current, name))]
+        yield from (Path(current, name) for name in files if not name.startswith("."))
+
+
+def count_unsupported_formats(folder: Path) -> Counter[str]:
+    """Count the image files in and below a folder whose formats are not supported, by suffix."""
+    suffixes = Counter(path.suffix.lower() for path in walk_files(folder))
+    images = {suffix for suffix in suffixes if str(mimetypes.guess_type(f"a{suffix}")[0]).startswith("image/")}
+    # Some systems do not list these as images.
+    images.update(suffixes.keys() & {*HEIF_SUFFIXES, *AVIF_SUFFIXES, *OTHER_SUFFIXES})
+    return Counter({suffix: suffixes[suffix] for suffix in images.difference(SUFFIXES)})
+
+
+def describe_unsupported_formats(folder: Path) -> str:
+    """Describe the image files in and below a folder that are not read, and what to do; "" if there are none."""
+    formats = count_unsupported_formats(folder)
+    if not formats:
+        return ""
+    counts = ", ".join(f"{count:,} {suffix}" for suffix, count in formats.most_common(3))
+    advice = "convert them to PNG or JPEG"
+    if formats.keys() & set(HEIF_SUFFIXES):
+        advice += ", or read HEIC by pip install 'halfmoon[heif]'"
+    if formats.keys() & set(ARCHIVE_SUFFIXES):
+        advice += ", and unpack archives"
+    return f"files of formats that are not read ({counts}): {advice}"
 
 
 def _list_class_images(folder: Path) -> list[Path]:
@@ -290,7 +355,9 @@ def list_classes(part: Path) -> dict[str, list[Path]]:
     paths_of = {name: _list_class_images(folder_of[name]) for name in sort_class_names(folder_of)}
     for name, paths in paths_of.items():
         if not paths:
-            raise UserError(f"{folder_of[name]}: there is no image in it ({', '.join(SUFFIXES)}); fill or remove it.")
+            formats = describe_unsupported_formats(folder_of[name])
+            only = f", only {formats}" if formats else f" ({', '.join(SUFFIXES)}); fill or remove it"
+            raise UserError(f"{folder_of[name]}: there is no image in it{only}.")
     return paths_of
 
 
@@ -411,9 +478,12 @@ def remaining_paths(paths: Sequence[Path], images: Images) -> list[Path]:
 
 def is_image(path: Path) -> bool:
     """Check whether a file is an image by its suffix, or a DICOM image by its content; hidden files are not."""
-    if path.name.startswith(".") or not path.is_file():
+    if path.name.startswith("."):
         return False
-    return path.suffix.lower() in SUFFIXES or dicom.holds_image(path)
+    has_suffix = path.suffix.lower() in SUFFIXES
+    if not path.is_file():
+        return has_suffix and path.is_symlink() and not path.exists()  # a dead link is reported as unreadable
+    return has_suffix or dicom.holds_image(path)
 
 
 def _read_bytes(path: Path) -> bytes | ImageReadError:

@@ -14,7 +14,13 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.class_names import find_near_equal, is_missing_label, normalize_class_name, sort_class_names
 from halfmoon.data.groups import find_groups
-from halfmoon.data.readers.class_folders import CLASSES_FILE, SUFFIXES, find_unlabeled
+from halfmoon.data.readers.class_folders import (
+    CLASSES_FILE,
+    SUFFIXES,
+    describe_unsupported_formats,
+    find_unlabeled,
+    is_hidden,
+)
 from halfmoon.sites.folders.labels import (
     LABELS_FILE,
     LabelTable,
@@ -124,7 +130,9 @@ def read_site(folder: Path) -> SiteFolder:
     if fault is not None:
         raise UserError(f"{folder}: {fault.kind}: {join_names(fault.describe_images(), 3)}; {fault.remedy}.")
     if not site.paths:
-        raise UserError(f"{folder}: there is no image in it ({', '.join(SUFFIXES)}); give the folder of a site.")
+        formats = describe_unsupported_formats(folder)
+        only = f", only {formats}" if formats else f" ({', '.join(SUFFIXES)}); give the folder of a site"
+        raise UserError(f"{folder}: there is no image in it{only}.")
     return site
 
 
@@ -304,7 +312,7 @@ def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
     # A site may have a million files, and each start lists all of them: strings are much faster than Path objects.
     for current, subfolders, names in os.walk(folder, onerror=note_closed_folder):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name != MODEL_FOLDER)
+        subfolders[:] = sorted(name for name in subfolders if not is_hidden(name) and name != MODEL_FOLDER)
         relative = Path(current).relative_to(folder).as_posix()
         prefix = "" if relative == "." else f"{relative}/"
         # os.walk does not follow links to folders, which could form circles or leave the site.

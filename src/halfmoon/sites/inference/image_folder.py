@@ -15,7 +15,15 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data.class_names import match_class_name, normalize_class_name
 from halfmoon.data.readers.cache import write_atomically
-from halfmoon.data.readers.class_folders import SUFFIXES, find_unlabeled, is_image
+from halfmoon.data.readers.class_folders import (
+    PART_NAMES,
+    SUFFIXES,
+    describe_unsupported_formats,
+    find_part,
+    find_unlabeled,
+    is_image,
+    walk_files,
+)
 from halfmoon.data.readers.decode import decode_to_shape
 from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.sites.folders.labels import LABELS_FILE, find_labels_file
@@ -48,17 +56,15 @@ def list_images(folder: Path) -> list[str]:
     if not folder.is_dir():
         problem = "this is a file" if folder.is_file() else "there is no such folder"
         raise UserError(f"{folder}: {problem}; give a folder of images.")
-    paths = []
-    for current, subfolders, files in os.walk(folder, onerror=_raise_unreadable_folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        relative = Path(current).relative_to(folder)
-        for name in files:
-            if name.startswith("."):
-                continue
-            if name.lower().endswith(SUFFIXES) or is_image(Path(current, name)):
-                paths.append((relative / name).as_posix())
+    paths = [
+        path.relative_to(folder).as_posix()
+        for path in walk_files(folder, onerror=_raise_unreadable_folder)
+        if path.name.lower().endswith(SUFFIXES) or is_image(path)
+    ]
     if not paths:
-        raise UserError(f"{folder}: there is no image in it or below it ({', '.join(SUFFIXES)}).")
+        formats = describe_unsupported_formats(folder)
+        only = f", only {formats}" if formats else f" ({', '.join(SUFFIXES)})"
+        raise UserError(f"{folder}: there is no image in it or below it{only}.")
     return sorted(paths)
 
 
@@ -84,6 +90,7 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
             )
     else:
         pairs = [(path, path.split("/")[0]) for path in list_images(folder) if "/" in path]
+        _refuse_parts(folder, pairs, classes)
         unlabeled_folder = find_unlabeled(folder)
         if unlabeled_folder is not None:
             pairs = [(path, name) for path, name in pairs if name != unlabeled_folder.name]
@@ -106,6 +113,17 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
         )
     labels = np.array([class_index[normalize_class_name(name)] for _, name in pairs], np.int64)
     return [path for path, _ in pairs], labels
+
+
+def _refuse_parts(folder: Path, pairs: Sequence[tuple[str, str]], classes: Sequence[str]) -> None:
+    """Raise UserError for a data set's folder whose top folders are train and test, not classes."""
+    part_names = {name for names in PART_NAMES for name in names}
+    top_folders = {name for _, name in pairs}
+    if top_folders and all(name.lower() in part_names and name not in classes for name in top_folders):
+        part = find_part(folder, "test") or find_part(folder, "validation") or folder / sorted(top_folders)[0]
+        raise UserError(
+            f"{folder}: it has the folders {join_names(sorted(top_folders))}: give one of them, such as {part}."
+        )
 
 
 def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> Iterator[ImageBatch]:
