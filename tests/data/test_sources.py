@@ -284,7 +284,12 @@ def good() -> bytes:
         ),
         ([good(), encode_mode("L")], [0, 1], {}, r"row 1: the image is 6x6 gray, but .*row 0 is 6x6 RGB"),
         ([good(), good()], [0, -1], {}, r"train.parquet, row 1: label -1 is negative"),
-        ([good()], ["cat"], {"label_type": pa.string()}, r"column label holds string, but labels must be whole"),
+        (
+            [good()],
+            ["cat"],
+            {"label_type": pa.string()},
+            r"test.parquet: column label holds int64, but in the training files it has names",
+        ),
         ([good()], [0.5], {"label_type": pa.float32()}, r"column label holds float, but labels must be whole"),
         ([good()], [0], {"label": "target"}, r"no column label or labels or fine_label; it has image, target"),
         ([good()], [0], {"image": "photo"}, r"no column image or img; it has photo, label"),

@@ -324,9 +324,9 @@ def _presentation_values(
     Returns:
         The values of the sigmoid of a window, or of the presentation table of a file without a window; None otherwise.
     """
-    center = _first_number(headers, "WindowCenter", None)
-    width = _first_number(headers, "WindowWidth", None)
-    has_window = center is not None and width is not None and width > 0
+    center = _first_number(headers, "WindowCenter", 0.0)
+    width = _first_number(headers, "WindowWidth", 0.0)
+    has_window = _first_number(headers, "WindowCenter", None) is not None and width > 0
     function = str(_first_value(headers, "VOILUTFunction") or "LINEAR").upper()
     if has_window and function == "SIGMOID":
         real = pixels.astype(np.float64) * slope + intercept

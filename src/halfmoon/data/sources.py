@@ -336,9 +336,13 @@ def _read_parquet(
     if not tests:
         raise UserError(f"{folder}: there is no {test}*.parquet next to train*.parquet.")
 
+    text_classes = parquet.read_text_classes(files)
+    if text_classes is not None:
+        cache_id += repr(text_classes)  # the labels of the test files are numbers of the training files' names
+
     def read(paths: list[Path]) -> store.Decoded:
         return store.load_or_decode(
-            cache, paths, lambda into: parquet.read_parquet(paths, rgb, preparation, into), cache_id
+            cache, paths, lambda into: parquet.read_parquet(paths, rgb, preparation, into, text_classes), cache_id
         )
 
     train, classes = read(files)

@@ -7,10 +7,17 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import ImageReadError, UserError, install_command
+from halfmoon.data.class_names import sort_class_names
 from halfmoon.data.images import Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.decode import decode_all, drop_skipped
-from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, find_column
+from halfmoon.data.readers.parquet import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    find_column,
+    normalize_text_labels,
+    number_text_labels,
+)
 
 LAYOUT_HINT = (
     "or give --data-dir a folder with train*.parquet and test*.parquet, with train/CLASS/*.png and "
@@ -58,7 +65,14 @@ def read(
         rows = rows.cast_column(image_column, datasets.Image(decode=False))
         encoded = _iterate_encoded(rows, image_column, location)
         pixels, skipped = decode_all(encoded, len(rows), rgb, preparation)
-        labels = drop_skipped(_check_labels(rows[label_column], location), skipped)
+        values = list(rows[label_column])
+        if any(isinstance(value, str | bool) for value in values):
+            texts = normalize_text_labels(values)
+            names = names or tuple(sort_class_names({name for name in texts if name is not None}))
+            numbers = number_text_labels(texts, names, location)
+        else:
+            numbers = _check_labels(values, location)
+        labels = drop_skipped(numbers, skipped)
         parts.append(Images(pixels, labels, skipped=skipped))
     return parts[0], parts[1], names
 

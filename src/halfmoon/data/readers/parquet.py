@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from halfmoon.core.errors import ImageReadError, UserError, one_line
-from halfmoon.data.class_names import normalize_class_name
+from halfmoon.data.class_names import is_missing_label, normalize_class_name, sort_class_names
 from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.decode import decode_all, drop_skipped
@@ -72,19 +72,41 @@ def find_shards(folder: Path, part: str) -> list[Path]:
     return paths
 
 
+def read_text_classes(paths: Sequence[Path]) -> tuple[str, ...] | None:
+    """Read the class names of files whose label column has texts, sorted; None if it has numbers.
+
+    Raises:
+        UserError: If the labels cannot be read.
+    """
+    names: set[str] = set()
+    for path in paths:
+        file = _open(path)
+        values = _read_texts(path, file)
+        if values is None:
+            return None
+        names.update(name for name in values if name is not None)
+    return tuple(sort_class_names(names))
+
+
 def read_parquet(
-    paths: Sequence[Path], rgb: bool = False, preparation: Preparation = UNCHANGED, into: Path | None = None
+    paths: Sequence[Path],
+    rgb: bool = False,
+    preparation: Preparation = UNCHANGED,
+    into: Path | None = None,
+    classes: tuple[str, ...] | None = None,
 ) -> tuple[Images, tuple[str, ...] | None]:
     """Read the images of parquet or Arrow files in Hugging Face's layout.
 
     The image column is `image` or `img` (a struct with `bytes`, or plain binary), the label column `label`,
-    `labels` or `fine_label` (integers).
+    `labels` or `fine_label` (integers, or names of classes). An image whose struct has only a path is read from this
+    file, relative to the folder of the parquet file.
 
     Args:
         paths: The files of one part of a data set, in order.
         rgb: True to convert gray images to RGB.
         preparation: The conversion of images.
         into: A file that pixels are written to, which is then mapped into memory; None for memory only.
+        classes: The class names of a label column with texts (see `read_text_classes`).
 
     Returns:
         The images, and the class names; None if the files do not contain them.
@@ -93,13 +115,13 @@ def read_parquet(
         UserError: If a file or a row cannot be read.
     """
     opened = [(path, _open(path)) for path in paths]
-    labels = np.concatenate([_read_labels(path, file) for path, file in opened])
+    labels = np.concatenate([_read_labels(path, file, classes) for path, file in opened])
     if not len(labels):
         raise UserError(f"{paths[0]}: there are no rows in it.")
     encoded = (item for path, file in opened for item in _iterate_encoded(path, file))
     path, file = opened[0]
     pixels, skipped = decode_all(encoded, len(labels), rgb, preparation, into)
-    names = _read_class_names(file, find_column(path, file.schema_arrow.names, LABEL_COLUMNS))
+    names = classes or _read_class_names(file, find_column(path, file.schema_arrow.names, LABEL_COLUMNS))
     return Images(pixels, drop_skipped(labels, skipped), skipped=skipped), names
 
 
@@ -125,23 +147,83 @@ def _open(path: Path) -> File:
         ) from error
 
 
-def _read_labels(path: Path, file: File) -> np.ndarray:
+def _read_column(path: Path, file: File) -> pa.ChunkedArray:
+    """Read the label column of an open file; raise UserError if it is missing or damaged."""
+    name = find_column(path, file.schema_arrow.names, LABEL_COLUMNS)
+    try:
+        return file.read(columns=[name]).column(name)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: column {name} cannot be read ({one_line(error)}); fetch the file again.") from error
+
+
+def _read_texts(path: Path, file: File) -> list[str | None] | None:
+    """Read labels that are texts, categories or booleans: normalized names, None for a missing label.
+
+    Returns:
+        The labels; None if the column has numbers.
+    """
+    name = find_column(path, file.schema_arrow.names, LABEL_COLUMNS)
+    kind = file.schema_arrow.field(name).type
+    value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_text = pa.types.is_string(value_type) or pa.types.is_large_string(value_type) or pa.types.is_boolean(value_type)
+    if not is_text:
+        return None
+    try:
+        values = _read_column(path, file).to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: column {name} cannot be read ({one_line(error)}); fetch the file again.") from error
+    return normalize_text_labels(values)
+
+
+def normalize_text_labels(values: Sequence[object]) -> list[str | None]:
+    """Normalize labels that are texts; None for a missing label, such as an empty cell or NaN."""
+    names = [None if value is None else normalize_class_name(str(value)) for value in values]
+    return [None if name is None or is_missing_label(name) else name for name in names]
+
+
+def number_text_labels(values: Sequence[str | None], classes: Sequence[str], location: object) -> np.ndarray:
+    """Number labels by their class: int64 (N,), `UNKNOWN` for None.
+
+    Raises:
+        UserError: If a label is not among the classes, which are those of the training images.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    for row, value in enumerate(values):
+        if value is not None and value not in numbers:
+            raise UserError(f"{location}, row {row}: no training image has the label {value!r}; correct it.")
+    return np.array([UNKNOWN if value is None else numbers[value] for value in values], np.int64)
+
+
+def _read_labels(path: Path, file: File, classes: tuple[str, ...] | None) -> np.ndarray:
     """Read the label column of an open file: int64 (N,), `UNKNOWN` for a missing value.
 
     Raises:
-        UserError: If the column is missing or cannot be read, or a label is no whole number or negative.
+        UserError: If the column is missing or cannot be read, a label is negative or no whole number, or a text is not
+            among `classes`.
     """
     schema = file.schema_arrow
     name = find_column(path, schema.names, LABEL_COLUMNS)
-    if not pa.types.is_integer(schema.field(name).type):
+    texts = _read_texts(path, file)
+    if classes is not None:
+        if texts is None:
+            raise UserError(
+                f"{path}: column {name} holds {schema.field(name).type}, but in the training files it has names; write "
+                "names or numbers into both."
+            )
+        return number_text_labels(texts, classes, path)
+    values = _read_column(path, file)
+    if pa.types.is_floating(values.type):
+        # pandas stores whole numbers with missing values as floats.
+        numbers = np.array(values.to_pylist(), np.float64)
+        present = numbers[~np.isnan(numbers)]
+        if (present == np.floor(present)).all():
+            whole = [None if np.isnan(value) else int(value) for value in numbers.tolist()]
+            values = pa.chunked_array([pa.array(whole, pa.int64())])
+    if not pa.types.is_integer(values.type):
         raise UserError(
-            f"{path}: column {name} holds {schema.field(name).type}, but labels must be whole numbers "
-            "0, 1, 2 ...; number the classes first."
+            f"{path}: column {name} holds {values.type}, but labels must be whole numbers 0, 1, 2 ... or, in all files, "
+            "names; number the classes first."
         )
-    try:
-        values = file.read(columns=[name]).column(name)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: column {name} cannot be read ({one_line(error)}); fetch the file again.") from error
     valid = values.is_valid().to_numpy()
     labels = np.full(len(values), UNKNOWN, np.int64)
     labels[valid] = values.drop_null().to_numpy()
@@ -171,14 +253,27 @@ def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageRead
     try:
         for batch in file.iter_batches(batch_size=1024, columns=[name]):
             column = batch.column(0)
-            encoded = column.field("bytes") if is_struct else column
-            for value in encoded.to_pylist():
+            encoded = (column.field("bytes") if is_struct else column).to_pylist()
+            has_paths = is_struct and column_type.get_field_index("path") >= 0
+            files = column.field("path").to_pylist() if has_paths else [None] * len(encoded)
+            for value, file_path in zip(encoded, files, strict=True):
                 location = f"{path}, row {row}"
-                missing = ImageReadError(f"{location}: the image has no bytes; store the image itself, not a path.")
-                yield missing if value is None else value, location
+                yield _read_file(path, file_path, location) if value is None else value, location
                 row += 1
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: unreadable after row {row} ({one_line(error)}); fetch the file again.") from error
+
+
+def _read_file(path: Path, file_path: str | None, location: str) -> bytes | ImageReadError:
+    """Read the image file that a row names instead of its content, in or below the folder of the parquet file."""
+    file = path.parent / str(file_path).replace("\\", "/")
+    if file_path is None or not file.resolve().is_relative_to(path.parent.resolve()):
+        return ImageReadError(f"{location}: the image has no bytes; store the image itself, not a path.")
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        return ImageReadError(f"{location}: its file {file_path} cannot be read ({reason}); store the image itself.")
 
 
 def _read_class_names(file: File, label: str) -> tuple[str, ...] | None:
