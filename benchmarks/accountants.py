@@ -11,7 +11,7 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
-from halfmoon.aggregation.privacy.accounting import ORDERS, planned_epsilon
+from halfmoon.aggregation.privacy.accounting import ORDERS, compute_planned_epsilon
 
 DELTA = 1e-5
 REPLACED = NeighboringRelation.REPLACE_ONE
@@ -37,7 +37,7 @@ def main() -> None:
                 coin = dp_event.PoissonSampledDpEvent(cohort / clients, dp_event.GaussianDpEvent(noise))
                 poisson = f"{PLDAccountant(REPLACED).compose(coin, rounds).get_epsilon(DELTA):.3f}"
             before = RdpAccountant(ORDERS, REPLACED).compose(event, rounds).get_epsilon(DELTA)
-            now = planned_epsilon(cohort, clients, rounds, noise, DELTA)
+            now = compute_planned_epsilon(cohort, clients, rounds, noise, DELTA)
             plan = f"| {cohort} of {clients:,} | {noise:g} | {rounds} "
             print(f"{plan}| {before:.3f} | {exact} | {now:.3f} | {poisson} |")
 

@@ -33,13 +33,13 @@ from halfmoon import Config
 from halfmoon.core import tree
 from halfmoon.core.optim import gradient_step
 from halfmoon.core.tree import Tree
-from halfmoon.engine.driver import first_memory
+from halfmoon.engine.driver import create_first_memory
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods.feddure import PAPER
-from halfmoon.methods.fine_regulator import instance_weights
+from halfmoon.methods.fine_regulator import compute_instance_weights
 from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.factory import build_batch_rules, build_method, build_problem
 
@@ -110,12 +110,12 @@ class Measured:
         for client, local in enumerate(self.locals):
             broadcast = {"params": params, "stats": server["stats"], "gate": torch.ones(())}
             memory = self.runtime.memories.get(str(client))
-            memory = memory or first_memory(self.client_update, broadcast, self.seed, client)
+            memory = memory or create_first_memory(self.client_update, broadcast, self.seed, client)
             regulator, x, u = memory["regulator"]["params"], normalize(local.x), normalize(local.u)
 
             def taught(phi: Tree, theta: Tree, u: torch.Tensor = u, regulator: Tree = regulator) -> torch.Tensor:
                 soft, z = network.train(theta, u)[0].softmax(-1), network.train(phi, u)[0]
-                return (instance_weights(regulator, z, "logits") * -(soft * z.log_softmax(-1)).sum(-1)).mean()
+                return (compute_instance_weights(regulator, z, "logits") * -(soft * z.log_softmax(-1)).sum(-1)).mean()
 
             def loss(theta: Tree, x: torch.Tensor = x, y: torch.Tensor = local.y) -> torch.Tensor:
                 return torch.nn.functional.cross_entropy(network.train(theta, x)[0], y)

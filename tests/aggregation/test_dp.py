@@ -276,7 +276,7 @@ def test_the_library_says_what_was_published() -> None:
 
 @pytest.mark.parametrize(("noise", "rounds"), [(2.0, 1), (8.0, 10), (20.0, 50), (60.0, 30)])
 def test_everybody_in_every_round_costs_what_the_gaussian_mechanism_does(noise: float, rounds: int) -> None:
-    assert accounting.planned_epsilon(20, 20, rounds, noise, 1e-5) == pytest.approx(
+    assert accounting.compute_planned_epsilon(20, 20, rounds, noise, 1e-5) == pytest.approx(
         gaussian(noise, rounds, 1e-5), rel=1e-9
     )
 
@@ -344,7 +344,7 @@ def test_curves_add_up_to_what_the_library_composes() -> None:
 
 def test_more_rounds_a_larger_share_and_less_noise_cost_more() -> None:
     def costs(cohort: int = 10, clients: int = 100, rounds: int = 10, noise: float = 4.0, delta: float = 1e-5) -> float:
-        return accounting.planned_epsilon(cohort, clients, rounds, noise, delta)
+        return accounting.compute_planned_epsilon(cohort, clients, rounds, noise, delta)
 
     assert costs() < costs(rounds=11) < costs(rounds=40)
     assert costs() < costs(cohort=11) < costs(cohort=50) < costs(cohort=100)
@@ -359,9 +359,9 @@ def test_more_rounds_a_larger_share_and_less_noise_cost_more() -> None:
 def test_the_noise_for_an_epsilon_is_the_least_of_three_digits() -> None:
     noise = accounting.find_noise(3.0, 10, 100, 20, 1e-5)
     assert (
-        accounting.planned_epsilon(10, 100, 20, noise, 1e-5)
+        accounting.compute_planned_epsilon(10, 100, 20, noise, 1e-5)
         <= 3.0
-        < accounting.planned_epsilon(10, 100, 20, 0.99 * noise, 1e-5)
+        < accounting.compute_planned_epsilon(10, 100, 20, 0.99 * noise, 1e-5)
     )
     assert float(f"{noise:.3g}") == noise
     with pytest.raises(UserError, match="no noise up to"):
@@ -558,7 +558,7 @@ def test_the_ledger_tells_nothing_of_a_sum_without_the_secret(tmp_path: Path) ->
 
 def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) -> None:
     plenty = PROMISE._replace(noise=8.0, clients=40)
-    costs = [accounting.planned_epsilon(3, 40, rounds, 8.0, 1e-5) for rounds in (1, 2, 3)]
+    costs = [accounting.compute_planned_epsilon(3, 40, rounds, 8.0, 1e-5) for rounds in (1, 2, 3)]
     aggregator = private(tmp_path, plenty._replace(budget=(costs[1] + costs[2]) / 2))
     for number in range(2):
         assert aggregator.stop_reason(number) is None
@@ -579,7 +579,7 @@ def test_a_run_ends_at_its_budget_and_says_so(tmp_path: Path, capsys: pytest.Cap
     """`halfmoon run`: as many rounds as the budget allows, epsilon in every row, the reason in summary and log."""
     clients = "--clients 12 --cohort 2 --dp-clip 0.5 --dp-noise 6 --dp-delta 1e-5"
     words = f"run --method fedavg --norm group --rounds 9 --steps 1 --width 4 --threads 1 {clients}"
-    costs = [accounting.planned_epsilon(2, 12, rounds, 6.0, 1e-5) for rounds in range(1, 5)]
+    costs = [accounting.compute_planned_epsilon(2, 12, rounds, 6.0, 1e-5) for rounds in range(1, 5)]
     assert cli.main([*words.split(), "--dp-epsilon", f"{costs[2] + 1e-6}", "--run-dir", str(tmp_path / "run")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["aggregation"]["epsilon"] for row in rows] == pytest.approx(costs[:3])
@@ -720,7 +720,7 @@ def test_the_command_says_what_a_plan_costs(capsys: pytest.CaptureFixture[str]) 
     plan = "privacy --clients 100 --cohort 10 --rounds 20 --json"
     assert cli.main([*plan.split(), "--noise", "5", "--delta", "1e-6"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["epsilon"] == accounting.planned_epsilon(10, 100, 20, 5.0, 1e-6)
+    assert said["epsilon"] == accounting.compute_planned_epsilon(10, 100, 20, 5.0, 1e-6)
     assert cli.main([*plan.split(), "--epsilon", "3"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["noise"] == accounting.find_noise(3.0, 10, 100, 20, 1e-5)

@@ -14,8 +14,8 @@ from halfmoon.aggregation.privacy.accounting import (
     CohortDraw,
     _compute_renyi_epsilon,
     compute_epsilon,
-    exact_epsilon,
-    planned_epsilon,
+    compute_exact_epsilon,
+    compute_planned_epsilon,
 )
 
 pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="needs dp_accounting")
@@ -32,22 +32,22 @@ def test_it_is_what_a_pld_accountant_approximates(noise: float, count: int, delt
     accountant = PLDAccountant()
     accountant.compose(dp_event.GaussianDpEvent(noise / 2), count)
     theirs = accountant.get_epsilon(delta)
-    assert exact_epsilon([noise] * count, delta) == pytest.approx(theirs, rel=2e-3)
-    assert exact_epsilon([noise] * count, delta) <= theirs * 1.0005
+    assert compute_exact_epsilon([noise] * count, delta) == pytest.approx(theirs, rel=2e-3)
+    assert compute_exact_epsilon([noise] * count, delta) <= theirs * 1.0005
 
 
 def test_sums_compose_by_their_precisions():
     """Four of z are one of z / 2; nothing costs nothing; ten times the noise costs less than a tenth."""
-    assert exact_epsilon([8.0] * 4, 1e-5) == pytest.approx(exact_epsilon([4.0], 1e-5))
-    assert exact_epsilon([], 1e-5) == 0.0
-    assert exact_epsilon([1e9], 1e-5) == 0.0
-    assert exact_epsilon([40.0], 1e-5) < exact_epsilon([4.0], 1e-5) / 10 * 1.2
+    assert compute_exact_epsilon([8.0] * 4, 1e-5) == pytest.approx(compute_exact_epsilon([4.0], 1e-5))
+    assert compute_exact_epsilon([], 1e-5) == 0.0
+    assert compute_exact_epsilon([1e9], 1e-5) == 0.0
+    assert compute_exact_epsilon([40.0], 1e-5) < compute_exact_epsilon([4.0], 1e-5) / 10 * 1.2
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.5, 1.0, 4.0])
 def test_tiny_noise_overflows_nothing(noise: float):
     """Epsilon beyond 10^5 is a number as well."""
-    assert math.isfinite(exact_epsilon([noise] * 50, 1e-5))
+    assert math.isfinite(compute_exact_epsilon([noise] * 50, 1e-5))
 
 
 def test_whole_cohorts_cost_less_than_by_renyi_and_sampled_ones_as_before():
@@ -57,9 +57,9 @@ def test_whole_cohorts_cost_less_than_by_renyi_and_sampled_ones_as_before():
 
     renyi = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     renyi.compose(dp_event.GaussianDpEvent(4.0), 20)
-    assert planned_epsilon(10, 10, 20, 8.0, 1e-5) == pytest.approx(exact_epsilon([8.0] * 20, 1e-5))
-    assert planned_epsilon(10, 10, 20, 8.0, 1e-5) < 0.95 * renyi.get_epsilon(1e-5)
-    assert compute_epsilon([(2.0, CohortDraw(10, 1000))] * 20, 1e-5) < 0.5 * exact_epsilon([2.0] * 20, 1e-5)
+    assert compute_planned_epsilon(10, 10, 20, 8.0, 1e-5) == pytest.approx(compute_exact_epsilon([8.0] * 20, 1e-5))
+    assert compute_planned_epsilon(10, 10, 20, 8.0, 1e-5) < 0.95 * renyi.get_epsilon(1e-5)
+    assert compute_epsilon([(2.0, CohortDraw(10, 1000))] * 20, 1e-5) < 0.5 * compute_exact_epsilon([2.0] * 20, 1e-5)
 
 
 def test_the_pld_accountant_has_no_cohorts_of_a_fixed_size():

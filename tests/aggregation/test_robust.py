@@ -17,17 +17,17 @@ from scenes import begin, furthest, play, same
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator
-from halfmoon.aggregation.agreement import alignment_scores, compute_inner_products, median
+from halfmoon.aggregation.agreement import compute_alignment_scores, compute_inner_products, median
 from halfmoon.aggregation.robust import (
     COSINE_MAX_NORM,
     RobustAggregator,
     Rule,
+    compute_squared_distances,
+    compute_trimmed_mean,
     count_tolerated,
     find_finite_clients,
     replace_extremes,
     select_by_krum,
-    squared_distances,
-    trimmed_mean,
 )
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
@@ -128,9 +128,9 @@ def test_an_update_is_compared_with_the_others_and_the_history():
     With -e1 in its place e2 meets 2/3 e1 + e2 + 4/3 (e3 + e4), whose length is sqrt(5).
     """
     updates = torch.cat([torch.eye(4), torch.ones(1, 4)])
-    assert alignment_scores(compute_inner_products([updates]))[0] == pytest.approx((3 / 19) ** 0.5)
+    assert compute_alignment_scores(compute_inner_products([updates]))[0] == pytest.approx((3 / 19) ** 0.5)
     updates[0, 0] = -1
-    assert alignment_scores(compute_inner_products([updates])).tolist() == pytest.approx(
+    assert compute_alignment_scores(compute_inner_products([updates])).tolist() == pytest.approx(
         [-((3 / 19) ** 0.5), *[5**-0.5] * 3]
     )
 
@@ -272,7 +272,7 @@ def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(rows: list[list[fl
     leaf = torch.tensor(values)
     assert median(leaf).numpy() == pytest.approx(np.median(values, axis=0), rel=1e-12, abs=1e-12)
     cut = int(share * len(rows))
-    assert trimmed_mean(leaf, cut).numpy() == pytest.approx(
+    assert compute_trimmed_mean(leaf, cut).numpy() == pytest.approx(
         scipy.stats.trim_mean(values, share, axis=0), rel=1e-9, abs=1e-9
     )
 
@@ -296,14 +296,14 @@ def test_krum_is_the_published_rule():
         change = {"params/a": torch.tensor(vectors[:, :24]).reshape(k, 4, 6), "params/b": torch.tensor(vectors[:, 24:])}
         assert select_by_krum(change, hostile) == naive_krum(vectors, hostile)
         direct = ((vectors[:, None] - vectors[None]) ** 2).sum(-1)
-        assert squared_distances(change).numpy() == pytest.approx(direct, rel=1e-9, abs=1e-6)
+        assert compute_squared_distances(change).numpy() == pytest.approx(direct, rel=1e-9, abs=1e-6)
 
 
 def test_distances_do_not_depend_on_the_size_of_a_chunk(monkeypatch):
     change = {"params/a": torch.randn(6, 50, generator=torch.Generator().manual_seed(0))}
-    whole = squared_distances(change)
+    whole = compute_squared_distances(change)
     monkeypatch.setattr("halfmoon.aggregation.agreement.CHUNK", 7)
-    assert furthest({"d": squared_distances(change)}, {"d": whole}) < 1e-12
+    assert furthest({"d": compute_squared_distances(change)}, {"d": whole}) < 1e-12
 
 
 def test_krum_bears_as_many_as_there_are_neighbors_for():

@@ -35,12 +35,12 @@ from halfmoon.aggregation.secure.masking import (
     SumId,
     UnreadableShare,
     announcement,
+    compute_lagrange_factors,
     compute_public_key,
     compute_public_keys,
     compute_shared_secret,
     derive_key,
     draw_coefficients,
-    lagrange_factors,
     split_secret,
     threshold,
     unmask,
@@ -79,7 +79,7 @@ FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
 
 def reconstruct(shares: Mapping[int, int], prime: int = PRIME) -> int:
     """Return the secret whose shares are given by place."""
-    counts = lagrange_factors(list(shares), prime)
+    counts = compute_lagrange_factors(list(shares), prime)
     return sum(share * counts[place] for place, share in shares.items()) % prime
 
 

@@ -20,9 +20,9 @@ from halfmoon.engine.evaluation import (
     ModelEvaluation,
     Quality,
     accuracy_by_client,
+    compute_mean_prediction,
     evaluate_model,
     images_per_pass,
-    mean_prediction,
     prediction_bias,
     roc_auc,
     summarize_clients,
@@ -79,7 +79,7 @@ def test_a_mean_prediction_equals_a_mean(batch):
     images = examples(50, seed=8).images
     shared, sure = task(), model()
     sure["params"]["head"] = tree.map(lambda leaf: 300 * leaf, sure["params"]["head"])
-    made = mean_prediction(shared.network, sure, shared.normalize, images, batch)
+    made = compute_mean_prediction(shared.network, sure, shared.normalize, images, batch)
     power = np.exp(300 * spoken(images))
     assert made == pytest.approx((power / power.sum(1, keepdims=True)).mean(0), rel=1e-6)
     assert made.sum() == pytest.approx(1, abs=1e-12)

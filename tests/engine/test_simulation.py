@@ -21,7 +21,7 @@ from halfmoon.engine import driver
 from halfmoon.engine import simulation as simulation_module
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import Diverged
-from halfmoon.engine.evaluation import Examples, Quality, mean_prediction
+from halfmoon.engine.evaluation import Examples, Quality, compute_mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.engine.runtime import first_of_permutation, sample_responders
 from halfmoon.engine.sampling import Batching
@@ -678,9 +678,9 @@ def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
 
     def spy(network, model, normalize, images, parallel_map):
         seen.append({image.numpy().tobytes() for image in images})
-        return mean_prediction(network, model, normalize, images)
+        return compute_mean_prediction(network, model, normalize, images)
 
-    monkeypatch.setattr(simulation_module, "mean_prediction", spy)
+    monkeypatch.setattr(simulation_module, "compute_mean_prediction", spy)
     monkeypatch.setattr(simulation_module, "MAX_BIAS_IMAGES", 12)
     for number in (0, 1, 0):
         _, _, row = leanings(held, cohort=1, number=number)

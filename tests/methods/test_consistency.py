@@ -18,7 +18,7 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.core import tree
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch, MeanTeacher, Objective, PiModel, PseudoLabel
-from halfmoon.methods.objectives.base import mean_prediction, ramp_weight, update_teacher
+from halfmoon.methods.objectives.base import compute_mean_prediction, ramp_weight, update_teacher
 from halfmoon.models import track
 
 RULES = list(itertools.product(["joint", "separate"], ["batch", "running"]))
@@ -227,7 +227,7 @@ def test_a_federated_teacher_runs_in_both_executors():
 
 def test_a_client_without_unlabeled_rows_has_a_uniform_prior():
     """FixMatch with labels of the round sweeps nothing there, and the client takes no step."""
-    assert mean_prediction(torch.zeros(0, 4)).tolist() == [0.25] * 4
+    assert compute_mean_prediction(torch.zeros(0, 4)).tolist() == [0.25] * 4
     shared, held = task(), dataset(((5, 11), (3, 0), (6, 14)))
     method = FedAvg(FixMatch(0.39, labels="round", debias=True))
     played = rounds_of(method, shared, held)[-1]

@@ -18,7 +18,7 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.feddb import FedDB, aggregation_weights, distance_from_uniform
+from halfmoon.methods.feddb import FedDB, compute_aggregation_weights, distance_from_uniform
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.base import debias_logits
 from halfmoon.models.network import Normalize
@@ -198,7 +198,9 @@ def test_equal_app_u_weighs_all_alike(dma):
     for row in ([0.25] * 4, [0.7, 0.1, 0.1, 0.1]):
         appu = torch.tensor([row] * 3, dtype=torch.float64)
         if dma != "size":
-            torch.testing.assert_close(aggregation_weights(appu, dma), torch.full((3,), 1 / 3, dtype=torch.float64))
+            torch.testing.assert_close(
+                compute_aggregation_weights(appu, dma), torch.full((3,), 1 / 3, dtype=torch.float64)
+            )
 
 
 def test_the_weights_by_hand():
@@ -217,13 +219,13 @@ def test_the_weights_by_hand():
     assert slopes == pytest.approx([1 / sqrt(2), -1 / (2 * sqrt(2))], rel=1e-12)
     gap = 1.5 / sqrt(2)
     for dma, odds in (("paper", gap), ("released", 1.9 * 3 / 16), ("logits", gap / 2)):
-        weights = aggregation_weights(appu, dma, steps=1)
+        weights = compute_aggregation_weights(appu, dma, steps=1)
         assert float(weights[1] / weights[0]) == pytest.approx(exp(odds), rel=1e-9)
         assert float(weights.sum()) == pytest.approx(1)
-    half = aggregation_weights(appu, "paper", steps=1, lr=0.5)
+    half = compute_aggregation_weights(appu, "paper", steps=1, lr=0.5)
     assert float(half[1] / half[0]) == pytest.approx(exp(gap / 2), rel=1e-9)
-    assert aggregation_weights(appu, "uniform").tolist() == [0.5, 0.5]
-    best = aggregation_weights(appu, "logits", steps=1000, lr=0.02)
+    assert compute_aggregation_weights(appu, "uniform").tolist() == [0.5, 0.5]
+    best = compute_aggregation_weights(appu, "logits", steps=1000, lr=0.02)
     assert best.tolist() == pytest.approx([1 / 3, 2 / 3], abs=1e-2)
     assert float(distance_from_uniform(torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), appu)) < 1e-12
 
@@ -240,7 +242,7 @@ def test_released_is_torchs_optimizer_made_anew_in_each_iteration():
         torch.nn.functional.mse_loss(leaf @ appu, torch.full((5,), 0.2, dtype=torch.float64)).backward()
         optimizer.step()
         weights = leaf.detach().softmax(0)
-    torch.testing.assert_close(aggregation_weights(appu, "released"), weights, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(compute_aggregation_weights(appu, "released"), weights, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_the_readings_of_dma_on_random_clients(classes, concentration, wanted):
         gammas = torch._standard_gamma(torch.full((10, classes), concentration, dtype=torch.float64), generator=g)
         appu = gammas / gammas.sum(-1, keepdim=True)
         for name, found in left.items():
-            weights = aggregation_weights(appu, name)  # pyright: ignore
+            weights = compute_aggregation_weights(appu, name)  # pyright: ignore
             assert float(weights.sum()) == pytest.approx(1.0, rel=1e-12)
             assert name != "released" or 0.93 < float((weights * 10).min()) <= float((weights * 10).max()) < 1.07
             found.append(float(distance_from_uniform(weights, appu)))
@@ -287,7 +289,7 @@ def test_the_server_by_hand(dma, momentum):
     for number in range(2):
         twin.open(number)
         upload = twin.query("train", {"params": server["params"], "stats": server["stats"]})
-        weights = upload.weight if dma == "size" else aggregation_weights(upload.aux["appu"], dma)
+        weights = upload.weight if dma == "size" else compute_aggregation_weights(upload.aux["appu"], dma)
         mean = average_uploads(upload._replace(weight=weights))
         v = tree.map(lambda v, p, m: momentum * v + p - m, v, params, mean["params"])
         params = tree.map(torch.sub, params, v)

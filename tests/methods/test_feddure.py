@@ -16,10 +16,10 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD, Adam
-from halfmoon.engine.driver import first_memory
+from halfmoon.engine.driver import create_first_memory
 from halfmoon.methods import registry
-from halfmoon.methods.feddure import FedDure, log_shares, running_mean
-from halfmoon.methods.fine_regulator import instance_weights
+from halfmoon.methods.feddure import FedDure, compute_log_shares, update_running_mean
+from halfmoon.methods.fine_regulator import compute_instance_weights
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Normalize
 
@@ -240,7 +240,7 @@ def test_a_number_added_to_all_logits(seen, moves):
     answers = []
     for seed in range(10):
         regulator = client_update.initial_memory(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
-        at, shifted = (instance_weights(regulator, z - offset, seen) for offset in (0.0, 37.0))
+        at, shifted = (compute_instance_weights(regulator, z - offset, seen) for offset in (0.0, 37.0))
         assert float(at.mean()) == pytest.approx(0.02, abs=0.02)
         if not moves:
             torch.testing.assert_close(at, shifted, rtol=1e-9, atol=0)
@@ -250,7 +250,7 @@ def test_a_number_added_to_all_logits(seen, moves):
 
 def test_log_shares_count_the_clients_own_labels():
     """Classes 0, 0, 0, 1, 2 of five own labels (two more repeat): 3/5, 1/5, 1/5; a class without labels has none."""
-    shares = log_shares(local(5, 0, LABELS), 4).exp()
+    shares = compute_log_shares(local(5, 0, LABELS), 4).exp()
     torch.testing.assert_close(shares[:3], torch.tensor([0.6, 0.2, 0.2]))
     assert float(shares[3]) < 1e-37
 
@@ -263,7 +263,7 @@ def test_judge_pays_nothing_for_the_class_mix():
     log 2 = 0.693147 and 0.562335.
     """
     y = torch.tensor([0, 0, 0, 1])
-    shares = log_shares(local(4, 0, y), 2)
+    shares = compute_log_shares(local(4, 0, y), 2)
     answers = torch.zeros(2), torch.tensor([0.75, 0.25]).log()
     plain = [float(F.cross_entropy(each.expand(4, 2), y)) for each in answers]
     judged = [float(F.cross_entropy((each + shares).expand(4, 2), y)) for each in answers]
@@ -278,7 +278,7 @@ def test_reward_counts_from_the_mean_of_earlier_ones_and_is_clipped():
     for d in (4.0, 2.0, -6.0):
         value = torch.tensor(d, dtype=torch.float64)
         rewards.append(float(value - baseline["mean"]))
-        baseline = running_mean(baseline, value, 0.5)
+        baseline = update_running_mean(baseline, value, 0.5)
         means.append(float(baseline["mean"]))
     assert rewards == [4, -2, -9]
     assert means == [4, 3, -1.5]  # then the decay: 0.5 * 3 + 0.5 * -6
@@ -342,7 +342,7 @@ def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
     for start, differ in (("clients", False), ("client", True)):
         client_update = FedDure(regulator_start=start).client_updates(Task(SMALL, SGD(0.1), NORMALIZE))["train"]
         one, again, two = (
-            first_memory(client_update, broadcast, 0, client)["regulator"]["params"] for client in (1, 1, 2)
+            create_first_memory(client_update, broadcast, 0, client)["regulator"]["params"] for client in (1, 1, 2)
         )
         assert distance(parameters(one), parameters(again)) == 0
         assert (distance(parameters(one), parameters(two)) > 0) == differ

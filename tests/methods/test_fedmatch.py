@@ -18,7 +18,7 @@ from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.fedmatch import FedMatch, FedMatchClient, add_halves, nearest_clients, noise_image, vote
+from halfmoon.methods.fedmatch import FedMatch, FedMatchClient, add_halves, draw_noise_image, nearest_clients, vote
 from halfmoon.models import Network, SmallCNN
 from halfmoon.models.network import kernels
 
@@ -121,9 +121,9 @@ def test_the_noise_is_one_fixed_image():
 
     Its mean is 125 + 125 (phi(-1) - phi(1.04)) / (Phi(1.04) - Phi(-1)) = 125 + 125 * 0.00967 / 0.6922 = 126.7.
     """
-    image = noise_image(torch.zeros(5, 3, 32, 32, dtype=torch.uint8))
+    image = draw_noise_image(torch.zeros(5, 3, 32, 32, dtype=torch.uint8))
     assert image.shape == (1, 3, 32, 32)
-    assert torch.equal(image, noise_image(torch.zeros(0, 3, 32, 32, dtype=torch.uint8)))
+    assert torch.equal(image, draw_noise_image(torch.zeros(0, 3, 32, 32, dtype=torch.uint8)))
     assert float(image.double().mean()) == pytest.approx(126.7, abs=4 * 70 / 3072**0.5)
     inside = ((image >= 63) & (image < 192)).double().mean()  # one half deviation: (0.7038 - 0.3098) / 0.6922 = 0.569
     assert float(inside) == pytest.approx(0.569, abs=4 * (0.25 / 3072) ** 0.5)
@@ -471,7 +471,10 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
             vector = simulation.state_store.get(f"embedding-{k}")
             assert vector is not None
             known[k] = (vector["vector"], spy.of("finish")[place][1]["psi"])
-            theta, image = add_halves(spy.of("finish")[place][1]["sigma"], known[k][1]), noise_image(held.train.images)
+            theta, image = (
+                add_halves(spy.of("finish")[place][1]["sigma"], known[k][1]),
+                draw_noise_image(held.train.images),
+            )
             said = BARE.predict(theta, {}, shared.normalize(image))[0].softmax(-1)
             torch.testing.assert_close(vector["vector"], said, rtol=1e-12, atol=1e-14)
     assert 0 in met

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from halfmoon.core import tree
-from halfmoon.methods.fine_regulator import WeightedLoss, instance_weights
+from halfmoon.methods.fine_regulator import WeightedLoss, compute_instance_weights
 from halfmoon.models.network import linear
 
 READINGS = [(seen, through) for seen in ("centered", "logits", "softmax") for through in ("product", "detached")]
@@ -27,7 +27,7 @@ def scene(dtype: torch.dtype, seed: int = 0):
 def weighted(regulator, z, label, seen, through):
     """Return the loss as Eq. 2 and 4 print it."""
     at = z.detach() if through == "detached" else z
-    return (instance_weights(regulator, at, seen) * F.cross_entropy(z, label, reduction="none")).mean()
+    return (compute_instance_weights(regulator, at, seen) * F.cross_entropy(z, label, reduction="none")).mean()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

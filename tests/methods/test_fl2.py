@@ -9,7 +9,7 @@ from scenes import NETWORK, begin, dataset, furthest, same, task
 from halfmoon.api.types import Batch
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
-from halfmoon.methods.fl2 import FL2, asam_step
+from halfmoon.methods.fl2 import FL2, compute_asam_step
 from halfmoon.methods.semifl import SemiFL
 
 
@@ -17,9 +17,9 @@ def test_a_step_up_by_hand():
     """Weight -3 with eta 1 has T = 4, bias 5 has 1. g = (1, 3): T g = (4, 3), of length 5; rho 10: 10 (16, 3) / 5."""
     params = {"a": {"weight": torch.tensor(-3.0), "bias": torch.tensor(5.0)}}
     gradient = {"a": {"weight": torch.tensor(1.0), "bias": torch.tensor(3.0)}}
-    step = asam_step(params, gradient, 10.0, 1.0)["a"]
+    step = compute_asam_step(params, gradient, 10.0, 1.0)["a"]
     assert (float(step["weight"]), float(step["bias"])) == pytest.approx((32.0, 6.0))
-    assert not asam_step(params, tree.zeros_like(gradient), 10.0, 1.0)["a"]["weight"].any()
+    assert not compute_asam_step(params, tree.zeros_like(gradient), 10.0, 1.0)["a"]["weight"].any()
 
 
 def test_a_step_as_asam_does_it():

@@ -29,7 +29,7 @@ from torch_models import TorchSmall, twin
 from halfmoon.api.types import Batch, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.optim import SGD
-from halfmoon.engine.driver import first_memory
+from halfmoon.engine.driver import create_first_memory
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fml import FML
 from halfmoon.models import SmallCNN
@@ -192,7 +192,7 @@ def test_the_memes_optimizer_is_new_in_every_visit():
     method = FML()
     client_update = method.client_updates(shared)["train"]
     broadcast = begin(method, shared)
-    memory = first_memory(client_update, broadcast, 0, 0)
+    memory = create_first_memory(client_update, broadcast, 0, 0)
     for batch in batches(("weak",), 2):
         carry = client_update.begin(broadcast, memory, local())
         assert not any(leaf.any() for leaf in tree.leaves(carry["meme"]["optimizer"]))
@@ -211,14 +211,14 @@ def test_how_a_private_model_starts():
     shared = task()
     broadcast = begin(FML(), shared)
     client_update = FML().client_updates(shared)["train"]
-    memory = first_memory(client_update, broadcast, 7, 0)
+    memory = create_first_memory(client_update, broadcast, 7, 0)
     drawn = tree.to(shared.network.init(rng.generator(7, "remember")), dtype=torch.float64)
     assert same({"params": memory["params"], "stats": memory["stats"]}, drawn)
     assert not same(memory["params"], broadcast["params"])
     for private in ("copy", "fresh"):
         method = FML(private=private)
         client_update = method.client_updates(shared)["train"]
-        carry = client_update.begin(broadcast, first_memory(client_update, broadcast, 7, 0), local())
+        carry = client_update.begin(broadcast, create_first_memory(client_update, broadcast, 7, 0), local())
         for batch in batches(("weak",)):
             before = carry
             carry, notes = client_update.step(broadcast, carry, batch)

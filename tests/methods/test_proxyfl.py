@@ -17,7 +17,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import ICPL
-from halfmoon.methods.proxyfl import ProxyTuning, compute_margin, tune, tuning_gradient
+from halfmoon.methods.proxyfl import ProxyTuning, compute_margin, compute_tuning_gradient, tune
 
 
 def given() -> Batch:
@@ -148,10 +148,12 @@ def test_a_step_by_hand():
     mean = torch.tensor([[0.0], [2.0]], dtype=torch.float64)
     q = 1 - exp(-3) / (exp(-3) + exp(-1))
     assert compute_margin(mean) == 2.0
-    found = tuning_gradient(mean, torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([0]), 2.0)
+    found = compute_tuning_gradient(mean, torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([0]), 2.0)
     assert found.flatten().tolist() == pytest.approx([-q, -q], rel=1e-12)
     assert compute_margin(mean * 1e6) == 100.0
-    on = tuning_gradient(mean, mean, torch.tensor([0, 1]), 0.0)  # a row on its own point is pushed by the other's alone
+    on = compute_tuning_gradient(
+        mean, mean, torch.tensor([0, 1]), 0.0
+    )  # a row on its own point is pushed by the other's alone
     assert on.flatten().tolist() == pytest.approx([1 / (1 + exp(2)) / 2 * k for k in (1, -1)], rel=1e-12)
 
 

@@ -24,14 +24,16 @@ def test_weights_by_hand():
     params = {"params": {"a": torch.tensor([[0.0], [4.0]]).double()}, "stats": {"b": second}}
     rows = torch.tensor([1.0, 3.0]).double()
     method = RSCFed(beta=2.0, beta_labeled=1.0)
-    found = method.group_weights(params, rows, torch.zeros(2).double())
+    found = method.compute_group_weights(params, rows, torch.zeros(2).double())
     wanted = [0.25 * exp(-2 * 3.75), 0.75 * exp(-2 * 1.25 / 3)]
     assert float(found[0] / found[1]) == pytest.approx(wanted[0] / wanted[1], rel=1e-12)
-    found = method.group_weights(params, rows, torch.tensor([1.0, 0.0]).double())
+    found = method.compute_group_weights(params, rows, torch.tensor([1.0, 0.0]).double())
     wanted = [6 / 9 * exp(-5 / 3), 3 / 9 * exp(-10 / 9)]
     assert float(found[0] / found[1]) == pytest.approx(wanted[0] / wanted[1], rel=1e-12)
-    assert RSCFed(beta=1e9).group_weights(params, rows, torch.zeros(2).double()).tolist() == [0.0, 1.0]
-    assert float(method.group_weights(params, torch.tensor([0.0, 3.0]).double(), torch.zeros(2).double())[0]) == 0
+    assert RSCFed(beta=1e9).compute_group_weights(params, rows, torch.zeros(2).double()).tolist() == [0.0, 1.0]
+    assert (
+        float(method.compute_group_weights(params, torch.tensor([0.0, 3.0]).double(), torch.zeros(2).double())[0]) == 0
+    )
 
 
 def test_a_visit_with_its_teacher():

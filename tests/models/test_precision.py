@@ -11,7 +11,7 @@ from scenes import CLASSES, begin, dataset, examples, furthest, play, simulate, 
 from halfmoon import Config
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
-from halfmoon.engine.evaluation import evaluate_model, mean_prediction
+from halfmoon.engine.evaluation import compute_mean_prediction, evaluate_model
 from halfmoon.engine.sampling import Batching
 from halfmoon.federation.protocol.terms import shared_options
 from halfmoon.methods.fedavg import FedAvg
@@ -101,7 +101,9 @@ def test_tests_and_what_is_saved_are_float32():
     images, normalize = examples(20), task(dtype=torch.float32).normalize
     ours, theirs = (evaluate_model(each, model, normalize, images).row() for each in (network, network.in_float32))
     assert ours == theirs
-    ours, theirs = (mean_prediction(each, model, normalize, images.images) for each in (network, network.in_float32))
+    ours, theirs = (
+        compute_mean_prediction(each, model, normalize, images.images) for each in (network, network.in_float32)
+    )
     assert (ours == theirs).all()
     assert network.full_model(model)[0] == SmallCNN(1, CLASSES, 8)
     assert networks.from_description(networks.describe(network)) == network.in_float32

@@ -75,7 +75,7 @@ def find_outliers(context: AggregationContext, upload: Upload, change: Change) -
         inner_products = compute_inner_products(sums)
         lengths = inner_products.diagonal().sqrt() / upload.weight[voters].double().cpu()
         too_long = lengths > MAX_SUM_LENGTH * median(lengths)
-        outliers = _low_scores("sums", agreement_scores(inner_products), too_long)
+        outliers = _low_scores("sums", compute_agreement_scores(inner_products), too_long)
     for group, paths in split_paths(change, upload_spec.statistics).items():
         if paths:
             voter_leaves = {path: change[path][voters] for path in paths}
@@ -107,8 +107,8 @@ def _compare_directions(context: AggregationContext, group: str, leaves: Change)
         [torch.cat([leaf, history[path].to(leaf)[None]]) for path, leaf in leaves.items()]
     )
     between_clients = inner_products[:count, :count]
-    misaligned = _low_scores(group, alignment_scores(inner_products))
-    disagreeing = _low_scores(group, agreement_scores(between_clients))
+    misaligned = _low_scores(group, compute_alignment_scores(inner_products))
+    disagreeing = _low_scores(group, compute_agreement_scores(between_clients))
     outliers = misaligned | disagreeing
     if context.memory is not None:
         # The mean of unit vectors: each client counts the same, however long its update is.
@@ -147,7 +147,7 @@ def _low_scores(group: str, scores: Tensor, too_long: Tensor | None = None) -> d
     }
 
 
-def agreement_scores(inner_products: Tensor) -> Tensor:
+def compute_agreement_scores(inner_products: Tensor) -> Tensor:
     """Compute the median cosine between each client's update and those of all other clients.
 
     Args:
@@ -165,7 +165,7 @@ def agreement_scores(inner_products: Tensor) -> Tensor:
     return median(without_self.T)
 
 
-def alignment_scores(inner_products: Tensor) -> Tensor:
+def compute_alignment_scores(inner_products: Tensor) -> Tensor:
     """Compute the cosine between each client's update and a reference direction.
 
     A client's reference is the sum of the history (the mean directions of earlier rounds) and the mean direction of all

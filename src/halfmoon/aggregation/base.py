@@ -133,20 +133,10 @@ def replace_update(upload: Upload, context: AggregationContext, change: dict[str
     """
     received = downloaded_values(context)
     count = len(context.clients)
-
-    def apply_change(branch: Tree, prefix: str) -> Tree:
-        """Replace the leaves of a branch, recursively; `prefix` is the path of the branch with a final slash."""
-        new: Tree = {}
-        for name, leaf in branch.items():
-            path = f"{prefix}{name}"
-            if isinstance(leaf, dict):  # may be empty: a network without statistics has {"stats": {}}
-                new[name] = apply_change(leaf, f"{path}/")
-            elif path in change:
-                # Both terms may have a first axis of length 1; the method expects one entry per client.
-                values = received[path] + change[path]
-                new[name] = values.expand(count, *values.shape[1:])
-            else:
-                new[name] = leaf
-        return new
-
-    return upload._replace(update=apply_change(upload.update, ""))
+    new_leaves: dict[str, Tensor] = {}
+    for path in tree.flatten(upload.update):
+        if path in change:
+            # Both terms may have a first axis of length 1; the method expects one entry per client.
+            values = received[path] + change[path]
+            new_leaves[path] = values.expand(count, *values.shape[1:])
+    return upload._replace(update=tree.replace_leaves(upload.update, new_leaves))

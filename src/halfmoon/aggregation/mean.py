@@ -69,7 +69,7 @@ class UploadMean:
         if not self._update.weight > 0:
             update = {name: broadcast[name] for name in self._last.update}
         weight = self._last.weight.new_tensor(self._update.weight)
-        return Upload(update, weight, {**self._aux_means.mean, **self._aux_sums})
+        return Upload(update, weight=weight, aux={**self._aux_means.mean, **self._aux_sums})
 
 
 def average_stacked_uploads(upload: Upload, upload_spec: UploadSpec, broadcast: Tree, client_update: str) -> Upload:

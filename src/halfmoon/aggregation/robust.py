@@ -155,7 +155,7 @@ class RobustAggregator(Aggregator):
             metrics = {"counted": len(voters)}
         else:
             cut = expected_hostile(self.byzantine, len(voters))
-            aggregate = {path: trimmed_mean(leaf, cut) for path, leaf in voter_change.items()}
+            aggregate = {path: compute_trimmed_mean(leaf, cut) for path, leaf in voter_change.items()}
             metrics = {"trimmed": 2 * cut, "counted": len(voters)}
         return replace_update(upload, context, aggregate), metrics
 
@@ -327,7 +327,7 @@ def replace_extremes(leaf: Tensor, cut: int, weight: Tensor) -> Tensor:
     return leaf.scatter(0, extremes, mean.expand_as(extremes))
 
 
-def trimmed_mean(leaf: Tensor, cut: int) -> Tensor:
+def compute_trimmed_mean(leaf: Tensor, cut: int) -> Tensor:
     """Compute the coordinate-wise mean (...) of (k, ...) without the `cut` smallest and `cut` largest values."""
     return leaf.sort(0).values[cut : len(leaf) - cut].double().mean(0).to(leaf.dtype)
 
@@ -345,7 +345,7 @@ def select_by_krum(change: Change, hostile: int, statistics: Sequence[str] = ())
     Returns:
         The index of the selected client; the first of several with equal sums.
     """
-    squared = squared_distances(change, statistics)
+    squared = compute_squared_distances(change, statistics)
     k = len(squared)
     neighbors = max(1, k - hostile - 2) if k > 1 else 0
     # -1 puts each update's distance to itself first in its sorted row, where the slice skips it.
@@ -353,7 +353,7 @@ def select_by_krum(change: Change, hostile: int, statistics: Sequence[str] = ())
     return int(scores.argmin())
 
 
-def squared_distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
+def compute_squared_distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
     """Compute the squared distances (k, k), in float64, between the parameters of the updates."""
     # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b needs (k, k) numbers only, not (k, k, n). Rounding may make it negative.
     inner_products = compute_inner_products([change[path] for path in split_paths(change, statistics)["parameters"]])

@@ -109,13 +109,13 @@ def cap_weights(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float])
         upload_spec: Declares which sections and auxiliary values are sums.
         scale: A factor for each client; 1 changes no bit.
     """
-    if all(multiplier == 1 for multiplier in scale):
+    if all(factor == 1 for factor in scale):
         return upload
     if upload_spec.sums:
         section_sums = {name: scale_by_client(upload.update[name], scale) for name in upload_spec.sums}
         return upload._replace(update={**upload.update, **section_sums})
     sums = {name: scale_by_client(upload.aux[name], scale) for name in upload_spec.names(reduce="sum")}
-    return Upload(upload.update, scale_by_client(upload.weight, scale), {**upload.aux, **sums})
+    return Upload(upload.update, weight=scale_by_client(upload.weight, scale), aux={**upload.aux, **sums})
 
 
 def compute_caps(weights: Sequence[float], factor: float, declared: Sequence[float | None] = ()) -> list[float]:

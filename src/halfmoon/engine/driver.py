@@ -357,7 +357,7 @@ def _with_dropout(client_update: ClientUpdate) -> Callable[[Tree, Tree, Batch], 
     return step
 
 
-def first_memory(client_update: ClientUpdate, broadcast: Tree, seed: int, client: int) -> Tree:
+def create_first_memory(client_update: ClientUpdate, broadcast: Tree, seed: int, client: int) -> Tree:
     """Create the memory (the state between rounds) of a client that takes part for the first time.
 
     Its random numbers are the same for all clients unless the update requires a generator for each.
@@ -596,7 +596,7 @@ def _initial_pseudo_labels(
     for pseudo_labels in client_update.initial_pseudo_labels(carry, data):
         unpadded = PseudoLabels(*(leaf[:rows] for leaf in pseudo_labels))
         row_numbers = torch.arange(rows, device=unpadded.label.device)
-        observed.append(ObservedPseudoLabels(row_numbers, unpadded, {}))
+        observed.append(ObservedPseudoLabels(row_numbers, unpadded, models={}))
     return tuple(observed)
 
 

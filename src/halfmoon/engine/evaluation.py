@@ -220,7 +220,7 @@ def _evaluate_batch(
 
 
 @torch.no_grad()
-def mean_prediction(
+def compute_mean_prediction(
     network: Network,
     model: Tree,
     normalize: Normalize,
@@ -277,8 +277,8 @@ def prediction_bias(
     for the average prediction probability of the unlabeled images.
 
     Args:
-        predicted_shares: the model's mean class probabilities on unlabeled images (`mean_prediction`), (classes,). They
-            sum to 1; NaN if there are no unlabeled images.
+        predicted_shares: the model's mean class probabilities on unlabeled images (`compute_mean_prediction`),
+            (classes,). They sum to 1; NaN if there are no unlabeled images.
         labeled_counts: labeled rows by class, (classes,).
         unlabeled_counts: unlabeled rows by class, (classes,).
         class_accuracies: the model's test accuracy by class, (classes,).

@@ -22,7 +22,7 @@ from halfmoon.core.tensors import tensor_from_numpy
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, batch_rule_amount
-from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, first_memory
+from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, create_first_memory
 from halfmoon.engine.evaluation import Examples, ParallelMap, Quality
 from halfmoon.engine.groups import MAX_PADDING, group_clients
 from halfmoon.engine.sampling import Amount, Batching, Views
@@ -246,7 +246,7 @@ class LocalClients:
         amounts = [self._amount(client_update, client, stage) for client in clients]
         # Computed for one client only: a first memory may be a network, which takes time to initialize.
         first_received = {**broadcast, **tree.index(per_client, 0)}
-        uses_memory = bool(first_memory(client_update, first_received, self.seed, clients[0]))
+        uses_memory = bool(create_first_memory(client_update, first_received, self.seed, clients[0]))
 
         def make_task(k: int) -> ClientTask:
             """Load the images and the memory of the k-th client, or create its first memory."""
@@ -256,7 +256,7 @@ class LocalClients:
             if uses_memory:
                 received = {**broadcast, **private}
                 stored = self.memories.get(str(client))
-                memory = stored or first_memory(client_update, received, self.seed, client)
+                memory = stored or create_first_memory(client_update, received, self.seed, client)
             data, hidden_labels[client] = self.dataset.client_data(client, stage)
             group_key = self._group_key(client_update, client, stage, amounts[k], memory)
             return ClientTask(client, private, memory, data, amounts[k], group_key)

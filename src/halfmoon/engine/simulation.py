@@ -14,7 +14,7 @@ from halfmoon.core.tensors import tensor_from_numpy, to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.driver import ClientContext
-from halfmoon.engine.evaluation import mean_prediction, prediction_bias
+from halfmoon.engine.evaluation import compute_mean_prediction, prediction_bias
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.runtime import ClientResults, Row, RuntimeSettings, ServerRuntime, read_all
 from halfmoon.engine.sampling import Views
@@ -139,7 +139,7 @@ class Simulation(ServerRuntime):
         order = torch.randperm(len(unlabeled), generator=rng.generator(self.seed, "prior", self._round))
         sample = order[:MAX_BIAS_IMAGES].sort().values
         rows = tensor_from_numpy(unlabeled)[sample].to(images.device)
-        app_u = mean_prediction(
+        app_u = compute_mean_prediction(
             self.task.network, model, self.task.normalize, images[rows], parallel_map=self._parallel_map
         )
         return prediction_bias(app_u, self._class_counts(labeled), self._class_counts(unlabeled), per_class)

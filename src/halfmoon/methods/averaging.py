@@ -51,7 +51,7 @@ def average_uploads(upload: Upload, server: Tree | None = None) -> Tree:
     return tree.weighted_mean(upload.update, upload.weight)
 
 
-def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tuple[Tree, Tree]:
+def take_momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tuple[Tree, Tree]:
     """Move the server's parameters to the clients' mean with momentum.
 
     v <- keep v + params - mean, params <- params - v.
@@ -92,4 +92,4 @@ def step_towards_mean(params: Tree, mean: Upload, momentum: Tree, keep: float, s
     # Without a share no interpolation is computed: even lerp with weight 0 may round differently.
     if share:
         target = tree.map(lambda new, old: torch.lerp(new, old, share), target, params)
-    return momentum_step(params, target, momentum, keep)
+    return take_momentum_step(params, target, momentum, keep)

@@ -50,10 +50,10 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging, average_uploads, momentum_step
+from halfmoon.methods.averaging import ModelAveraging, average_uploads, take_momentum_step
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.objectives import FixMatch
-from halfmoon.methods.objectives.base import mean_prediction, predict_all_rows
+from halfmoon.methods.objectives.base import compute_mean_prediction, predict_all_rows
 from halfmoon.methods.objectives.pseudo_labeling import Teacher, refuse_average_teacher
 from halfmoon.methods.objectives.thresholding import Rule
 
@@ -141,12 +141,12 @@ class FedDB(ModelAveraging):
             weights = upload.weight
         else:
             # Algorithm 2 needs only the clients' mean predictions, no images.
-            weights = aggregation_weights(upload.aux["appu"], self.dma, self.dma_steps, self.dma_lr)
+            weights = compute_aggregation_weights(upload.aux["appu"], self.dma, self.dma_steps, self.dma_lr)
         # Clients without rows have no mean prediction, so their share goes to the others.
         new = average_uploads(upload._replace(weight=weights * (upload.weight > 0)), server)
         if not self.server_momentum:
             return new
-        params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
+        params, momentum = take_momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
         return {"params": params, "stats": new["stats"], "momentum": momentum}
 
 
@@ -208,7 +208,7 @@ class FedDBClient(LocalTraining):
             decay = self._decay(carry, carry["images"])
             weak_views = data.views["weak"]
             logits = predict_all_rows(self.task, carry["params"], carry["stats"], weak_views, data.u_real)
-            appu = decay * appu + (1 - decay) * mean_prediction(logits, data.u_real)
+            appu = decay * appu + (1 - decay) * compute_mean_prediction(logits, data.u_real)
         upload, memory = super().finish(broadcast, carry, data)
         return upload._replace(aux={"appu": appu}), memory
 
@@ -256,7 +256,7 @@ RELEASED_NESTEROV_FACTOR = 1.9
 """Factor of the gradient in the first step of Nesterov momentum 0.9: 1 + 0.9."""
 
 
-def aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.0) -> Tensor:
+def compute_aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.0) -> Tensor:
     """Compute the clients' weights in FedDB's debiased model averaging, DMA (IJCAI 2024, Algorithm 2).
 
     The weights minimize the distance of the weighted mean of the clients' average predictions (APP-U) from the uniform

@@ -51,7 +51,7 @@ from halfmoon.core.padding import mean
 from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
-from halfmoon.methods.fine_regulator import GradientPath, RegulatorInput, WeightedLoss, instance_weights
+from halfmoon.methods.fine_regulator import GradientPath, RegulatorInput, WeightedLoss, compute_instance_weights
 from halfmoon.methods.objectives.base import cross_entropy_per_image, label_weights
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 from halfmoon.methods.objectives.thresholding import Rule
@@ -211,7 +211,7 @@ class Student(NamedTuple):
     tangent: Callable[[Tree], Tensor]
 
 
-def coarse_student(task: Task, params: Tree, batch: Batch) -> Student:
+def build_coarse_student(task: Task, params: Tree, batch: Batch) -> Student:
     """Run FedDure's coarse-grained regulator (C-reg), a copy of the classifier, on the strong views of a minibatch.
 
     Args:
@@ -235,7 +235,7 @@ def coarse_student(task: Task, params: Tree, batch: Batch) -> Student:
     return Student(params, logits, backward, tangent)
 
 
-def local_student(
+def build_local_student(
     task: Task,
     params: Tree,
     batch: Batch,
@@ -280,7 +280,7 @@ def local_student(
     return Student(params, strong_logits, strong_backward, tangent)
 
 
-def log_shares(data: ClientData, classes: int) -> Tensor:
+def compute_log_shares(data: ClientData, classes: int) -> Tensor:
     """Compute the logarithm (classes,) of each class's share of a client's labels; finite for absent classes."""
     # Padding rows come last.
     is_real = torch.arange(len(data.y), device=data.y.device) < data.labeled
@@ -290,7 +290,7 @@ def log_shares(data: ClientData, classes: int) -> Tensor:
     return shares.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
-def running_mean(baseline: Tree, value: Tensor, decay: float) -> Tree:
+def update_running_mean(baseline: Tree, value: Tensor, decay: float) -> Tree:
     """Update an exponential moving average that starts as the plain mean of its first values.
 
     Args:
@@ -307,7 +307,7 @@ def running_mean(baseline: Tree, value: Tensor, decay: float) -> Tree:
     return {"mean": baseline["mean"] + new_weight.to(value.dtype) * (value - baseline["mean"]), "count": count}
 
 
-def gradient_norm(gradient: Tree) -> Tensor:
+def compute_gradient_norm(gradient: Tree) -> Tensor:
     """Compute the Euclidean norm () of a tree, reading each leaf once."""
     return euclidean_norm(torch.stack([euclidean_norm(leaf) for leaf in tree.leaves(gradient)]))
 
@@ -399,7 +399,7 @@ class FedDureClient(ClientUpdate):
             carry["baseline"] = memory["baseline"]
         if self.options.judge_prior:
             model_leaf = next(tree.leaves(broadcast["params"]))
-            carry["label_log_shares"] = log_shares(data, self.task.network.classes).to(model_leaf.dtype)
+            carry["label_log_shares"] = compute_log_shares(data, self.task.network.classes).to(model_leaf.dtype)
         if self.options.labeled_first:
             carry["steps"] = torch.zeros((), dtype=torch.int64, device=data.y.device)
         return carry
@@ -429,10 +429,12 @@ class FedDureClient(ClientUpdate):
         (labeled, strong), backward, (weak, moments) = vjp(outputs, carry["params"])
         pseudo, thresholds = self.options.pseudo_labeling.pseudo_label(weak, batch, carry)  # Eq. 1
         if self.options.coarse:
-            student = coarse_student(self.task, carry["coarse"]["params"], batch)
+            student = build_coarse_student(self.task, carry["coarse"]["params"], batch)
         else:
             labels_of_round = self.options.labels == "round"
-            student = local_student(self.task, carry["params"], batch, (labeled, strong), backward, labels_of_round)
+            student = build_local_student(
+                self.task, carry["params"], batch, (labeled, strong), backward, labels_of_round
+            )
         regulation = self._regulate(carry, batch, student, pseudo, strong)
         new_regulators = regulation.carry
         gate = broadcast["gate"].to(strong.dtype)
@@ -533,7 +535,7 @@ class FedDureClient(ClientUpdate):
             )
             regulator = new["regulator"]["params"]
             # After F-reg's step, and as constants of the local model's loss: no gradient passes through them.
-            weights = instance_weights(regulator, strong, self.options.regulator_input)  # Eq. 6
+            weights = compute_instance_weights(regulator, strong, self.options.regulator_input)  # Eq. 6
         else:
             weights = pseudo.weight
         if self.options.normalize_weights:
@@ -544,7 +546,7 @@ class FedDureClient(ClientUpdate):
             # C-reg's step with F-reg's new parameters. This is the last use of the student's graph, which is then
             # freed.
             gradient = student.backward(weighted_loss.logit_gradient(regulator), False)  # Eq. 2
-            norms["coarse_gradient"] = gradient_norm(gradient)
+            norms["coarse_gradient"] = compute_gradient_norm(gradient)
             new["coarse"] = self._take_step("coarse", carry["coarse"], gradient)
             with torch.no_grad():  # Eq. 3
                 loss_before = self._labeled_loss(carry["coarse"]["params"], carry, batch)
@@ -553,7 +555,7 @@ class FedDureClient(ClientUpdate):
             reward = d
             if self.options.reward_baseline is not None:
                 reward = d - carry["baseline"]["mean"]
-                new["baseline"] = running_mean(carry["baseline"], d, self.options.reward_baseline)
+                new["baseline"] = update_running_mean(carry["baseline"], d, self.options.reward_baseline)
             if self.options.reward_bound is not None:
                 reward = reward.clamp(-self.options.reward_bound, self.options.reward_bound)
         return Regulation(weights, d, reward, new, norms)
@@ -592,7 +594,7 @@ class FedDureClient(ClientUpdate):
         logit_tangent = student.tangent(labeled_gradient)
         directional_gradient = weighted_loss.regulator_gradient(regulator["params"], logit_tangent)
         gradient = tree.map(lambda leaf: leaf * -virtual_lr, directional_gradient)
-        norm = gradient_norm(gradient)  # before the step, which may overwrite the gradient
+        norm = compute_gradient_norm(gradient)  # before the step, which may overwrite the gradient
         return self._take_step("regulator", regulator, gradient), norm
 
     def _optimizer(self, which: Literal["coarse", "regulator"]) -> Optimizer:

@@ -36,7 +36,7 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.padding import mask, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, select_model
-from halfmoon.methods.mutual import low_entropy_mask
+from halfmoon.methods.mutual import select_low_entropy
 from halfmoon.methods.objectives.base import (
     MeanTeacherClient,
     as_pseudo_labels,
@@ -93,7 +93,7 @@ class FedIRM(ModelAveraging):
         return {**select_model(new), "relation": relation, "related": torch.maximum(server["related"], share.sign())}
 
 
-def relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
+def compute_relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
     """Compute the class relation matrix of a batch (FedIRM, MICCAI 2021).
 
     Args:
@@ -163,10 +163,10 @@ class FedIRMClient(MeanTeacherClient):
         (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
         probabilities = logits.softmax(-1)
         pseudo = as_pseudo_labels(probabilities)
-        low_entropy = low_entropy_mask(logits, options.entropy)
+        low_entropy = select_low_entropy(logits, options.entropy)
         confident = mask(low_entropy * (pseudo.confidence >= options.confidence), batch.u_real)
         predicted_classes = one_hot(pseudo.label, classes, logits) * confident[:, None]
-        relation = relations(logits, predicted_classes, options.temperature)
+        relation = compute_relations(logits, predicted_classes, options.temperature)
         # Without a relation of labeled clients the target is this client's, so that value and gradient are 0.
         target = torch.where(broadcast["related"] > 0, broadcast["relation"], relation.detach())
         # KL(R | S) + KL(S | R) = sum (R - S) (log R - log S).
@@ -181,7 +181,7 @@ class FedIRMClient(MeanTeacherClient):
         true_classes = one_hot(batch.y, classes, labeled)
         if batch.x_real is not None:
             true_classes = true_classes * batch.x_real[:, None]
-        labeled_relation = relations(labeled, true_classes, options.temperature).detach()
+        labeled_relation = compute_relations(labeled, true_classes, options.temperature).detach()
         return loss, (moments, pseudo._replace(weight=confident), labeled_relation)
 
 

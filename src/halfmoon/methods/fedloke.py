@@ -153,8 +153,8 @@ class FedLoKeClient(ClientUpdate):
         global_outputs = self._run_model(carry["global"], batch, strong_view)
         local_outputs = self._run_model(carry["local"], batch, weak_view) if options.local else global_outputs
         used = {
-            "global": mutual.low_entropy_mask(global_outputs.prediction, options.delta),
-            "local": mutual.low_entropy_mask(local_outputs.prediction, options.delta),
+            "global": mutual.select_low_entropy(global_outputs.prediction, options.delta),
+            "local": mutual.select_low_entropy(local_outputs.prediction, options.delta),
         }
         new: Tree = {}
         global_loss = self._mutual_loss(batch, local_outputs.prediction, used["local"], ramp)
@@ -168,8 +168,8 @@ class FedLoKeClient(ClientUpdate):
         names = ("global", "local") if options.local else ("global",)
         global_weight = ramp if options.global_labels or not options.local else 0.0
         pseudo = {
-            "global": mutual.pseudo_labels(global_outputs.prediction, global_weight * used["global"]),
-            "local": mutual.pseudo_labels(local_outputs.prediction, ramp * used["local"]),
+            "global": mutual.as_pseudo_labels(global_outputs.prediction, global_weight * used["global"]),
+            "local": mutual.as_pseudo_labels(local_outputs.prediction, ramp * used["local"]),
         }
         # The main curve is of pseudo-labels that some model is trained on: the local model's if the global's are unused.
         reported = "global" if options.global_labels else names[-1]

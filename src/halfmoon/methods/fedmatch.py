@@ -72,9 +72,9 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.mutual import divergence
 from halfmoon.methods.objectives.base import (
+    compute_mean_prediction,
     debias_logits,
     labeled_cross_entropy,
-    mean_prediction,
     predict_all_rows,
     predict_with_teacher,
 )
@@ -268,7 +268,7 @@ class FedMatchServerUpdate(ClientUpdate):
         }
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        new, loss = labeled_step(self.task, self.options.labeled_weight, carry, broadcast["psi"], batch)
+        new, loss = take_labeled_step(self.task, self.options.labeled_weight, carry, broadcast["psi"], batch)
         return new, StepMetrics(loss, samples={}, pseudo=())
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
@@ -350,7 +350,7 @@ class FedMatchClient(ClientUpdate):
             views = data.views[self.options.view]
             params = add_halves(**received)
             logits = predict_all_rows(self.task, params, broadcast["stats"], views, data.u_real)
-            carry["prior"] = mean_prediction(logits, data.u_real)
+            carry["prior"] = compute_mean_prediction(logits, data.u_real)
             if rule.needs_all_rows:
                 logits = debias_logits(logits, carry["prior"]) if self.options.debias else logits
                 carry["thresholds"] = rule.begin({}, data, logits.softmax(-1))
@@ -369,7 +369,9 @@ class FedMatchClient(ClientUpdate):
         """
         labeled_loss = torch.zeros((), dtype=next(tree.leaves(carry["psi"])).dtype, device=batch.u_rows.device)
         if len(batch.x):
-            trained, labeled_loss = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
+            trained, labeled_loss = take_labeled_step(
+                self.task, self.options.labeled_weight, carry, carry["psi"], batch
+            )
             # A minibatch of padding only must not move sigma, not even by momentum or weight decay.
             carry = trained if batch.x_real is None else tree.select(batch.x_real.any(), trained, carry)
         helper_logits, helper_exists = self._query_helpers(broadcast, carry, batch)
@@ -403,7 +405,7 @@ class FedMatchClient(ClientUpdate):
             down_counts["helpers"] = torch.stack(counts)
         up_counts = {name: count_changes(received[name], new[name], self._delta) for name in new}
         halves = {name: apply_changes(received[name], new[name], self._delta) for name in new}
-        image = self.task.normalize(noise_image(data.u)).to(data.u.device)
+        image = self.task.normalize(draw_noise_image(data.u)).to(data.u.device)
         embedding = self.task.network.predict(add_halves(**halves), carry["stats"], image)[0].softmax(-1)
         aux = {"embedding": embedding, "labels": labels, "changed": {"down": down_counts, "up": up_counts}}
         memory = {} if self.options.delta_threshold is None else {**halves, "met": torch.ones_like(labels)}
@@ -578,7 +580,7 @@ def count_changes(old: Tree, new: Tree, threshold: float) -> Tensor:
     return tree.sum_scalars((~((b - a).abs() <= threshold)).sum().double() for a, b in pairs)
 
 
-def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:
+def take_labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:
     """Take an optimizer step of sigma on FedMatch's labeled loss, weight * CE(y, f(x; sigma + psi)).
 
     Args:
@@ -625,7 +627,7 @@ def vote(label: Tensor, helper_labels: Tensor, exists: Tensor, classes: int, tie
     return votes.argmax(-1)
 
 
-def noise_image(like: Tensor) -> Tensor:
+def draw_noise_image(like: Tensor) -> Tensor:
     """Draw the image of noise on which FedMatch compares models: the same in every run.
 
     Its pixels are normal with mean and standard deviation 125, truncated to 0..255.

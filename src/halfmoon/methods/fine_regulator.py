@@ -38,7 +38,7 @@ GradientPath = Literal["product", "detached"]
 """Whether gradients of the weighted loss also pass through F-reg's input ("product") or not ("detached")."""
 
 
-def instance_weights(regulator: Tree, logits: Tensor, kind: RegulatorInput) -> Tensor:
+def compute_instance_weights(regulator: Tree, logits: Tensor, kind: RegulatorInput) -> Tensor:
     """Weigh images by their logits (Eq. 6).
 
     Args:

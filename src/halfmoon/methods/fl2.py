@@ -212,7 +212,7 @@ class FL2Client(RoundLabelingClient):
 
             confident_gradient, _, _ = grad_and_value(confident_loss, {"strong": strong})
             uphill = backward((torch.zeros_like(labeled), confident_gradient["strong"]), False)
-            perturbed = tree.map(torch.add, params, asam_step(params, uphill, options.rho, options.eta))
+            perturbed = tree.map(torch.add, params, compute_asam_step(params, uphill, options.rho, options.eta))
 
             def sharpness_loss(params: Tree) -> tuple[Tensor, tuple[Any, ...]]:
                 logits = network.train(params, batch.u["strong"], real=batch.u_real)[0]
@@ -254,7 +254,7 @@ class FL2Client(RoundLabelingClient):
         return Passes(trained + unlabeled, 2 * trained + unlabeled)
 
 
-def asam_step(params: Tree, gradient: Tree, rho: float, eta: float) -> Tree:
+def compute_asam_step(params: Tree, gradient: Tree, rho: float, eta: float) -> Tree:
     """Compute ASAM's step that increases the loss: rho T^2 g / |T g| (Kwon et al. 2021, Adaptive SAM).
 
     Args:

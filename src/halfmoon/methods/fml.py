@@ -173,7 +173,7 @@ class FMLClient(ClientUpdate):
         Returns:
             A function of the model's labeled logits (B, classes) and unlabeled logits (b, classes).
         """
-        used = mutual.low_entropy_mask(teacher.prediction, self.options.delta)
+        used = mutual.select_low_entropy(teacher.prediction, self.options.delta)
 
         def loss(labeled_logits: Tensor, unlabeled_logits: Tensor) -> Tensor:
             total = share * labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
@@ -193,7 +193,7 @@ class FMLClient(ClientUpdate):
 
 def _low_entropy_pseudo_labels(logits: Tensor, max_entropy: float | None) -> PseudoLabels:
     """Turn logits (b, classes) into pseudo-labels, with the weight 0 if their entropy is above `max_entropy` nats."""
-    return mutual.pseudo_labels(logits, mutual.low_entropy_mask(logits, max_entropy))
+    return mutual.as_pseudo_labels(logits, mutual.select_low_entropy(logits, max_entropy))
 
 
 ROWS = (

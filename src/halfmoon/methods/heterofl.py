@@ -38,7 +38,7 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging, momentum_step
+from halfmoon.methods.averaging import ModelAveraging, take_momentum_step
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate_statistics
 from halfmoon.methods.objectives.base import labeled_cross_entropy
 from halfmoon.models import Network
@@ -119,7 +119,9 @@ class HeteroFL(ModelAveraging):
         mean = {path: torch.where(counts[path] > 0, total[path] / counts[path], old) for path, old in full.items()}
         new: Tree = {"params": tree.unflatten(mean)}
         if self.server_momentum:
-            params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
+            params, momentum = take_momentum_step(
+                server["params"], new["params"], server["momentum"], self.server_momentum
+            )
             new = {"params": params, "momentum": momentum}
         stats = estimate_statistics(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
         return {**new, "stats": stats}

@@ -62,7 +62,7 @@ def initial_private_model(
     return tree.to(task.network.init(generator), model_leaf.device, model_leaf.dtype)
 
 
-def pseudo_labels(logits: Tensor, weight: Tensor) -> PseudoLabels:
+def as_pseudo_labels(logits: Tensor, weight: Tensor) -> PseudoLabels:
     """Turn logits (b, classes) into pseudo-labels with these weights (b,)."""
     confidence, label = logits.softmax(-1).max(-1)
     return PseudoLabels(label, confidence, weight)
@@ -103,7 +103,7 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     return (target.exp() * (target - student.log_softmax(-1))).sum(-1)
 
 
-def low_entropy_mask(logits: Tensor, max_entropy: float | None) -> Tensor:
+def select_low_entropy(logits: Tensor, max_entropy: float | None) -> Tensor:
     """Select predictions with a low entropy.
 
     Args:

@@ -207,13 +207,14 @@ class ProtoFSSLClient(ClientUpdate):
         class_mask = broadcast["known"]
         exists = broadcast["there"]
         groups = (batch.x, batch.u["weak"])
-        _, (labeled, unlabeled), moments = embed_groups(self.task, params, groups, batch.masks(1))
-        # Support: the minibatch's prototypes, one image each, so the product below selects rows of features.
-        received = (broadcast["helpers"] * exists[:, None, None]).sum(0) / exists.sum().clamp_min(1)
+        _, (labeled, unlabeled), moments = embed_groups(self.task, params, groups, batch.masks(1))  # features (n, F)
+        # Support: the first image of each class is its prototype, so the product below selects rows of features. A class
+        # without an image in the minibatch has the helpers' mean prototype.
+        helper_mean = (broadcast["helpers"] * exists[:, None, None]).sum(0) / exists.sum().clamp_min(1)
         support = mask(first_of_each_class(batch.y), batch.x_real)
         membership = one_hot(batch.y, len(class_mask), labeled) * support[:, None]
         in_minibatch = membership.sum(0) > 0
-        prototypes = torch.where(in_minibatch[:, None], membership.T @ labeled, received)
+        prototypes = torch.where(in_minibatch[:, None], membership.T @ labeled, helper_mean)
         has_prototype = in_minibatch | ((class_mask > 0) & (exists.sum() > 0))
         unknown_distance = torch.where(has_prototype, 0.0, UNKNOWN_CLASS_DISTANCE)
         # Queries: all other labeled images. The product with 0 keeps the loss of no images differentiable.

@@ -152,7 +152,7 @@ def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generat
     labels = torch.arange(classes).repeat(len(rows))
     for _ in range(passes):
         for indices in torch.split(torch.randperm(len(points), generator=generator), batch):
-            mean = mean - lr * tuning_gradient(mean, points[indices], labels[indices], margin)
+            mean = mean - lr * compute_tuning_gradient(mean, points[indices], labels[indices], margin)
     return mean
 
 
@@ -163,7 +163,7 @@ def compute_margin(mean: Tensor) -> float:
     return min(100.0, float(distances.amin(-1).max())) if len(mean) > 1 else 0.0
 
 
-def tuning_gradient(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor:
+def compute_tuning_gradient(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor:
     """Compute the gradient of CE(c, softmax_k(-|r - W_k| - margin [k = c])) in W in closed form, the mean over rows r.
 
     Args:

@@ -106,17 +106,19 @@ class RSCFed(ModelAveraging):
             return server
         # Groups are the same for every seed, as a method draws no random numbers of the run.
         generator = rng.generator(0, "rscfed", task.round)
-        means: list[Tree] = []
+        group_means: list[Tree] = []
         for _ in range(self.groups):
             members = torch.randperm(len(upload.weight), generator=generator)[: self.size].to(upload.weight.device)
             # A group without any image would have no mean.
             if bool(upload.weight[members].sum() > 0):
                 group = tree.map(lambda leaf, index=members: leaf[index.to(leaf.device)], upload.update)
-                weights = self.group_weights(group, upload.weight[members], upload.aux["labels"][members])
-                means.append(tree.weighted_mean(group, weights))
-        return tree.weighted_mean(tree.stack(means), torch.ones(len(means))) if means else server
+                weights = self.compute_group_weights(group, upload.weight[members], upload.aux["labels"][members])
+                group_means.append(tree.weighted_mean(group, weights))
+        if not group_means:
+            return server
+        return tree.weighted_mean(tree.stack(group_means), torch.ones(len(group_means)))
 
-    def group_weights(self, models: Tree, rows: Tensor, labels: Tensor) -> Tensor:
+    def compute_group_weights(self, models: Tree, rows: Tensor, labels: Tensor) -> Tensor:
         """Weigh the models of a group, less the farther they are from the group's mean (RSCFed's distance-reweighting).
 
         A model's weight is n_k / n * exp(-beta * distance_k / rows_k), where n_k is its number of images, times

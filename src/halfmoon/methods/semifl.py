@@ -75,10 +75,10 @@ from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.objectives import Supervised
 from halfmoon.methods.objectives.base import (
     RoundLabelingClient,
+    compute_mean_prediction,
     cross_entropy_per_image,
     debias_logits,
     labeled_cross_entropy,
-    mean_prediction,
     predict_with_running_stats,
     predict_with_teacher,
 )
@@ -175,6 +175,10 @@ class SemiFL:
 
         With `halves` each kernel is sigma + psi (FedMatch): sigma starts as the model's kernels. Momentum is of the
         parameters that clients train.
+
+        Args:
+            task: with the network, of which a second one is initialized for psi.
+            model: "params" and "stats" (running batch-norm statistics) of the initial model.
         """
         if not self.halves:
             return {**model, "momentum": tree.zeros_like(model["params"])}
@@ -312,7 +316,7 @@ class SemiFLClient(RoundLabelingClient):
             return carry
         received = self.options.parameters(broadcast)
         logits = predict_with_running_stats(self.task, received, broadcast["stats"], data.views["weak"])
-        prior = mean_prediction(logits, data.u_real)
+        prior = compute_mean_prediction(logits, data.u_real)
         probabilities = self._probabilities(logits, prior)
         if labels_by_step:
             thresholds = rule.begin({}, data, probabilities) if rule.needs_all_rows else carry["thresholds"]

@@ -77,6 +77,10 @@ class TwinSight(ModelAveraging):
 
         The second network has the classifier's architecture, with a two-layer projector as its head.
 
+        Args:
+            task: with the network.
+            model: "params" and "stats" of the initial classifier.
+
         Raises:
             UserError: the classifier's last layer is not named "head", so it cannot be replaced by the projector.
         """
@@ -152,8 +156,8 @@ class TwinSightClient(ClientUpdate):
         hidden, (second_features, _), passes = embed_groups(self.task, second, (first_view, second_view), view_masks)
         projections = F.linear(F.relu(torch.cat(hidden)), second[PROJECTOR]["weight"], second[PROJECTOR]["bias"])
         terms = {
-            "contrast": info_nce(projections, options.temperature, concat(view_masks)),
-            "gram": gram_distance(second_features, features, mask),
+            "contrast": compute_info_nce(projections, options.temperature, concat(view_masks)),
+            "gram": compute_gram_distance(second_features, features, mask),
         }
         # Rows of `logits`: first the labeled images, then the unlabeled ones.
         labeled_logits = logits[: len(batch.x)]
@@ -163,7 +167,7 @@ class TwinSightClient(ClientUpdate):
         return loss, ([moments, *passes], unlabeled_logits.softmax(-1), terms)
 
 
-def gram_distance(features: Tensor, other_features: Tensor, real: Tensor | None = None) -> Tensor:
+def compute_gram_distance(features: Tensor, other_features: Tensor, real: Tensor | None = None) -> Tensor:
     """Compute the mean squared difference () of two networks' matrices of cosine similarities between images.
 
     Args:
@@ -178,7 +182,7 @@ def gram_distance(features: Tensor, other_features: Tensor, real: Tensor | None 
     return difference.mean() if real is None else mean(row_mean(difference, real), real)
 
 
-def info_nce(projections: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
+def compute_info_nce(projections: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
     """Compute SimCLR's contrastive loss NT-Xent (Chen et al. 2020, Eq. 1).
 
     Args:

@@ -11,7 +11,7 @@ which applies to these neighbors (n is public). The bound of that theorem can be
 which is valid too: the accountant uses the smaller one at each order.
 
 **Full participation.** If all clients are in every cohort, as in most federations of sites, sampling does not help and
-the Renyi bound is loose. `exact_epsilon` then uses the exact distribution of the privacy loss, which the library's PLD
+the Renyi bound is loose. `compute_exact_epsilon` then uses the exact distribution of the privacy loss, which the library's PLD
 accountant approximates. That accountant does not support cohorts of a fixed size, only Poisson sampling, in which each
 client participates independently. This module uses only public names of the library.
 """
@@ -96,10 +96,13 @@ def _divergences(event: DpEvent) -> np.ndarray:
     from dp_accounting import NeighboringRelation, dp_event
     from dp_accounting.rdp import RdpAccountant
 
+    delta = 0.5  # any value: the term that depends on it cancels in the difference
+
     def epsilon_increase(order: float) -> float:
         accountant = RdpAccountant([order], NeighboringRelation.REPLACE_ONE)
-        before = accountant.compose(dp_event.ZCDpEvent(rho=0.0, xi=OFFSET_DIVERGENCE)).get_epsilon(0.5)
-        return max(0.0, accountant.compose(event).get_epsilon(0.5) - before)
+        offset = dp_event.ZCDpEvent(rho=0.0, xi=OFFSET_DIVERGENCE)
+        epsilon_before = accountant.compose(offset).get_epsilon(delta)
+        return max(0.0, accountant.compose(event).get_epsilon(delta) - epsilon_before)
 
     return np.array([epsilon_increase(order) for order in ORDERS])
 
@@ -118,10 +121,10 @@ def compute_epsilon(releases: Iterable[tuple[float, CohortDraw | None]], delta: 
     if not counts:
         return 0.0
     noises = [noise for (noise, _), count in counts.items() for _ in range(count)]
-    return min(_compute_renyi_epsilon(counts, delta), exact_epsilon(noises, delta))
+    return min(_compute_renyi_epsilon(counts, delta), compute_exact_epsilon(noises, delta))
 
 
-def exact_epsilon(noises: Iterable[float], delta: float) -> float:
+def compute_exact_epsilon(noises: Iterable[float], delta: float) -> float:
     """Compute the exact epsilon of noised sums without sampling: no smaller value is valid.
 
     Gaussian sums compose into one Gaussian sum, whose precision (in units of the sensitivity 2 C) is the sum of their
@@ -178,7 +181,7 @@ def _compute_renyi_epsilon(counts: Counter[tuple[float, CohortDraw | None]], del
     return float(compute_epsilon(ORDERS, total.tolist(), delta)[0])
 
 
-def planned_epsilon(cohort: int, clients: int, rounds: int, noise: float, delta: float) -> float:
+def compute_planned_epsilon(cohort: int, clients: int, rounds: int, noise: float, delta: float) -> float:
     """Compute epsilon at `delta` of a plan: `rounds` rounds with random cohorts of `cohort` of `clients`."""
     return compute_epsilon([(noise, CohortDraw(cohort, clients))] * rounds, delta)
 
@@ -201,7 +204,7 @@ def find_noise(target: float, cohort: int, clients: int, rounds: int, delta: flo
     """
 
     def epsilon_of(noise: float) -> float:
-        return planned_epsilon(cohort=cohort, clients=clients, rounds=rounds, noise=noise, delta=delta)
+        return compute_planned_epsilon(cohort=cohort, clients=clients, rounds=rounds, noise=noise, delta=delta)
 
     low = 1e-2
     high = 1.0

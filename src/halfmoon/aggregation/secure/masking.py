@@ -167,7 +167,7 @@ def split_secret(
     return shares
 
 
-def lagrange_factors(points: Sequence[int], prime: int = PRIME) -> dict[int, int]:
+def compute_lagrange_factors(points: Sequence[int], prime: int = PRIME) -> dict[int, int]:
     """Compute the factor of each share in the secret: the Lagrange polynomials of the points, evaluated at 0.
 
     Args:
@@ -409,7 +409,7 @@ def unmask(masking: Masking, vectors: Mapping[int, np.ndarray], shares: Mapping[
     total = np.zeros_like(next(iter(vectors.values())))
     for vector in vectors.values():
         total += vector
-    factors = lagrange_factors([sender + 1 for sender in senders])
+    factors = compute_lagrange_factors([sender + 1 for sender in senders])
     for number in masking.numbers:
         secret = sum(shares[sender][number] * factors[sender + 1] for sender in senders) % PRIME
         # The field has 297 elements more than 32 bytes can encode. No valid secret is one of them.

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("give one of --noise and --epsilon: the other one is computed.")
     if noise is None:
         noise = accounting.find_noise(float(target_epsilon or 0), cohort, clients, rounds, delta)
-    epsilon = accounting.planned_epsilon(cohort, clients, rounds, noise, delta)
+    epsilon = accounting.compute_planned_epsilon(cohort, clients, rounds, noise, delta)
     result = {
         "clients": clients,
         "cohort": cohort,

@@ -281,7 +281,7 @@ def debias_logits(logits: Tensor, prior: Tensor) -> Tensor:
     return logits - prior.clamp_min(torch.finfo(prior.dtype).tiny).log()
 
 
-def mean_prediction(logits: Tensor, real: Tensor | None = None) -> Tensor:
+def compute_mean_prediction(logits: Tensor, real: Tensor | None = None) -> Tensor:
     """Compute a client's mean prediction over its images: APP-U, the class bias that FedDB estimates (Eq. 8).
 
     Args:

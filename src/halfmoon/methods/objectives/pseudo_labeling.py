@@ -11,10 +11,10 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, leaves
 from halfmoon.methods.objectives.base import (
     Objective,
+    compute_mean_prediction,
     count_passes,
     debias_logits,
     forward_weak_and_strong,
-    mean_prediction,
     predict_all_rows,
 )
 from halfmoon.methods.objectives.thresholding import Rule, Threshold
@@ -124,7 +124,7 @@ class PseudoLabeling:
         if logits is None:
             return cached
         # The prior is fixed for the whole client update: it is the mean prediction of the received model.
-        cached["prior"] = mean_prediction(logits, data.u_real)
+        cached["prior"] = compute_mean_prediction(logits, data.u_real)
         if self.labels == "round":
             cached["round_logits"] = logits
         if self.threshold_rule.needs_all_rows:
@@ -187,7 +187,7 @@ class PseudoLabeling:
         """Debias the predictions (b, classes) of a step, if the option `debias` is set."""
         if not self.debias:
             return logits
-        prior = cached["prior"] if self.debias_over == "all" else mean_prediction(logits, batch.u_real)
+        prior = cached["prior"] if self.debias_over == "all" else compute_mean_prediction(logits, batch.u_real)
         return debias_logits(logits, prior)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
