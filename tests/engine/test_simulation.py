@@ -492,6 +492,14 @@ def test_others_than_the_cohort_can_be_asked():
     assert simulation.clients == 4
 
 
+@pytest.mark.parametrize("clients", [torch.zeros(0, dtype=torch.int64), torch.tensor([])])
+def test_a_query_of_no_client_is_refused(clients):
+    simulation = simulate(Counting(queries=1), task())
+    simulation.open(0)
+    with pytest.raises(ValueError, match=r"query\('count'\) has no clients: give at least one, or leave clients out"):
+        simulation.query("count", {"base": torch.tensor(0.0)}, clients=clients)
+
+
 @BOTH
 def test_the_server_trains_on_its_own_rows(executor):
     """It sees its labels and no unlabeled row, remembers from round to round, and nothing travels."""

@@ -238,9 +238,12 @@ class ServerRuntime(ABC):
             contains only weights of shape (0,).
 
         Raises:
+            ValueError: `clients` names no client.
             TooFewReplies: the aggregators accept no upload.
         """
         recipients = self.cohort if clients is None else clients.cpu()
+        if len(recipients) == 0:
+            raise ValueError(f"query({client_update!r}) has no clients: give at least one, or leave clients out.")
         private = {} if per_client is None else per_client
         query = self._query  # the next call increases it
         uploads: dict[int, Upload] = {}
