@@ -104,9 +104,9 @@ def test_test_counts_are_capped_alike():
         evaluation.add({"confusion": cells, "loss": loss}, 2, int(cells.sum())) for cells in (wrong, wrong, wrong)
     )
     assert evaluation.add({"confusion": right, "loss": torch.tensor(0.0, dtype=torch.float64)}, 2, 10**6)
-    tally = evaluation.tally()
-    assert tally.row()["accuracy"] == pytest.approx(20 / 50)
-    assert tally.loss == pytest.approx(30 / 50)
+    total = evaluation.total()
+    assert total.row()["accuracy"] == pytest.approx(20 / 50)
+    assert total.loss == pytest.approx(30 / 50)
     assert len(evaluation.results) == 4
 
 

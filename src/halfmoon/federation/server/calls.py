@@ -29,13 +29,16 @@ from halfmoon.federation.server.validation import check_counts, check_norm, chec
 from halfmoon.models import Network
 from halfmoon.storage.events import EventList, EventRecorder
 
+MAX_REASON_LENGTH = 500
+"""Characters of a site's refusal that are logged."""
+
 
 @dataclass
 class FederatedEvaluation:
     """The evaluation of one model on the images of several sites.
 
     Attributes:
-        cap: a site counts at most this many times the median number of images; 0 for no cap.
+        cap: largest number of images of a site, in multiples of the median; 0 for no cap.
         results: for each site the confusion matrix (rows are true classes) and the mean loss.
         by_site: accuracy of those sites whose people agreed to show it.
     """
@@ -44,16 +47,17 @@ class FederatedEvaluation:
     results: list[tuple[Tensor, float]] = field(default_factory=list)
     by_site: dict[str, float] = field(default_factory=dict)
 
-    def add(self, result: object, classes: int, tests: int) -> bool:
-        """Add the result of a site.
+    def add(self, result: object, class_count: int, image_count: int) -> bool:
+        """Add a site's evaluation of the model, unless it is impossible. Sites are not trusted.
 
         Args:
             result: what the site sent: {"confusion": int64 (classes, classes), "loss": float scalar}.
-            classes: the number of classes.
-            tests: the number of images that the site declared.
+            class_count: the number of classes.
+            image_count: the number of images that the site declared when it joined.
 
         Returns:
-            Whether the result is plausible; if not, it is not added.
+            True if the result was added. False if it has another format, counts other images than declared, or its
+            loss is not finite.
         """
         if not isinstance(result, dict):
             return False
@@ -61,39 +65,53 @@ class FederatedEvaluation:
         loss = result.get("loss")
         if not isinstance(confusion, Tensor) or not isinstance(loss, Tensor):
             return False
-        if confusion.shape != (classes, classes) or confusion.dtype != torch.int64 or loss.shape != ():
+        if confusion.shape != (class_count, class_count) or confusion.dtype != torch.int64 or loss.shape != ():
             return False
-        if int(confusion.min()) < 0 or int(confusion.sum()) != tests or not tests or not bool(loss.isfinite()):
+        if image_count == 0 or int(confusion.sum()) != image_count or int(confusion.min()) < 0:
+            return False
+        if not bool(loss.isfinite()):
             return False
         self.results.append((confusion.clone(), float(loss)))
         return True
 
-    def tally(self) -> ModelEvaluation | None:
-        """Sum the results; a site above the cap has each cell of its matrix scaled down. None without results."""
+    def total(self) -> ModelEvaluation | None:
+        """Sum the confusion matrices of the sites, and average their losses, weighted by images.
+
+        The cells of a site with more images than the cap allows are scaled down, so that a site that claims a million
+        images does not decide the accuracy.
+
+        Returns:
+            The evaluation over all sites; None if no site has sent a result.
+        """
         if not self.results:
             return None
-        counts = [int(confusion.sum()) for confusion, _ in self.results]
-        max_counts = compute_caps([float(count) for count in counts], self.cap)
-        total = torch.zeros_like(self.results[0][0])
-        loss = 0.0
-        for (confusion, mean_loss), count, max_count in zip(self.results, counts, max_counts, strict=True):
+        image_counts = [int(confusion.sum()) for confusion, _ in self.results]
+        max_counts = compute_caps([float(count) for count in image_counts], self.cap)
+        total_confusion = torch.zeros_like(self.results[0][0])
+        loss_sum = 0.0
+        for (confusion, mean_loss), count, max_count in zip(self.results, image_counts, max_counts, strict=True):
             if count > max_count:
                 confusion = (confusion.double() * (max_count / count)).floor().to(torch.int64)
-            total = total + confusion
-            loss += mean_loss * int(confusion.sum())
-        return ModelEvaluation(total, loss / max(1, int(total.sum())))
+            total_confusion = total_confusion + confusion
+            loss_sum += mean_loss * int(confusion.sum())
+        # Scaling may round every cell down to 0.
+        total_count = max(1, int(total_confusion.sum()))
+        return ModelEvaluation(total_confusion, loss_sum / total_count)
 
     def row(self, round: int) -> dict[str, Any] | None:
-        """Build the metrics row of the model of a round.
+        """Build the metrics of a model over all sites, for metrics.jsonl.
+
+        Args:
+            round: the number of rounds after which the model was sent.
 
         Returns:
             {"round", "sites", "accuracy", "loss", "per_class", "balanced_accuracy"}, with "by_site" if a site shows
             its accuracy, and "clients", their mean and spread, if two sites or more do. None without results.
         """
-        tally = self.tally()
-        if tally is None:
+        total = self.total()
+        if total is None:
             return None
-        row = {"round": round, "sites": len(self.results), **tally.row()}
+        row = {"round": round, "sites": len(self.results), **total.row()}
         if self.by_site:
             row["by_site"] = dict(self.by_site)
         if len(self.by_site) > 1:
@@ -114,7 +132,7 @@ class Evaluations(NamedTuple):
 
 
 class RunIdentity(NamedTuple):
-    """The part of every message that identifies the run.
+    """The fields of every message that identify the run.
 
     Attributes:
         federation: the hash of the terms.
@@ -137,32 +155,32 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the server knows about its sites in advance; replies are checked against it.
+    """Facts about the sites that replies are checked with, known before a reply arrives. Functions get a site's name.
 
     Attributes:
-        patterns: finds the spec of an upload; None to skip the checks.
-        max_amount: maps a client update and a site to the most that it may train on, and to the site's image count.
-        tests: number of test images of a site; 0 if the server does not need them.
-        validations: number of validation images of a site; 0 if the server does not need them.
+        upload_probe: finds the spec of an upload; None to skip the checks.
+        max_amount: maps a client update and a site to the longest valid update, and to the site's image count.
+        test_count: number of test images of a site; 0 if the server does not need them.
+        validation_count: number of validation images of a site; 0 if the server does not need them.
         keys: long-term keys of the sites. With keys, uploads are masked, and only their sum can be read.
         cap: cap on the weights; None if the server cannot see the weight of a single site.
-        shared: whether a site allows its own accuracy to be shown.
-        declared: numbers of labeled and of unlabeled images that a site has declared.
+        shows_accuracy: whether a site allows its accuracy to be shown.
+        declared_size: numbers of labeled and of unlabeled images that a site has declared.
     """
 
-    patterns: UploadProbe | None = None
+    upload_probe: UploadProbe | None = None
     max_amount: Callable[[ClientUpdate, str], tuple[Amount, int]] = lambda client_update, site: (Amount(0, 0, 0), 0)
-    tests: Callable[[str], int] = lambda _: 0
-    validations: Callable[[str], int] = lambda _: 0
+    test_count: Callable[[str], int] = lambda _: 0
+    validation_count: Callable[[str], int] = lambda _: 0
     keys: Callable[[], Mapping[str, bytes]] | None = None
     cap: WeightCap | None = None
-    shared: Callable[[str], bool] = lambda _: False
-    declared: Callable[[str], ClientSize] = lambda _: ClientSize(0, 0)
+    shows_accuracy: Callable[[str], bool] = lambda _: False
+    declared_size: Callable[[str], ClientSize] = lambda _: ClientSize(0, 0)
 
 
 @dataclass(frozen=True)
 class CheckedReply:
-    """A reply that may change the model. Its upload stays in the spool until it is aggregated.
+    """A reply that may change the model. Its upload remains in the spool until it is aggregated.
 
     Attributes:
         reply: the reply without its upload.
@@ -216,14 +234,16 @@ class SiteCalls:
         return self.link.exchange(_serialize(requests), description)
 
     def collect_masked(self, requests: Mapping[str, Request], spec: TreeSpec, description: str) -> dict[str, Reply]:
-        """Send requests that belong to a masked sum and return the usable replies.
+        """Send the requests of one step of a secure sum (keys, shares, unmasking) and return the usable replies.
+
+        A site whose reply is missing or has other shapes than `spec` is logged and left out.
 
         Args:
-            requests: one for each site.
-            spec: the spec that `Reply.upload` must have.
-            description: the exchange, in the words of the log.
+            requests: the request of each site.
+            spec: names, shapes and dtypes that the tensors of a reply must have.
+            description: description of the exchange for the log.
         """
-        replies: dict[str, Reply] = {}
+        usable_replies: dict[str, Reply] = {}
         max_bytes = limits.max_message_bytes([spec])
         for site, response in self.exchange(requests, description).items():
             reply = self.read_reply(site, response, requests[site], max_bytes)
@@ -233,54 +253,77 @@ class SiteCalls:
             if fault is not None:
                 self.reject(site, fault, requests[site].round)
             else:
-                replies[site] = reply
-        return replies
+                usable_replies[site] = reply
+        return usable_replies
 
     def plain_spec(self, context: ClientContext, received: Tree) -> TreeSpec:
-        """Find the spec of the uploads that a masked sum hides; raise UserError if it cannot be found."""
-        patterns = self.inspection.patterns
-        spec = None if patterns is None else patterns.find_spec(context, received)
+        """Find names, shapes and dtypes of the uploads that a secure sum hides; raise UserError if they are unknown.
+
+        Args:
+            context: the client update.
+            received: the tree that a site receives. Its structure determines that of the upload.
+        """
+        upload_probe = self.inspection.upload_probe
+        spec = None if upload_probe is None else upload_probe.find_spec(context, received)
         if not spec:
             raise UserError("the shape of the sites' uploads cannot be computed, so their masked sum cannot be read.")
         return spec
 
     def evaluators(self) -> list[str]:
         """List the sites that evaluate models: those with test or validation images, except quarantined ones."""
-        active = [name for name in self.names if name not in self.quarantine.sites]
-        return [name for name in active if self.inspection.tests(name) or self.inspection.validations(name)]
+        inspection = self.inspection
+        with_images = [name for name in self.names if inspection.test_count(name) or inspection.validation_count(name)]
+        return [name for name in with_images if name not in self.quarantine.sites]
 
     def evaluate(self, requests: Mapping[str, Request], network: Network) -> Evaluations:
-        """Request evaluations of a model without a client update, and sum the results."""
+        """Have sites evaluate a model without training, and sum their results.
+
+        Args:
+            requests: the request of each site, with the model to evaluate.
+            network: the network that the federation trains.
+
+        Returns:
+            The sums over the sites that replied with a plausible result.
+        """
         evaluations = Evaluations.with_cap(self.rules.weight_cap)
-        responses = self.exchange(requests, "the final evaluation") if requests else {}
-        for name, response in responses.items():
-            max_bytes = self.max_reply_bytes(None, requests[name], {}, network)
-            reply = self.read_reply(name, response, requests[name], max_bytes)
+        if not requests:
+            return evaluations
+        for site, response in self.exchange(requests, "the final evaluation").items():
+            max_bytes = self.max_reply_bytes(context=None, request=requests[site], received={}, network=network)
+            reply = self.read_reply(site, response, requests[site], max_bytes)
             if reply is not None:
-                self.add_evaluation(evaluations, name, reply, network)
+                self.add_evaluation(evaluations, site, reply, network)
         return evaluations
 
     def add_evaluation(self, evaluations: Evaluations, site: str, reply: Reply, network: Network) -> None:
-        """Add the results of a site, if it sent some. Implausible results are left out and logged."""
+        """Add a site's results on its test and validation images; impossible results are left out and logged.
+
+        Args:
+            evaluations: the sums to add to.
+            site: the site.
+            reply: its reply. `reply.evaluation` has "confusion" and "loss" on the test images, and below "validation"
+                the same on the validation images; it is empty if no evaluation was requested.
+            network: the network that the federation trains.
+        """
         if not reply.evaluation:
             return
-        tests = self.inspection.tests(site)
-        validations = self.inspection.validations(site)
+        test_count = self.inspection.test_count(site)
+        validation_count = self.inspection.validation_count(site)
         plausible = True
-        if tests:
-            plausible &= evaluations.tests.add(reply.evaluation, network.classes, tests)
-        if validations:
-            plausible &= evaluations.validations.add(reply.evaluation.get("validation"), network.classes, validations)
-        if plausible and tests and self.inspection.shared(site):
-            confusion = evaluations.tests.results[-1][0]
+        if test_count:
+            plausible &= evaluations.tests.add(reply.evaluation, network.classes, test_count)
+        if validation_count:
+            validation = reply.evaluation.get("validation")
+            plausible &= evaluations.validations.add(validation, network.classes, validation_count)
+        if plausible and test_count and self.inspection.shows_accuracy(site):
+            confusion, _ = evaluations.tests.results[-1]
             evaluations.tests.by_site[site] = int(confusion.trace()) / int(confusion.sum())
         if not plausible:
-            self.log.record(
-                "evaluation_rejected", f"{site} sent an impossible evaluation of a model: it is left out", site=site
-            )
+            text = f"{site} sent an impossible evaluation of a model: it is left out"
+            self.log.record("evaluation_rejected", text, site=site)
 
     def max_reply_bytes(self, context: ClientContext | None, request: Request, received: Tree, network: Network) -> int:
-        """Compute the size of the largest reply that an honest site can send.
+        """Compute the size of the largest reply that an honest site can send, so that larger ones are not read.
 
         Args:
             context: the client update; None if the spec of its upload is not known.
@@ -288,14 +331,14 @@ class SiteCalls:
             received: the tree that the site receives.
             network: the network that the federation trains.
         """
-        patterns = self.inspection.patterns
-        if patterns is None:
+        upload_probe = self.inspection.upload_probe
+        if upload_probe is None:
             return messages.MAX_MESSAGE_BYTES
-        spec = None if context is None else patterns.find_spec(context, received)
-        if spec is None and request.client_update:
+        upload_spec = None if context is None else upload_probe.find_spec(context, received)
+        if upload_spec is None and request.client_update:
             return limits.max_unknown_message_bytes(network)
-        evaluation = limits.evaluation_spec(network.classes) if request.evaluation else {}
-        return limits.max_message_bytes([spec or {}, evaluation])
+        evaluation_spec = limits.evaluation_spec(network.classes) if request.evaluation else {}
+        return limits.max_message_bytes([upload_spec or {}, evaluation_spec])
 
     def read_reply(self, site: str, response: SiteResponse, request: Request, max_bytes: int) -> Reply | None:
         """Read a response; one that is missing, refuses or is malformed is logged and gives None."""
@@ -305,12 +348,25 @@ class SiteCalls:
     def _read(
         self, site: str, response: SiteResponse, request: Request, max_bytes: int
     ) -> tuple[Reply, dict[str, Any]] | None:
-        """Read a response; return the reply and the layout of its trees."""
-        number = request.round + 1
+        """Parse a site's response and check that it replies to this request.
+
+        A response that is missing, refuses the request, is malformed, or replies to another request is logged. All but
+        the first two count as unusable replies, which lead to quarantine.
+
+        Args:
+            site: the site.
+            response: the serialized reply, or the reason why there is none.
+            request: the request.
+            max_bytes: size from which a reply is not parsed.
+
+        Returns:
+            The reply and the layout of its tensors in the message; None if it cannot be used.
+        """
+        round_number = request.round + 1
         if response.data is None:
             event = "site_absent" if response.reason.startswith(NOT_CONNECTED) else "site_skipped"
-            text = f"{site} has no part in round {number}: {response.reason}"
-            self.log.record(event, text, site=site, round=number, reason=response.reason)
+            text = f"{site} has no part in round {round_number}: {response.reason}"
+            self.log.record(event, text, site=site, round=round_number, reason=response.reason)
             return None
         if response.reason:
             return self.reject(site, response.reason, request.round)
@@ -320,10 +376,11 @@ class SiteCalls:
         except MalformedMessage as error:
             return self.reject(site, str(error), request.round)
         if isinstance(message, Refusal):
-            reason = message.reason[:500]
-            text = f"{site} has no part in round {number}: {reason}"
-            self.log.record("site_skipped", text, site=site, round=number, reason=reason)
+            reason = message.reason[:MAX_REASON_LENGTH]
+            text = f"{site} has no part in round {round_number}: {reason}"
+            self.log.record("site_skipped", text, site=site, round=round_number, reason=reason)
             return None
+        # A reply repeats the round, query and so on of its request. A late reply to an earlier request has others.
         if any(getattr(request, name) != getattr(message, name) for name in ECHOED_FIELDS):
             answered = f"round {message.round + 1}, query {message.query + 1} ({message.client_update[:40]})"
             return self.reject(site, f"it answers {answered}", request.round)
@@ -334,19 +391,30 @@ class SiteCalls:
         responses: Mapping[str, SiteResponse],
         requests: Mapping[str, Request],
         context: ClientContext,
-        downlinks: Mapping[str, Tree],
+        downloads: Mapping[str, Tree],
         network: Network,
     ) -> dict[str, CheckedReply]:
-        """Find the replies that may change the model.
+        """Select the replies that may change the model: valid, plausible, and with a norm near that of the others.
 
-        One reply at a time is in memory: its upload is dropped after the checks, and loaded again from the spool.
+        Only one upload at a time is in memory: it is freed after its checks, and aggregation loads it a second time
+        from the spool on the disk.
+
+        Args:
+            responses: the response of each site.
+            requests: the request of each site.
+            context: the client update.
+            downloads: the tree that each site received.
+            network: the network that the federation trains.
+
+        Returns:
+            The accepted replies, by site. The others have been logged.
         """
         replies: dict[str, CheckedReply] = {}
         for site, response in responses.items():
-            reply = self._read_and_check(site, response, requests[site], context, downlinks[site], network)
+            reply = self._read_and_check(site, response, requests[site], context, downloads[site], network)
             if reply is not None:
                 replies[site] = reply
-        # Masked uploads have no norm of their own (0), so this check does not reject any of them.
+        # The norm of a masked upload is set to 0, so this check does not reject any of them.
         norms = {site: reply.norm for site, reply in replies.items()}
         bound = min(self.rules.norm_bound, context.client_update.max_norm_ratio)
         too_large = check_norm(norms, bound)
@@ -365,8 +433,9 @@ class SiteCalls:
     ) -> CheckedReply | None:
         """Read a site's reply, reject it if it breaks a rule, and measure its upload.
 
-        Without `Inspection.patterns` only the size and the encoding are checked, and that it answers the request. Of a
-        masked upload only the layout and the counts are checked, as its numbers mean nothing before they are summed.
+        Without an upload probe, which knows the shapes of valid uploads, only the size and the encoding are checked, and
+        that it replies to the request. Of a masked upload only the layout and the counts are checked, because its
+        numbers are random before they are summed.
 
         Args:
             site: the site.
@@ -387,8 +456,8 @@ class SiteCalls:
         reply, layout = result
         weight = 0.0
         norm = 0.0
-        if self.inspection.patterns is not None:
-            fault = self._find_fault(self.inspection.patterns, site, reply, context, received)
+        if self.inspection.upload_probe is not None:
+            fault = self._find_layout_fault(self.inspection.upload_probe, site, reply, context, received)
             if fault is not None:
                 return self.reject(site, fault, context.round)
             if not masked:
@@ -398,60 +467,85 @@ class SiteCalls:
                 if fault is not None:
                     return self.reject(site, fault, context.round)
                 weight, norm = _measure_upload(upload, received, context)
-        return CheckedReply(replace(reply, upload={}), response.data, layout, weight, norm)
+        reply_without_upload = replace(reply, upload={})
+        return CheckedReply(reply_without_upload, response.data, layout, weight, norm)
 
-    def _find_fault(
-        self, patterns: UploadProbe, site: str, reply: Reply, context: ClientContext, received: Tree
+    def _find_layout_fault(
+        self, upload_probe: UploadProbe, site: str, reply: Reply, context: ClientContext, received: Tree
     ) -> str | None:
-        """Describe what is wrong with the layout of a reply's trees or with its counts; None if nothing is.
+        """Describe a fault in the names, shapes, dtypes or counts of a reply; None if it has none.
 
-        The layout of a masked upload is that of a masked sum.
+        Args:
+            upload_probe: computes the layout of a valid upload.
+            site: the site.
+            reply: its reply. With secure aggregation the upload is one masked vector instead of parameters.
+            context: the client update.
+            received: the tree that the site received.
         """
         if self.inspection.keys is None:
             upload_spec = context.client_update.requirements.upload_spec
-            tree_spec = patterns.find_spec(context, received)
+            tree_spec = upload_probe.find_spec(context, received)
         else:
             upload_spec = None
-            tree_spec = sum_spec(sum_layout(self.plain_spec(context, received)))
+            plain_spec = self.plain_spec(context, received)
+            tree_spec = sum_spec(sum_layout(plain_spec))
         fault = check_schema(reply.upload, reply.samples, tree_spec, upload_spec)
         if fault is not None:
             return fault
-        max_amount, images = self.inspection.max_amount(context.client_update, site)
-        return check_counts(reply, max_amount, images, upload_spec)
+        max_amount, image_count = self.inspection.max_amount(context.client_update, site)
+        return check_counts(reply, max_amount, image_count, upload_spec)
 
     def _find_value_fault(self, site: str, upload: Upload, context: ClientContext) -> str | None:
-        """Describe what is wrong with the numbers of a decoded upload, which is not masked; None if nothing is."""
+        """Describe a fault in the values of an upload that is decompressed and not masked; None if it has none."""
         if context.client_update.task.upload_precision != "float32":
-            # Finite values of a small type may overflow when they are decoded.
-            fault = check_schema(upload.tree, {}, None)
+            # Finite values of a small type may overflow when they are decompressed.
+            fault = check_schema(upload.tree, samples={}, pattern=None)
             if fault is not None:
                 return fault
-        declared = self.inspection.declared(site)
+        declared = self.inspection.declared_size(site)
         return context.client_update.find_fault(upload, declared.labeled, declared.unlabeled)
 
     def weight_scale(self, replies: Mapping[int, CheckedReply], upload_spec: UploadSpec) -> dict[int, float]:
-        """Compute the factor that brings each client's weight below the cap, by client number.
+        """Compute the factor by which each client's weight is multiplied so that it does not exceed the cap.
 
-        The weight in a sum over images is the number of images, and apart from it that of labeled images: a client with
-        far more labels than the others would determine a head, however many images they have.
+        An upload that is a mean is capped by the weight that it reports. An upload that is a sum over images has no
+        weight, so it is capped by the number of images that its site declared, and also by that of labeled images: a
+        client with far more labels than the others would determine a classifier head that is solved from sums.
+
+        Args:
+            replies: the accepted replies by client number.
+            upload_spec: declares which sections of an upload are sums.
+
+        Returns:
+            Factors between 0 and 1 by client number.
         """
         clients = list(replies)
         cap = self.inspection.cap
         if cap is None:
             return dict.fromkeys(clients, 1.0)
         if not upload_spec.sums:
-            scale = cap.scale(clients, [replies[client].weight for client in clients])
+            reported_weights = [replies[client].weight for client in clients]
+            scale = cap.scale(clients, reported_weights)
             return dict(zip(clients, scale, strict=True))
-        sizes = [self.inspection.declared(self.names[client]) for client in clients]
-        scale = cap.scale(clients, [float(size.labeled + size.unlabeled) for size in sizes])
-        labeled = [float(size.labeled) for size in sizes]
-        for row, limit in enumerate(compute_caps(labeled, cap.factor)):
-            if labeled[row] > limit:
-                scale[row] = min(scale[row], limit / labeled[row])
+
+        sizes = [self.inspection.declared_size(self.names[client]) for client in clients]
+        image_counts = [float(size.labeled + size.unlabeled) for size in sizes]
+        label_counts = [float(size.labeled) for size in sizes]
+        scale = cap.scale(clients, image_counts)
+        label_limits = compute_caps(label_counts, cap.factor)
+        for index, (label_count, limit) in enumerate(zip(label_counts, label_limits, strict=True)):
+            if label_count > limit:
+                scale[index] = min(scale[index], limit / label_count)
         return dict(zip(clients, scale, strict=True))
 
     def reject(self, site: str, reason: str, round: int) -> None:
-        """Count and log an unusable reply of `round` (from 0)."""
+        """Log an unusable reply and count it. A site with too many of them is put into quarantine.
+
+        Args:
+            site: the site.
+            reason: why its reply cannot be used.
+            round: the round, from 0.
+        """
         limit_reached = self.quarantine.count_refusal(site, round, reason)
         text = f"refused in round {round + 1}: the answer of {site}: {reason}"
         self.log.record("reply_rejected", text, site=site, round=round + 1, reason=reason)
@@ -462,7 +556,11 @@ class SiteCalls:
 
 
 def _measure_upload(upload: Upload, received: Tree, context: ClientContext) -> tuple[float, float]:
-    """Compute the weight of a decoded upload and the norm of its update, by the method's rule if it has one."""
+    """Compute the weight of a decompressed upload and the norm of its update.
+
+    A method may define the norm (`ClientUpdate.upload_norm`); otherwise it is the Euclidean norm of the difference
+    between the upload and the tree that the site received.
+    """
     norm = context.client_update.upload_norm(upload)
     if norm is None:
         norm = update_norm(upload, received, context.client_update.requirements.upload_spec)
@@ -470,17 +568,21 @@ def _measure_upload(upload: Upload, received: Tree, context: ClientContext) -> t
 
 
 def _serialize(requests: Mapping[str, Request]) -> dict[str, bytes]:
-    """Serialize requests; equal requests, which share their tensors, are serialized once."""
-    cache: dict[tuple[object, ...], bytes] = {}
-    mail: dict[str, bytes] = {}
+    """Serialize the request of each site. Equal requests share one copy of the bytes, since a model may be large.
+
+    Two requests are equal if their fields are equal and their trees consist of the same tensor objects, which is the
+    case for a broadcast. Comparing identities avoids comparing values.
+    """
+    serialized: dict[tuple[object, ...], bytes] = {}
+    messages_by_site: dict[str, bytes] = {}
     for site, request in requests.items():
         trees = {"down": request.download, "evaluation": request.evaluation, "masks": request.masks}
         header = repr(replace(request, download={}, evaluation={}, masks={}))
-        # Empty branches have no leaves, so the names at the top of each tree are part of the key as well.
+        # Empty branches have no leaves, so the names at the top of each tree belong to the key as well.
         top_names = [repr(list(tree)) for tree in trees.values()]
-        tensors = [(path, id(leaf)) for path, leaf in flatten(trees).items()]
-        key = (header, *top_names, *tensors)
-        if key not in cache:
-            cache[key] = messages.write_message(request)
-        mail[site] = cache[key]
-    return mail
+        tensor_ids = [(path, id(leaf)) for path, leaf in flatten(trees).items()]
+        key = (header, *top_names, *tensor_ids)
+        if key not in serialized:
+            serialized[key] = messages.write_message(request)
+        messages_by_site[site] = serialized[key]
+    return messages_by_site

@@ -100,14 +100,14 @@ class RemoteRuntime(ServerRuntime):
 
     def final_evaluation(self, model: Tree) -> tuple[Row | None, Row | None]:
         """Evaluate the last model at the sites, and return its test and validation rows; None without validation images."""
-        if not any(self.calls.inspection.validations(name) for name in self.names):
+        if not any(self.calls.inspection.validation_count(name) for name in self.names):
             return None, None
         tests, validations = self._evaluate(model, self.calls.evaluators())
         return tests.row(self._round + 1), validations.row(self._round + 1)
 
     def evaluate_last(self, model: Tree) -> FederatedEvaluation:
         """Evaluate a model on the test images of the sites."""
-        names = [name for name in self.calls.evaluators() if self.calls.inspection.tests(name)]
+        names = [name for name in self.calls.evaluators() if self.calls.inspection.test_count(name)]
         return self._evaluate(model, names).tests
 
     def _evaluate(self, model: Tree, names: Sequence[str]) -> Evaluations:

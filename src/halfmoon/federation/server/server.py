@@ -104,10 +104,12 @@ class FederationServer:
         return limits.max_unknown_message_bytes(network)
 
     def prepare(self) -> None:
-        """Create or check the run folder, and check the server's image folders.
+        """Check everything that the server needs before it waits for sites: its image folders and its run folder.
+
+        A run folder that does not exist yet is created.
 
         Raises:
-            UserError: for anything that would otherwise fail later.
+            UserError: if an image folder cannot be read or is missing, or the run folder belongs to another run.
         """
         for folder in (self.plan.test, self.plan.server, self.plan.validation):
             if folder is not None:
@@ -117,15 +119,18 @@ class FederationServer:
                 "labels_at is 'server', but [federation] names no folder of the server's own labeled images: give its "
                 "path as server."
             )
-        with self._open_folder():
-            pass
+        # Opening checks that the folder belongs to this run. It is closed, because `serve` opens it later.
+        self._open_folder().close()
 
-    def readmit(self, name: str) -> None:
+    def readmit(self, site_name: str) -> None:
         """Let a site out of quarantine; raise UserError for an unknown site."""
-        self._quarantine().readmit(name)
+        self._quarantine().readmit(site_name)
 
     def serve(self, transport: Transport, patience: float = math.inf) -> Row:
-        """Run the remaining rounds. If the run is finished, deliver the model to sites that lack it, if requested.
+        """Run the rounds that the run folder does not contain yet, from its last checkpoint.
+
+        If the run is finished, send its model to the sites that do not have it, provided that the delivery record in
+        the run folder requests this.
 
         Args:
             transport: carries messages to the sites.
@@ -135,17 +140,19 @@ class FederationServer:
             The summary of the run.
 
         Raises:
-            UserError: if the folder belongs to another run or is in use, or too few sites answer.
+            UserError: if the folder belongs to another run or is in use, or too few sites reply.
         """
         with self._open_folder() as folder:
             summary = folder.summary()
             if summary is None:
                 config = self.plan.config
-                with factory.apply_compute_settings(config, factory.count_site_threads(config)):
+                thread_count = factory.count_site_threads(config)
+                with factory.apply_compute_settings(config, thread_count):
                     return self._run(folder, transport, patience)
             record = atomic_io.read_json(self.path / DELIVERY) or {}
-            if record.get("again") is True and record.get("lacks"):
-                self._redeliver(record["lacks"], transport, patience)
+            sites_without_model = record.get("lacks")
+            if record.get("again") is True and sites_without_model:
+                self._redeliver(sites_without_model, transport, patience)
             return summary
 
     def _run(self, folder: RunFolder, transport: Transport, patience: float) -> Row:
@@ -175,16 +182,7 @@ class FederationServer:
         self._check_patience(manager)
         results = run_rounds(experiment, folder, checkpoint, self._record_round)
         if isinstance(experiment.runtime, RemoteRuntime) and experiment.test is None:
-            evaluation = experiment.runtime.evaluate_last(results["model"])
-            tally = evaluation.tally()
-            if tally is not None:
-                accuracy = tally.row()["accuracy"]
-                text = f"the sites' own test images: accuracy {accuracy:.2%}"
-                log.record("final_evaluation", text, accuracy=accuracy)
-                results |= {"confusion": tally.confusion.tolist(), "accuracy": _accuracy(folder, tally, results)}
-            if len(evaluation.by_site) > 1:
-                shares = evaluation.by_site
-                results["client_accuracy"] = {**summarize_clients([*shares.values()]), "each": dict(shares)}
+            results |= self._evaluate_at_sites(experiment.runtime, folder, results)
 
         identity = {"federation": terms.hash, "sites": list(terms.sites)}
         summary = assembly.build_summary(config, identity, terms.image_spec.classes, folder, results)
@@ -200,11 +198,44 @@ class FederationServer:
         log.record("finished", f"finished: the model is {self.path / 'model.safetensors'}")
         return summary
 
+    def _evaluate_at_sites(self, runtime: RemoteRuntime, folder: RunFolder, results: Row) -> Row:
+        """Evaluate the final model on the sites' test images, and return fields to add to the results of the run.
+
+        Args:
+            runtime: sends the model to the sites.
+            folder: the run folder, with the evaluations of earlier rounds.
+            results: the results of the rounds; "model" is the final model.
+
+        Returns:
+            "confusion" and "accuracy" over all sites, if any has test images, and "client_accuracy", if two sites or
+            more allow their accuracy to be shown.
+        """
+        evaluation = runtime.evaluate_last(results["model"])
+        fields: Row = {}
+        total = evaluation.total()
+        if total is not None:
+            accuracy = total.row()["accuracy"]
+            text = f"the sites' own test images: accuracy {accuracy:.2%}"
+            self.log.record("final_evaluation", text, accuracy=accuracy)
+            fields["confusion"] = total.confusion.tolist()
+            fields["accuracy"] = _summarize_accuracy(folder, total, results)
+        site_accuracies = evaluation.by_site
+        if len(site_accuracies) > 1:
+            mean_and_spread = summarize_clients([*site_accuracies.values()])
+            fields["client_accuracy"] = {**mean_and_spread, "each": dict(site_accuracies)}
+        return fields
+
     def _check_patience(self, manager: ClientManager) -> None:
-        """Raise UserError if training is to stop by validation images, but neither server nor sites have any."""
-        has_validation = self.plan.validation is not None
-        has_validation |= any(acceptance.validations for acceptance in manager.acceptances.values())
-        if self.plan.config.patience is not None and not has_validation:
+        """Check that early stopping (option `patience`) has validation images, at the server or at a site that joined.
+
+        Raises:
+            UserError: if there are none.
+        """
+        if self.plan.config.patience is None:
+            return
+        server_has_images = self.plan.validation is not None
+        site_has_images = any(acceptance.validations for acceptance in manager.acceptances.values())
+        if not server_has_images and not site_has_images:
             raise UserError(
                 f"patience is {self.plan.config.patience}, but neither the server nor a site that joined has validation "
                 "images: set validation in the table [federation], have a site join with --validation, or leave "
@@ -212,35 +243,57 @@ class FederationServer:
             )
 
     def _record_round(self, row: Row) -> None:
+        """Log that a round is finished, with its sites and the outliers that the aggregation left out.
+
+        Args:
+            row: the round's line of metrics.jsonl. "cohort" has the client numbers.
+        """
         text = describe_round(row, settings.count_rounds(self.plan.config))
-        names = self.plan.terms.sites
-        cohort = [names[client] for client in row["cohort"]]
-        outliers = (row.get("aggregation") or {}).get("outside", ())
-        left_out = {outlier["site"]: describe_outlier(outlier) for outlier in outliers}
+        site_names = self.plan.terms.sites
+        cohort = [site_names[client] for client in row["cohort"]]
+        aggregation = row.get("aggregation") or {}
+        left_out = {outlier["site"]: describe_outlier(outlier) for outlier in aggregation.get("outside", ())}
         self.log.record("round_finished", text, round=row["round"], cohort=cohort, left_out=left_out)
 
-    def _redeliver(self, names: Sequence[str], transport: Transport, patience: float) -> None:
-        """Deliver the saved model to the sites that lack it."""
+    def _redeliver(self, site_names: Sequence[str], transport: Transport, patience: float) -> None:
+        """Load the model of a finished run and deliver it to the sites that do not have it.
+
+        Args:
+            site_names: the sites.
+            transport: carries messages to the sites.
+            patience: seconds to wait for sites that are disconnected.
+        """
         terms = self.plan.terms
         saved = load_model(self.path / MODEL, network=terms.config.network)
         # The saved model also has frozen layers. Only the trained ones are sent, as at the end of the run.
-        trained = tree.flatten(limits.make_meta_model(factory.build_task(terms.config, terms.image_spec).network))
-        leaves = tree.flatten({"params": saved.params, "stats": saved.stats})
-        trained_groups = tree.unflatten({path: leaves[path].contiguous() for path in trained})
-        final = self._final_message(saved.card, {"params": {}, "stats": {}, **trained_groups})
-        deliver_model(self._manager(transport), names, final, self.path, patience)
+        network = factory.build_task(terms.config, terms.image_spec).network
+        trained_paths = tree.flatten(limits.make_meta_model(network)).keys()
+        saved_leaves = tree.flatten({"params": saved.params, "stats": saved.stats})
+        trained = tree.unflatten({path: saved_leaves[path].contiguous() for path in trained_paths})
+        message = self._final_message(saved.card, {"params": {}, "stats": {}, **trained})
+        deliver_model(self._manager(transport), site_names, message, self.path, patience)
 
     def _final_message(self, card: Card, model: Tree) -> bytes:
-        """Serialize the final model. Its card has the configuration of the terms, without paths of this machine."""
+        """Serialize the final model and its model card.
+
+        The card gets the configuration that the sites agreed to, which has no paths of this machine.
+        """
         terms = self.plan.terms
-        text = json.dumps(replace(card, config=settings.to_toml(terms.config)).render())
-        return write_message(FinalModel(terms.hash, metadata.version("halfmoon"), text, model))
+        public_card = replace(card, config=settings.to_toml(terms.config))
+        card_text = json.dumps(public_card.render())
+        return write_message(FinalModel(terms.hash, metadata.version("halfmoon"), card_text, model))
 
     def _manager(self, transport: Transport, spool: Spool | None = None) -> ClientManager:
+        """Create the manager that exchanges messages with the sites; `spool` stores their replies on the disk."""
         rules = self.plan.rules
-        version = metadata.version("halfmoon")
         return ClientManager(
-            transport, self.plan.terms, version, rules.round_timeout, rules.absence, self.log, spool=spool
+            transport,
+            self.plan.terms,
+            version=metadata.version("halfmoon"),
+            timeout=rules.round_timeout,
+            absence=rules.absence,
+            log=self.log,
+            spool=spool,
         )
 
     def _experiment(self, manager: ClientManager, patience: float) -> Experiment:
@@ -310,6 +363,11 @@ class FederationServer:
         return assembly.build_experiment(config, model_inputs.task, runtime, test, validation)
 
     def _open_folder(self) -> RunFolder:
+        """Open the run folder of this federation, or create it.
+
+        Raises:
+            UserError: if the folder contains a run of a federation with other terms, or is in use.
+        """
         terms = self.plan.terms
         if not RunFolder.exists(self.path):
             return RunFolder.create(self.path, _config_text(self.plan), terms.hash)
@@ -331,34 +389,58 @@ class FederationServer:
         """Load the secret of the noise, which no site may know. It is generated before the first round."""
         return self._random_bytes(SECRET_FILE, 32)
 
-    def _random_bytes(self, name: str, size: int) -> bytes:
-        """Load random bytes from a file, generated before the first round; raise UserError if they are lost."""
-        path = self.path / name
-        data = atomic_io.read(path)
+    def _random_bytes(self, file_name: str, size: int) -> bytes:
+        """Load random bytes from a file in the run folder; generate them when the run begins.
+
+        The file contains the bytes and their SHA-256, which shows a damaged file. A run that resumed with other bytes
+        would draw other cohorts and noise than before, so bytes that are lost are never generated a second time.
+
+        Args:
+            file_name: name of the file.
+            size: number of random bytes.
+
+        Raises:
+            UserError: if the file is damaged, or is missing although rounds are finished.
+        """
+        path = self.path / file_name
+        content = atomic_io.read(path)
         advice = "put it back from a backup, or serve in another folder, as another run."
-        if data is None:
+        if content is None:
             if any(self.path.glob("checkpoint-*")):
                 raise UserError(f"{path} is missing, but finished rounds depend on it: {advice}")
-            random = secrets.token_bytes(size)
-            atomic_io.write_atomically(path, random + hashlib.sha256(random).digest(), private=True)
-            return random
-        random = data[:size]
-        if data[size:] != hashlib.sha256(random).digest():
+            random_bytes = secrets.token_bytes(size)
+            checksum = hashlib.sha256(random_bytes).digest()
+            atomic_io.write_atomically(path, random_bytes + checksum, private=True)
+            return random_bytes
+        random_bytes = content[:size]
+        checksum = content[size:]
+        if checksum != hashlib.sha256(random_bytes).digest():
             raise UserError(f"{path} is damaged: {advice}")
-        return random
+        return random_bytes
 
 
 def _weight_cap(plan: FederationPlan, log: EventRecorder) -> WeightCap | None:
-    """Create the cap on weights; None if the server cannot see single weights, or all weights are 1."""
+    """Create the cap on the weights with which sites enter the average.
+
+    Args:
+        plan: the federation. Its rules have the cap, and the image counts that the server knows.
+        log: receives a warning about a site that dominates a round.
+
+    Returns:
+        The cap; None with secure aggregation, where the server cannot see the weight of a single site, and with
+        differential privacy, where all weights are 1.
+    """
     if plan.config.secure_aggregation or plan.config.dp_clip is not None:
         return None
-    names = plan.terms.sites
+    site_names = plan.terms.sites
 
     def warn(client: int, share: float) -> None:
-        text = f"{names[client]} has {share:.0%} of the weight of a round: alone it decides the model"
-        log.record("site_dominates", text, site=names[client], share=share)
+        """Log that one client has more than half of the weight of a round."""
+        text = f"{site_names[client]} has {share:.0%} of the weight of a round: alone it decides the model"
+        log.record("site_dominates", text, site=site_names[client], share=share)
 
-    return WeightCap(plan.rules.weight_cap, dict(enumerate(plan.rules.images or ())), warn)
+    known_counts = dict(enumerate(plan.rules.images or ()))
+    return WeightCap(plan.rules.weight_cap, known_counts, warn)
 
 
 def _inspection(
@@ -402,57 +484,71 @@ def _inspection(
         batching, _ = factory.build_batch_rules(config)
         return budget.amount(batching, client_update, trained, declared), images
 
-    def tests(name: str) -> int:
+    def test_count(name: str) -> int:
         return manager.acceptances[name].tests if use_tests and name in manager.acceptances else 0
 
-    def validations(name: str) -> int:
+    def validation_count(name: str) -> int:
         return manager.acceptances[name].validations if use_validations and name in manager.acceptances else 0
 
     def shows_accuracy(name: str) -> bool:
         return name in manager.acceptances and manager.acceptances[name].shared == 1
 
     return Inspection(
-        patterns=UploadProbe(task, factory.build_views(config, image_spec), image_spec.image, config.seed),
+        upload_probe=UploadProbe(task, factory.build_views(config, image_spec), image_spec.image, config.seed),
         max_amount=max_amount,
-        tests=tests,
-        validations=validations,
+        test_count=test_count,
+        validation_count=validation_count,
         keys=(lambda: lasting_keys(manager.acceptances)) if config.secure_aggregation else None,
         cap=_weight_cap(plan, manager.log),
-        shared=shows_accuracy,
-        declared=declared_size,
+        shows_accuracy=shows_accuracy,
+        declared_size=declared_size,
     )
 
 
-def _accuracy(folder: RunFolder, tally: ModelEvaluation, results: Row) -> Row:
-    """Compute the last, the best and the chosen accuracy on the sites' test images.
+def _summarize_accuracy(folder: RunFolder, final_evaluation: ModelEvaluation, results: Row) -> Row:
+    """Compute the last, the best and the chosen accuracy of a run on the sites' test images.
 
     Args:
-        folder: the run folder, whose rows have the evaluations of earlier rounds.
-        tally: the evaluation of the saved model.
-        results: the results of the rounds.
+        folder: the run folder. Its rows have the evaluations of earlier rounds.
+        final_evaluation: the evaluation of the saved model.
+        results: the results of the rounds. "chosen" is the round with the best validation accuracy, or None.
+
+    Returns:
+        {"last", "best", "best_round"}; with a chosen round also {"chosen", "chosen_round", "validation"}.
     """
     rows = folder.rows()
-    tests = [(row["evaluation"]["accuracy"], row["evaluation"]["round"]) for row in rows if row.get("evaluation")]
-    saved = tally.row()["accuracy"]
-    choice = results["chosen"]
+    evaluations = [row["evaluation"] for row in rows if row.get("evaluation")]
+    saved_accuracy = final_evaluation.row()["accuracy"]
+    chosen = results["chosen"]
     # With a chosen round, the saved model is that of the round; the last model was evaluated after the last round.
-    last = saved if choice is None else results["concluded"]["accuracy"]
-    best, best_round = max([*tests, (last, len(rows))], key=lambda test: (test[0], -test[1]))
-    accuracy = {"last": last, "best": best, "best_round": best_round}
-    if choice is None:
-        return accuracy
-    return accuracy | {"chosen": saved, "chosen_round": choice["round"], "validation": choice["accuracy"]}
+    last_accuracy = saved_accuracy if chosen is None else results["concluded"]["accuracy"]
+    candidates = [(evaluation["accuracy"], evaluation["round"]) for evaluation in evaluations]
+    candidates.append((last_accuracy, len(rows)))
+    # Of rounds with the same accuracy the first one counts.
+    best_accuracy, best_round = max(candidates, key=lambda candidate: (candidate[0], -candidate[1]))
+    summary = {"last": last_accuracy, "best": best_accuracy, "best_round": best_round}
+    if chosen is not None:
+        summary |= {"chosen": saved_accuracy, "chosen_round": chosen["round"], "validation": chosen["accuracy"]}
+    return summary
 
 
 def _config_text(plan: FederationPlan) -> str:
+    """Write the configuration of a run as TOML: the options, and a table [federation] with the sites and images."""
     terms = plan.terms
-    form = terms.image_spec
-    table = {
-        "name": terms.name, "sites": terms.sites, "classes": form.classes, "image": form.image, "mirror": form.mirror,
-        "mean": form.mean, "std": form.std, "hash": terms.hash,
-    }  # fmt: skip
-    lines = [f"{name} = {toml.format_value(value)}" for name, value in table.items()]
-    return settings.to_toml(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
+    image_spec = terms.image_spec
+    federation = {
+        "name": terms.name,
+        "sites": terms.sites,
+        "classes": image_spec.classes,
+        "image": image_spec.image,
+        "mirror": image_spec.mirror,
+        "mean": image_spec.mean,
+        "std": image_spec.std,
+        "hash": terms.hash,
+    }
+    lines = [f"{name} = {toml.format_value(value)}" for name, value in federation.items()]
+    table = "\n".join(["", "[federation]", *lines, ""])
+    return settings.to_toml(plan.config) + table
 
 
 def defense_warning(config: Config) -> str | None:
@@ -494,7 +590,11 @@ def defense_warning(config: Config) -> str | None:
 
 
 def _describe_sum_checks(config: Config) -> str:
-    """Explain what one hostile site can do to a head that is solved from sums."""
+    """Explain what one hostile site can do to a method that solves the classifier head from summed statistics.
+
+    Such a method has no gradient updates that an outlier rule could compare. The server can only check the sums of each
+    site against its image counts, and not even that if secure aggregation or differential privacy hides them.
+    """
     if config.secure_aggregation or config.dp_clip is not None:
         hidden = "secure_aggregation" if config.secure_aggregation else "dp_clip"
         return (
@@ -508,23 +608,38 @@ def _describe_sum_checks(config: Config) -> str:
 
 
 def describe_round(row: Row, rounds: int) -> str:
-    """Describe a round in one line for the log."""
+    """Describe a finished round in one line for the server's log.
+
+    Args:
+        row: the round's line of metrics.jsonl. Its "test" is the accuracy on the server's test images; "evaluation" is
+            that on the sites' test images, of the model before the round.
+        rounds: the number of rounds of the run.
+
+    Returns:
+        Text such as "round 3 of 9: 2 sites, mean loss 0.1234, accuracy 91.20%".
+    """
+    text = f"round {row['round']} of {rounds}: {len(row['cohort'])} sites"
+    loss = row["train"].get("loss")
+    if loss is not None:
+        text += f", mean loss {loss:.4f}"
+
     test = row.get("test")
     evaluation = row.get("evaluation")
-    details = f", accuracy {test['accuracy']:.2%}" if test else ""
     if evaluation:
-        details = f"; the model before it: accuracy {evaluation['accuracy']:.2%} at {evaluation['sites']} sites"
+        text += f"; the model before it: accuracy {evaluation['accuracy']:.2%} at {evaluation['sites']} sites"
+    elif test:
+        text += f", accuracy {test['accuracy']:.2%}"
     if "validation" in row:
+        # Sites validate the model that they receive, which is that of the round before; the server validates the new one.
         model = "the round before" if "sites" in row["validation"] else "it"
-        details += f"; validation images, of {model}: {row['validation']['accuracy']:.2%}"
-    loss = row["train"].get("loss")
-    mean = f", mean loss {loss:.4f}" if loss is not None else ""
-    aggregator = row.get("aggregation") or {}
-    if "epsilon" in aggregator:
-        details += f"; epsilon {aggregator['epsilon']:.4g} (delta {aggregator['delta']:g})"
-    for outlier in aggregator.get("outside", ()):
-        details += f"; {describe_outlier(outlier)}"
-    return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{mean}{details}"
+        text += f"; validation images, of {model}: {row['validation']['accuracy']:.2%}"
+
+    aggregation = row.get("aggregation") or {}
+    if "epsilon" in aggregation:
+        text += f"; epsilon {aggregation['epsilon']:.4g} (delta {aggregation['delta']:g})"
+    for outlier in aggregation.get("outside", ()):
+        text += f"; {describe_outlier(outlier)}"
+    return text
 
 
 def describe_outlier(outlier: Row) -> str:
@@ -545,71 +660,95 @@ REDELIVERY_SECONDS = 30.0
 """Seconds between two attempts at a site that did not take the model."""
 
 
-def deliver_model(manager: ClientManager, names: Sequence[str], final: bytes, run: Path, seconds: float) -> None:
-    """Deliver the final model to sites, and record in the run folder which of them have it.
+def deliver_model(
+    manager: ClientManager, site_names: Sequence[str], message: bytes, run_folder: Path, wait_seconds: float
+) -> None:
+    """Send the final model to the sites of a federation, and record in the run folder which of them have it.
+
+    Each site gets the model once. Then the server waits for the sites that did not confirm it: one that is connected
+    gets it another time, at most every `REDELIVERY_SECONDS`. The record is written after each attempt, so it is true
+    even if the server is stopped while it waits.
 
     Args:
-        manager: sends the model.
-        names: the sites.
-        final: the serialized message.
-        run: the run folder.
-        seconds: how long to wait for sites that are disconnected.
+        manager: sends the message to connected sites.
+        site_names: the sites.
+        message: the serialized model.
+        run_folder: the folder of the run.
+        wait_seconds: how long to wait after the first attempt.
     """
-    record = atomic_io.read_json(run / DELIVERY) or {}
-    has: list[str] = record.get("has", [])
-    attempts: dict[str, float] = {}
+    record = atomic_io.read_json(run_folder / DELIVERY) or {}
+    delivered: list[str] = record.get("has", [])
+    delivered += send_model(manager, site_names, message, run_folder / MODEL)
+    missing = _record_delivery(run_folder, record, site_names, delivered)
 
-    def deliver(sites: Sequence[str]) -> list[str]:
-        has.extend(send_model(manager, sites, final, run / MODEL))
-        lacks = [name for name in names if name not in has]
-        new_record = {**record, "has": sorted(set(has)), "lacks": lacks}
-        atomic_io.write_atomically(run / DELIVERY, (json.dumps(new_record) + "\n").encode())
-        return lacks
-
-    lacks = deliver(names)
-    end = manager.clock.now() + seconds
-    if lacks and seconds > 0:
-        text = f"the server stays for {', '.join(lacks)}: who comes back gets the model"
-        manager.log.record("waiting_to_deliver", text, sites=lacks)
-    while lacks and (now := manager.clock.now()) < end:
+    deadline = manager.clock.now() + wait_seconds
+    if missing and wait_seconds > 0:
+        text = f"the server stays for {', '.join(missing)}: who comes back gets the model"
+        manager.log.record("waiting_to_deliver", text, sites=missing)
+    last_attempts: dict[str, float] = {}  # time of the last attempt while waiting, by site
+    while missing and (now := manager.clock.now()) < deadline:
         connected = manager.poll()
-        returned = []
-        for name in lacks:
-            if name in connected and now - attempts.get(name, -REDELIVERY_SECONDS) >= REDELIVERY_SECONDS:
-                returned.append(name)
-                attempts[name] = now
-        if returned:
-            lacks = deliver(returned)
+        due = []
+        for name in missing:
+            if name in connected and now - last_attempts.get(name, -math.inf) >= REDELIVERY_SECONDS:
+                due.append(name)
+                last_attempts[name] = now
+        if due:
+            delivered += send_model(manager, due, message, run_folder / MODEL)
+            missing = _record_delivery(run_folder, record, site_names, delivered)
         else:
             manager.clock.sleep(POLL_SECONDS)
 
 
-def send_model(manager: ClientManager, names: Sequence[str], final: bytes, model: Path) -> list[str]:
-    """Send the final model to sites once.
+def _record_delivery(
+    run_folder: Path, earlier_record: Row, site_names: Sequence[str], delivered: Sequence[str]
+) -> list[str]:
+    """Write which sites have the final model to the delivery record, and return the sites that do not have it.
 
     Args:
-        manager: sends the model.
-        names: the sites.
-        final: the serialized message.
-        model: the model's file on this machine, for the log.
+        run_folder: the folder of the run.
+        earlier_record: the record when the delivery began; its other fields are preserved.
+        site_names: the sites to deliver to.
+        delivered: the sites that have the model.
+    """
+    missing = [name for name in site_names if name not in delivered]
+    record = {**earlier_record, "has": sorted(set(delivered)), "lacks": missing}
+    atomic_io.write_atomically(run_folder / DELIVERY, (json.dumps(record) + "\n").encode())
+    return missing
+
+
+def send_model(manager: ClientManager, site_names: Sequence[str], message: bytes, model_file: Path) -> list[str]:
+    """Send the final model to sites once, and log which of them have stored it.
+
+    Args:
+        manager: sends the message to connected sites.
+        site_names: the sites.
+        message: the serialized model.
+        model_file: the model on this machine. The log names it, so that a person can send it by other means.
 
     Returns:
-        The sites that have stored it.
+        The sites that confirmed that they have stored the model.
     """
-    has: list[str] = []
-    missing: dict[str, str] = {}
-    for name, response in manager.exchange(dict.fromkeys(names, final), "the final model").items():
+    delivered: list[str] = []
+    failures: dict[str, str] = {}  # why a site does not have the model, by site
+    responses = manager.exchange(dict.fromkeys(site_names, message), "the final model")
+    for name, response in responses.items():
+        if response.data is None:
+            failures[name] = response.reason
+            continue
         try:
-            if response.data is None:
-                raise MalformedMessage(response.reason)
             reply = read_message(read_content(response.data), Receipt, Refusal)
-            if isinstance(reply, Refusal):
-                raise MalformedMessage(reply.reason)
-            has.append(name)
         except MalformedMessage as error:
-            missing[name] = str(error)
-    manager.log.record("model_delivered", f"the final model is at {len(has)} of {len(names)} sites", sites=has)
-    for name, reason in missing.items():
-        text = f"{name} does not have the final model ({reason}): send it {model}, or serve the federation again"
+            failures[name] = str(error)
+            continue
+        if isinstance(reply, Refusal):
+            failures[name] = reply.reason
+        else:
+            delivered.append(name)
+
+    text = f"the final model is at {len(delivered)} of {len(site_names)} sites"
+    manager.log.record("model_delivered", text, sites=delivered)
+    for name, reason in failures.items():
+        text = f"{name} does not have the final model ({reason}): send it {model_file}, or serve the federation again"
         manager.log.record("model_not_delivered", text, site=name, reason=reason)
-    return has
+    return delivered
