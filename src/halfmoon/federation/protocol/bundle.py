@@ -29,6 +29,9 @@ MAX_BUNDLE_BYTES = 2**16
 """Largest bundle, packed or unpacked. The real one has less than one kilobyte."""
 
 
+MAX_VERSION_LENGTH = 40  # characters of a server's version in a message
+
+
 class ForeignBundle(ValueError):
     """A bundle that differs from the one in the terms. It was neither unpacked nor executed."""
 
@@ -73,7 +76,10 @@ def _hash_project(project: Mapping[str, Any]) -> str:
 
 
 def compute_digest(content: bytes) -> str:
-    """Compute the digest of a bundle.
+    """Compute the digest of an app bundle, which a Flower server sends to the sites before they run it.
+
+    A bundle may contain Python files. Those of this library contain none, so a bundle with any other file than
+    pyproject.toml and Flower's list of files is not accepted.
 
     Args:
         content: the bundle, a zip file in memory. It may be hostile.
@@ -92,6 +98,7 @@ def compute_digest(content: bytes) -> str:
             unexpected = sorted({member.filename for member in members} - {PROJECT_FILE, CONTENT_FILE})
             if unexpected:
                 raise ForeignBundle(f"it contains {unexpected[0][:80]!r}")
+            # A zip file may have two members of one name, of which another reader may take the other one.
             if len(members) != 2:
                 raise ForeignBundle("a file is missing or occurs twice")
             if max(member.file_size for member in members) > MAX_BUNDLE_BYTES:
@@ -122,15 +129,18 @@ def describe_program(plugins: Mapping[str, str] | None = None) -> dict[str, Any]
 
 
 def describe_difference(server_program: Any) -> str | None:
-    """Describe how the server's program, except its plugins, differs from the local one; None if it does not."""
+    """Describe how the server's program, except its plugins, differs from the local one; None if it does not.
+
+    Args:
+        server_program: {"halfmoon": version, "bundle": digest, "plugins": digests} from the server, which may be hostile.
+    """
     local_program = describe_program()
     if not isinstance(server_program, dict) or set(server_program) != set(local_program):
         return "the server does not state its version, bundle and plugins"
-    if server_program["halfmoon"] != local_program["halfmoon"]:
-        return (
-            f"the server runs halfmoon {str(server_program['halfmoon'])[:40]}, this site runs "
-            f"{local_program['halfmoon']}"
-        )
+    local_version = local_program["halfmoon"]
+    server_version = server_program["halfmoon"]
+    if server_version != local_version:
+        return f"the server runs halfmoon {str(server_version)[:MAX_VERSION_LENGTH]}, this site runs {local_version}"
     if server_program["bundle"] != local_program["bundle"]:
         return "the app bundle differs"
     return None

@@ -127,38 +127,38 @@ class Disclosure:
     min_unlabeled_images: int
 
     def transmitted(self) -> tuple[SentTensor, ...]:
-        """Return the tensors in the form in which they are sent: one masked vector for each client update, if secure."""
+        """List the tensors as they are sent.
+
+        With secure aggregation each client update sends one masked int64 vector of all its parameters and the weight.
+        """
         if not self.secure:
             return self.tensors
-        counts: dict[str, int] = {}
+        lengths: dict[str, int] = {}  # of the vector of each client update
         for tensor in self.tensors:
-            counts.setdefault(tensor.client_update, 1)  # the weight
+            lengths.setdefault(tensor.client_update, 1)  # the weight
             if tensor.path != "weight" and tensor.dtype.is_floating_point:
-                counts[tensor.client_update] += math.prod(tensor.shape)
-        return tuple(SentTensor(name, MASKED, (count,), torch.int64) for name, count in counts.items())
+                lengths[tensor.client_update] += math.prod(tensor.shape)
+        return tuple(SentTensor(name, MASKED, (length,), torch.int64) for name, length in lengths.items())
 
     def lines(self) -> tuple[str, ...]:
-        """Format for people: one line for each section of each client update."""
-        total = format_bytes(sum(tensor.nbytes for tensor in self.transmitted()))
+        """Describe for the people at a site what it sends and what that reveals: a line for each group of tensors."""
         if not self.tensors:
             return ("What is sent: it cannot be computed in advance, because the method's rounds cannot be tried.",)
+        total = format_bytes(sum(tensor.nbytes for tensor in self.transmitted()))
         updates = dict.fromkeys(tensor.client_update for tensor in self.tensors)
         queries = "in one reply" if len(updates) == 1 else f"in {len(updates)} kinds of replies"
-        lines = [f"What is sent: {total} {queries} (a round may need several), and what it tells about a single image:"]
         if self.secure:
-            lines[0] = (
+            heading = (
                 f"What is sent: {total} {queries}, under masks. The server can read only the sum over all sites of a "
                 "round, not this site's part of it. In the sum are:"
             )
+        else:
+            heading = (
+                f"What is sent: {total} {queries} (a round may need several), and what it tells about a single image:"
+            )
+        lines = [heading]
         for update in updates:
-            sections: dict[str, list[SentTensor]] = {}
-            for tensor in self.tensors:
-                if tensor.client_update == update:
-                    sections.setdefault(tensor.section, []).append(tensor)
-            for section, tensors in sections.items():
-                size = format_bytes(sum(tensor.nbytes for tensor in tensors))
-                count = f"{len(tensors)} tensors, " if len(tensors) > 1 else ""
-                lines.append(f"- {update}: {section} ({count}{size}): {tensors[0].meaning}.")
+            lines += self._section_lines(update)
         lines += self._bound_lines()
         measures = f", and sums of {', '.join(self.metrics)}" if self.metrics else ""
         lines.append(
@@ -166,7 +166,21 @@ class Disclosure:
         )
         return tuple(lines)
 
+    def _section_lines(self, client_update: str) -> list[str]:
+        """Describe the tensors of one client update, with one line for those that reveal the same."""
+        sections: dict[str, list[SentTensor]] = {}
+        for tensor in self.tensors:
+            if tensor.client_update == client_update:
+                sections.setdefault(tensor.section, []).append(tensor)
+        lines = []
+        for section, tensors in sections.items():
+            size = format_bytes(sum(tensor.nbytes for tensor in tensors))
+            count = f"{len(tensors)} tensors, " if len(tensors) > 1 else ""
+            lines.append(f"- {client_update}: {section} ({count}{size}): {tensors[0].meaning}.")
+        return lines
+
     def _bound_lines(self) -> list[str]:
+        """Describe the limit on the images of a sum, for methods that send sums of features by class."""
         if not self.min_class_images:
             return []
         if self.secure:
@@ -184,39 +198,51 @@ class Disclosure:
 
 
 def describe_uploads(config: Config, image_spec: ImageSpec) -> Disclosure:
-    """Find what sites send on these terms, by rounds with simulated clients."""
-    wire_task = build_task(config, image_spec)
-    # The server computes in float32, whatever the precision of uploads.
-    server_task = replace(wire_task, upload_precision="float32")
+    """Find out which tensors a site sends, by running rounds of the method with simulated clients on random images.
+
+    Args:
+        config: the configuration of the federation.
+        image_spec: the size and the classes of the images.
+
+    Returns:
+        The tensors, with their largest shapes; none if the rounds cannot be run.
+    """
+    site_task = build_task(config, image_spec)
+    # Sites may compress their uploads. The server decompresses them, so its rounds are run with uploads in float32.
+    server_task = replace(site_task, upload_precision="float32")
     image_views = build_views(config, image_spec)
-    probe = UploadProbe(server_task, image_views, image_spec.image, config.seed)
-    wire_probe = None
-    if server_task != wire_task:
-        wire_probe = UploadProbe(wire_task, image_views, image_spec.image, config.seed)
-    trial = TrialFederation(probe, image_views, config.seed, TRIAL_CLIENTS, transmission=wire_probe)
-    federated_method = build_method(config)
-    requirements = requirements_of(federated_method, wire_task.network.norm)
+    server_probe = UploadProbe(server_task, image_views, image_spec.image, config.seed)
+    site_probe = None
+    if server_task != site_task:
+        site_probe = UploadProbe(site_task, image_views, image_spec.image, config.seed)
+    trial = TrialFederation(server_probe, image_views, config.seed, TRIAL_CLIENTS, transmission=site_probe)
+    method = build_method(config)
+    requirements = requirements_of(method, site_task.network.norm)
     minima = (requirements.min_class_images, requirements.min_unlabeled_images)
     try:
-        trial.run_rounds(federated_method, server_task)
+        trial.run_rounds(method, server_task)
     except TrialFailed:
         return Disclosure((), (), config.secure_aggregation, *minima)
-    tensors = tuple(
-        tensor for client_update, specs in trial.upload_specs.items() for tensor in _largest(client_update, specs)
-    )
-    return Disclosure(tensors, tuple(sorted(probe.metrics)), config.secure_aggregation, *minima)
+    tensors: list[SentTensor] = []
+    for client_update, specs in trial.upload_specs.items():
+        tensors += _largest_tensors(client_update, specs)
+    metrics = tuple(sorted(server_probe.metrics))
+    return Disclosure(tuple(tensors), metrics, config.secure_aggregation, *minima)
 
 
 def sent_tensors(client_update: str, spec: TreeSpec) -> list[SentTensor]:
-    """List the tensors of an upload."""
-    return [
-        SentTensor(client_update, path.removeprefix("update/").removeprefix("aux/"), *leaf)
-        for path, leaf in spec.items()
-        if leaf is not None
-    ]
+    """List the tensors of an upload, given (shape, dtype) by path."""
+    tensors = []
+    for path, leaf_spec in spec.items():
+        if leaf_spec is not None:
+            shape, dtype = leaf_spec
+            short_path = path.removeprefix("update/").removeprefix("aux/")
+            tensors.append(SentTensor(client_update, short_path, shape, dtype))
+    return tensors
 
 
-def _largest(client_update: str, specs: Sequence[TreeSpec]) -> list[SentTensor]:
+def _largest_tensors(client_update: str, specs: Sequence[TreeSpec]) -> list[SentTensor]:
+    """List the tensors of a client update; one that has several shapes in different uploads in its largest shape."""
     largest: dict[str, SentTensor] = {}
     for spec in specs:
         for tensor in sent_tensors(client_update, spec):
@@ -232,7 +258,9 @@ def _find_section(path: str) -> str | None:
 
 
 def check_class_counts(class_counts: Sequence[int], unlabeled: int, requirements: Requirements) -> None:
-    """Check that no sum or mean of features that a site would send is of too few images.
+    """Check that a site has enough images to send sums or means of their feature vectors.
+
+    The mean over a single image is the feature vector of this image, and that over few images nearly reveals them.
 
     Args:
         class_counts: labeled images of each class.

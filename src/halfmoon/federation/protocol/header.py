@@ -15,6 +15,7 @@ import torch
 
 from halfmoon.federation.protocol.tree_spec import TreeSpec, iterate_leaves
 
+LENGTH_BYTES = 8  # at the beginning of a message: the length of its header
 MAX_HEADER_BYTES = 2**22
 MAX_TENSORS = 2**14  # in one message
 
@@ -58,31 +59,38 @@ class Header:
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse and validate the header of a message.
+    """Parse and validate the header of a message in the safetensors format, from a sender who may be hostile.
+
+    The tensors are not read. A valid header describes each byte behind it exactly once.
 
     Args:
-        data: the complete message.
+        data: the complete message: the header's length (8 bytes, little-endian), the header (JSON), the tensors.
 
     Raises:
         TruncatedMessage: the message is shorter than its header.
         UnreadableMessage: the header is invalid, too large, or describes other bytes than those that follow it.
     """
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > len(data) - 8:
+    header_length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    tensor_bytes = len(data) - LENGTH_BYTES - header_length
+    if len(data) < LENGTH_BYTES or tensor_bytes < 0:
         raise TruncatedMessage("is truncated, or was not written by halfmoon")
-    if length > MAX_HEADER_BYTES:
-        raise UnreadableMessage(f"its header has {length:,} bytes; the limit is {MAX_HEADER_BYTES:,}")
-    entries = parse_json(data[8 : 8 + length])
+    if header_length > MAX_HEADER_BYTES:
+        raise UnreadableMessage(f"its header has {header_length:,} bytes; the limit is {MAX_HEADER_BYTES:,}")
+    entries = parse_json(data[LENGTH_BYTES : LENGTH_BYTES + header_length])
     texts = entries.pop("__metadata__", {})
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise UnreadableMessage("the metadata in its header are not texts")
     if len(entries) > MAX_TENSORS:
         raise UnreadableMessage(f"it has {len(entries):,} tensors; the limit is {MAX_TENSORS:,}")
-    return Header(texts, _parse_tensor_entries(entries, len(data) - 8 - length))
+    return Header(texts, _parse_tensor_entries(entries, tensor_bytes))
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object; raise `UnreadableMessage` for other JSON, NaN or infinity, and duplicate names."""
+    """Parse a JSON object from a sender who may be hostile.
+
+    Raises:
+        UnreadableMessage: it is invalid, no object, or has duplicate names, NaN or infinity.
+    """
     try:
         value = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
     except UnreadableMessage:
@@ -151,28 +159,24 @@ def _reject_constant(constant: str) -> None:
 
 
 def _parse_tensor_entries(entries: dict[str, Any], size: int) -> TensorSpecs:
-    """Parse the header's entries and check that the tensors fill the `size` bytes behind the header exactly."""
+    """Parse the tensor entries of a safetensors header.
+
+    Args:
+        entries: {"dtype", "shape", "data_offsets"} of each tensor, by its name.
+        size: bytes behind the header, which the tensors must fill exactly.
+
+    Returns:
+        (shape, dtype) of each tensor, by its name.
+
+    Raises:
+        UnreadableMessage: an entry is invalid, or the tensors overlap, leave gaps or have another size together.
+    """
     tensors: TensorSpecs = {}
     byte_ranges: list[tuple[int, int]] = []
     for name, entry in entries.items():
-        subject = f"its tensor {name[:MAX_NAME_LENGTH]!r}"
-        try:
-            dtype = DTYPES[entry["dtype"]]
-            shape = tuple(entry["shape"])
-            begin, end = entry["data_offsets"]
-        except (LookupError, TypeError, ValueError) as error:
-            raise UnreadableMessage(f"{subject} has no valid type, shape and byte range") from error
-        if len(shape) > MAX_DIMENSIONS:
-            raise UnreadableMessage(f"{subject} has {len(shape):,} dimensions; the limit is {MAX_DIMENSIONS}")
-        # `type(...) is int` because bool is a subclass of int.
-        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-            raise UnreadableMessage(f"{subject} has a size that is not a non-negative integer")
-        if math.prod(side for side in shape if side) > MAX_ELEMENTS:
-            raise UnreadableMessage(f"{subject} has more than {MAX_ELEMENTS:,} elements")
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise UnreadableMessage(f"{subject} has a byte range that does not match its shape")
+        shape, dtype, byte_range = _parse_tensor_entry(name, entry)
         tensors[name] = (shape, dtype)
-        byte_ranges.append((begin, end))
+        byte_ranges.append(byte_range)
     offset = 0
     for begin, end in sorted(byte_ranges):
         if begin != offset:
@@ -183,8 +187,39 @@ def _parse_tensor_entries(entries: dict[str, Any], size: int) -> TensorSpecs:
     return tensors
 
 
+def _parse_tensor_entry(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype, tuple[int, int]]:
+    """Parse the header's entry of one tensor; return its shape, dtype and byte range (begin, end)."""
+    subject = f"its tensor {name[:MAX_NAME_LENGTH]!r}"
+    try:
+        dtype = DTYPES[entry["dtype"]]
+        shape = tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise UnreadableMessage(f"{subject} has no valid type, shape and byte range") from error
+    if len(shape) > MAX_DIMENSIONS:
+        raise UnreadableMessage(f"{subject} has {len(shape):,} dimensions; the limit is {MAX_DIMENSIONS}")
+    # `type(...) is int` because bool is a subclass of int.
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise UnreadableMessage(f"{subject} has a size that is not a non-negative integer")
+    # A dimension of 0 would hide huge other ones.
+    if math.prod(side for side in shape if side) > MAX_ELEMENTS:
+        raise UnreadableMessage(f"{subject} has more than {MAX_ELEMENTS:,} elements")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise UnreadableMessage(f"{subject} has a byte range that does not match its shape")
+    return shape, dtype, (begin, end)
+
+
 def _iterate_layout(layout: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the dimension order of each tensor; raise `UnreadableMessage` for an invalid name or depth."""
+    """Yield the path and the dimension order of each tensor in the layout of a message.
+
+    Args:
+        layout: nested dict from names to dimension orders, from a sender who may be hostile.
+        prefix: the path of `layout` in the complete layout, with a "/" at its end.
+        depth: the number of names in `prefix`.
+
+    Raises:
+        UnreadableMessage: a name is invalid, or names are nested too deeply.
+    """
     if not isinstance(layout, dict) or depth > MAX_DEPTH:
         raise UnreadableMessage(f"its layout is not a tree of at most {MAX_DEPTH} nested names")
     for key, value in layout.items():

@@ -53,12 +53,16 @@ REPLY_OVERHEAD_BYTES = 2**20
 
 TENSOR_ENTRY_BYTES = 1024  # of one tensor in the header, besides its name
 
+MAX_BYTES_PER_NAME_CHARACTER = 24
+"""The header contains each path twice. The second is JSON within JSON, where escaping a character takes up to twelve
+bytes."""
+
 UNKNOWN_TREES_BYTES = 2**26
 UNKNOWN_TREES_MODELS = 16
 """Limit of a message whose shapes are not known in advance: so many bytes plus so many times the model's bytes."""
 
 MIN_FREE_BYTES = 2**28
-"""Bytes of a site's disk that must stay free (a hundredth of the disk if it is smaller than 25 GiB)."""
+"""Bytes of a site's disk that must remain free (a hundredth of the disk if it is smaller than 25 GiB)."""
 
 
 def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
@@ -75,9 +79,11 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
     Raises:
         UserError: the first limit that is exceeded.
     """
-    for name, count, limit in (("sites", sites, MAX_SITES), ("classes", len(image_spec.classes), MAX_CLASSES)):
-        if count > limit:
-            raise UserError(f"{name} names {count:,} {name}: a federation has {limit:,} at most.")
+    if sites > MAX_SITES:
+        raise UserError(f"sites names {sites:,} sites: a federation has {MAX_SITES:,} at most.")
+    class_count = len(image_spec.classes)
+    if class_count > MAX_CLASSES:
+        raise UserError(f"classes names {class_count:,} classes: a federation has {MAX_CLASSES:,} at most.")
     for name in image_spec.classes:
         if len(name) > MAX_TEXT_LENGTH or not name.isprintable():
             raise UserError(
@@ -97,7 +103,8 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
             raise UserError(_describe_large_step(f"{name} is {batch_size:,}", image_spec.image))
     # FedDure's regulator is a second network; its size follows from the method's option `hidden`.
     network_parameters, _ = count_trained_and_frozen(config, image_spec)
-    parameters = network_parameters + (len(image_spec.classes) + 2) * options.get("hidden", 0)
+    regulator_parameters = (class_count + 2) * options.get("hidden", 0)
+    parameters = network_parameters + regulator_parameters
     if parameters > MAX_PARAMETERS:
         raise UserError(
             f"the network has {parameters:,} parameters; the limit is {MAX_PARAMETERS:,}: choose a smaller width."
@@ -105,6 +112,7 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
 
 
 def _check_method_option(name: str, value: Any) -> None:
+    """Check an option of the method in terms that a server sent; raise UserError if its value is out of bounds."""
     if isinstance(value, int) and abs(value) > MAX_METHOD_OPTION:
         raise UserError(
             f"the option {name} is {_format_integer(value)}: a federation has {MAX_METHOD_OPTION:,} at most."
@@ -129,12 +137,20 @@ def count_parameters(network: Network) -> int:
 
 
 def count_trained_and_frozen(config: Config, image_spec: ImageSpec) -> tuple[int, int]:
-    """Count the numbers of a network that are sent each round, and those of its frozen pretrained weights.
+    """Count a network's trained values, which are sent each round, and the values of its frozen pretrained weights.
 
-    All numbers of a network from another package count as trained: which ones are is only known once it is built.
+    The network is built without memory for its values, so that even a huge one can be counted.
+
+    Args:
+        config: the configuration, which names the network.
+        image_spec: the size and the classes of the images.
+
+    Returns:
+        The number of trained and the number of frozen values.
     """
     channels, height, width = image_spec.image
     if names.package_of(config.network) and config.network not in names.PRETRAINED:
+        # Which values of a network from another package are trained is known only once it is built: count all of them.
         return hubs.count_numbers(config.network, channels, len(image_spec.classes), (height, width)), 0
     network = build_task(config, image_spec).network
     trained = count_parameters(network)
@@ -149,7 +165,7 @@ def make_meta_model(network: Network) -> tree.Tree:
 
 
 def find_update_fault(client_update: ClientUpdate, amount: Amount, image: tuple[int, int, int]) -> str | None:
-    """Check that a site can run a local update.
+    """Check that one local update is not too large for a site: the images of a step, and those of all steps.
 
     Args:
         client_update: the local update.
@@ -159,8 +175,9 @@ def find_update_fault(client_update: ClientUpdate, amount: Amount, image: tuple[
     Returns:
         The limit that is exceeded, as a sentence; None if there is none.
     """
-    views = max(1, len(client_update.requirements.views) + len(client_update.requirements.second_batch))
-    step_images = amount.labeled + views * amount.unlabeled
+    # Each unlabeled image is used in several augmented views.
+    views_per_image = max(1, len(client_update.requirements.views) + len(client_update.requirements.second_batch))
+    step_images = amount.labeled + views_per_image * amount.unlabeled
     if step_images * math.prod(image) > MAX_STEP_VALUES:
         return _describe_large_step(f"a step has {step_images:,} images", image)
     if amount.steps * step_images > MAX_UPDATE_IMAGES:
@@ -178,13 +195,15 @@ def _describe_large_step(subject: str, image: tuple[int, int, int]) -> str:
 
 
 def max_message_bytes(specs: Iterable[TreeSpec]) -> int:
-    """Compute the largest size of a message with trees of these specs."""
+    """Compute the largest size of a message with tensors of known names, shapes and dtypes.
+
+    Args:
+        specs: for each tree of tensors (shape, dtype) by path.
+    """
     total = REPLY_OVERHEAD_BYTES
     for spec in specs:
         for path, leaf_spec in spec.items():
-            # The header contains each path twice. The second is JSON within JSON, where escaping a character takes up
-            # to twelve bytes.
-            total += TENSOR_ENTRY_BYTES + 24 * len(path)
+            total += TENSOR_ENTRY_BYTES + MAX_BYTES_PER_NAME_CHARACTER * len(path)
             if leaf_spec is not None:
                 shape, dtype = leaf_spec
                 total += math.prod(shape) * dtype.itemsize
@@ -204,26 +223,32 @@ def evaluation_spec(classes: int) -> TreeSpec:
 
 
 def check_images_fit(folder: Path, count: int, image: tuple[int, int, int]) -> None:
-    """Check that `count` decoded images (channels, height, width) fit into memory and on the disk of `folder`.
+    """Check that decoded images fit into this machine's memory and on its disk.
+
+    Args:
+        folder: where they will be stored.
+        count: the number of images.
+        image: channels, height and width; each value is one byte.
 
     Raises:
-        UserError: they do not fit into this machine's memory.
+        UserError: they do not fit into memory.
         OSError: they do not fit on the disk.
     """
-    required = count * math.prod(image)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if required > memory:
+    required_bytes = count * math.prod(image)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if required_bytes > memory_bytes:
         channels, height, width = image
         raise UserError(
-            f"{count:,} images of {height}x{width} pixels with {channels} channel(s) need {format_bytes(required)}, "
-            f"but this machine's memory has {format_bytes(memory)}."
+            f"{count:,} images of {height}x{width} pixels with {channels} channel(s) need "
+            f"{format_bytes(required_bytes)}, but this machine's memory has {format_bytes(memory_bytes)}."
         )
-    check_free_disk(folder, required)
+    check_free_disk(folder, required_bytes)
 
 
-def check_free_disk(folder: Path, required: int) -> None:
-    """Raise OSError, as a full disk does, if writing `required` bytes would leave too little free space."""
+def check_free_disk(folder: Path, required_bytes: int) -> None:
+    """Raise OSError, as a full disk does, if writing `required_bytes` would leave too little free space."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     disk = shutil.disk_usage(existing)
-    if disk.free - required < min(MIN_FREE_BYTES, disk.total // 100):
+    min_free_bytes = min(MIN_FREE_BYTES, disk.total // 100)
+    if disk.free - required_bytes < min_free_bytes:
         raise OSError(ENOSPC, os.strerror(ENOSPC), str(folder))

@@ -23,21 +23,23 @@ class TermsSummary:
 
     def format_lines(self) -> list[str]:
         """Format all options and tensors as lines of text, in aligned columns."""
-        options = _align(self.rows)
-        tensors = (
-            ["This site sends, and this tells about a single image:", *_align(self.tensors)] if self.tensors else []
-        )
-        return [self.sentence, *options, *tensors, f"  hash: {self.hash}"]
+        lines = [self.sentence, *_align(self.rows)]
+        if self.tensors:
+            lines.append("This site sends, and this tells about a single image:")
+            lines += _align(self.tensors)
+        lines.append(f"  hash: {self.hash}")
+        return lines
 
 
 def _align(rows: tuple[tuple[str, str, str], ...]) -> list[str]:
+    """Format the rows of a table of (name, value, meaning) as lines with columns of equal width."""
     name_width = max((len(name) for name, _, _ in rows), default=0)
     value_width = max((len(value) for _, value, _ in rows), default=0)
     return [f"  {name:{name_width}}  {value:{value_width}}  {meaning}" for name, value, meaning in rows]
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes: 512 B, 36.1 kB, 26.4 MB."""
+    """Format a number of bytes for people, in decimal units: 512 B, 36.1 kB, 26.4 MB, 1.5 GB."""
     value = float(count)
     unit = "B"
     for larger_unit in ("kB", "MB", "GB"):
@@ -46,4 +48,6 @@ def format_bytes(count: int) -> str:
             break
         value = value / 1000
         unit = larger_unit
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+    if unit == "B":
+        return f"{count} B"
+    return f"{value:.1f} {unit}"

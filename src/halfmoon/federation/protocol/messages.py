@@ -195,8 +195,10 @@ class Reply:
     evaluation: Tree = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check the counts and the names of the metrics, which come from a site that may be hostile."""
         right_lengths = len(self.amount) == len(Amount._fields) and len(self.traffic) == 2
         counts = [*self.amount, *self.traffic, self.images_outside_steps, self.memory_bytes]
+        # `type(...) is`, not isinstance: bool is a subclass of int.
         if not right_lengths or not all(type(count) is int and count >= 0 for count in counts):
             raise MalformedMessage("a reply's counts are not non-negative integers.")
         for sample in self.samples.values():
@@ -219,17 +221,20 @@ class Reply:
         )
 
     def to_result(self) -> ClientResult:
-        """Convert to the result of a local update. The client's memory stays at the site, so it is empty here."""
-        received, sent = self.traffic
+        """Convert a site's reply to the result of a local update that a simulated client returns.
+
+        The client's state remains at the site, so it is empty here.
+        """
+        received_bytes, sent_bytes = self.traffic
         samples = {name: WeightedMetric(**sample) for name, sample in self.samples.items()}
         return ClientResult(
-            Upload.from_tree(self.upload),
-            {},
-            samples,
-            Amount(*self.amount),
-            (received, sent),
-            self.images_outside_steps,
-            self.memory_bytes,
+            upload=Upload.from_tree(self.upload),
+            memory={},
+            samples=samples,
+            amount=Amount(*self.amount),
+            traffic=(received_bytes, sent_bytes),
+            images_outside_steps=self.images_outside_steps,
+            memory_bytes=self.memory_bytes,
         )
 
 
@@ -296,12 +301,20 @@ class UnparsedMessage(Generic[M]):
     header: Header = field(repr=False)
 
     def tree_spec(self, name: str) -> TreeSpec:
-        """Return the spec of the tree in the field `name`, read from the header only."""
-        (sent_name,) = [_sent_name(each) for each in dataclasses.fields(self.message) if each.name == name]
+        """Return names, shapes and dtypes of the tensors in the field `name`, read from the header only."""
+        sent_names = {item.name: _sent_name(item) for item in dataclasses.fields(self.message)}
+        sent_name = sent_names[name]
         return header.select_tree_spec(self.layout, self.header.tensors, sent_name)
 
     def parse_trees(self) -> M:
-        """Return the message with its trees; raise `MalformedMessage` if they cannot be read."""
+        """Parse the tensors of a message whose header was validated, and add them to the message.
+
+        Returns:
+            The complete message.
+
+        Raises:
+            MalformedMessage: the tensors cannot be read, or the complete message is invalid.
+        """
         try:
             trees = unpack(self.data, self.layout)
         except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
@@ -313,8 +326,10 @@ class UnparsedMessage(Generic[M]):
 
 
 def write_message(message: Message) -> bytes:
-    """Serialize a message."""
-    values = {_sent_name(each): getattr(message, each.name) for each in dataclasses.fields(message)}
+    """Serialize a message: tensors as safetensors, and all other fields as JSON in its header."""
+    values: dict[str, Any] = {}
+    for message_field in dataclasses.fields(message):
+        values[_sent_name(message_field)] = getattr(message, message_field.name)
     trees = {name: values.pop(name) for name in _TREES if name in values}
     data, layout = pack(trees)
     values = {"message": _CLASS_NAMES[type(message)], **values}
@@ -336,8 +351,20 @@ def read_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -
 
 
 def scan_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -> UnparsedMessage[M]:
-    """Validate a message and parse its fields, but not its trees. Arguments and errors as for `read_message`."""
-    limit = min(limit, max(MAX_MESSAGE_BYTES if _tree_fields(kind) else MAX_TREELESS_BYTES for kind in kinds))
+    """Validate the header of a message and parse its fields, but not its tensors.
+
+    So the receiver can check the fields and the shapes of the tensors before any tensor is allocated.
+
+    Args:
+        data: the serialized message. It may be hostile.
+        kinds: the classes of messages that are expected.
+        limit: the most bytes that the message may have.
+
+    Raises:
+        MalformedMessage: it is invalid, too large, or of another kind.
+    """
+    kind_limits = [MAX_MESSAGE_BYTES if _tree_fields(kind) else MAX_TREELESS_BYTES for kind in kinds]
+    limit = min(limit, max(kind_limits))
     if len(data) > limit:
         raise MalformedMessage(f"a message has {format_bytes(len(data))}; the limit is {format_bytes(limit)}.")
     try:
@@ -364,33 +391,42 @@ def _with_article(word: str) -> str:
 
 
 def _sent_name(message_field: "dataclasses.Field[Any]") -> str:
-    """Return the name of a field in a message, which its metadata have if it differs from that in Python."""
+    """Return the name of a dataclass field in a serialized message, which may differ from its name in Python."""
     return message_field.metadata.get("name", message_field.name)
 
 
 def _tree_fields(kind: type[Message]) -> dict[str, str]:
-    """Return the Python names of a message's trees, by their names in the message."""
-    names = {_sent_name(each): each.name for each in dataclasses.fields(kind)}
+    """Return the Python names of a message's fields with tensors, by their names in the serialized message."""
+    names = {_sent_name(message_field): message_field.name for message_field in dataclasses.fields(kind)}
     return {sent_name: name for sent_name, name in names.items() if sent_name in _TREES}
 
 
 def _parse_fields(kind: type[M], values: dict[str, Any], layout: dict[str, Any]) -> M:
-    """Make a message without its trees from the fields in its header; raise `MalformedMessage` for invalid ones."""
+    """Make a message without its tensors from the JSON in its header.
+
+    Args:
+        kind: the class of the message, a dataclass.
+        values: the values of its fields, by their names in the serialized message.
+        layout: for each field with tensors the nested names of the tensors.
+
+    Raises:
+        MalformedMessage: a field is missing, or has an invalid type or value.
+    """
     tree_fields = _tree_fields(kind)
     arguments: dict[str, Any] = {}
-    for each in dataclasses.fields(kind):
-        name = _sent_name(each)
+    for message_field in dataclasses.fields(kind):
+        name = _sent_name(message_field)
         if name in tree_fields:
             if not isinstance(layout.get(name, {}), dict):
                 raise MalformedMessage(f"a message's {name} is not of type dict.")
             continue
         value = values.get(name)
-        expected = _FIELD_TYPES[each.type]
+        expected_type = _FIELD_TYPES[message_field.type]
         # `type(...) is`, not isinstance: bool is a subclass of int.
-        if type(value) is not expected:
-            raise MalformedMessage(f"a message's {name} is not of type {expected.__name__}.")
+        if type(value) is not expected_type:
+            raise MalformedMessage(f"a message's {name} is not of type {expected_type.__name__}.")
         _check_field(name, value)
-        arguments[each.name] = value
+        arguments[message_field.name] = value
     unexpected = sorted(set(layout) - set(tree_fields))
     if unexpected:
         raise MalformedMessage(f"a message has tensors in an unknown field: {unexpected[0][:40]!r}.")
@@ -398,6 +434,10 @@ def _parse_fields(kind: type[M], values: dict[str, Any], layout: dict[str, Any])
 
 
 def _check_field(name: str, value: Any) -> None:
+    """Check the value of a field, a string, an integer or a list of integers; raise `MalformedMessage` if invalid.
+
+    Strings are written to logs and integers are used as counts, so both are limited.
+    """
     if isinstance(value, str):
         # Terms and model cards are longer; the code that parses them checks them.
         if name not in ("terms", "card") and not header.is_printable(value, MAX_TEXT_LENGTH):

@@ -34,6 +34,10 @@ from halfmoon.storage import toml
 
 MAX_SIDE_PIXELS = 4096
 
+FLOAT32_BYTES = 4
+
+SHA256_LENGTH = 64  # hexadecimal digits
+
 LOCAL_OPTIONS = {
     "baselines", "data", "data_share", "validation_share", "validation_part", "image_size", "resize", "channels",
     "shrink", "pixel_mean", "pixel_std", "split", "client_dropout", "confidence_threshold", "evaluate_every",
@@ -62,7 +66,7 @@ class Terms:
     def from_options(
         cls, name: str, sites: tuple[str, ...], image_spec: ImageSpec, values: Mapping[str, Any], file: str
     ) -> "Terms":
-        """Make terms from options and validate them.
+        """Make the terms of a federation from options, and validate them.
 
         Args:
             name: name of the federation.
@@ -82,8 +86,8 @@ class Terms:
             raise UserError("weights must be named by their SHA-256 in the terms of a federation.")
         defaults = {"cohort": min(Config.cohort, len(sites))}
         # "federation NAME" contains a blank, so it cannot be taken for a folder on the server's machine.
-        fixed = {"data": f"federation {name}", "clients": len(sites)}
-        config = settings.resolve({**defaults, **values, **fixed}, {}, file)
+        implied = {"data": f"federation {name}", "clients": len(sites)}
+        config = settings.resolve({**defaults, **values, **implied}, {}, file)
         entry = registry.entry(config.method)
         if entry.pooled:
             raise UserError(
@@ -114,26 +118,26 @@ class Terms:
             )
         try:
             record = header.parse_json(text)
-            image = {field.name: _list_to_tuple(record["form"][field.name]) for field in fields(ImageSpec)}
-            # None stands for the default. A configuration file has no None, so `from_options` would reject it.
+            image_fields = {field.name: _list_to_tuple(record["form"][field.name]) for field in fields(ImageSpec)}
+            # None is the default. A configuration file has no None, so `from_options` would reject it.
             method_options = {option: value for option, value in record["options"].items() if value is not None}
             values = {**record["config"], "options": method_options}
             unknown = set(values) - shared_options() - {"options"}
             name = record["name"]
             sites = tuple(record["sites"])
-            program = record["program"]
-            difference = bundle.describe_difference(program)
+            server_program = record["program"]
+            difference = bundle.describe_difference(server_program)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"the server's terms cannot be read ({type(error).__name__}).") from error
         if unknown:
             raise UserError(f"the server's terms have an option {min(unknown)!r} that this halfmoon does not know.")
         if difference is not None:
             raise UserError(f"the server's terms are for another program: {difference}.")
-        terms = cls.from_options(name, sites, ImageSpec(**image), values, "the terms")
-        if terms.program != program:
+        terms = cls.from_options(name, sites, ImageSpec(**image_fields), values, "the terms")
+        if terms.program != server_program:
+            plugin_difference = _describe_plugins(terms.config, server_program["plugins"])
             raise UserError(
-                f"the server's terms are for another program: {_describe_plugins(terms.config, program['plugins'])}; "
-                "install the same version."
+                f"the server's terms are for another program: {plugin_difference}; install the same version."
             )
         return terms
 
@@ -144,7 +148,7 @@ class Terms:
 
     @cached_property
     def text(self) -> str:
-        """The terms as JSON. Equal terms have the same text, whatever the order of lines in a configuration file."""
+        """The terms as JSON. Equal terms have the same text; the order of lines in a configuration file has no effect."""
         record = {
             "name": self.name,
             "sites": self.sites,
@@ -156,6 +160,7 @@ class Terms:
         return json.dumps(record, sort_keys=True)
 
     def _method_options(self) -> dict[str, Any]:
+        """Collect the options of the method, also those that have their defaults."""
         method = self.config.method
         defaults = {name: option.default for name, option in registry.options(method).items()}
         return {**defaults, **settings.method_options(self.config, method)}
@@ -177,31 +182,35 @@ class Terms:
 
     def summary(self) -> TermsSummary:
         """Summarize the terms for the people at a site: a sentence, a few lines, and a table of options and tensors."""
+        uploads = self.disclosure
+        return TermsSummary(
+            hash=self.hash,
+            sentence=self.sentence(),
+            rows=tuple(self._option_rows()),
+            brief=self._format_brief(uploads),
+            tensors=tuple(_tensor_rows(uploads)),
+        )
+
+    def _option_rows(self) -> list[tuple[str, str, str]]:
+        """Make the table rows (name, value, meaning) of the options, the program and the size of the network."""
         helps = settings.option_helps()
-        names = [name for name in settings.option_types() if name in shared_options() and name != "method"]
-        rows = [(name, toml.format_text(getattr(self.config, name)), helps[name]) for name in names]
+        rows: list[tuple[str, str, str]] = []
+        for name in settings.option_types():
+            if name in shared_options() and name != "method":
+                rows.append((name, toml.format_text(getattr(self.config, name)), helps[name]))
         for name, value in self._method_options().items():
             rows.append((name, toml.format_text(value), f"an option of {self.config.method}"))
-        trained, frozen = limits.count_trained_and_frozen(self.config, self.image_spec)
-        trained_bytes = 4 * trained  # float32
         program = self.program
         rows.append(("halfmoon", program["halfmoon"], "the version that runs at the server and at every site"))
         rows.append(("bundle", program["bundle"][:16], "hash of the app bundle, without code, that a site accepts"))
-        rows += [(name, digest[:16], "hash of a plugin") for name, digest in program["plugins"].items()]
-        rows.append(("numbers", f"{trained:,}", f"of the network that are trained ({format_bytes(trained_bytes)})"))
+        for name, digest in program["plugins"].items():
+            rows.append((name, digest[:16], "hash of a plugin"))
+        trained, frozen = limits.count_trained_and_frozen(self.config, self.image_spec)
+        trained_size = format_bytes(FLOAT32_BYTES * trained)
+        rows.append(("numbers", f"{trained:,}", f"of the network that are trained ({trained_size})"))
         if frozen:
             rows.append(("frozen", f"{frozen:,}", "numbers of the pretrained weights, which are never changed or sent"))
-        uploads = self.disclosure
-        tensors = [
-            (f"{tensor.client_update}: {tensor.path}", tensor.describe(), tensor.meaning) for tensor in uploads.tensors
-        ]
-        if uploads.secure:
-            tensors += [
-                (f"{tensor.client_update}: {tensor.path}", tensor.describe(), "all of these, under masks")
-                for tensor in uploads.transmitted()
-            ]
-        brief = self._format_brief(uploads)
-        return TermsSummary(self.hash, self.sentence(), tuple(rows), brief, tuple(tensors))
+        return rows
 
     @cached_property
     def disclosure(self) -> Disclosure:
@@ -209,18 +218,26 @@ class Terms:
         return describe_uploads(self.config, self.image_spec)
 
     def _format_brief(self, uploads: Disclosure) -> tuple[str, ...]:
-        """Format a few lines: what is sent, to whom, for how long, and which defenses there are."""
+        """Format what the people at a site must know before they agree: what is sent, to whom, and the defenses.
+
+        Args:
+            uploads: the tensors that a site sends.
+
+        Returns:
+            About ten lines.
+        """
         config = self.config
         channels, height, width = self.image_spec.image
+        plural = "s" if channels > 1 else ""
+        rounds = settings.count_rounds(config)
+        title = registry.entry(config.method).title
         active_defenses = {
             "the server sees only the sum of many sites (secure aggregation)": config.secure_aggregation,
             "noise hides what one site contributes (differential privacy)": config.dp_clip is not None,
             f"uploads are checked against hostile sites ({config.aggregation})": config.aggregation != "mean",
         }
         defenses = "; ".join(defense for defense, active in active_defenses.items() if active)
-        rounds = settings.count_rounds(config)
-        title = registry.entry(config.method).title
-        plural = "s" if channels > 1 else ""
+        # A method that personalizes models also sends models of few sites, from which more can be learned.
         personal = requirements_of(build_method(config), effective_norm(config)).personal
         shared = "averages, and models or sums made of few sites' uploads," if personal else "the average"
         plugins = ", ".join(str(plugin) for plugin in settings.plugin_origins(config))
@@ -238,19 +255,35 @@ class Terms:
         )
 
 
+def _tensor_rows(uploads: Disclosure) -> list[tuple[str, str, str]]:
+    """Make the table rows (name, size, meaning) of the tensors that a site sends."""
+    rows = []
+    for tensor in uploads.tensors:
+        rows.append((f"{tensor.client_update}: {tensor.path}", tensor.describe(), tensor.meaning))
+    if uploads.secure:
+        for tensor in uploads.transmitted():
+            rows.append((f"{tensor.client_update}: {tensor.path}", tensor.describe(), "all of these, under masks"))
+    return rows
+
+
 def shared_options() -> set[str]:
     """List the options that all sites of a federation share."""
     return set(settings.option_types()) - LOCAL_OPTIONS
 
 
 def _describe_plugins(config: Config, server_plugins: Any) -> str:
-    """Describe the plugins of these options whose local file differs from the server's."""
+    """Describe how the plugins of this site differ from those of the server.
+
+    Args:
+        config: the configuration, whose options name plugins.
+        server_plugins: from the server, which may be hostile: the SHA-256 of each plugin by name.
+    """
     server_hashes = server_plugins if isinstance(server_plugins, dict) else {}
-    differences = [
-        f"{plugin} at this site, {str(server_hashes.get(plugin.name))[:64]} at the server"
-        for plugin in settings.plugin_origins(config)
-        if server_hashes.get(plugin.name) != plugin.sha256
-    ]
+    differences = []
+    for plugin in settings.plugin_origins(config):
+        server_hash = server_hashes.get(plugin.name)
+        if server_hash != plugin.sha256:
+            differences.append(f"{plugin} at this site, {str(server_hash)[:SHA256_LENGTH]} at the server")
     return f"its plugins differ ({'; '.join(differences) or 'in number'})"
 
 
@@ -258,18 +291,32 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _check_names(name: Any, sites: tuple[Any, ...]) -> None:
-    for subject, word in (("the federation", name), *(("a site", site) for site in sites)):
-        if not isinstance(word, str) or not SITE_NAME.fullmatch(word):
-            raise UserError(
-                f"{subject} is called {word!r}: use up to 64 letters, digits, dots, dashes and underscores, of which "
-                "the first is a letter or a digit."
-            )
+def _check_names(federation: Any, sites: tuple[Any, ...]) -> None:
+    """Check the names of a federation and of its sites, which become names of folders; raise UserError if invalid."""
+    _check_name("the federation", federation)
+    for site in sites:
+        _check_name("a site", site)
     if not sites or len(set(sites)) < len(sites):
         raise UserError("sites must name one site or more, each once.")
 
 
+def _check_name(subject: str, name: Any) -> None:
+    """Raise UserError unless a name is a string of up to 64 letters, digits, dots, dashes and underscores."""
+    if not isinstance(name, str) or not SITE_NAME.fullmatch(name):
+        raise UserError(
+            f"{subject} is called {name!r}: use up to 64 letters, digits, dots, dashes and underscores, of which "
+            "the first is a letter or a digit."
+        )
+
+
 def _check_image_spec(image_spec: ImageSpec) -> None:
+    """Check the types and ranges of the image size, the class names and the normalization of a federation.
+
+    They come from a file or from a server that may be hostile.
+
+    Raises:
+        UserError: the first invalid value.
+    """
     image = image_spec.image
     classes = image_spec.classes
     if not all(isinstance(value, tuple) for value in (image, classes, image_spec.mean, image_spec.std)):
@@ -284,11 +331,13 @@ def _check_image_spec(image_spec: ImageSpec) -> None:
     names_are_texts = all(type(name) is str and name for name in classes)
     if len(classes) < 2 or not names_are_texts or len(set(classes)) < len(classes):
         raise UserError(f"classes is {toml.format_text(classes)}: it must name two classes or more, each once.")
-    for name, values in (("mean", image_spec.mean), ("std", image_spec.std)):
-        finite = len(values) == image[0] and all(isinstance(value, float) and math.isfinite(value) for value in values)
-        if not finite or (name == "std" and min(values) <= 0):
+    channels = image[0]
+    for name, values in {"mean": image_spec.mean, "std": image_spec.std}.items():
+        all_finite = all(isinstance(value, float) and math.isfinite(value) for value in values)
+        valid = len(values) == channels and all_finite
+        if not valid or (name == "std" and min(values) <= 0):
             raise UserError(
-                f"{name} is {toml.format_text(values)}: it must be one number for each of {image[0]} channels."
+                f"{name} is {toml.format_text(values)}: it must be one number for each of {channels} channels."
             )
 
 
@@ -298,20 +347,20 @@ def image_spec_name(terms: Terms) -> str:
     return f"{height}x{width}x{channels}"
 
 
-def open_prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | None:
-    """Open a folder whose images were decoded earlier.
+def open_prepared_folder(folder: Path, decoded_folder: Path, terms: Terms) -> SiteFolder | None:
+    """Open a folder of images that were decoded earlier, so that they need not be decoded once more.
 
     Args:
-        folder: the site's images.
-        out: where they may have been decoded to.
-        terms: the terms.
+        folder: the images.
+        decoded_folder: where they may have been decoded to.
+        terms: the terms of a federation, which give the image size.
 
     Returns:
         The folder, or None if its images are not decoded to the size and preparation of the terms.
     """
     channels, height, width = terms.image_spec.image
     try:
-        site = open_prepared_site(folder, out, image_preparation(terms.config).cache_id)
+        site = open_prepared_site(folder, decoded_folder, image_preparation(terms.config).cache_id)
     except UserError:
         return None
     if site.images is None or site.images.shape[1:] != (height, width, channels):
@@ -319,30 +368,54 @@ def open_prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | 
     return site
 
 
-def decode_folder(folder: Path, out: Path, terms: Terms) -> PreparedSite:
-    """Decode a folder's images into `out`, to the size of the terms; raise UserError or OSError if they do not fit."""
+def decode_folder(folder: Path, decoded_folder: Path, terms: Terms) -> PreparedSite:
+    """Decode and resize a folder's images to the size of the terms, and write them as one array.
+
+    Args:
+        folder: the images.
+        decoded_folder: where to write them.
+        terms: the terms of a federation.
+
+    Raises:
+        UserError: they do not fit into memory.
+        OSError: they do not fit on the disk.
+    """
     channels, height, width = terms.image_spec.image
-    limits.check_images_fit(out, len(read_site(folder)), terms.image_spec.image)
+    limits.check_images_fit(decoded_folder, len(read_site(folder)), terms.image_spec.image)
     options = image_preparation(terms.config)
-    return prepare_site(folder, (height, width), channels, out, crop=options.crop, window=options.window)
+    return prepare_site(folder, (height, width), channels, decoded_folder, crop=options.crop, window=options.window)
 
 
-def load_labeled_images(folder: Path, terms: Terms, out: Path) -> Images:
-    """Load a folder's labeled images, decoded into `out`; raise UserError if there are none."""
-    site = open_prepared_folder(folder, out, terms) or decode_folder(folder, out, terms).site
+def load_labeled_images(folder: Path, terms: Terms, decoded_folder: Path) -> Images:
+    """Load a folder's labeled images and their labels, as class numbers of the terms.
+
+    Args:
+        folder: the images.
+        terms: the terms of a federation.
+        decoded_folder: where the images are decoded to, unless they are there already.
+
+    Raises:
+        UserError: no image has a label.
+    """
+    site = open_prepared_folder(folder, decoded_folder, terms)
+    if site is None:
+        site = decode_folder(folder, decoded_folder, terms).site
     assert site.images is not None, "it was just prepared"
-    rows = np.flatnonzero(site.labels >= 0)
-    if not len(rows):
+    labeled_rows = np.flatnonzero(site.labels >= 0)
+    if len(labeled_rows) == 0:
         raise UserError(f"{folder} has no labeled image: name some in its labels.csv.")
-    return Images(np.array(site.images[rows]), map_labels(site, terms)[rows])
+    labels = map_labels(site, terms)
+    return Images(np.array(site.images[labeled_rows]), labels[labeled_rows])
 
 
 def map_labels(site: SiteFolder, terms: Terms) -> np.ndarray:
     """Map a folder's labels to the class numbers of the terms.
 
+    Each folder numbers its classes in a different order, so classes are matched by name.
+
     Args:
-        site: the folder, which numbers its classes itself.
-        terms: the terms.
+        site: the folder.
+        terms: the terms of a federation.
 
     Returns:
         The labels, int64 (N,); -1 for images without one.
@@ -351,18 +424,19 @@ def map_labels(site: SiteFolder, terms: Terms) -> np.ndarray:
         PermanentRefusal: the folder has labels of classes that the terms do not have.
     """
     classes = terms.image_spec.classes
-    used = {int(label) for label in np.unique(site.labels[site.labels >= 0])}
-    unknown = [name for number, name in enumerate(site.classes) if number in used and name not in classes]
+    used_numbers = {int(label) for label in np.unique(site.labels[site.labels >= 0])}
+    used_names = [name for number, name in enumerate(site.classes) if number in used_numbers]
+    unknown = [name for name in used_names if name not in classes]
     if unknown:
         names = ", ".join(f"{name}{suggest_class(name, classes)}" for name in unknown)
         details = UserError(
             f"{site.folder} has labels of classes that federation {terms.name} does not have: {names}. Its classes "
             f"are {', '.join(classes)}: correct the labels, or agree on the classes."
         )
-        # The refusal is sent to the server, so it names no class of this site; the cause is for the site's own log.
+        # The refusal is sent to the server, so it names no class of this site; the cause is written to the site's log.
         refusal = "it has labels of classes that the federation does not have; its log names them."
         raise PermanentRefusal(refusal) from details
     labels = site.labels.copy()
-    for number in used:
+    for number in used_numbers:
         labels[site.labels == number] = classes.index(site.classes[number])
     return labels

@@ -61,7 +61,9 @@ class UploadProbe:
         self._cache: list[tuple[ClientUpdate, TreeSpec, TreeSpec | None]] = []
 
     def find_spec(self, context: ClientContext, broadcast: Tree) -> TreeSpec | None:
-        """Find the spec of the upload that answers a download. Each structure is computed once.
+        """Find names, shapes and dtypes of the upload that an honest site sends, by running its update on random images.
+
+        Results are cached by client update and by the shapes of the download.
 
         Args:
             context: the client update and its round.
@@ -80,14 +82,20 @@ class UploadProbe:
         return upload_spec
 
     def _run_update(self, context: ClientContext, broadcast: Tree) -> TreeSpec | None:
+        """Run one step of a local update on the random images, starting from zeros in the shapes of `broadcast`.
+
+        Returns:
+            The spec of its upload; None if the loss is not finite.
+        """
         cpu = torch.device("cpu")
         batching = Batching(PROBE_IMAGES, PROBE_IMAGES, steps=1)
         memories = StateView(TreeStore(), "client/", cpu)
         local_clients = LocalClients(self.dataset, self.views, Training(batching, Budget()), self.seed, memories)
         context = replace(context, views=self.views, seed=self.seed)
         quality = Quality(self.task.network.classes, 1.0, cpu)
+        zeros = tree.zeros_like(broadcast)
         try:
-            (result,) = local_clients.update(context, [0], None, tree.zeros_like(broadcast), {}, quality)
+            (result,) = local_clients.update(context, [0], None, zeros, {}, quality)
         except Diverged:
             return None
         self.metrics.update(result.samples)

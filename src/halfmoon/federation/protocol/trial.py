@@ -52,7 +52,15 @@ class TrialFederation:
     transmission: UploadProbe | None = None
 
     def run_rounds(self, method: Method, task: Task) -> None:
-        """Run rounds of the method; raise `TrialFailed` if that is not possible."""
+        """Run the server's part of some rounds, to record the tensors that it sends and receives.
+
+        Args:
+            method: the method.
+            task: its task.
+
+        Raises:
+            TrialFailed: the method cannot run with simulated clients.
+        """
         self.state_store: StateStore = StateView(TreeStore(), "state/", torch.device("cpu"))
         self.labeled = 0
         self.size = self.clients
@@ -76,24 +84,36 @@ class TrialFederation:
     def query(
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
     ) -> Upload:
-        """Record the downloads of a query, and make uploads of the right shapes, stacked over clients."""
+        """Record the shapes of a query's downloads and uploads, and return uploads of ones.
+
+        Args:
+            client_update: name of the client update.
+            broadcast: the tree that all clients receive.
+            per_client: leaves (number of clients, ...), of which each client receives its slice too.
+            clients: numbers of the clients; None for all.
+
+        Returns:
+            Uploads of the shapes that real clients would send, with a leading dimension of clients.
+
+        Raises:
+            TrialFailed: the shapes of an upload cannot be found.
+        """
         self.responders = self.cohort if clients is None else clients
-        specs: list[TreeSpec] = []
+        server_specs: list[TreeSpec] = []
         for index in range(len(self.responders)):
             download = {**broadcast, **tree.index(per_client or {}, index)}
             self.download_specs.setdefault(client_update, []).append(make_tree_spec(download))
-            context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
-            spec = self.probe.find_spec(context, download)
-            transmitted = spec if self.transmission is None else self.transmission.find_spec(context, download)
-            if spec is None or transmitted is None:
+            context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, query=0)
+            server_spec = self.probe.find_spec(context, download)
+            sent_spec = server_spec if self.transmission is None else self.transmission.find_spec(context, download)
+            if server_spec is None or sent_spec is None:
                 raise TrialFailed
-            self.upload_specs.setdefault(client_update, []).append(transmitted)
-            specs.append(spec)
+            self.upload_specs.setdefault(client_update, []).append(sent_spec)
+            server_specs.append(server_spec)
         # Ones, so that no weight or count is 0 and the method can divide by it. Expanded ones need no memory.
-        count = len(specs)
-        return Upload.from_tree(
-            build_tree(specs[0], lambda shape, dtype: torch.ones((), dtype=dtype).expand(count, *shape))
-        )
+        count = len(server_specs)
+        ones = build_tree(server_specs[0], lambda shape, dtype: torch.ones((), dtype=dtype).expand(count, *shape))
+        return Upload.from_tree(ones)
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Average the uploads of a query."""

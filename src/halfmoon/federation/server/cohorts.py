@@ -86,11 +86,17 @@ class Quarantine:
 
 
 def _write(path: Path, refusals: dict[str, Refusals]) -> None:
-    rows = {
-        name: {"count": row.count, "round": row.round, "reason": row.reason}
-        for name, row in refusals.items()
-        if row.count
-    }
+    """Write the counts of unusable replies to a JSON file, as {"sites": {name: {"count", "round", "reason"}}}.
+
+    Sites without unusable replies are left out.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    rows = {}
+    for name, row in refusals.items():
+        if row.count:
+            rows[name] = {"count": row.count, "round": row.round, "reason": row.reason}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_io.write_atomically(path, (json.dumps({"sites": rows}, indent=1) + "\n").encode())
@@ -101,11 +107,17 @@ def _write(path: Path, refusals: dict[str, Refusals]) -> None:
 
 
 def _read(path: Path) -> dict[str, Refusals]:
+    """Read the counts of unusable replies that `_write` has written; empty if there is no file.
+
+    Raises:
+        UserError: if the file cannot be read, or has another format.
+    """
     try:
         data = atomic_io.read(path)
         if data is None:
             return {}
-        return {name: _parse_row(name, row) for name, row in json.loads(data)["sites"].items()}
+        rows = json.loads(data)["sites"]
+        return {name: _parse_row(name, row) for name, row in rows.items()}
     except OSError as error:
         raise UserError(
             f"{path}: the register of refused replies cannot be read ({atomic_io.error_reason(error)}); repair that and start again."
@@ -166,12 +178,13 @@ class CohortSampler:
         available = [client for client in self._order(round) if self.names[client] not in self.quarantine.sites]
         if not available:
             raise TooFewReplies("every site is set aside; look into serve.log, and let sites back in with --readmit.")
-        untried = [client for client in available if client not in self._failures]
+        not_failed = [client for client in available if client not in self._failures]
         failed = [client for client in available if client in self._failures]
-        cohort = [*untried, *failed][: self.settings.cohort]
+        cohort = [*not_failed, *failed][: self.settings.cohort]
         self.remaining = set(cohort)
         self.size = len(cohort)
-        self.uniform = not self.attempt and len(available) == len(self.names)
+        # Amplification of differential privacy by sampling holds for uniform samples only.
+        self.uniform = self.attempt == 0 and len(available) == len(self.names)
         return torch.tensor(cohort, dtype=torch.int64).sort().values
 
     def mark_failed(self, clients: Iterable[int]) -> None:
@@ -186,12 +199,16 @@ class CohortSampler:
         self._failures.clear()
 
     def _order(self, round: int) -> list[int]:
-        """Shuffle all client numbers; the first attempt at a round gives the order of the simulation."""
-        clients = len(self.names)
+        """Shuffle all client numbers, differently for each round and each attempt at it.
+
+        The order depends on the seed, and the first attempt at a round has the order of a simulation. With
+        `cohort_secret` it depends on that, because the sites know the seed and could predict the cohorts.
+        """
+        client_count = len(self.names)
         if self.settings.cohort_secret is not None:
-            sort_keys = generate_keystream(
-                derive_subkey(self.settings.cohort_secret, "cohort", round, self.attempt), clients
-            )
+            key = derive_subkey(self.settings.cohort_secret, "cohort", round, self.attempt)
+            sort_keys = generate_keystream(key, client_count)
             return np.argsort(sort_keys, kind="stable").tolist()
-        path = ("cohort", round, self.attempt) if self.attempt else ("cohort", round)
-        return torch.randperm(clients, generator=rng.generator(self.settings.seed, *path)).tolist()
+        stream_name = ("cohort", round, self.attempt) if self.attempt else ("cohort", round)
+        generator = rng.generator(self.settings.seed, *stream_name)
+        return torch.randperm(client_count, generator=generator).tolist()

@@ -110,19 +110,30 @@ class Connection:
         return self._attempt("send", lambda: self.transport.send(mail, seconds, is_offer)) or {}
 
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
-        """Yield the replies to these messages, one at a time, until the transport fails."""
-        replies: list[Iterator[TransportReply]] = []
+        """Yield the replies to these messages that have arrived, one at a time, until the transport fails."""
+        iterators: list[Iterator[TransportReply]] = []  # the transport's iterator, once it is created
 
         def next_reply() -> TransportReply | None:
-            # The iterator is created inside the attempt, because creating it may fail as well.
-            if not replies:
-                replies.append(iter(self.transport.collect(message_ids)))
-            return next(replies[0], None)
+            # Creating the iterator may fail as well, so it belongs to the attempt to get the first reply.
+            if not iterators:
+                iterators.append(iter(self.transport.collect(message_ids)))
+            return next(iterators[0], None)
 
         while (reply := self._attempt("collect", next_reply)) is not None:
             yield reply
 
     def _attempt(self, operation: str, call: Callable[[], T]) -> T | None:
+        """Call a function of the transport and track whether the connection works.
+
+        The log gets one event when the first operation fails, and one when all operations work.
+
+        Args:
+            operation: "nodes", "send" or "collect".
+            call: the function.
+
+        Returns:
+            The result of the call; None if it raised ConnectionError.
+        """
         try:
             result = call()
         except ConnectionError as error:
@@ -164,7 +175,11 @@ class Spool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def store(self, data: bytes) -> bytes | SpooledFile:
-        """Write bytes to a file that only this user can read; return the bytes themselves if the disk is full."""
+        """Write a reply to a new file that only this user can read.
+
+        Returns:
+            The file. If it cannot be written, for example because the disk is full: `data`, which remains in memory.
+        """
         self._count += 1
         path = self.folder / f"{self._count}.safetensors"
         try:
@@ -183,16 +198,17 @@ def read_content(data: bytes | SpooledFile) -> bytes:
 
 
 def load_tree(data: bytes | SpooledFile, shape: dict[str, Any], name: str) -> Tree:
-    """Load one tree of a message.
+    """Load one tree of tensors from a serialized message, without the other trees.
 
     Args:
-        data: the message. A file is mapped into memory.
+        data: the message. A file is mapped into memory, so that only this tree is read from the disk.
         shape: the layout of the message's trees, by name.
         name: the tree to load.
     """
     layout = {name: shape.get(name, {})}
-    trees = map_tree(data.path, layout) if isinstance(data, SpooledFile) else unpack(data, layout)
-    return trees[name]
+    if isinstance(data, SpooledFile):
+        return map_tree(data.path, layout)[name]
+    return unpack(data, layout)[name]
 
 
 def _remove(path: Path) -> None:

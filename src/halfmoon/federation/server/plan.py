@@ -53,20 +53,34 @@ class Rules:
     ] = None
 
     def __post_init__(self) -> None:
+        """Check that each value is in its range; raise UserError for the first one that is not."""
         if self.images is not None and min(self.images, default=0) < 1:
             raise UserError(
                 f"{FEDERATION_TABLE}.images is {toml.format_text(self.images)}: it must have a number from 1 for each site."
             )
-        minimum = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout", "linger"), 0)
-        minimum |= {"min_replies": 1, "attempts": 1}
-        for name, bound in minimum.items():
-            value = self.__dict__[name]
-            if value is not None and not (value >= bound and math.isfinite(value)):
-                raise UserError(f"{FEDERATION_TABLE}.{name} is {toml.format_text(value)}: it must be at least {bound}.")
+        minimums = {
+            "weight_cap": 0,
+            "strikes": 0,
+            "norm_bound": 0,
+            "absence": 0,
+            "round_timeout": 0,
+            "linger": 0,
+            "min_replies": 1,
+            "attempts": 1,
+        }
+        for name, minimum in minimums.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not value >= minimum or not math.isfinite(value):  # "not >=" also refuses NaN
+                raise UserError(
+                    f"{FEDERATION_TABLE}.{name} is {toml.format_text(value)}: it must be at least {minimum}."
+                )
 
     def quorum(self, cohort: int) -> int:
-        """Compute the fewest replies with which a round of this cohort size counts."""
-        needed = -(-cohort // 2) if self.min_replies is None else self.min_replies
+        """Compute how many replies a round needs at least, if `cohort` sites were asked."""
+        half = math.ceil(cohort / 2)
+        needed = half if self.min_replies is None else self.min_replies
         return max(1, min(needed, cohort))
 
 
@@ -91,10 +105,10 @@ class FederationTable:
 
 @dataclass(frozen=True)
 class FederationPlan:
-    """A federation as its server sees it.
+    """The configuration of a federation's server.
 
     Attributes:
-        terms: what the sites agree to.
+        terms: the configuration that the sites agree to.
         rules: the server's rules for its sites.
         test: the server's folder of test images, if any.
         server: the server's folder of labeled training images, if any.
@@ -159,27 +173,38 @@ def load_plan(path: Path) -> FederationPlan:
         "clients": count,
         "cohort": terms.config.cohort,
     }
-
-    def resolve(folder: Path | None) -> Path | None:
-        return None if folder is None else (path.parent / folder.expanduser()).absolute()
-
     return FederationPlan(
         terms,
         rules,
-        test=resolve(table.test),
-        server=resolve(table.server),
+        test=_resolve_folder(table.test, path.parent),
+        server=_resolve_folder(table.server, path.parent),
         config=settings.merge(settings.resolve_paths(server_values, path.parent), {}, path),
-        validation=resolve(table.validation),
+        validation=_resolve_folder(table.validation, path.parent),
     )
 
 
+def _resolve_folder(folder: Path | None, base: Path) -> Path | None:
+    """Make a path absolute; a relative one is relative to `base`."""
+    return None if folder is None else (base / folder.expanduser()).absolute()
+
+
 def _term_values(path: Path, raw: Mapping[str, Any], file_config: Config) -> dict[str, Any]:
-    """Collect the options of the file that all sites must agree on."""
+    """Collect the options that all sites must agree on, in a form that means the same on every machine.
+
+    Args:
+        path: the configuration file.
+        raw: its options, without the table [federation].
+        file_config: the configuration that these options make, with defaults.
+
+    Returns:
+        Values by option. Networks and weight files are named by their content instead of their path.
+    """
     values = {name: raw[name] for name in raw if name in shared_options() or name == "options"}
     values.setdefault("aggregation", default_aggregation(file_config, registry.entry))
     if file_config.split is not None:
         # The split decides where the labels are; an option cannot contradict it.
-        values["labels_at"] = find_labels_at(Split.load(settings.resolve_paths(raw, path.parent)["split"]))
+        split_file = settings.resolve_paths(raw, path.parent)["split"]
+        values["labels_at"] = find_labels_at(Split.load(split_file))
     # "auto" depends on the data, which no two sites share. Without data it must not mean that of the embedded digits.
     if file_config.network == "auto":
         values["network"] = network_name(file_config) if "data" in raw else "resnet9"
@@ -187,8 +212,16 @@ def _term_values(path: Path, raw: Mapping[str, Any], file_config: Config) -> dic
 
 
 def _make_terms(path: Path, table: FederationTable, values: Mapping[str, Any]) -> Terms:
+    """Build and check the terms that the server offers to the sites.
+
+    Args:
+        path: the configuration file; its name is the default name of the federation.
+        table: the table [federation], with the sites and the format of the images.
+        values: the options that all sites must agree on.
+    """
     # Any other number of channels is refused by `Terms`.
     channels = 3 if table.image[:1] == (3,) else 1
+    # One value for mean or std applies to every channel.
     mean = table.mean * channels if len(table.mean) == 1 else table.mean
     std = table.std * channels if len(table.std) == 1 else table.std
     if values.get("network") in hubs.PRETRAINED:
@@ -202,33 +235,55 @@ def _make_terms(path: Path, table: FederationTable, values: Mapping[str, Any]) -
 
 
 def _portable_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Name a network and a weights file by their content, because paths of this machine mean nothing to a site."""
-    names: dict[str, Any] = {}
-    if isinstance(network := values.get("network"), str) and hubs.package_of(network):
-        names["network"] = hubs.portable_name(network)
-        if (file := published(network)) is not None:
-            names["weights"] = weight_files.register(file)
-    if isinstance(weights := values.get("weights"), str) and not weights.startswith(weight_files.PREFIX):
-        names["weights"] = weight_files.register(Path(weights))
-    return names
+    """Name the network and the weight file by their content, because a path of this machine does not exist at a site.
+
+    Args:
+        values: the options. "network" may name a model of a hub, and "weights" a file.
+
+    Returns:
+        New values of "network" and "weights", as far as they change.
+    """
+    portable: dict[str, Any] = {}
+    network = values.get("network")
+    if isinstance(network, str) and hubs.package_of(network):
+        portable["network"] = hubs.portable_name(network)
+        published_weights = published(network)
+        if published_weights is not None:
+            portable["weights"] = weight_files.register(published_weights)
+    weights = values.get("weights")
+    if isinstance(weights, str) and not weights.startswith(weight_files.PREFIX):
+        portable["weights"] = weight_files.register(Path(weights))
+    return portable
 
 
 def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[FederationTable, Rules]:
-    """Split the table [federation] into its two parts, and convert its values."""
-    hints = {kind: get_type_hints(kind) for kind in (FederationTable, Rules)}
-    options = {**hints[FederationTable], **hints[Rules]}
+    """Parse the table [federation] of a configuration file.
+
+    Args:
+        raw: the values of the table, as TOML has them.
+        path: the file, for errors.
+
+    Returns:
+        The sites and the format of their images, and the server's rules.
+
+    Raises:
+        UserError: for an unknown or missing option, or a value of a wrong type.
+    """
+    table_types = get_type_hints(FederationTable)
+    rule_types = get_type_hints(Rules)
+    types = {**table_types, **rule_types}
     for name in raw:
-        if name not in options:
-            raise UserError(f"unknown option {name!r} in [{FEDERATION_TABLE}] of {path.name}: {suggest(name, options)}")
+        if name not in types:
+            raise UserError(f"unknown option {name!r} in [{FEDERATION_TABLE}] of {path.name}: {suggest(name, types)}")
     values: dict[str, Any] = {}
     for name, value in raw.items():
-        values[name] = convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", options[name], value)
+        values[name] = convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", types[name], value)
     for name in ("sites", "classes", "image"):
         if name not in values:
             description = option_descriptions(FederationTable)[name]
             raise UserError(f"[{FEDERATION_TABLE}] in {path.name} has no {name}: {description}.")
-    table_values = {name: value for name, value in values.items() if name in hints[FederationTable]}
-    rule_values = {name: value for name, value in values.items() if name in hints[Rules]}
+    table_values = {name: value for name, value in values.items() if name in table_types}
+    rule_values = {name: value for name, value in values.items() if name in rule_types}
     return FederationTable(**table_values), Rules(**rule_values)
 
 

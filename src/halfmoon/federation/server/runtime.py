@@ -33,7 +33,7 @@ class RemoteRuntime(ServerRuntime):
     """A runtime whose client k is the site `calls.names[k]`.
 
     Replies are used in the order of client numbers. A site without a usable reply leaves its round; a round with too few
-    replies is tried again.
+    replies is retried.
 
     Attributes:
         calls: sends requests to the sites.
@@ -51,18 +51,32 @@ class RemoteRuntime(ServerRuntime):
         store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
     ) -> None:
+        """Prepare to train.
+
+        Args:
+            method: the method.
+            task: its task.
+            views: the augmentations.
+            calls: sends requests to the sites.
+            settings: cohort size, seed and device. Real clients drop out by themselves, so none are dropped at random.
+            server: trains on the server's labeled images; None if it has none.
+            store: stores state between rounds; None for memory.
+            aggregators: uploads pass through them before the method gets them.
+        """
         settings = replace(settings, clients=len(calls.names), confidence_threshold=1.0, client_dropout=0.0)
         super().__init__(method, task, views, settings, store, aggregators)
         self.calls = calls
         self.names = tuple(calls.names)
         self.cohorts = CohortSampler(self.names, settings, calls.quarantine)
-        self._staged = StagedStore(StateView(self.store, "state/", self.device))
-        self._stores = [self._staged]
-        self.state_store: StateStore = self._staged
+        # A round that is retried must see the state from before it, so changes are staged until the round ends.
+        staged_state = StagedStore(StateView(self.store, "state/", self.device))
+        self._stores = [staged_state]
+        self.state_store: StateStore = staged_state
         self.server = server
         if server is not None:
-            self._stores += [StagedStore(server.memories)]
-            self.server = replace(server, memories=self._stores[1])
+            staged_memories = StagedStore(server.memories)
+            self._stores.append(staged_memories)
+            self.server = replace(server, memories=staged_memories)
         self._versions = MemoryVersions(self.store)
         self._model: Tree = {}  # to evaluate with the next query
         self._evaluations: Evaluations | None = None
@@ -75,7 +89,10 @@ class RemoteRuntime(ServerRuntime):
         return None
 
     def open(self, round: int) -> None:
-        """Begin an attempt at a round: sample its cohort; the first attempt has that of the simulation."""
+        """Begin an attempt at a round: drop the state of an earlier attempt, and sample the cohort.
+
+        The first attempt has the cohort that a simulation with the same seed samples.
+        """
         super().open(round)
         self._model = {}
         self._evaluations = None
@@ -86,10 +103,15 @@ class RemoteRuntime(ServerRuntime):
         self._uniform_cohort = self.cohorts.uniform
 
     def retry_round(self, few: TooFewReplies) -> None:
-        """Prepare another attempt at the round; raise `few` if there were enough attempts."""
+        """Prepare another attempt at a round that had too few replies, and wait until enough sites are connected.
+
+        Raises:
+            TooFewReplies: `few`, if the last allowed attempt has failed or every site is in quarantine.
+        """
         self.cohorts.attempt += 1
         self._attempt = self.cohorts.attempt
-        if self._attempt >= self.calls.rules.attempts or len(self.calls.quarantine.sites) == self.clients:
+        all_quarantined = len(self.calls.quarantine.sites) == self.clients
+        if self._attempt >= self.calls.rules.attempts or all_quarantined:
             raise few
         text = f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}"
         self.calls.log.record("round_retried", text, round=self._round + 1, attempt=self._attempt + 1)
@@ -127,19 +149,27 @@ class RemoteRuntime(ServerRuntime):
         super().record_server_bytes(server)
 
     def close(self) -> RoundReport:
-        """End the round, and report its metrics and the cost of the run so far."""
+        """End the round: make its changes of state final, and report its metrics and the cost of the run so far.
+
+        To the report of a simulation it adds the clients whose weight was capped, the site names of outliers, and the
+        sites' evaluation of the model from before the round.
+        """
         self._commit()
         self._attempt = 0
         self.cohorts.end_round()
         report = super().close()
-        if self.calls.inspection.cap is not None and (row := self.calls.inspection.cap.row()):
-            report = report._replace(aggregator={**row, **(report.aggregator or {})})
+        weight_cap = self.calls.inspection.cap
+        cap_row = None if weight_cap is None else weight_cap.row()
+        if cap_row:
+            report = report._replace(aggregator={**cap_row, **(report.aggregator or {})})
         for outlier in (report.aggregator or {}).get("outside", ()):
             outlier["site"] = self.names[outlier["client"]]
         if self._evaluations is None:
             return report
-        tests, validations = (evaluation.row(self._round) for evaluation in self._evaluations)
-        return report._replace(evaluation=tests, validation=validations)
+        return report._replace(
+            evaluation=self._evaluations.tests.row(self._round),
+            validation=self._evaluations.validations.row(self._round),
+        )
 
     def _commit(self) -> None:
         for store in self._stores:
@@ -150,7 +180,7 @@ class RemoteRuntime(ServerRuntime):
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
         if list(clients) == [SERVER]:
-            assert self.server is not None, "a method asks a server for its labels where it has some"
+            assert self.server is not None, "a method queries the server only if it has labels"
             (result,) = self.server.update(context, clients, None, broadcast, per_client, self._quality)
             yield SERVER, result
             return
@@ -201,25 +231,41 @@ class RemoteRuntime(ServerRuntime):
         scale = self.calls.weight_scale(present, upload_spec)
         # Popping a reply deletes its spooled file once its result was used.
         for client in list(present):
-            yield (
-                client,
-                _to_device(present.pop(client).load_upload().to_result(), self.device, upload_spec, scale[client]),
-            )
+            yield client, _load_result(present.pop(client), self.device, upload_spec, scale[client])
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], description: str) -> None:
-        """Raise `TooFewReplies` if too few clients of the cohort are left. Clients outside the cohort do not count."""
+        """Mark the clients without a usable reply as failed, and check that enough of the cohort are left.
+
+        Clients outside the cohort, which a method may query as well, do not count.
+
+        Args:
+            clients: numbers of the clients that were queried.
+            replies: their usable replies, by site.
+            description: the query, for the error.
+
+        Raises:
+            TooFewReplies: if fewer clients than the quorum are left.
+        """
         self.cohorts.mark_failed(client for client in clients if self.names[client] not in replies)
-        size = self.cohorts.size
-        left = len(self.cohorts.remaining)
-        needed = self.calls.rules.quorum(size)
-        if left < needed:
-            raise TooFewReplies(f"{description} has {left} usable replies of {size}, and {needed} are needed.")
+        cohort_size = self.cohorts.size
+        remaining = len(self.cohorts.remaining)
+        needed = self.calls.rules.quorum(cohort_size)
+        if remaining < needed:
+            raise TooFewReplies(
+                f"{description} has {remaining} usable replies of {cohort_size}, and {needed} are needed."
+            )
 
     def _query_masked(self, requests: Mapping[str, Request], spec: TreeSpec, description: str) -> dict[str, Reply]:
-        """Send requests of a masked sum and return the usable replies; the other sites have failed."""
+        """Send the requests of one step of a secure sum, return the usable replies, and mark the other sites as failed.
+
+        Args:
+            requests: the request of each site.
+            spec: names, shapes and dtypes of the tensors in a reply.
+            description: description of the exchange for the log.
+        """
         replies = self.calls.collect_masked(requests, spec, description)
-        failed = [site for site in requests if site not in replies]
-        self.cohorts.mark_failed(self.names.index(site) for site in failed)
+        failed_sites = [site for site in requests if site not in replies]
+        self.cohorts.mark_failed(self.names.index(site) for site in failed_sites)
         return replies
 
     def _masked_results(
@@ -231,30 +277,53 @@ class RemoteRuntime(ServerRuntime):
         broadcast: Tree,
         per_client: Tree,
     ) -> ClientResults:
-        """Yield the results of a masked query; the update of each client is replaced by the mean of all."""
+        """Yield the results of a query with secure aggregation.
+
+        The update of a single client is not known. So each client gets the mean of all updates, and a method that
+        averages them computes the same as without secure aggregation.
+
+        Args:
+            total: the unmasked sum of updates and weights in fixed point, int64, (number of parameters + 1,).
+            replies: the replies, by site; their masked uploads are not used.
+            context: the client update.
+            clients: numbers of the clients that were queried.
+            broadcast: the tree that all clients received.
+            per_client: leaves (len(clients), ...), of which each client received its slice.
+        """
         rows = [row for row, client in enumerate(clients) if self.names[client] in replies]
-        present = tuple(clients[row] for row in rows)
-        own_rows = tree.map(lambda leaf: leaf[torch.tensor(rows, device=leaf.device)], per_client)
+        responders = tuple(clients[row] for row in rows)
+        responder_slices = tree.map(lambda leaf: leaf[torch.tensor(rows, device=leaf.device)], per_client)
         aggregation = AggregationContext(
-            context.round,
-            self._attempt,
-            context.query,
-            "",
-            tree.to(broadcast, CPU),
-            tree.to(own_rows, CPU),
-            present,
-            len(clients),
-            True,
+            round=context.round,
+            attempt=self._attempt,
+            query=context.query,
+            client_update="",
+            broadcast=tree.to(broadcast, CPU),
+            per_client=tree.to(responder_slices, CPU),
+            clients=responders,
+            cohort=len(clients),
+            random_cohort=True,
         )
+        # All uploads have the same shapes, so one client's download is enough to find them.
         spec = self.calls.plain_spec(context, {**broadcast, **tree.index(per_client, rows[0])})
         uploads = mean_uploads(aggregation, spec, total, sum_layout(spec))
-        for client, upload in zip(present, uploads, strict=True):
+        for client, upload in zip(responders, uploads, strict=True):
             reply = replace(replies[self.names[client]], upload=upload.tree)
             yield client, _to_device(reply.to_result(), self.device)
 
     def _request(
         self, site: str, round: int, query: int, client_update: str, broadcast: Tree, evaluation: Tree
     ) -> Request:
+        """Build the request for one site; an empty tree or name asks for no update or no evaluation.
+
+        Args:
+            site: the site.
+            round: the round, from 0.
+            query: the number of earlier queries in this round.
+            client_update: name of the local update to run.
+            broadcast: the tree that the site receives for it.
+            evaluation: a model to evaluate on the site's images.
+        """
         return Request(
             federation=self.calls.run.federation,
             version=self.calls.run.version,
@@ -270,13 +339,23 @@ class RemoteRuntime(ServerRuntime):
         )
 
 
-def _to_device(
-    result: ClientResult, device: torch.device, upload_spec: UploadSpec = UPDATE_ONLY, scale: float = 1.0
+def _load_result(
+    reply: CheckedReply, device: torch.device, upload_spec: UploadSpec, weight_scale: float
 ) -> ClientResult:
+    """Load a reply with its upload from the spool, and multiply the weight of the upload by `weight_scale`."""
+    return _to_device(reply.load_upload().to_result(), device, upload_spec, weight_scale)
+
+
+def _to_device(
+    result: ClientResult, device: torch.device, upload_spec: UploadSpec = UPDATE_ONLY, weight_scale: float = 1.0
+) -> ClientResult:
+    """Move a client's upload and metrics to a device, and multiply the weight of the upload by `weight_scale`."""
     samples = {name: WeightedMetric(*(leaf.to(device) for leaf in sample)) for name, sample in result.samples.items()}
     upload = Upload.from_tree(tree.to(result.upload.tree, device))
-    if scale < 1:
-        upload = cap_weights(upload.map(lambda leaf: leaf.unsqueeze(0)), upload_spec, [scale]).at(0)
+    if weight_scale < 1:
+        # `cap_weights` expects uploads with a leading dimension of clients.
+        stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
+        upload = cap_weights(stacked, upload_spec, [weight_scale]).at(0)
     return result._replace(upload=upload, samples=samples)
 
 
@@ -344,4 +423,5 @@ class MemoryVersions:
     def restore(self) -> None:
         rows = {site: leaf.tolist() for site, leaf in (self.store.get(VERSIONS_KEY) or {}).items()}
         self._current = {site: (row[0], row[1], row[2]) for site, row in rows.items()}
-        self._new, self._checkpoints = {}, ({}, {})
+        self._new = {}
+        self._checkpoints = ({}, {})

@@ -52,7 +52,7 @@ class MaskedSum:
         numbers: client numbers, by site.
         keys: long-term public keys of the sites, for their signatures.
         query_sites: sends requests and returns usable replies.
-        description: the query, in the words of the log.
+        description: description of the query for the log.
     """
 
     requests: Mapping[str, Request]
@@ -64,18 +64,22 @@ class MaskedSum:
     _shares: dict[str, list[bytes]] = field(default_factory=dict)
 
     def start(self) -> dict[str, Request]:
-        """Run the first two exchanges: collect the sites' keys, then their encrypted secret shares.
+        """Run the first two exchanges of secure aggregation (Bonawitz et al. 2017): public keys and secret shares.
+
+        Each site announces signed public keys of this sum. The server passes them to all sites; each site encrypts
+        one share of its secrets for every other site, and the server stores these until the masks are removed.
 
         Returns:
             The requests for masked updates, by site.
 
         Raises:
-            TooFewReplies: if too few sites answer.
+            TooFewReplies: if too few sites reply.
         """
         sites = sorted(self.requests, key=self.numbers.__getitem__)
         cohort, names, signatures = self._collect_keys(sites)
+        # Keys of different curves differ in length; padding on the left makes them rows of one tensor.
         long_term_keys = [self.keys[site].rjust(POINT_BYTES, b"\0") for site in names]
-        tensors = {
+        announcements = {
             "asked": torch.tensor(cohort.members),
             "sites": torch.tensor(cohort.numbers),
             "keys": stack_rows(cohort.keys),
@@ -83,7 +87,7 @@ class MaskedSum:
             "lasting": stack_rows(long_term_keys),
         }
         spec: TreeSpec = {"shares": ((len(names), masking.SHARES_BYTES), torch.uint8)}
-        requests = {site: self._sum_request(site, {DEAL_SHARES: tensors}) for site in names}
+        requests = {site: self._sum_request(site, {DEAL_SHARES: announcements}) for site in names}
         replies = self.query_sites(requests, spec, f"{self.description}, shares")
         self._require(len(replies), "that have dealt shares", cohort.threshold)
         dealers = [site for site in names if site in replies]
@@ -93,18 +97,29 @@ class MaskedSum:
         return {site: replace(self.requests[site], masks=mask) for site in dealers}
 
     def _collect_keys(self, sites: Sequence[str]) -> tuple[masking.Cohort, list[str], list[bytes]]:
-        """Collect the signed keys of this sum; return the cohort, the sites with valid keys, and their signatures."""
+        """Collect the signed public keys that the sites generate for this sum.
+
+        Args:
+            sites: the sites in the order of their client numbers.
+
+        Returns:
+            The cohort with its keys, the sites whose keys are valid, and their signatures.
+
+        Raises:
+            TooFewReplies: if fewer sites than the threshold have valid keys.
+        """
         with_key = [site for site in sites if site in self.keys]
         min_sites = max(masking.MIN_PARTIES, masking.threshold(len(sites)))
         self._require(len(with_key), "that could be asked", min_sites)
+        # A random id, so that a signature of this sum cannot be replayed in another one.
         session = secrets.token_bytes(SESSION_BYTES)
         sum_id = make_sum_id(next(iter(self.requests.values())), session.hex())
-        question = {ANNOUNCE_KEYS: {"session": stack_rows([session])[0]}}
+        stage = {ANNOUNCE_KEYS: {"session": stack_rows([session])[0]}}
         spec: TreeSpec = {
             "keys": ((masking.PUBLIC_KEYS_BYTES,), torch.uint8),
             "signature": ((SIGNATURE_BYTES,), torch.uint8),
         }
-        requests = {site: self._sum_request(site, question) for site in with_key}
+        requests = {site: self._sum_request(site, stage) for site in with_key}
         replies = self.query_sites(requests, spec, f"{self.description}, keys")
 
         names: list[str] = []
@@ -130,7 +145,7 @@ class MaskedSum:
         return signing.verify(self.keys[site], announcement, signature) and masking.are_valid_public_keys(keys)
 
     def total(self, replies: Mapping[str, Reply]) -> Tensor:
-        """Run the last exchange and unmask the sum.
+        """Run the last exchange of secure aggregation, which removes the masks from the sum of the updates.
 
         Args:
             replies: the replies with masked updates, by site.
@@ -143,23 +158,9 @@ class MaskedSum:
         """
         parties = self._masking
         assert parties is not None, "start() was called"
-        threshold = parties.cohort.threshold
-        self._require(len(replies), "whose masked updates came", threshold)
+        self._require(len(replies), "whose masked updates came", parties.cohort.threshold)
         included = [site for site in self._shares if site in replies]
-        survived = torch.tensor(self._client_numbers(included))
-        requests: dict[str, Request] = {}
-        for site in included:
-            # Every dealer encrypted one share for each site of the cohort; a site gets back those meant for it.
-            column = parties.cohort.numbers.index(self.numbers[site])
-            shares = stack_rows([dealt[column] for dealt in self._shares.values()])
-            requests[site] = self._sum_request(site, {REVEAL_SHARES: {"survived": survived, "shares": shares}})
-        spec: TreeSpec = {"shares": ((len(parties.numbers), masking.ELEMENT_BYTES), torch.uint8)}
-        revealed = self.query_sites(requests, spec, f"{self.description}, unmasking")
-        self._require(len(revealed), "that have helped to take the masks off", threshold)
-        shares_by_client: dict[int, dict[int, int]] = {}
-        for site, reply in revealed.items():
-            rows = zip(parties.numbers, split_rows(reply.upload["shares"]), strict=True)
-            shares_by_client[self.numbers[site]] = {number: int.from_bytes(share, "big") for number, share in rows}
+        shares_by_client = self._collect_shares(parties, included)
         vectors = {self.numbers[site]: replies[site].upload["sum"].numpy().view(np.uint64) for site in included}
         try:
             total = torch.from_numpy(masking.unmask(parties, vectors, shares_by_client))
@@ -171,7 +172,38 @@ class MaskedSum:
             )
         return total
 
+    def _collect_shares(self, parties: masking.Masking, included: Sequence[str]) -> dict[int, dict[int, int]]:
+        """Have the sites decrypt the shares from which the masks are computed.
+
+        Each site gets back the shares that were encrypted for it, and the list of sites that are in the sum. It reveals
+        for each dealer either the share of its self mask or that of its pairwise masks, never both.
+
+        Args:
+            parties: the sites that have dealt shares.
+            included: the sites whose masked updates are in the sum.
+
+        Returns:
+            For each client that replied its decrypted shares, by the client number of the site that dealt them.
+        """
+        survived = torch.tensor(self._client_numbers(included))
+        requests: dict[str, Request] = {}
+        for site in included:
+            # Each dealer encrypted one share for each site of the cohort, in the order of the cohort.
+            column = parties.cohort.numbers.index(self.numbers[site])
+            shares = stack_rows([dealt[column] for dealt in self._shares.values()])
+            requests[site] = self._sum_request(site, {REVEAL_SHARES: {"survived": survived, "shares": shares}})
+        spec: TreeSpec = {"shares": ((len(parties.numbers), masking.ELEMENT_BYTES), torch.uint8)}
+        replies = self.query_sites(requests, spec, f"{self.description}, unmasking")
+        self._require(len(replies), "that have helped to take the masks off", parties.cohort.threshold)
+
+        shares_by_client: dict[int, dict[int, int]] = {}
+        for site, reply in replies.items():
+            rows = zip(parties.numbers, split_rows(reply.upload["shares"]), strict=True)
+            shares_by_client[self.numbers[site]] = {dealer: int.from_bytes(share, "big") for dealer, share in rows}
+        return shares_by_client
+
     def _sum_request(self, site: str, masks: Tree) -> Request:
+        """Build the request of one step of the sum: that for the update, with `masks` instead of a model."""
         return replace(self.requests[site], client_update="", download={}, evaluation={}, masks=masks)
 
     def _client_numbers(self, sites: Sequence[str]) -> tuple[int, ...]:
@@ -197,13 +229,19 @@ def lasting_keys(acceptances: Mapping[str, Acceptance]) -> dict[str, bytes]:
 
 
 def sum_layout(upload: TreeSpec) -> dict[str, Tensor]:
-    """Return the leaves of an upload that are summed, by path, on the meta device: the floating-point parameters."""
-    with torch.device("meta"):
-        return {
-            path.removeprefix(UPDATE_PREFIX): torch.empty(kind[0], dtype=kind[1])
-            for path, kind in upload.items()
-            if path.startswith(UPDATE_PREFIX) and kind is not None and kind[1].is_floating_point
-        }
+    """List the tensors of an upload that a secure sum adds up: its floating-point parameters.
+
+    Returns:
+        Tensors without data (on the meta device), by path.
+    """
+    leaves: dict[str, Tensor] = {}
+    for path, leaf_spec in upload.items():
+        if not path.startswith(UPDATE_PREFIX) or leaf_spec is None:
+            continue
+        shape, dtype = leaf_spec
+        if dtype.is_floating_point:
+            leaves[path.removeprefix(UPDATE_PREFIX)] = torch.empty(shape, dtype=dtype, device="meta")
+    return leaves
 
 
 def sum_spec(leaves: Mapping[str, Tensor]) -> TreeSpec:
@@ -213,19 +251,19 @@ def sum_spec(leaves: Mapping[str, Tensor]) -> TreeSpec:
 
 
 def mean_uploads(
-    context: AggregationContext, upload: TreeSpec, total: Tensor, like: Mapping[str, Tensor]
+    context: AggregationContext, upload_spec: TreeSpec, total: Tensor, layout: Mapping[str, Tensor]
 ) -> list[Upload]:
     """Make an upload for each client of a secure sum, as if all had sent the mean of the updates.
 
     Args:
         context: the query and its clients.
-        upload: the spec of a plain upload.
-        total: the unmasked sum.
-        like: the leaves of `total` from `sum_layout`.
+        upload_spec: names, shapes and dtypes of a plain upload.
+        total: the unmasked sum of updates and weights in fixed point, int64, (number of parameters + 1,).
+        layout: the parameters in `total` in their order, from `sum_layout`.
     """
-    change, weight = decode_mean(total, like)
-    count = len(context.clients)
-    # Expanded zeros need no memory for the clients.
-    zeros = build_tree(upload, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(count, *shape))
-    stacked = replace_by_mean(Upload.from_tree(zeros), context, change, weight)
-    return [stacked.at(index) for index in range(count)]
+    mean_change, weight_sum = decode_mean(total, layout)
+    client_count = len(context.clients)
+    # An expanded scalar needs no memory for its copies.
+    zeros = build_tree(upload_spec, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(client_count, *shape))
+    stacked = replace_by_mean(Upload.from_tree(zeros), context, mean_change, weight_sum)
+    return [stacked.at(index) for index in range(client_count)]

@@ -68,7 +68,7 @@ class _Pending:
         name: the site.
         node: its node.
         since: when the node's process connected, or "" if that is not known.
-        description: the exchange, in the words of the log.
+        description: description of the exchange for the log.
         end: when its timeout ends.
         last_contact: when the node was last seen connected.
     """
@@ -82,7 +82,7 @@ class _Pending:
 
 
 def _has_not_joined(data: bytes) -> bool:
-    """Check whether a reply says that the site has to join first, as after a restart."""
+    """Check whether a reply is a refusal because the site has to join first, as after a restart."""
     try:
         return read_message(data, Refusal).kind == NOT_JOINED
     except MalformedMessage:
@@ -139,11 +139,11 @@ class ClientManager:
     def poll(self) -> list[str]:
         """Update which sites are connected, receive messages, and return the connected sites."""
         self.members.poll()
-        self._receive({})
+        self._receive(pending={})
         return self.connected_sites
 
     def wait_for_sites(self, needed: int, patience: float, grace: float | None = None) -> None:
-        """Wait until enough sites have joined.
+        """Wait until enough sites have joined, and a little longer for the others.
 
         Args:
             needed: the number of sites.
@@ -153,22 +153,26 @@ class ClientManager:
         Raises:
             UserError: if too few sites have joined after `patience` seconds.
         """
+        if grace is None:
+            grace = self.absence
         start = self.clock.now()
-        last_log = -1e9
+        last_log = -math.inf
         last_missing = ""
         total = len(self.terms.sites)
         while "nodes" in self.connection.failing or not self.members.complete:
             self.poll()
             now = self.clock.now()
+            # While the transport fails, no site can be reached, although the list of members is not empty.
             joined_count = 0 if "nodes" in self.connection.failing else len(self.members.nodes)
-            if joined_count >= needed and now - start > (self.absence if grace is None else grace):
+            enough = joined_count >= needed
+            if enough and now - start > grace:
                 break
-            if now - start > patience and joined_count < needed:
+            if not enough and now - start > patience:
                 faults = sorted({text for _, text in self.members.warnings})
                 why = f" ({'; '.join(faults)})" if faults else ""
                 raise UserError(f"{joined_count} of {needed} sites that are needed have joined{why}.")
             missing = ", ".join(name for name in self.terms.sites if name not in self.members.nodes)
-            if joined_count < needed and (now - last_log > RETRY_SECONDS or missing != last_missing):
+            if not enough and (now - last_log > RETRY_SECONDS or missing != last_missing):
                 detail = f"{joined_count} of {total} are there, {needed} needed; missing: {missing}"
                 self.log.record("waiting_for_sites", f"waiting for sites: {detail}", whom="sites", detail=detail)
                 last_log = now
@@ -182,7 +186,7 @@ class ClientManager:
     def exchange(self, requests: Mapping[str, bytes], description: str) -> dict[str, SiteResponse]:
         """Send each site its request and wait for all responses.
 
-        A site that disconnects and returns within its timeout gets its request again.
+        A site that disconnects and returns within its timeout gets the same request once more.
 
         Args:
             requests: serialized requests by site.
@@ -236,32 +240,58 @@ class ClientManager:
         pending: dict[str, _Pending],
         send_count: dict[str, int],
     ) -> None:
-        """Send the requests of waiting sites that are connected."""
-        names = {self.members.nodes[name]: name for name in waiting if name in self.members.nodes}
-        messages_by_node = {node: requests[name] for node, name in names.items()}
-        message_ids = self.connection.send(messages_by_node, TIMEOUTS_ALIVE * self.timeout, False)
-        for node, message_id in message_ids.items():
-            name = names[node]
-            del waiting[name]
-            send_count[name] += 1
-            since = self.members.process(node)
-            pending[message_id] = _Pending(name, node, since, description, start + self.timeout, now)
-
-    def _pause(self, start: float, poll: float) -> None:
-        """Sleep until the next poll.
+        """Send the requests of waiting sites that are connected, and move them from `waiting` to `pending`.
 
         Args:
-            start: when the waiting began.
-            poll: when the last poll began. The pause is at least as long as the poll, which also kept the sites busy.
+            requests: serialized requests by site.
+            description: description of the exchange for the log.
+            start: when the exchange began, in seconds of the clock.
+            now: the time.
+            waiting: sites whose request is not sent, with the time since when the server waits for them to connect.
+            pending: requests that were sent, by message id.
+            send_count: how often each site was sent its request.
+        """
+        names_by_node = {self.members.nodes[name]: name for name in waiting if name in self.members.nodes}
+        messages_by_node = {node: requests[name] for node, name in names_by_node.items()}
+        valid_seconds = TIMEOUTS_ALIVE * self.timeout
+        message_ids = self.connection.send(messages_by_node, valid_seconds, is_offer=False)
+        for node, message_id in message_ids.items():
+            name = names_by_node[node]
+            del waiting[name]
+            send_count[name] += 1
+            pending[message_id] = _Pending(
+                name=name,
+                node=node,
+                since=self.members.process(node),
+                description=description,
+                end=start + self.timeout,
+                last_contact=now,
+            )
+
+    def _pause(self, start: float, poll_start: float) -> None:
+        """Sleep until the next poll for replies: longer, the longer the server has waited already.
+
+        Args:
+            start: when the waiting began, in seconds of the clock.
+            poll_start: when the last poll began.
         """
         now = self.clock.now()
-        seconds = max(PAUSE_SHARE * (now - start), now - poll)
+        # A poll also costs the sites time, so at most half of the time is spent on polls.
+        seconds = max(PAUSE_SHARE * (now - start), now - poll_start)
         self.clock.sleep(max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds)))
 
     def _requeue_restarted(self, waiting: dict[str, float], pending: dict[str, _Pending], now: float) -> None:
-        """Queue the requests of sites that restarted: their request is lost, although with a key the node is the same."""
+        """Find sites that restarted after they were sent a request, which is lost, and queue the request for them.
+
+        Args:
+            waiting: receives these sites, with the time since when they wait.
+            pending: requests that were sent, by message id; lost ones are removed.
+            now: the time.
+        """
         for message_id, request in list(pending.items()):
             name = request.name
+            # A site without a key joins as a new node after a restart. One with a key is the same node, but another
+            # process of it is connected.
             moved = self.members.nodes.get(name, request.node) != request.node
             restarted = self.members.process(request.node) != request.since
             if (moved or restarted) and self.members.has_key(name):
@@ -271,7 +301,17 @@ class ClientManager:
     def _expire(
         self, waiting: dict[str, float], pending: dict[str, _Pending], now: float, start: float
     ) -> dict[str, SiteResponse]:
-        """Give up on sites that were disconnected for too long, exceeded the timeout, or lost their key."""
+        """Give up on sites that were disconnected for too long, exceeded the timeout, or lost their key.
+
+        Args:
+            waiting: sites whose request is not sent, with the time since when the server waits for them to connect.
+            pending: requests that were sent, by message id.
+            now: the time.
+            start: when the exchange began.
+
+        Returns:
+            Responses without data, with the reason, of the sites that were removed from `waiting` or `pending`.
+        """
         responses: dict[str, SiteResponse] = {}
         for name, since in list(waiting.items()):
             if not self.members.has_key(name):
@@ -288,49 +328,79 @@ class ClientManager:
         for message_id, request in list(pending.items()):
             if request.node in self.members.connected:
                 request.last_contact = now
-            reason = f"it did not answer within {self.timeout:g} s" if now > request.end else ""
-            if now - request.last_contact > self.absence:
-                reason = f"{NOT_CONNECTED} {now - request.last_contact:.0f} s"
+            absent_seconds = now - request.last_contact
             if not self.members.has_key(request.name):
                 reason = NO_KEY
-            if reason:
-                request.end = now
-                self._late[message_id] = pending.pop(message_id)
-                responses[request.name] = SiteResponse(None, reason)
+            elif absent_seconds > self.absence:
+                reason = f"{NOT_CONNECTED} {absent_seconds:.0f} s"
+            elif now > request.end:
+                reason = f"it did not answer within {self.timeout:g} s"
+            else:
+                continue
+            request.end = now
+            # Its reply may still arrive. It is then received, so that it does not fill the transport, and discarded.
+            self._late[message_id] = pending.pop(message_id)
+            responses[request.name] = SiteResponse(None, reason)
         return responses
 
     def _receive(self, pending: dict[str, _Pending]) -> dict[str, SiteResponse]:
-        """Receive messages: replies to pending requests are returned, acceptances processed, late replies discarded."""
+        """Receive the messages that have arrived: replies, acceptances of offers to join, and late replies.
+
+        Sites that accept an offer join the federation, and late replies are discarded.
+
+        Args:
+            pending: requests that were sent, by message id; those with a reply are removed.
+
+        Returns:
+            The responses to pending requests, by site.
+        """
         self.members.check_keys()
         responses: dict[str, SiteResponse] = {}
-        for message_id, data, problem in self.connection.collect([*pending, *self.members.offers, *self._late]):
-            # Check again: fetching the earlier messages may have taken minutes.
+        expected_ids = [*pending, *self.members.offers, *self._late]
+        for message_id, data, problem in self.connection.collect(expected_ids):
+            # Fetching the messages before this one may have taken minutes, in which a key may have been removed.
             self.members.check_keys()
             if message_id in self.members.offers:
-                self.members.join(self.members.offers.pop(message_id), data)
+                node = self.members.offers.pop(message_id)
+                self.members.join(node, data)
             elif message_id in self._late:
-                request = self._late.pop(message_id)
-                if data is not None:
-                    seconds = self.clock.now() - request.end
-                    text = f"{request.name} answered {request.description} {seconds:.0f} s too late: discarded"
-                    self.log.record("reply_late", text, site=request.name)
+                self._discard_late(self._late.pop(message_id), data)
             elif message_id in pending:
                 request = pending.pop(message_id)
-                if not self.members.may_act_as(request.node, request.name):
-                    self._forget_node(request, "")
-                    data = None
-                    problem = NO_KEY
-                elif data is None:
-                    self._forget_node(request, problem)
-                elif _has_not_joined(data):
-                    self._forget_node(request, "")
-                    data = None
-                    problem = "it had to join again"
-                stored = data if data is None or self.spool is None else self.spool.store(data)
-                responses[request.name] = SiteResponse(stored, problem)
+                responses[request.name] = self._accept_reply(request, data, problem)
         return responses
 
+    def _discard_late(self, request: _Pending, data: bytes | None) -> None:
+        """Log a reply that came after its timeout; nothing is logged if `data` is None, because there is no reply."""
+        if data is not None:
+            late_seconds = self.clock.now() - request.end
+            text = f"{request.name} answered {request.description} {late_seconds:.0f} s too late: discarded"
+            self.log.record("reply_late", text, site=request.name)
+
+    def _accept_reply(self, request: _Pending, data: bytes | None, problem: str) -> SiteResponse:
+        """Turn a message into the response of a site, and store its data in the spool.
+
+        A site whose message cannot be used has to join a second time before it gets another request.
+
+        Args:
+            request: the request.
+            data: the serialized reply; None if there is none.
+            problem: why the transport has no usable reply, or "".
+        """
+        if not self.members.may_act_as(request.node, request.name):
+            self._forget_node(request, "")
+            return SiteResponse(None, NO_KEY)
+        if data is None:
+            self._forget_node(request, problem)
+            return SiteResponse(None, problem)
+        if _has_not_joined(data):
+            self._forget_node(request, "")
+            return SiteResponse(None, "it had to join again")
+        stored = data if self.spool is None else self.spool.store(data)
+        return SiteResponse(stored, problem)
+
     def _forget_node(self, request: _Pending, problem: str) -> None:
+        """Remove the node of a site that did not reply to a request; a problem that is not "" is logged."""
         self.members.forget(request.name, request.node)
         if problem:
             text = f"{request.name} did not answer {request.description}: {problem}"
@@ -344,7 +414,13 @@ JOIN_POLL_SECONDS = 0.5
 """Seconds between two polls for nodes when sites are missing."""
 
 RETRY_SECONDS = 30.0
-"""Seconds after which a node that did not join, or did not answer, gets another offer."""
+"""Seconds after which a node that did not join, or did not reply, gets another offer."""
+
+MAX_REASON_LENGTH = 500
+"""Characters of a site's refusal that are logged."""
+
+MAX_NAME_LENGTH = 64
+"""Characters of an unknown site name that are logged."""
 
 
 class Membership:
@@ -383,18 +459,22 @@ class Membership:
         self._key_owners: Mapping[int, NodeIdentity] | None = None
         self._since: dict[str, str] = {}  # when the process that joined had connected, by site
         self._offer_times: dict[int, float] = {}  # when a node last got an offer
-        self._older: dict[int, str] = {}  # earlier nodes of sites that joined again with another node
-        self._last_poll = -1e9
+        self._replaced_nodes: dict[int, str] = {}  # connected nodes of sites that have joined with a newer node
+        self._last_poll = -math.inf
 
     @property
     def complete(self) -> bool:
-        """Whether all sites are connected."""
+        """True if all sites are connected."""
         return len(self.nodes) == len(self.terms.sites)
 
     def poll(self) -> None:
-        """Send offers to new nodes, and remove disconnected sites."""
+        """Ask the transport which nodes are connected, remove disconnected sites, and send offers to join to new nodes.
+
+        Returns at once if the last poll is too recent.
+        """
         now = self.clock.now()
-        if now - self._last_poll < (POLL_SECONDS if self.complete else JOIN_POLL_SECONDS):
+        poll_interval = POLL_SECONDS if self.complete else JOIN_POLL_SECONDS
+        if now - self._last_poll < poll_interval:
             return
         self._last_poll = now
         nodes = self.connection.nodes()
@@ -407,18 +487,29 @@ class Membership:
             if node not in nodes:
                 del self.nodes[name]
                 self.log.record("site_disconnected", f"{name} is no longer connected", site=name)
-        members = set(self.nodes.values())
         self._offer_times = {node: when for node, when in self._offer_times.items() if node in nodes}
-        self._older = {node: name for node, name in self._older.items() if node in nodes}
-        # Two nodes with one name would otherwise replace each other forever.
-        members |= {node for node, name in self._older.items() if name in self.nodes}
-        new = [node for node in sorted(nodes - members) if now - self._offer_times.get(node, -1e9) > RETRY_SECONDS]
-        for node, message_id in self.connection.send(dict.fromkeys(new, self._offer), self.timeout, True).items():
+        self._replaced_nodes = {node: name for node, name in self._replaced_nodes.items() if node in nodes}
+        self._send_offers(nodes, now)
+
+    def _send_offers(self, nodes: set[int], now: float) -> None:
+        """Send offers to join to connected nodes that have not joined, and got no offer in the last seconds."""
+        members = set(self.nodes.values())
+        # Two connected nodes with one site name would otherwise replace each other forever.
+        members |= {node for node, name in self._replaced_nodes.items() if name in self.nodes}
+        recipients = []
+        for node in sorted(nodes - members):
+            if now - self._offer_times.get(node, -math.inf) > RETRY_SECONDS:
+                recipients.append(node)
+        message_ids = self.connection.send(dict.fromkeys(recipients, self._offer), self.timeout, is_offer=True)
+        for node, message_id in message_ids.items():
             self.offers[message_id] = node
             self._offer_times[node] = now
 
     def check_keys(self) -> None:
-        """Remove sites whose keys were removed, and sites whose process restarted: those have to join again."""
+        """Load which node uses the key of which site, and remove the sites that have to join once more.
+
+        These are sites whose key was removed, and sites whose process restarted, possibly with other images.
+        """
         self._key_owners = self.connection.transport.key_owners()
         for name, node in list(self.nodes.items()):
             if not self.may_act_as(node, name):
@@ -426,12 +517,12 @@ class Membership:
                 text = f"{name} is not listened to any more: its key was removed"
                 self.log.record("site_key_removed", text, site=name)
             elif self.process(node) != self._since[name]:
-                # The new process may have other images.
                 del self.nodes[name]
+                # The new process gets an offer at once.
                 self._offer_times.pop(node, None)
 
     def _with_keys(self, nodes: set[int]) -> set[int]:
-        """Select the nodes that use the key of a site; all nodes if sites have no keys. The others are logged once."""
+        """Select the nodes that use the key of a site; all nodes if sites have no keys. Other nodes are logged once."""
         if self._key_owners is None:
             return nodes
         for node in sorted(nodes - self._key_owners.keys()):
@@ -459,7 +550,12 @@ class Membership:
         self._offer_times.pop(node, None)
 
     def join(self, node: int, data: bytes | None) -> None:
-        """Process a node's reply to an offer."""
+        """Process a node's reply to an offer: it becomes a member, unless it refuses or must not use the site's name.
+
+        Args:
+            node: the node.
+            data: the serialized reply; None if there is none.
+        """
         if data is None:
             return
         try:
@@ -468,32 +564,37 @@ class Membership:
             self._warn(node, f"a site sent a reply that cannot be read: {error}")
             return
         if isinstance(message, Refusal):
-            self._warn(node, f"a site does not join: {message.reason[:500]}")
+            self._warn(node, f"a site does not join: {message.reason[:MAX_REASON_LENGTH]}")
             return
         name = message.name
         if message.federation != self.terms.hash or name not in self.terms.sites:
-            self._warn(node, f"a site that calls itself {name[:64]!r} is none of this federation")
+            self._warn(node, f"a site that calls itself {name[:MAX_NAME_LENGTH]!r} is none of this federation")
             return
         if not self.may_act_as(node, name):
             owner = (self._key_owners or {}).get(node)
             whose = f"the site with the key of {owner.name}" if owner else "a site without a key"
             self._warn(node, f"{whose} calls itself {name!r}: it does not join under a name that is not its key's")
             return
+        self._add_member(node, message)
+
+    def _add_member(self, node: int, acceptance: Acceptance) -> None:
+        """Record the node and the image counts of a site that joins, and log it if they are new."""
+        name = acceptance.name
         old_node = self.nodes.get(name)
         old_acceptance = self.acceptances.get(name)
         self.nodes[name] = node
         self._since[name] = self.process(node)
-        self.acceptances[name] = message
-        if old_node == node and old_acceptance == message:
-            # It got several offers before it could answer the first one.
+        self.acceptances[name] = acceptance
+        if old_node == node and old_acceptance == acceptance:
+            # It got several offers before it could reply to the first one.
             return
-        self._older.pop(node, None)
-        moved = old_node is not None and old_node != node
-        if old_node is not None and moved:
-            self._older[old_node] = name
-        again = " again" if moved else ""
-        text = f"{name} is there{again}: {message.labeled:,} images with a label, {message.unlabeled:,} without"
-        self.log.record("site_joined", text, site=name, labeled=message.labeled, unlabeled=message.unlabeled)
+        self._replaced_nodes.pop(node, None)
+        again = ""
+        if old_node is not None and old_node != node:
+            self._replaced_nodes[old_node] = name
+            again = " again"
+        text = f"{name} is there{again}: {acceptance.labeled:,} images with a label, {acceptance.unlabeled:,} without"
+        self.log.record("site_joined", text, site=name, labeled=acceptance.labeled, unlabeled=acceptance.unlabeled)
 
     def _warn(self, node: int, text: str) -> None:
         """Log a fault of a node once."""

@@ -45,79 +45,104 @@ def check_schema(
     Values must be finite, variances and squares non-negative, and each metric three scalars with a positive count.
 
     Args:
-        upload: the tree of the upload.
+        upload: the tree of the upload, nested dicts of tensors.
         samples: the metrics, as `WeightedMetric` fields by name.
         pattern: names, shapes and dtypes that the upload must have; None to skip this.
-        upload_spec: what the client update declares to send; None to skip this.
+        upload_spec: the sections that the client update declares to send; None to skip this.
 
     Returns:
         The first fault, or None.
     """
-    return next(_faults(upload, samples, pattern, upload_spec), None)
+    return next(_find_schema_faults(upload, samples, pattern, upload_spec), None)
 
 
-def _faults(up: Any, samples: Any, pattern: TreeSpec | None, upload_spec: UploadSpec | None) -> Iterator[str]:
-    if not isinstance(up, dict) or not isinstance(samples, dict):
+def _find_schema_faults(
+    upload: Any, samples: Any, pattern: TreeSpec | None, upload_spec: UploadSpec | None
+) -> Iterator[str]:
+    """Yield each fault that `check_schema` looks for, as text. The arguments come from a site and may be anything."""
+    if not isinstance(upload, dict) or not isinstance(samples, dict):
         yield "it is not a tree of tensors"
         return
-    received = dict(iterate_leaves(up))
-    statistics: set[tuple[str, ...]] = set()
+    leaves = dict(iterate_leaves(upload))
+    statistics: set[tuple[str, ...]] = set()  # sections with the means and variances of normalization layers
     if upload_spec is not None:
-        yield from _undeclared(up, upload_spec)
+        yield from _find_undeclared(upload, upload_spec)
         statistics |= {("update", name) for name in upload_spec.statistics}
         statistics |= {("aux", name) for name in upload_spec.names("statistic")}
     if pattern is not None:
-        yield from _differences(received, pattern)
-    for path, leaf in received.items():
+        yield from _find_differences(leaves, pattern)
+    for path, leaf in leaves.items():
         if leaf is None:
             continue
+        is_variance = path[:2] in statistics and path[-1] == "var"
         if leaf.dtype not in FLOAT_DTYPES | INTEGER_DTYPES:
             yield f"{_quote(path)} has dtype {_dtype_name(leaf.dtype)}, which no method sends"
         elif not bool(leaf.isfinite().all()):
             yield f"{_quote(path)} has values that are not finite"
-        elif path[:2] in statistics and path[-1] == "var" and bool((leaf < 0).any()):
+        elif is_variance and bool((leaf < 0).any()):
             yield f"{_quote(path)} has a variance below 0"
     for name, sample in samples.items():
-        fault = _sample_fault(sample)
+        fault = _find_sample_fault(sample)
         if fault is not None:
             yield f"its sample {_quote((name,))} {fault}"
 
 
-def _undeclared(up: Tree, upload_spec: UploadSpec) -> Iterator[str]:
-    yield from (f"{_quote((name,))} was not requested" for name in up if name not in ("update", "weight", "aux"))
-    if "update" not in up or not isinstance(up.get("weight"), Tensor):
+def _find_undeclared(upload: Tree, upload_spec: UploadSpec) -> Iterator[str]:
+    """Yield a fault for each section of an upload that its client update does not declare to send.
+
+    Args:
+        upload: {"update": tree, "weight": scalar, "aux": tree}, where "aux" may be missing.
+        upload_spec: the declared names of the sections in "update" and in "aux".
+    """
+    for name in upload:
+        if name not in ("update", "weight", "aux"):
+            yield f"{_quote((name,))} was not requested"
+    if "update" not in upload or not isinstance(upload.get("weight"), Tensor):
         yield "it is not an update with a weight"
         return
-    for section, names in (("update", upload_spec.update), ("aux", upload_spec.aux)):
-        branch = up.get(section, {})
+    declared = {"update": upload_spec.update, "aux": upload_spec.aux}
+    for section, declared_names in declared.items():
+        branch = upload.get(section, {})
         if not isinstance(branch, dict):
             yield f"its {section} is not a tree"
             return
-        yield from (f"{_quote((section, name))} was not requested" for name in branch if name not in names)
+        for name in branch:
+            if name not in declared_names:
+                yield f"{_quote((section, name))} was not requested"
 
 
-def _differences(received: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec) -> Iterator[str]:
-    """Yield the differences between an upload and its spec.
+def _find_differences(leaves: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec) -> Iterator[str]:
+    """Yield each difference between the leaves of an upload and the names, shapes and dtypes that it must have.
 
-    Paths are compared as tuples, because a key of a forged upload may itself contain a "/".
+    Args:
+        leaves: tensors of the upload by path; None is a branch without leaves.
+        pattern: (shape, dtype) by path, with "/" between keys; None is a branch without leaves.
     """
-    spec = {tuple(path.split("/")): kind for path, kind in pattern.items()}
-    yield from (f"{_quote(path)} is missing" for path in spec if path not in received)
-    yield from (f"{_quote(path)} was not requested" for path in received if path not in spec)
-    for path, kind in spec.items():
-        leaf = received[path]
-        if kind is None or leaf is None:
-            if (kind is None) != (leaf is None):
-                yield f"{_quote(path)} is {'empty, not a tensor' if leaf is None else 'a tensor, not empty'}"
+    # Paths are compared as tuples, because a key of a forged upload may itself contain a "/".
+    expected = {tuple(path.split("/")): leaf_spec for path, leaf_spec in pattern.items()}
+    yield from (f"{_quote(path)} is missing" for path in expected if path not in leaves)
+    yield from (f"{_quote(path)} was not requested" for path in leaves if path not in expected)
+    for path, leaf_spec in expected.items():
+        # Only the first fault is used, so this is not reached if a path is missing.
+        leaf = leaves[path]
+        if leaf is None or leaf_spec is None:
+            if leaf_spec is not None:
+                yield f"{_quote(path)} is empty, not a tensor"
+            elif leaf is not None:
+                yield f"{_quote(path)} is a tensor, not empty"
             continue
-        shape, dtype = kind
+        shape, dtype = leaf_spec
         if tuple(leaf.shape) != shape:
-            yield f"{_quote(path)} has the shape {_cut(str(tuple(leaf.shape)))}, not {shape}"
+            yield f"{_quote(path)} has the shape {_truncate(str(tuple(leaf.shape)))}, not {shape}"
         elif leaf.dtype != dtype:
             yield f"{_quote(path)} has dtype {_dtype_name(leaf.dtype)}, not {_dtype_name(dtype)}"
 
 
-def _sample_fault(sample: Any) -> str | None:
+def _find_sample_fault(sample: Any) -> str | None:
+    """Describe a fault in a metric from a site: it must be {"total", "squares", "count"}, finite float scalars.
+
+    The mean of the metric is total / count; squares is the sum of squared values, for its standard error.
+    """
     if not isinstance(sample, dict) or set(sample) != set(WeightedMetric._fields):
         return f"is not {', '.join(WeightedMetric._fields)}"
     values: list[Any] = [sample[name] for name in WeightedMetric._fields]
@@ -128,78 +153,102 @@ def _sample_fault(sample: Any) -> str | None:
         return "is not finite"
     if count <= 0:
         return f"counts {count:g} values"
-    return f"has the sum of squares {squares:g}" if squares < 0 else None
+    if squares < 0:
+        return f"has the sum of squares {squares:g}"
+    return None
 
 
-def check_counts(reply: Reply, max_amount: Amount, images: int, upload_spec: UploadSpec | None = None) -> str | None:
-    """Check the counts that a reply reports.
+def check_counts(
+    reply: Reply, max_amount: Amount, image_count: int, upload_spec: UploadSpec | None = None
+) -> str | None:
+    """Check the counts that a reply reports: steps, images, bytes, and the weight of its upload.
 
     Args:
         reply: the reply with its upload.
-        max_amount: the most that the site may train on.
-        images: the number of images at the site.
-        upload_spec: what the client update declares to send; None to skip the values in the upload.
+        max_amount: the longest update that the site may have run.
+        image_count: the number of images at the site.
+        upload_spec: the sections that the client update declares to send; None to skip the values in the upload.
 
     Returns:
         The first count that is impossible, as text, or None.
     """
-    return next(_impossible_counts(reply, max_amount, images, upload_spec), None)
+    return next(_find_impossible_counts(reply, max_amount, image_count, upload_spec), None)
 
 
-def _impossible_counts(reply: Reply, max_amount: Amount, images: int, upload_spec: UploadSpec | None) -> Iterator[str]:
+def _find_impossible_counts(
+    reply: Reply, max_amount: Amount, image_count: int, upload_spec: UploadSpec | None
+) -> Iterator[str]:
+    """Yield each fault that `check_counts` looks for, as text."""
     for name, count, limit in zip(Amount._fields, reply.amount, max_amount, strict=True):
         if not 0 <= count <= limit:
             unit = "" if name in ("steps", "epochs") else " images a step"
-            yield f"it counts {_digits(count)} {name}{unit}, of {limit} at most for its {images} images"
+            yield f"it counts {_digits(count)} {name}{unit}, of {limit} at most for its {image_count} images"
     if upload_spec is not None:
-        yield from _out_of_range(Upload.from_tree(reply.upload), upload_spec, images)
+        yield from _find_values_out_of_range(Upload.from_tree(reply.upload), upload_spec, image_count)
     received_bytes, sent_bytes = reply.traffic
-    counts = {
-        "images outside steps": (reply.images_outside_steps, MAX_PASSES * images + 1),
+    counts_and_limits = {
+        "images outside steps": (reply.images_outside_steps, MAX_PASSES * image_count + 1),
         "bytes received": (received_bytes, MAX_BYTES),
         "bytes sent": (sent_bytes, tree.nbytes(reply.upload)),
         "bytes of client memory": (reply.memory_bytes, MAX_BYTES),
     }
-    for unit, (count, limit) in counts.items():
+    for unit, (count, limit) in counts_and_limits.items():
         if not 0 <= count <= limit:
             yield f"it counts {_digits(count)} {unit}, of {limit} at most"
 
 
-def _out_of_range(upload: Upload, upload_spec: UploadSpec, images: int) -> Iterator[str]:
-    limits: dict[str, tuple[Tree, float]] = {
-        "weight": ({"": upload.weight}, max(1, MAX_COUNTS_PER_IMAGE * images) if upload_spec.weight == "rows" else 1)
-    }
-    limits |= {name: ({"": upload.aux[name]}, 1) for name in upload_spec.names("mark") if name in upload.aux}
-    limits |= {name: ({"": upload.aux[name]}, math.inf) for name in upload_spec.names("count") if name in upload.aux}
-    for name, (values, limit) in limits.items():
-        numbers = [number for leaf in tree.leaves(values) for number in leaf.flatten().tolist()]
+def _find_values_out_of_range(upload: Upload, upload_spec: UploadSpec, image_count: int) -> Iterator[str]:
+    """Yield a fault for the weight and for each auxiliary flag or count of an upload that is out of its range.
+
+    Args:
+        upload: the upload.
+        upload_spec: whether the weight is a number of images ("rows") or at most 1, and the kinds of auxiliary values:
+            a "mark" is a flag from 0 to 1, a "count" is 0 or more.
+        image_count: the number of images at the site.
+    """
+    max_weight = max(1, MAX_COUNTS_PER_IMAGE * image_count) if upload_spec.weight == "rows" else 1
+    checks: list[tuple[str, Tree | Tensor, float]] = [("weight", upload.weight, max_weight)]
+    checks += [(name, upload.aux[name], 1) for name in upload_spec.names("mark") if name in upload.aux]
+    checks += [(name, upload.aux[name], math.inf) for name in upload_spec.names("count") if name in upload.aux]
+    for name, values, limit in checks:
+        numbers = [number for leaf in tree.leaves({"": values}) for number in leaf.flatten().tolist()]
         wrong = [number for number in numbers if not 0 <= number <= limit]
         if wrong:
-            bound = f"between 0 and {limit}" if limit < math.inf else "0 or more"
-            yield f"its {name} is {wrong[0]:g}, not {bound}, the most for {images} images"
+            valid_range = f"between 0 and {limit}" if limit < math.inf else "0 or more"
+            yield f"its {name} is {wrong[0]:g}, not {valid_range}, the most for {image_count} images"
 
 
-def update_norm(up: Upload, down: Tree, upload_spec: UploadSpec) -> float:
+def update_norm(upload: Upload, received: Tree, upload_spec: UploadSpec) -> float:
     """Compute the Euclidean norm of a site's update, in float64.
 
-    Parameters count with their difference to the download, auxiliary "number"s with their values. Statistics are left
-    out: they measure images, and a variance of 1e4 would hide the parameters. So are weights, marks and counts.
+    Parameters count with their difference to the download, and auxiliary values of the kind "number" with their values.
+    Statistics of normalization layers are left out: they measure images, and a variance of 1e4 would hide the
+    parameters. So are weights, flags and counts.
+
+    Args:
+        upload: the upload.
+        received: the tree that the site received, with the parameters before its local training.
+        upload_spec: the kinds of the sections of the upload.
     """
-    before = tree.flatten(down)
-    update = {name: section for name, section in up.update.items() if name not in upload_spec.statistics}
-    changes = [
-        leaf.double() - before[path] for path, leaf in tree.flatten(update).items() if leaf.dtype in FLOAT_DTYPES
-    ]
-    numbers = tree.flatten({name: up.aux[name] for name in upload_spec.names("number") if name in up.aux})
-    changes += [leaf.double() for leaf in numbers.values() if leaf.dtype in FLOAT_DTYPES]
-    return math.hypot(*(float(torch.linalg.vector_norm(leaf)) for leaf in changes))
+    values_before = tree.flatten(received)
+    parameters = {name: section for name, section in upload.update.items() if name not in upload_spec.statistics}
+    changes: list[Tensor] = []
+    for path, leaf in tree.flatten(parameters).items():
+        if leaf.dtype in FLOAT_DTYPES:
+            changes.append(leaf.double() - values_before[path])
+    aux_names = [name for name in upload_spec.names("number") if name in upload.aux]
+    for leaf in tree.flatten({name: upload.aux[name] for name in aux_names}).values():
+        if leaf.dtype in FLOAT_DTYPES:
+            changes.append(leaf.double())
+    # The norm of all changes together is the norm of their norms; hypot does not overflow.
+    return math.hypot(*(float(torch.linalg.vector_norm(change)) for change in changes))
 
 
 def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:
     """Find updates whose norm is far above the median of the cohort, or not finite.
 
-    Fewer than three sites are not checked. Of two medians the lower one counts, so that half of a cohort with huge
-    updates is found. A median of 0 rejects no update.
+    Fewer than three sites are not checked. In a cohort of even size the lower of the two middle norms is the median, so
+    that a half of the cohort with huge updates is found. A median of 0 rejects no update.
 
     Args:
         norms: norms by site.
@@ -223,10 +272,11 @@ def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:
 
 
 def _quote(path: tuple[str, ...]) -> str:
-    return _cut(repr("/".join(path)))
+    """Quote a path from an upload for the log: `repr` escapes control characters."""
+    return _truncate(repr("/".join(path)))
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

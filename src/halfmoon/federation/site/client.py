@@ -131,13 +131,15 @@ class SiteClient:
             validations: images by which the server chooses the best round; None for none.
             keys: files of long-term keys.
         """
-        state_folder = state_folder or folder / STATE_FOLDER
-        images = SiteImages(folder, state_folder, tests, device, validations)
-        return cls(images, name, Consent(state_folder, terms, methods), trusted, keys)
+        if state_folder is None:
+            state_folder = folder / STATE_FOLDER
+        images = SiteImages(folder, state_folder, tests=tests, device=device, validations=validations)
+        consent_rules = Consent(state_folder, terms=terms, methods=methods)
+        return cls(images, name, consent_rules, trusted=trusted, keys=keys)
 
     @property
     def state_folder(self) -> Path:
-        """The folder with the site's own files."""
+        """The folder with the files that the site writes."""
         return self.consent.state_folder
 
     @property
@@ -146,19 +148,21 @@ class SiteClient:
         return EventLog(self.state_folder / SITE_LOG)
 
     def reply_to(self, data: bytes) -> bytes:
-        """Reply to a message of the server.
+        """Reply to a message of the server. No exception leaves this function.
 
         Args:
-            data: the message. It may be hostile.
+            data: the serialized message. It may be hostile.
 
         Returns:
-            The reply. Any failure becomes a `Refusal` without private details, and a line in the site's log with them.
+            The serialized reply. A failure becomes a `Refusal` whose text has no paths, file names or numbers of this
+            site, and a line in the site's log that has them.
         """
         try:
             self.state_folder.mkdir(parents=True, exist_ok=True)
             # A plugin in the server's terms is imported only if the site's people have named it as well.
             with plugins.allow_only((*self.consent.methods, *self.trusted)):
-                return messages.write_message(self._handle(messages.scan_message(data, Offer, Request, FinalModel)))
+                message = messages.scan_message(data, Offer, Request, FinalModel)
+                return messages.write_message(self._handle(message))
         except _NotAgreed as error:
             return messages.write_message(Refusal(self.version, error.kind, str(error)))
         except RefusalError as error:
@@ -174,9 +178,8 @@ class SiteClient:
         except OSError as error:
             # The operating system's text contains no path. Without it, the error comes from a library, whose text may.
             reason = f"its disk: {error.strerror}." if error.strerror else f"its disk failed; {SEE_LOG}."
-            return self._refuse(
-                FAILED, reason, f"{error.filename or self.state_folder}: {atomic_io.error_reason(error)}."
-            )
+            details = f"{error.filename or self.state_folder}: {atomic_io.error_reason(error)}."
+            return self._refuse(FAILED, reason, details)
         except UserError as error:
             return self._refuse(FAILED, f"it cannot take part now; {SEE_LOG}.", str(error))
         except Exception as error:  # without a reply of any kind the server would wait until its timeout
@@ -185,7 +188,7 @@ class SiteClient:
     def _refuse(self, kind: str, reason: str, details: str) -> bytes:
         """Write the details to the log and make a refusal with the reason, which contains nothing private."""
         self._record("request_failed", f"not done: {details}")
-        # The reason may quote the server's own message, so it may be long or contain control characters.
+        # The reason may quote the server's message, so it may be long or contain control characters.
         printable = "".join(char if char.isprintable() else "?" for char in reason[: messages.MAX_TEXT_LENGTH])
         return messages.write_message(Refusal(self.version, kind, printable))
 
@@ -198,6 +201,7 @@ class SiteClient:
         self._record("note", text)
 
     def _handle(self, unparsed: UnparsedMessage[Offer | Request | FinalModel]) -> Acceptance | Reply | Receipt:
+        """Process a message by its type and return the reply; a failure raises an exception."""
         message = unparsed.message
         check_version(self.version, message.version)
         if isinstance(message, FinalModel):
@@ -207,6 +211,15 @@ class SiteClient:
         return self._run_request(unparsed, message)
 
     def _store_final_model(self, unparsed: UnparsedMessage[Any], message: FinalModel) -> Receipt:
+        """Save the final model of a federation, test it, and record that this site's participation is over.
+
+        Args:
+            unparsed: the message with its tensors, which are not parsed yet.
+            message: its fields.
+
+        Returns:
+            The reply that confirms that the model is stored.
+        """
         folder = self._federation_folder(message.federation)
         terms, site = self._load_membership(message.federation, folder)
         text, accuracy = save_final_model(self.state_folder, unparsed, terms, site)
@@ -215,17 +228,30 @@ class SiteClient:
         text = copy_final_model(self.images.folder, self.state_folder, text)
         secure_sum.erase_secrets(folder)
         self._record("finished", text, accuracy=accuracy)
+        # Written last: the process that shows the site's state ends when it finds this record.
         consent.save_end(self.state_folder, 0, text)
         return Receipt(message.federation, self.version, self.name)
 
     def _federation_folder(self, federation: str) -> Path:
+        """Return the folder of a federation at this site, given the hash of its terms."""
         # The hash becomes the name of a folder, so anything else is refused.
         if not re.fullmatch("[0-9a-f]{64}", federation):
             raise RefusalError("the server's id of its federation is not a hash.", NOT_JOINED)
         return self.state_folder / FEDERATIONS_FOLDER / federation[:16]
 
     def _load_membership(self, federation: str, folder: Path) -> tuple[Terms, SiteRuntime]:
-        """Return the terms and the runtime of a federation that this site has joined; raise `RefusalError` if not."""
+        """Load a federation that this site has joined, and check that the site's people still agree to it.
+
+        Args:
+            federation: the hash of its terms.
+            folder: the federation's folder at this site.
+
+        Returns:
+            The terms, and the runtime that trains on this site's images. Both are cached until the process ends.
+
+        Raises:
+            RefusalError: this site has not joined, or its people do not agree to the terms or to the method.
+        """
         cached = self._memberships.get(federation)
         terms = cached[0] if cached else load_terms(folder, self._record_note)
         if terms is None or terms.hash != federation:
@@ -233,17 +259,28 @@ class SiteClient:
         self._require_method(terms.config.method)
         if not self.consent.agrees_to(terms.hash):
             self._require_agreement(describe_offer(terms), NOT_JOINED)
-        site = cached[1] if cached else add_download_specs(self._make_runtime(terms), terms, folder)
+        if cached:
+            return cached
+        site = add_download_specs(self._make_runtime(terms), terms, folder)
         self._memberships[federation] = terms, site
         return terms, site
 
     def _join(self, offer: Offer) -> Acceptance:
-        # Nothing is built of terms that nobody has agreed to, except in a process with limits.
+        """Join a federation, if the site's people agree to its terms and the images suit them.
+
+        Returns:
+            The reply, which declares how many images this site has.
+
+        Raises:
+            RefusalError: the site does not join; a `PermanentRefusal` if it never will on these terms.
+        """
+        # Terms may be hostile. Until people have agreed to them, they are parsed only in a process with limits on memory
+        # and time.
         if not self.consent.agrees_to(hashlib.sha256(offer.terms.encode()).hexdigest()):
             with _refuse_permanently():
-                unread = self.inspect(offer.terms, (*self.consent.methods, *self.trusted))
-            self._require_site(unread.name, unread.sites)
-            self._require_agreement(unread, UNFIT)
+                terms_offer = self.inspect(offer.terms, (*self.consent.methods, *self.trusted))
+            self._require_site(terms_offer.name, terms_offer.sites)
+            self._require_agreement(terms_offer, UNFIT)
         with _refuse_permanently():
             terms = Terms.parse(offer.terms)
         self._require_site(terms.name, terms.sites)
@@ -257,6 +294,10 @@ class SiteClient:
         self._memberships[terms.hash] = terms, site
         # Written last: this file means that the site has joined.
         atomic_io.write_atomically(folder / TERMS_FILE, terms.text.encode())
+        return self._make_acceptance(terms, site)
+
+    def _make_acceptance(self, terms: Terms, site: SiteRuntime) -> Acceptance:
+        """Log that this site has joined a federation, and build the reply with its numbers of images and its key."""
         labeled, unlabeled = site.count_images()
         tests = 0 if site.held_out.tests is None else len(site.held_out.tests.labels)
         validations = 0 if site.held_out.validations is None else len(site.held_out.validations.labels)
@@ -291,9 +332,17 @@ class SiteClient:
             raise PermanentRefusal(f"this site accepts the method {accepted}, but not {method}.")
 
     def _require_agreement(self, offer: TermsOffer, kind: str) -> None:
-        """Check that the site's people agree to terms.
+        """Check that the site's people agree to the terms of a federation.
 
-        Otherwise the terms are saved for them to see, and a `RefusalError` of this kind is raised.
+        If not, the terms are logged and saved, so that another process can show them to the people. Terms that are
+        saved already are not logged a second time, because the server repeats its offer every few seconds.
+
+        Args:
+            offer: the terms.
+            kind: the kind of the refusal that is raised, such as `NOT_JOINED`.
+
+        Raises:
+            RefusalError: the people have not agreed.
         """
         self._require_method(offer.method)
         summary = offer.summary
@@ -303,11 +352,11 @@ class SiteClient:
             fields = {"federation": offer.name, "method": offer.title, "rounds": offer.rounds}
             self._record("terms_offered", f"asked to take part in {summary.sentence}", **fields)
             if self.consent.terms:
-                how = f"--terms {self.consent.terms} is for other terms; start it again with --terms {summary.hash}"
+                advice = f"--terms {self.consent.terms} is for other terms; start it again with --terms {summary.hash}"
             else:
-                how = f"answer yes where halfmoon site join asks, or start it again with --terms {summary.hash}"
-            self._record("consent_missing", f"this site does not take part before its people agree: {how}")
-            # Written last: whoever sees the offer also shows the log so far.
+                advice = f"answer yes where halfmoon site join asks, or start it again with --terms {summary.hash}"
+            self._record("consent_missing", f"this site does not take part before its people agree: {advice}")
+            # Written last: a process that finds the saved terms shows the log up to here before it asks for consent.
             consent.save_offer(self.state_folder, summary)
         raise _NotAgreed(NOT_AGREED, kind)
 
@@ -315,6 +364,15 @@ class SiteClient:
         return self.images.make_runtime(terms, self.name, self.version, self._record_note)
 
     def _run_request(self, unparsed: UnparsedMessage[Any], request: Request) -> Reply:
+        """Check a request for a local update, an evaluation or a step of a secure sum, and run it.
+
+        Args:
+            unparsed: the message with its tensors, which are parsed only after the checks of their shapes.
+            request: its fields.
+
+        Raises:
+            RefusalError: the request is invalid, or not covered by the terms.
+        """
         folder = self._federation_folder(request.federation)
         terms, site = self._load_membership(request.federation, folder)
         site.check_request(request, unparsed)
@@ -325,19 +383,25 @@ class SiteClient:
         if not re.fullmatch("[0-9a-f]{32}", request.run):
             raise RefusalError("the server's id of its run is invalid.")
         run_folder = folder / request.run
-        current = (request.round, request.attempt, request.query)
-        train_device = site.local_clients.dataset.train.labels.device
-        memory = SiteMemory(run_folder, current, latest, train_device, self._record_note)
+        memory = SiteMemory(
+            folder=run_folder,
+            current=(request.round, request.attempt, request.query),
+            latest=latest,
+            device=site.local_clients.dataset.train.labels.device,
+            warn=self._record_note,
+        )
         limits.check_free_disk(self.state_folder, 0)
         start = time.perf_counter()
         with apply_compute_settings(terms.config, count_site_threads(terms.config)):
             reply = self._compute_reply(unparsed.parse_trees(), terms, site, memory)
+        seconds = time.perf_counter() - start
         prune_memories(run_folder, oldest)
-        for event in describe_request(request, reply, len(unparsed.data), time.perf_counter() - start):
+        for event in describe_request(request, reply, received_bytes=len(unparsed.data), seconds=seconds):
             self._record(event.name, event.text, **event.fields)
         return reply
 
     def _compute_reply(self, request: Request, terms: Terms, site: SiteRuntime, memory: SiteMemory) -> Reply:
+        """Run a request that was checked. With secure aggregation the upload in the reply is masked."""
         if not terms.config.secure_aggregation:
             return site.run_request(request, memory)
         participant = secure_sum.SumParticipant(
@@ -362,7 +426,7 @@ def _refuse_permanently() -> Iterator[None]:
 
 
 def load_terms(folder: Path, log: Callable[[str], None]) -> Terms | None:
-    """Load the terms in a federation's folder; None if they are missing or damaged, so that the site joins again."""
+    """Load the terms in a federation's folder; None if they are missing or damaged, so that the site has to rejoin."""
     text = atomic_io.read(folder / TERMS_FILE)
     try:
         return None if text is None else Terms.parse(text.decode())
@@ -372,18 +436,28 @@ def load_terms(folder: Path, log: Callable[[str], None]) -> Terms | None:
 
 
 def add_download_specs(site: SiteRuntime, terms: Terms, folder: Path) -> SiteRuntime:
-    """Add the specs of the downloads to a site; they are computed once and stored in the federation's folder."""
+    """Give a site the names, shapes and dtypes of the tensors that its server may send.
+
+    They are computed by simulating rounds of the method, which takes seconds, so they are stored in the federation's
+    folder. A file that is missing or damaged is written anew.
+
+    Args:
+        site: the site.
+        terms: the terms of the federation.
+        folder: the federation's folder.
+    """
+    path = folder / DOWNLOADS_FILE
     try:
-        record = json.loads(atomic_io.read(folder / DOWNLOADS_FILE) or b"")
-        text = record["downs"].encode()
-        if atomic_io.sha256(text) != record["sha256"]:
-            raise ValueError
-        downloads = DownloadSpecs.from_json(json.loads(text), len(terms.sites))
+        record = json.loads(atomic_io.read(path) or b"")
+        specs_text = record["downs"].encode()
+        if atomic_io.sha256(specs_text) != record["sha256"]:
+            raise ValueError("the checksum is wrong")
+        downloads = DownloadSpecs.from_json(json.loads(specs_text), len(terms.sites))
     except (ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
         downloads = compute_download_specs(terms.text)
-        text = json.dumps(downloads.to_json())
-        record = {"downs": text, "sha256": atomic_io.sha256(text.encode())}
-        atomic_io.write_atomically(folder / DOWNLOADS_FILE, json.dumps(record).encode())
+        specs_text = json.dumps(downloads.to_json())
+        record = {"downs": specs_text, "sha256": atomic_io.sha256(specs_text.encode())}
+        atomic_io.write_atomically(path, json.dumps(record).encode())
     return replace(site, downloads=downloads)
 
 
@@ -444,8 +518,13 @@ def save_final_model(
 def copy_final_model(folder: Path, state_folder: Path, text: str) -> str:
     """Copy the final model and its card from a hidden state folder to the folder of images, where people see them.
 
+    Args:
+        folder: the folder of images.
+        state_folder: the site's state folder. There is no copy if people have chosen it.
+        text: a sentence for the log about the model.
+
     Returns:
-        `text`, and where the copy is or why there is none.
+        `text`, extended by where the copy is or why there is none.
     """
     if state_folder != folder / STATE_FOLDER:
         return text
@@ -472,54 +551,69 @@ def _terms_fields(terms: Terms) -> dict[str, Any]:
     return {"federation": terms.name, "method": method, "rounds": settings.count_rounds(terms.config)}
 
 
-def describe_request(request: Request, reply: Reply, received: int, seconds: float) -> list[Event]:
+def describe_request(request: Request, reply: Reply, received_bytes: int, seconds: float) -> list[Event]:
     """Describe a request and its reply for the site's log.
 
     Args:
         request: the request.
         reply: its reply.
-        received: bytes of the request's message.
+        received_bytes: size of the request's message.
         seconds: how long it took.
 
     Returns:
         Events: an "evaluated" for each set of images, then "trained" with what is sent, or "masks_replied".
     """
+    events = _describe_evaluations(request, reply)
+    if request.client_update:
+        events.append(_describe_training(request, reply, received_bytes, seconds))
+    elif "shares" in reply.upload:
+        text = f"round {request.round + 1}: received {format_bytes(received_bytes)} and replied, for a secure sum"
+        events.append(Event("masks_replied", text, {"round": request.round + 1}))
+    return events
+
+
+def _describe_evaluations(request: Request, reply: Reply) -> list[Event]:
+    """Describe the accuracy on test and validation images, as far as a reply has them; one event for each."""
+    if request.client_update:
+        # The model was received for training in this round, so it is that after `request.round` finished rounds.
+        model = f"the model before round {request.round + 1}"
+        finished_rounds = request.round
+    else:
+        model = "the last model"
+        finished_rounds = None
     events = []
-    model = f"the model before round {request.round + 1}" if request.client_update else "the last model"
-    for kind, evaluation in {"test": reply.evaluation, "validation": reply.evaluation.get("validation", {})}.items():
+    evaluations = {"test": reply.evaluation, "validation": reply.evaluation.get("validation", {})}
+    for kind, evaluation in evaluations.items():
         if "confusion" in evaluation:
             accuracy = _accuracy(evaluation)
             text = f"{model} is right on {accuracy:.2%} of the {kind} images here"
-            # The model before the first round has finished 0 rounds; the last one has no client update.
-            rounds = request.round if request.client_update else None
-            events.append(Event("evaluated", text, {"images": kind, "rounds": rounds, "accuracy": accuracy}))
-    if not request.client_update:
-        if "shares" in reply.upload:
-            text = f"round {request.round + 1}: received {format_bytes(received)} and replied, for a secure sum"
-            events.append(Event("masks_replied", text, {"round": request.round + 1}))
-        return events
+            events.append(Event("evaluated", text, {"images": kind, "rounds": finished_rounds, "accuracy": accuracy}))
+    return events
+
+
+def _describe_training(request: Request, reply: Reply, received_bytes: int, seconds: float) -> Event:
+    """Describe a local update: its steps, time and loss, and the size of each section of the upload."""
     steps, labeled, unlabeled, _ = reply.amount
     training = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
     loss = reply.samples.get("loss")
     mean_loss = float(loss["total"]) / float(loss["count"]) if loss else None
     loss_text = "" if mean_loss is None else f", mean loss {mean_loss:.4f}"
     if "weight" in reply.upload:
-        parts = Upload.from_tree(reply.upload).parts
+        sections = Upload.from_tree(reply.upload).parts
     else:  # the masked vector of a secure sum
-        parts = {name: {"": leaf} for name, leaf in reply.upload.items()}
-    sizes = ", ".join(f"{name} {format_bytes(tree.nbytes(part))}" for name, part in parts.items())
+        sections = {name: {"": leaf} for name, leaf in reply.upload.items()}
+    sizes = ", ".join(f"{name} {format_bytes(tree.nbytes(section))}" for name, section in sections.items())
     attempt = f" (attempt {request.attempt + 1})" if request.attempt else ""
     work_text = f"{training} in {seconds:.1f} s{loss_text}"
     text = (
-        f"round {request.round + 1}{attempt}, {request.client_update}: received {format_bytes(received)}; {work_text}; "
-        f"sends {sizes}"
+        f"round {request.round + 1}{attempt}, {request.client_update}: received {format_bytes(received_bytes)}; "
+        f"{work_text}; sends {sizes}"
     )
     fields = {
         "round": request.round + 1,
-        "received": format_bytes(received),
+        "received": format_bytes(received_bytes),
         "work": work_text,
         "sent": sizes,
         "loss": mean_loss,
     }
-    events.append(Event("trained", text, fields))
-    return events
+    return Event("trained", text, fields)

@@ -23,6 +23,9 @@ TRIAL_COHORTS = (1, 5)
 ANY_COUNT = -1
 """Stands for a first dimension that counts something, such as the clients that have sent a model."""
 
+MAX_PATH_LENGTH = 80
+"""Characters of a tensor's path in a message about it."""
+
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 LeafSpec = tuple[tuple[int, ...], torch.dtype]
@@ -44,7 +47,9 @@ class DownloadSpecs:
     def from_trial(
         cls, method: Method, task: Task, views: Views, image: tuple[int, int, int], seed: int, sites: int
     ) -> "DownloadSpecs":
-        """Find the specs by running rounds of the method with simulated clients.
+        """Find which tensors a server sends for this method, by running rounds with simulated clients.
+
+        Rounds are run with one and with five clients: a dimension that differs between them counts clients.
 
         Args:
             method: the method of the federation.
@@ -82,32 +87,44 @@ class DownloadSpecs:
         return _map_leaves(self.specs, lambda leaf: [list(leaf[0]), DTYPE_NAMES[leaf[1]]])
 
     def find_mismatch(self, client_update: str, spec: TreeSpec) -> str | None:
-        """Compare a download with those that the method sends.
+        """Check that the tensors of a download are some that the method sends for this client update.
 
         Args:
             client_update: name of the client update.
-            spec: the spec of its download.
+            spec: names, shapes and dtypes of the tensors that the server sends.
 
         Returns:
-            How it differs, None if it does not. Nothing is known of a client update without specs, so it passes.
+            The first difference, as text; None if there is none, or if the client update has no known specs.
         """
         candidates = self.specs.get(client_update, [])
-        # The message describes the difference from the last candidate: the one with the most names in common.
-        candidates = sorted(candidates, key=lambda expected: -len(expected.keys() ^ spec.keys()))
-        mismatches = [self._find_difference(spec, expected) for expected in candidates]
-        return None if None in mismatches or not mismatches else mismatches[-1]
+        differences = [self._find_difference(spec, expected) for expected in candidates]
+        if not candidates or None in differences:
+            return None
+        # Describe the difference from the candidate that has the most names in common with the download.
+        different_names = [len(expected.keys() ^ spec.keys()) for expected in candidates]
+        # Of several such candidates the last one counts, so the index is negated.
+        closest = min(range(len(candidates)), key=lambda index: (different_names[index], -index))
+        return differences[closest]
 
     def _find_difference(self, spec: TreeSpec, expected: TreeSpec) -> str | None:
+        """Describe the first tensor that is missing, unexpected, or has another shape or dtype; None if there is none."""
         for path in (*expected, *spec):
+            quoted_path = repr(path[:MAX_PATH_LENGTH])
             if path not in spec:
-                return f"{path[:80]!r} is missing"
+                return f"{quoted_path} is missing"
             if path not in expected:
-                return f"{path[:80]!r} is not part of the terms"
+                return f"{quoted_path} is not part of the terms"
             if not self._matches(spec[path], expected[path]):
-                return f"{path[:80]!r} does not have the size or the type that the terms imply"
+                return f"{quoted_path} does not have the size or the type that the terms imply"
         return None
 
     def _matches(self, leaf: LeafSpec | None, expected: LeafSpec | None) -> bool:
+        """Check a tensor's shape and dtype. A first dimension that counts clients may be from 1 to the number of sites.
+
+        Args:
+            leaf: (shape, dtype) of the tensor; None for an empty branch of the tree.
+            expected: the same, as the method sends it.
+        """
         if leaf is None or expected is None:
             return leaf is expected
         shape, dtype = leaf
@@ -120,7 +137,7 @@ class DownloadSpecs:
 
 
 def _map_leaves(specs: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """Convert the leaf specs of all client updates; None, an empty branch, stays None."""
+    """Convert the leaf specs of all client updates; None, an empty branch, remains None."""
     return {
         client_update: [{path: leaf and convert(leaf) for path, leaf in spec.items()} for spec in candidates]
         for client_update, candidates in specs.items()
@@ -128,7 +145,10 @@ def _map_leaves(specs: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
 
 
 def _add_spec(specs: list[TreeSpec], spec: TreeSpec) -> None:
-    """Add a spec. If it differs from another one in first dimensions only, these become `ANY_COUNT` there."""
+    """Add a spec to a list in place, or merge it with one that differs in first dimensions only.
+
+    A first dimension that differs counts clients, so it becomes `ANY_COUNT`.
+    """
     for index, other in enumerate(specs):
         if other.keys() == spec.keys():
             merged = {path: _merge_leaves(other[path], spec[path]) for path in spec}
@@ -143,6 +163,11 @@ _CONFLICT: Any = ()
 
 
 def _merge_leaves(first: LeafSpec | None, second: LeafSpec | None) -> LeafSpec | None:
+    """Merge two (shape, dtype) that may differ in their first dimension; None is an empty branch of the tree.
+
+    Returns:
+        The merged one, whose first dimension is `ANY_COUNT` if it differs; `_CONFLICT` if they cannot be merged.
+    """
     if first == second:
         return first
     if first is None or second is None:

@@ -1,4 +1,4 @@
-"""Read a server's terms in a process of its own, with limits on memory and time, before a site's people agree to them.
+"""Read a server's terms in another process, with limits on memory and time, before a site's people agree to them.
 
 To list what a site would send, the network of the terms is built and a round of its method is tried. Terms may be
 hostile, and a network's size is known only once it is built.
@@ -53,31 +53,38 @@ class TermsOffer:
 
 @lru_cache(maxsize=4)
 def inspect_terms(text: str, allowed: tuple[str, ...] = ()) -> TermsOffer:
-    """Read terms in another process.
+    """Parse the terms of a federation in another process, with limits on memory and time.
+
+    A hostile server could send a network that is too large for the machine, which shows only when it is built.
 
     Args:
-        text: the terms that a server sent. They may be hostile.
+        text: the terms that a server sent.
         allowed: plugins that may be imported.
 
     Raises:
-        UserError: the terms are invalid, or need more memory or time than a site gives to terms.
+        UserError: the terms are invalid, or need more memory or time than allowed.
     """
-    memory = max(MIN_MEMORY_BYTES, _machine_memory() // 2)
-    question = {"text": text, "allowed": list(allowed), "memory": memory, "weights": weight_files.registered()}
-    question["parent"] = os.getpid()
+    max_memory_bytes = max(MIN_MEMORY_BYTES, _machine_memory() // 2)
+    request = {
+        "text": text,
+        "allowed": list(allowed),
+        "memory": max_memory_bytes,
+        "weights": weight_files.registered(),
+        "parent": os.getpid(),
+    }
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
     }
     refusal = UserError(
-        f"the server's terms need more than {format_bytes(memory)} of memory or {MAX_SECONDS} s to be read: their network "
-        "is too large for this machine."
+        f"the server's terms need more than {format_bytes(max_memory_bytes)} of memory or {MAX_SECONDS} s to be read: "
+        "their network is too large for this machine."
     )
     try:
         process = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps(question).encode(),
+            input=json.dumps(request).encode(),
             capture_output=True,
             env=environment,
             timeout=MAX_SECONDS,
@@ -86,10 +93,10 @@ def inspect_terms(text: str, allowed: tuple[str, ...] = ()) -> TermsOffer:
     except subprocess.TimeoutExpired as error:
         raise refusal from error
     try:
-        answer = json.loads(process.stdout)
-        if "error" in answer:
-            raise UserError(str(answer["error"]))
-        return TypeAdapter(TermsOffer).validate_json(json.dumps(answer["offer"]))
+        reply = json.loads(process.stdout)
+        if "error" in reply:
+            raise UserError(str(reply["error"]))
+        return TypeAdapter(TermsOffer).validate_json(json.dumps(reply["offer"]))
     except (ValueError, LookupError, TypeError, ValidationError) as error:  # the process was ended by a limit
         raise refusal from error
 
@@ -105,23 +112,33 @@ def _machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Read the terms in this process, whose limits are set first."""
-    exit_with_starter(question["parent"])
+def _parse_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
+    """Parse terms, after limiting the memory and the processor time of this process.
+
+    Args:
+        request: {"text", "allowed", "memory", "weights", "parent"}, as `inspect_terms` sends it on standard input.
+
+    Returns:
+        {"offer": fields of a `TermsOffer`}, or {"error": text} for invalid terms.
+    """
+    exit_with_starter(request["parent"])
     if os.name == "posix":  # elsewhere only the time is limited, by the other process
         import resource
 
-        for limit, value in ((resource.RLIMIT_DATA, question["memory"]), (resource.RLIMIT_CPU, MAX_SECONDS)):
-            resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
-    for path in question["weights"]:
+        new_limits = {resource.RLIMIT_DATA: request["memory"], resource.RLIMIT_CPU: MAX_SECONDS}
+        for limit, value in new_limits.items():
+            _, hard_limit = resource.getrlimit(limit)
+            resource.setrlimit(limit, (value, hard_limit))
+    for path in request["weights"]:
         weight_files.register(Path(path))
-    allowed: Sequence[str] = question["allowed"]
+    allowed: Sequence[str] = request["allowed"]
     try:
         with plugins.allow_only(allowed):
-            return {"offer": asdict(describe_offer(Terms.parse(question["text"])))}
+            terms = Terms.parse(request["text"])
+            return {"offer": asdict(describe_offer(terms))}
     except UserError as error:
         return {"error": str(error)}
 
 
 if __name__ == "__main__":
-    json.dump(_answer(json.load(sys.stdin)), sys.stdout)
+    json.dump(_parse_in_this_process(json.load(sys.stdin)), sys.stdout)

@@ -56,6 +56,9 @@ from halfmoon.storage.state_store import StateView, TreeStore
 _MEMORY_FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-[0-9a-f]{16}\.safetensors")
 _USE_OLDER = "an older memory is used; restore the file from a backup."
 
+PROGRESS_IMAGES = 1024
+"""Number of images between two log lines about the progress of computing features."""
+
 
 @dataclass(frozen=True)
 class SiteMemory:
@@ -78,32 +81,51 @@ class SiteMemory:
     warn: Callable[[str], None]
 
     def get(self, key: str) -> Tree | None:
-        """Load the memory to continue from; None if there is none. Raises OSError.
+        """Load the client's state from which this local update continues.
 
-        If its file is missing or damaged, the newest intact older one is used.
+        If its file is missing or damaged, the newest intact older one is used, with a warning.
+
+        Args:
+            key: not used, because a site is one client.
+
+        Returns:
+            A tree of tensors on `device`; None if this client has no state yet, or no intact file.
+
+        Raises:
+            OSError: the disk cannot be read.
         """
         if self.latest is None:
             return None
         candidates = [(round_key, path) for round_key, path in _list_memories(self.folder) if round_key <= self.latest]
-        if not candidates or candidates[-1][0] != self.latest:
+        newest = candidates[-1][0] if candidates else None
+        if newest != self.latest:
             self.warn(f"the memory of round {self.latest[0] + 1} is missing: {_USE_OLDER}")
         for _, path in reversed(candidates):
             memory = _read_memory(path)
             if memory is not None:
-                # The file is mapped into memory: copy it, so that it can be replaced.
+                # The tensors are mapped from the file: copy them, so that the file can be replaced.
                 return tree.map(lambda leaf: leaf.to(self.device, copy=True), memory)
             self.warn(f"{path.name} is damaged: {_USE_OLDER}")
         return None
 
     def put(self, key: str, tree: Tree) -> None:
-        """Write the memory of this update, completely or not at all. Raises OSError if the disk is full."""
+        """Write the client's state after this local update to a file, completely or not at all.
+
+        Args:
+            key: not used, because a site is one client.
+            tree: the state.
+
+        Raises:
+            OSError: the disk is full or cannot be written.
+        """
         data = serialization.pack_file(tree)
         round, attempt, query = self.current
         # The name contains a digest of the contents, by which a damaged file is recognized.
-        name = f"memory-{round:06d}-{attempt:03d}-{query:03d}-{atomic_io.sha256(data)[:16]}.safetensors"
+        digest = atomic_io.sha256(data)[:16]
+        name = f"memory-{round:06d}-{attempt:03d}-{query:03d}-{digest}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic_io.write_atomically(self.folder / name, data)
-        # If the server was killed and repeats a request, this update may already have a memory.
+        # A server that was killed may repeat its last request: then this update has another file already.
         for round_key, path in _list_memories(self.folder):
             if round_key == self.current and path.name != name:
                 path.unlink(missing_ok=True)
@@ -121,7 +143,11 @@ def prune_memories(folder: Path, oldest: RoundKey | None) -> None:
 
 
 def parse_round_key(numbers: Sequence[int]) -> RoundKey | None:
-    """Parse a request's round key; None for an empty list. Raises `RefusalError` if it is invalid."""
+    """Parse the (round, attempt, query) of an earlier local update in a request; None for an empty list.
+
+    Raises:
+        RefusalError: these are not three numbers.
+    """
     if not numbers:
         return None
     if len(numbers) != 3:
@@ -142,11 +168,15 @@ def _read_memory(path: Path) -> Tree | None:
 
 
 def _list_memories(folder: Path) -> list[tuple[RoundKey, Path]]:
-    """List the memory files of a run, oldest first."""
+    """List the memory files of a run with their (round, attempt, query), oldest first."""
     if not folder.is_dir():
         return []
-    matches = ((_MEMORY_FILE.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted(((int(match[1]), int(match[2]), int(match[3])), path) for match, path in matches if match)
+    memories: list[tuple[RoundKey, Path]] = []
+    for path in folder.iterdir():
+        match = _MEMORY_FILE.fullmatch(path.name)
+        if match:
+            memories.append(((int(match[1]), int(match[2]), int(match[3])), path))
+    return sorted(memories)
 
 
 EMPTY_RESULT = ClientResult(Upload({}, torch.zeros(0)), {}, {}, Amount(0, 0, 0), (0, 0))
@@ -167,17 +197,20 @@ class HeldOut(NamedTuple):
 
 @lru_cache(maxsize=4)
 def compute_download_specs(terms_text: str) -> DownloadSpecs:
-    """Compute the downloads that the server may send on these terms. It takes seconds, so the result is cached."""
+    """Compute names, shapes and dtypes of the tensors that a server may send on these terms.
+
+    Rounds of the method are simulated for it, which takes seconds, so the results of the last terms are cached.
+    """
     terms = Terms.parse(terms_text)
     config = terms.config
     image_spec = terms.image_spec
     return DownloadSpecs.from_trial(
-        build_method(config),
-        build_task(config, image_spec),
-        build_views(config, image_spec),
-        image_spec.image,
-        config.seed,
-        len(terms.sites),
+        method=build_method(config),
+        task=build_task(config, image_spec),
+        views=build_views(config, image_spec),
+        image=image_spec.image,
+        seed=config.seed,
+        sites=len(terms.sites),
     )
 
 
@@ -252,32 +285,40 @@ class SiteRuntime:
         return cls(number, site_method, site_task, local_clients, version)
 
     def check_request(self, request: Request, unparsed: UnparsedMessage[Any]) -> None:
-        """Check a request by its fields and the shapes of its trees, before the trees are parsed.
+        """Check a request by its fields and the shapes of its tensors, before the tensors are parsed.
+
+        A site trains the tensors that it receives, so without this check a server could make it train a much larger
+        network than its people have agreed to.
 
         Args:
-            request: the request without its trees.
-            unparsed: the message.
+            request: the fields of the request.
+            unparsed: the message with the tensors.
 
         Raises:
-            RefusalError: the server requests what is not part of the terms.
+            RefusalError: the request is not covered by the terms.
         """
         if request.round >= self.task.rounds:
             raise RefusalError(f"the server requests round {request.round + 1} of {self.task.rounds}.")
-        download = unparsed.tree_spec("download")
-        mismatch = self.downloads.find_mismatch(request.client_update, download)
-        if mismatch is not None or (download and not request.client_update):
+
+        download_spec = unparsed.tree_spec("download")
+        mismatch = self.downloads.find_mismatch(request.client_update, download_spec)
+        unexpected = bool(download_spec) and not request.client_update
+        if mismatch is not None or unexpected:
             details = f": {mismatch}" if mismatch else ""
             raise RefusalError(
                 f"what the server sends for {request.client_update!r} is not what its method sends{details}."
             )
+
         network = self.task.network
-        if unparsed.tree_spec("evaluation") not in ({}, make_tree_spec(limits.make_meta_model(network))):
+        model_spec = make_tree_spec(limits.make_meta_model(network))
+        if unparsed.tree_spec("evaluation") not in ({}, model_spec):
             raise RefusalError("the server sends a model to evaluate that is not the network of the terms.")
-        limit = limits.max_unknown_message_bytes(network)
-        if request.client_update not in self.downloads.specs and len(unparsed.data) > limit:
-            raise RefusalError(
-                f"the server sends {format_bytes(len(unparsed.data))}; the limit is {format_bytes(limit)}."
-            )
+
+        # Without a known spec only the size of the message limits what the site trains.
+        size = len(unparsed.data)
+        max_size = limits.max_unknown_message_bytes(network)
+        if request.client_update not in self.downloads.specs and size > max_size:
+            raise RefusalError(f"the server sends {format_bytes(size)}; the limit is {format_bytes(max_size)}.")
 
     def count_images(self) -> tuple[int, int]:
         """Count labeled and unlabeled training images."""
@@ -289,12 +330,16 @@ class SiteRuntime:
 
         Args:
             request: a request, which was checked by `check_request`.
-            memories: the site's memory; None for one that is not stored.
+            memories: stores the client's state between rounds; None to hold it in memory.
+
+        Returns:
+            The reply with the upload and the evaluation, as far as they were requested.
 
         Raises:
             RefusalError: the method has no such client update.
         """
         round_task = self.task.at(request.round)
+        # The received model is evaluated before training.
         evaluation = self.evaluate(request.evaluation) if request.evaluation else {}
         if not request.client_update:
             reply = Reply.from_result(request, self.version, EMPTY_RESULT)
@@ -310,12 +355,12 @@ class SiteRuntime:
             local_clients = replace(local_clients, memories=memories)
         compute_device = local_clients.dataset.train.labels.device
         context = ClientContext(
-            client_updates[request.client_update],
-            local_clients.views,
-            local_clients.seed,
-            request.round,
-            request.query,
-            images_per_call(compute_device),
+            client_update=client_updates[request.client_update],
+            views=local_clients.views,
+            seed=local_clients.seed,
+            round=request.round,
+            query=request.query,
+            view_images=images_per_call(compute_device),
         )
         stage = local_clients.dataset.stage(request.round, self.task.rounds)
         # Measures how many pseudo-labels are right. A site has no labels of unlabeled images, so the result is unused.
@@ -324,10 +369,14 @@ class SiteRuntime:
         return replace(Reply.from_result(request, self.version, result), evaluation=evaluation)
 
     def evaluate(self, model: Tree) -> Tree:
-        """Evaluate a model {"params", "stats"} on the images for evaluation.
+        """Evaluate a model on this site's test and validation images.
+
+        Args:
+            model: {"params", "stats"}.
 
         Returns:
-            The tree `Reply.evaluation`; {} if the site has no such images.
+            {"confusion", "loss"} on the test images, and below "validation" the same on the validation images, as far
+            as the site has such images.
         """
         evaluation: Tree = {}
         if self.held_out.tests is not None:
@@ -342,13 +391,17 @@ class SiteRuntime:
 
 
 def check_version(site_version: str, server_version: str) -> None:
-    """Check that site and server run the same halfmoon; if not, raise `RefusalError`, which says who must upgrade."""
+    """Check that site and server run the same version of halfmoon.
+
+    Raises:
+        RefusalError: they do not. The text names which of the two has to upgrade.
+    """
     if site_version == server_version:
         return
     older, newer = sorted((site_version, server_version), key=_version_sort_key)
-    who = "this site" if site_version == older else "the server"
+    outdated = "this site" if site_version == older else "the server"
     raise RefusalError(
-        f"this site runs halfmoon {site_version}, the server {server_version}: {who} has to upgrade to {newer}.",
+        f"this site runs halfmoon {site_version}, the server {server_version}: {outdated} has to upgrade to {newer}.",
         OTHER_VERSION,
     )
 
@@ -356,13 +409,26 @@ def check_version(site_version: str, server_version: str) -> None:
 def _version_sort_key(version: str) -> tuple[list[int], bool, str]:
     """Make the sort key of a version: 0.10.0 is newer than 0.9.0, and than 0.10.0.dev1 and 0.10.0rc1."""
     release = re.match(r"\d+(\.\d+)*", version)
-    rest = version[release.end() :] if release else version
-    numbers = [int(part) for part in release[0].split(".")] if release else []
-    return numbers, not rest or rest.startswith("+"), rest
+    suffix = version[release.end() :] if release else version
+    numbers = [int(number) for number in release[0].split(".")] if release else []
+    # A suffix such as "rc1" is a pre-release, which is older; "+cpu" is a build of the release.
+    is_release = not suffix or suffix.startswith("+")
+    return numbers, is_release, suffix
 
 
 def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: int, unlabeled: int) -> None:
-    """Check that a site has the labeled and unlabeled images that its method needs; raise `RefusalError` if not."""
+    """Check that a site has the labeled and unlabeled images that its method needs.
+
+    Args:
+        terms: the terms of the federation.
+        site_method: the method.
+        site_task: its task.
+        labeled: the number of labeled images.
+        unlabeled: the number of unlabeled images.
+
+    Raises:
+        RefusalError: it has none of a kind that the method needs.
+    """
     config = terms.config
     entry = registry.entry(config.method)
     if entry.all_labels:
@@ -377,15 +443,22 @@ def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: i
 
 
 def _check_class_counts(class_counts: Sequence[int], unlabeled: int, requirements: Requirements) -> None:
-    """Check that no sum or mean of features would be of too few images.
+    """Check that the site has enough images of each class to send sums or means of their features.
+
+    A sum of the features of very few images would reveal them.
+
+    Args:
+        class_counts: the number of labeled images of each class.
+        unlabeled: the number of unlabeled images.
+        requirements: the method's, with the fewest images of a sum.
 
     Raises:
-        RefusalError: one would be; its cause has the numbers.
+        RefusalError: a sum would be of fewer images. Its cause has the numbers.
     """
     try:
         check_class_counts(class_counts, unlabeled, requirements)
     except UserError as details:
-        # The refusal is sent to the server, so it has no numbers of this site; the cause is for the site's own log.
+        # The refusal is sent to the server, so it has no numbers of this site; the cause is written to the site's log.
         raise RefusalError(
             f"a {'sum' if requirements.aggregation == 'sum' else 'mean'} of features that it would send is of fewer than "
             f"{requirements.min_class_images} images; its own log has the numbers."
@@ -396,7 +469,7 @@ def _make_progress(log: Callable[[str], None]) -> Progress:
     """Make a callback that logs the progress of computing features, about every thousand images and at the end."""
 
     def report(number: int, count: int) -> None:
-        if number == count or not number % 1024:
+        if number == count or number % PROGRESS_IMAGES == 0:
             log(f"{number:,} of {count:,} images have features, which are computed once and stay at this site")
 
     return report
@@ -439,19 +512,20 @@ class SiteImages:
         site = SiteRuntime.from_terms(terms, number, folder.images, labels, version, self.device)
         local_clients = site.local_clients
         # With a frozen feature extractor, images are replaced by features, and network and views with them.
-        converted = select_inputs(
+        model_inputs = select_inputs(
             terms.config, site.task, local_clients.views, self.state_folder / "features", progress=_make_progress(log)
         )
-        train = converted.prepare_training(local_clients.dataset.train)
+        train = model_inputs.prepare_training(local_clients.dataset.train)
         compute_device = local_clients.dataset.train.labels.device
         held_out: dict[str, Examples] = {}
-        for purpose, path in (("tests", self.tests), ("validations", self.validations)):
-            if path is not None:
-                images = load_labeled_images(path, terms, self.state_folder / f"{purpose}-{image_spec_name(terms)}")
-                held_out[purpose] = converted.prepare_test(to_examples(images, compute_device))
+        for purpose, folder_path in {"tests": self.tests, "validations": self.validations}.items():
+            if folder_path is not None:
+                decoded_folder = self.state_folder / f"{purpose}-{image_spec_name(terms)}"
+                images = load_labeled_images(folder_path, terms, decoded_folder)
+                held_out[purpose] = model_inputs.prepare_test(to_examples(images, compute_device))
         dataset = replace(local_clients.dataset, train=train)
-        local_clients = replace(local_clients, dataset=dataset, views=converted.views)
-        return replace(site, task=converted.task, local_clients=local_clients, held_out=HeldOut(**held_out))
+        local_clients = replace(local_clients, dataset=dataset, views=model_inputs.views)
+        return replace(site, task=model_inputs.task, local_clients=local_clients, held_out=HeldOut(**held_out))
 
     def write_training_digests(self, terms: Terms, log: Callable[[str], None]) -> None:
         """Write the digests of the training images next to the final model; later commands recognize them by it."""
@@ -460,12 +534,21 @@ class SiteImages:
             write_digests(self.state_folder, images, replace=True)
 
     def _decode(self, terms: Terms, log: Callable[[str], None]) -> SiteFolder:
-        """Open the folder, decoded into the state folder, or a subfolder if that has images of another size already."""
+        """Open the folder of training images with its images decoded to the size of the terms.
+
+        Decoded images are stored in the state folder, or in a subfolder if it has images of another size already.
+
+        Args:
+            terms: the terms of the federation.
+            log: writes a line to the site's log.
+        """
         folder = open_prepared_folder(self.folder, self.state_folder, terms)
         if folder is not None:
             return folder
-        out = self.state_folder / image_spec_name(terms) if self._has_decoded_images() else self.state_folder
-        result = decode_folder(self.folder, out, terms)
+        output_folder = self.state_folder
+        if self._has_decoded_images():
+            output_folder /= image_spec_name(terms)
+        result = decode_folder(self.folder, output_folder, terms)
         if result.decoded:
             log(f"decoded {result.decoded:,} images; {len(result.left_out):,} cannot be read and are left out")
         return result.site

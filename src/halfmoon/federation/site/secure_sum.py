@@ -74,15 +74,22 @@ def check_masks(masks: TreeSpec, terms: Terms) -> None:
         raise RefusalError(f"what the server sends for a secure sum is invalid: {fault}.")
 
 
-def _find_mask_faults(masks: TreeSpec, sites: int) -> Iterator[str]:
+def _find_mask_faults(masks: TreeSpec, site_count: int) -> Iterator[str]:
+    """Yield the faults in the tensors that the server sends for one stage of a secure sum.
+
+    Args:
+        masks: (shape, dtype) of each tensor, by "stage/name".
+        site_count: the number of sites of the federation.
+    """
     if not masks:
         return
     stage = next(iter(masks)).split("/")[0]
+    # For each tensor of the stage its shape after the first dimension, and its dtype.
     expected = STAGE_TENSORS.get(stage, {})
     if set(masks) != {f"{stage}/{name}" for name in expected}:
         yield "it belongs to no stage of a sum"
         return
-    site_counts = set()  # the first dimensions of the tensors with one row for each site
+    row_counts = set()  # the first dimensions of the tensors with one row for each site
     for path, leaf_spec in masks.items():
         name = path.removeprefix(f"{stage}/")
         if leaf_spec is None:
@@ -90,14 +97,14 @@ def _find_mask_faults(masks: TreeSpec, sites: int) -> Iterator[str]:
             continue
         shape, dtype = leaf_spec
         if name in SITE_TENSORS:
-            site_counts.add(shape[0] if shape else None)
+            row_counts.add(shape[0] if shape else None)
         if not shape or (shape[1:], dtype) != expected[name]:
             yield f"its {path} has the wrong shape or type"
         elif stage == ANNOUNCE_KEYS and shape[0] != SESSION_BYTES:
             yield f"its {path} has {shape[0]} bytes, not {SESSION_BYTES}"
-        elif stage != ANNOUNCE_KEYS and shape[0] > sites:
-            yield f"its {path} has {shape[0]} sites, and the federation has {sites}"
-    if len(site_counts) > 1:
+        elif stage != ANNOUNCE_KEYS and shape[0] > site_count:
+            yield f"its {path} has {shape[0]} sites, and the federation has {site_count}"
+    if len(row_counts) > 1:
         yield "its keys are of other sites than it names"
 
 
@@ -127,10 +134,11 @@ class SumParticipant:
         return signing.encode_public_key(self.key.public_key())
 
     def reply_to(self, request: Request, reply_without_masks: Callable[[Request], Reply]) -> Reply:
-        """Reply to a request.
+        """Reply to a request of a federation with secure aggregation.
 
         Args:
-            request: a request, whose masks were checked by `check_masks`.
+            request: a request, whose masks were checked by `check_masks`. They name the stage: announce keys, deal
+                shares, mask the update, or reveal shares. Without masks it requests an evaluation.
             reply_without_masks: runs the local update or evaluation of a request and makes the reply in plain.
 
         Returns:
@@ -158,10 +166,20 @@ class SumParticipant:
         return replace(reply_without_masks(request), upload=upload)
 
     def _announce_keys(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
-        """Generate the keys of this site for the sum, signed with its long-term key."""
+        """Generate this site's key pairs for one secure sum, and sign the public keys with its long-term key.
+
+        Args:
+            request: the request.
+            log: this site's earlier replies in the sum.
+            masks: {"session": random bytes that identify the sum}.
+
+        Returns:
+            {"keys", "signature"}, both uint8.
+        """
         session = masks["session"].numpy().tobytes().hex()
         sum_id = make_sum_id(request, session)
         secret_file = self._secret_file(sum_id)
+        # The secret is erased at the end of its sum. Generating another one would give other keys for the same sum.
         if log.has(DEAL_SHARES) and log.get(_SESSION) == session and secret_file.read() is None:
             raise RefusalError("the server requests keys of a sum that is over for this site.")
         keys = masking.compute_public_keys(secret_file.read_or_generate())
@@ -170,26 +188,28 @@ class SumParticipant:
         return {"keys": stack_rows([keys])[0], "signature": stack_rows([signature])[0]}
 
     def _deal_shares(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
-        """Check the keys of all sites, and make encrypted shares of this site's secrets for each of them."""
+        """Check the keys of all sites, and encrypt a share of this site's secrets for each of them.
+
+        Args:
+            request: the request.
+            log: this site's earlier replies in the sum.
+            masks: "asked", the numbers of the sites of the sum; "sites", those of the n sites with keys; and for each
+                of these a row of "keys" (of this sum), "lasting" (long-term public key) and "signatures".
+
+        Returns:
+            {"shares": uint8, (n, bytes)}: one encrypted share for each site with keys.
+        """
         secret, sum_id = self._current_sum(request, log)
         cohort = self._parse_numbers(masks["asked"])
         numbers = self._parse_numbers(masks["sites"])
-        subject = f"the server requests a sum of {len(cohort)} sites"
-        if len(cohort) < masking.MIN_PARTIES:
-            raise RefusalError(f"{subject}: a sum of fewer than {masking.MIN_PARTIES} hides nothing.")
-        if len(cohort) < self.min_sites:
-            raise RefusalError(f"{subject}, but the terms have cohorts of {self.min_sites}: a smaller sum hides less.")
-        if not set(numbers) <= set(cohort):
-            raise RefusalError("the server sends keys of sites that are not in the sum.")
-        needed = masking.threshold(len(cohort))
-        if len(numbers) < needed:
-            raise RefusalError(f"{len(numbers)} sites of {len(cohort)} have keys, and {needed} are needed.")
+        self._check_cohort(cohort, numbers)
         keys = split_rows(masks["keys"])
         # Long-term keys of different lengths are padded with zeros on the left.
         long_term_keys = [row.lstrip(b"\0") for row in split_rows(masks["lasting"])]
         index = numbers.index(self.number)
         if keys[index] != masking.compute_public_keys(secret) or long_term_keys[index] != self.public_key:
             raise RefusalError("the server sends other keys of this site than its own.")
+        # A server that substitutes its keys for those of a site could read the shares meant for that site.
         signatures = split_rows(masks["signatures"])
         for number, long_term_key, key, signature in zip(numbers, long_term_keys, keys, signatures, strict=True):
             if not signing.verify(long_term_key, masking.announcement(sum_id, number, key), signature):
@@ -200,10 +220,33 @@ class SumParticipant:
         log.record_once(DEAL_SHARES, {"asked": list(cohort), "numbers": list(numbers), "keys": hex_keys})
         return {"shares": stack_rows(self._party(request, log).deal())}
 
+    def _check_cohort(self, cohort: tuple[int, ...], with_keys: tuple[int, ...]) -> None:
+        """Check that enough sites are in a sum, and that enough of them have keys; raise `RefusalError` if not."""
+        subject = f"the server requests a sum of {len(cohort)} sites"
+        if len(cohort) < masking.MIN_PARTIES:
+            raise RefusalError(f"{subject}: a sum of fewer than {masking.MIN_PARTIES} hides nothing.")
+        if len(cohort) < self.min_sites:
+            raise RefusalError(f"{subject}, but the terms have cohorts of {self.min_sites}: a smaller sum hides less.")
+        if not set(with_keys) <= set(cohort):
+            raise RefusalError("the server sends keys of sites that are not in the sum.")
+        needed = masking.threshold(len(cohort))
+        if len(with_keys) < needed:
+            raise RefusalError(f"{len(with_keys)} sites of {len(cohort)} have keys, and {needed} are needed.")
+
     def _mask_update(
         self, request: Request, log: ReplyLog, masks: Tree, reply_without_masks: Callable[[Request], Reply]
     ) -> Reply:
-        """Run the local update and mask its upload."""
+        """Run the local update and mask its upload, so that the server can read it only as a term of the sum.
+
+        Args:
+            request: the request of the local update.
+            log: this site's earlier replies in the sum.
+            masks: {"sites": numbers of the sites that have dealt shares}.
+            reply_without_masks: runs the local update and makes the reply in plain.
+
+        Returns:
+            The reply with the upload {"sum": int64, (number of parameters + 1,)}.
+        """
         party = self._party(request, log)
         numbers = self._parse_numbers(masks["sites"])
         if not set(numbers) <= set(party.cohort.numbers):
@@ -213,7 +256,7 @@ class SumParticipant:
         log.record_once(MASK_UPDATE, list(numbers))
         reply = reply_without_masks(request)
         vector = self._make_vector(request, reply.upload, len(party.cohort.members))
-        # Two vectors under the same masks would reveal their difference, so the vector is part of the log.
+        # Two vectors under the same masks would reveal their difference, so the log has a hash of the only valid one.
         log.record_once(_VECTOR, atomic_io.sha256(vector.tobytes()))
         masked = party.mask(vector, masking.Masking(party.cohort, numbers))
         # torch has no uint64 arithmetic, so the sum is sent as int64 with the same bits.
@@ -222,55 +265,79 @@ class SumParticipant:
     def _make_vector(self, request: Request, upload_tree: Tree, clients: int) -> np.ndarray:
         """Convert an upload to the fixed-point vector that is summed, int64 (n + 1,): changes and weight."""
         context = AggregationContext(
-            request.round,
-            request.attempt,
-            request.query,
-            request.client_update,
-            request.download,
-            {},
-            (self.number,),
-            clients,
-            True,
+            round=request.round,
+            attempt=request.attempt,
+            query=request.query,
+            client_update=request.client_update,
+            broadcast=request.download,
+            per_client={},
+            clients=(self.number,),
+            cohort=clients,
+            random_cohort=True,
         )
         upload = Upload.from_tree(upload_tree)
+        # Aggregation functions expect a leading dimension of clients.
         stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
         changes = compute_update(stacked, context)
         check_summable(stacked, changes)
         weight = 1.0 if self.equal_weights else float(upload.weight)
-        return encode_contribution({path: leaf[0] for path, leaf in changes.items()}, weight, clients).cpu().numpy()
+        change = {path: leaf[0] for path, leaf in changes.items()}
+        return encode_contribution(change, weight, clients).cpu().numpy()
 
     def _reveal_shares(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
-        """Decrypt the shares that remove the masks, for one set of sites only; erase the secret of the sum."""
+        """Decrypt the shares that remove the masks, for one set of sites only; erase the secret of the sum.
+
+        Args:
+            request: the request.
+            log: this site's earlier replies in the sum.
+            masks: "survived", the numbers of the sites whose masked updates arrived, and "shares", uint8 (n, bytes),
+                the encrypted shares for this site, one of each site that has dealt shares.
+
+        Returns:
+            {"shares": uint8, (n, bytes)}: the decrypted shares.
+        """
         if not log.has(_VECTOR):
             raise RefusalError("the server requests shares before this site has sent anything under masks.")
-        numbers = log.get(MASK_UPDATE)
+        dealers = log.get(MASK_UPDATE)
         survivors = sorted(masks["survived"].tolist())
-        cohort_size = len(log.get(DEAL_SHARES)["asked"])
-        needed = masking.threshold(cohort_size)
-        if self.number not in survivors or not set(survivors) <= set(numbers) or len(set(survivors)) < len(survivors):
-            raise RefusalError("the server names sites whose updates it cannot have, or leaves out this one's.")
-        if len(survivors) < needed:
-            raise RefusalError(
-                f"the server requests the sum of {len(survivors)} sites of {cohort_size}, and {needed} are needed."
-            )
-        if len(masks["shares"]) != len(numbers):
+        self._check_survivors(survivors, dealers, cohort_size=len(log.get(DEAL_SHARES)["asked"]))
+        if len(masks["shares"]) != len(dealers):
             raise RefusalError("the server sends shares of other sites than those that have dealt them.")
-        shares = dict(zip(numbers, split_rows(masks["shares"]), strict=True))
-        question = [survivors, atomic_io.sha256(b"".join(shares.values()))]
+        shares = dict(zip(dealers, split_rows(masks["shares"]), strict=True))
+        request_summary = [survivors, atomic_io.sha256(b"".join(shares.values()))]
         if not log.has(REVEAL_SHARES):
             if log.has(_SURVIVORS):
                 # An earlier session of this client update revealed a sum: this one must be of the same sites.
                 log.record_once(_SURVIVORS, survivors)
             decrypted = self._party(request, log).reveal(shares, frozenset(survivors))
             log.record_once(_SURVIVORS, survivors)
-            answer = [decrypted[number].to_bytes(masking.ELEMENT_BYTES, "big").hex() for number in numbers]
-            log.record_once(REVEAL_SHARES, {"asked": question, "answer": answer})
+            hex_shares = [decrypted[number].to_bytes(masking.ELEMENT_BYTES, "big").hex() for number in dealers]
+            log.record_once(REVEAL_SHARES, {"asked": request_summary, "answer": hex_shares})
         recorded = log.get(REVEAL_SHARES)
-        log.record_once(REVEAL_SHARES, {**recorded, "asked": question})
-        # The reply to a repeated request comes from the log. The shares in it are sent to the server, so they are no
+        # This refuses a second request that differs from the first.
+        log.record_once(REVEAL_SHARES, {**recorded, "asked": request_summary})
+        # The reply to a repeated request is read from the log. The shares in it are sent to the server, so they are no
         # secret; all secrets are erased before they are sent.
         erase_file(self.folder / SUMS_FOLDER / SECRET_FILE)
         return {"shares": stack_rows([bytes.fromhex(share) for share in recorded["answer"]])}
+
+    def _check_survivors(self, survivors: list[int], dealers: list[int], cohort_size: int) -> None:
+        """Check the sites whose sum the server wants to unmask; raise `RefusalError` if they are not valid.
+
+        Args:
+            survivors: numbers of these sites, ascending.
+            dealers: numbers of the sites that have dealt shares.
+            cohort_size: the number of sites that were in the sum at its beginning.
+        """
+        has_duplicates = len(set(survivors)) < len(survivors)
+        if self.number not in survivors or not set(survivors) <= set(dealers) or has_duplicates:
+            raise RefusalError("the server names sites whose updates it cannot have, or leaves out this one's.")
+        # With fewer sites the server could split a cohort in two and learn both sums.
+        needed = masking.threshold(cohort_size)
+        if len(survivors) < needed:
+            raise RefusalError(
+                f"the server requests the sum of {len(survivors)} sites of {cohort_size}, and {needed} are needed."
+            )
 
     def _secret_file(self, sum_id: masking.SumId) -> SecretFile:
         name = f"{sum_id.round}/{sum_id.attempt}/{sum_id.query}/{sum_id.session}"
@@ -287,7 +354,7 @@ class SumParticipant:
         return secret, sum_id
 
     def _party(self, request: Request, log: ReplyLog) -> masking.Party:
-        """Restore the state of this site in the sum, once it has dealt shares."""
+        """Restore this site's keys and the cohort of the sum from the files, once it has dealt shares."""
         secret, sum_id = self._current_sum(request, log)
         if not log.has(DEAL_SHARES):
             raise RefusalError("the server continues a sum for which this site has dealt no shares.")
@@ -325,7 +392,7 @@ class SecretFile:
     sum_name: str
 
     def read_or_generate(self) -> bytes:
-        """Read the secret, or generate it if this sum has none yet. The secret of any other sum is erased."""
+        """Read the secret of this sum, or generate it if there is none yet. The secret of any other sum is erased."""
         secret = self.read()
         if secret is None:
             erase_file(self.path)
@@ -341,7 +408,10 @@ class SecretFile:
 
 
 def erase_file(path: Path) -> None:
-    """Overwrite a file with zeros and remove it; flash memory may retain older copies. Raises OSError."""
+    """Overwrite a file with zeros and remove it, if it exists. Raises OSError.
+
+    On flash memory this is not enough: a copy of the old content may remain in blocks that are not in use.
+    """
     try:
         with atomic_io.open_file(path, os.O_WRONLY) as handle:
             atomic_io.write_all(handle, bytes(os.fstat(handle).st_size))
@@ -367,7 +437,11 @@ class ReplyLog:
         self._records = read_private_json(self.path) or {}
 
     def begin(self, session: str) -> None:
-        """Remove the replies of another session, except the set of sites whose sum was revealed."""
+        """Begin a session of the sum: remove the replies of an earlier one, unless this session has begun already.
+
+        The set of sites whose sum was revealed remains, because the sums of two different sets would reveal their
+        difference.
+        """
         if self._records.get(_SESSION) != session:
             survivors = self._records.get(_SURVIVORS)
             self._records = {_SESSION: session}

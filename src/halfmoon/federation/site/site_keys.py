@@ -37,7 +37,13 @@ class KeyFiles:
     public_keys: Path | None = None
 
     def load(self, state_folder: Path) -> ec.EllipticCurvePrivateKey:
-        """Load this site's long-term key, or generate one in its state folder; raise UserError for an invalid file."""
+        """Load this site's long-term private key, with which it signs its keys of each secure sum.
+
+        If the site's people provide no file, a key is generated and stored in the state folder at the first call.
+
+        Raises:
+            UserError: the provided file is missing, or a file has no valid key.
+        """
         path = self.private_key or state_folder / SITE_KEY_FILE
         data = atomic_io.read(path)
         if data is None:
@@ -110,10 +116,13 @@ class KnownKeys:
     log: Callable[[str], None] = lambda _: None
 
     def check(self, keys: Mapping[int, bytes]) -> None:
-        """Check keys that the server sent, and store those of sites that were not known before.
+        """Check long-term keys of other sites that the server sent, as SSH checks the keys of hosts.
+
+        With a file of keys they must be those in the file. Without it the first key of each site is trusted and
+        stored, and a different one is refused later.
 
         Args:
-            keys: the key of each site, by number.
+            keys: the public key of each site, by number.
 
         Raises:
             RefusalError: a site has a different key than before or than in the file.
@@ -140,12 +149,21 @@ class KnownKeys:
             if name not in (stored_keys or {}):
                 self.log(f"from now on the key of {name} is {fingerprint(key)}; its people can confirm that")
 
-    def _check_with_file(self, listed: Mapping[str, bytes], keys: Mapping[int, bytes]) -> None:
+    def _check_with_file(self, file_keys: Mapping[str, bytes], keys: Mapping[int, bytes]) -> None:
+        """Compare the keys that the server sent with those in the file that its people distribute.
+
+        Args:
+            file_keys: the keys in the file, by the name of the site.
+            keys: the keys from the server, by the number of the site.
+
+        Raises:
+            RefusalError: the file has another key or no key of a site.
+        """
         for number, key in keys.items():
             name = self.names[number]
-            if listed.get(name) == key:
+            if file_keys.get(name) == key:
                 continue
-            if name in listed:
+            if name in file_keys:
                 fault = f"the server sends a different key of {name} ({fingerprint(key)}) than the file of keys has"
             else:
                 fault = f"the server sends a key of {name} ({fingerprint(key)}), but the file of keys has none"
