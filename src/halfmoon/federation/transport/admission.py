@@ -71,7 +71,11 @@ class Admission:
         self._logged: set[str] = set()
 
     def open(self) -> None:
-        """Register the keys with a SuperLink that has just started; raise `UserError` if that fails."""
+        """Register the keys of the sites with a SuperLink that has just started, and log the sites without a key.
+
+        Raises:
+            UserError: the keys cannot be read or registered.
+        """
         self._read_keys()
         try:
             self._synchronize()
@@ -85,7 +89,10 @@ class Admission:
         self._warn()
 
     def poll(self) -> None:
-        """Apply changes of the folder, every few seconds. A failure is logged once and retried at the next poll."""
+        """Register new keys in the folder and remove deleted ones; does nothing if the last poll is too recent.
+
+        A failure is logged once and retried at the next poll.
+        """
         if self.now() - self._last_poll < POLL_SECONDS:
             return
         try:
@@ -102,7 +109,11 @@ class Admission:
         self._last_poll = self.now()
 
     def _read_keys(self) -> None:
-        """Read the keys if the folder has changed; raise `UserError` for a damaged one."""
+        """Read the sites' public keys, if the folder has changed since the last time.
+
+        Raises:
+            UserError: the folder or a key is damaged. The keys that were read before remain valid.
+        """
         stamp = self._access.stamp()
         if stamp == self._stamp:
             return
@@ -118,21 +129,28 @@ class Admission:
         self._stamp = stamp
 
     def _synchronize(self) -> None:
-        """Make the registered keys those of the folder: first remove keys, then add new ones."""
+        """Make the keys that are registered with the SuperLink those of the folder: remove keys, then add new ones.
+
+        Raises:
+            ConnectionError: the SuperLink cannot be reached.
+            ValueError: it refuses to list or to remove nodes.
+        """
         nodes = self.registry.nodes()
         admitted = {node.key: node for node in nodes if node.key in self._keys}
-        before = _read_owners(self.path)
+        earlier_owners = _read_owners(self.path)
         # Written before Flower removes a key, so that no later reply of a removed site counts.
         self._write_owners(admitted)
         for node in nodes:
             if node.key not in self._keys:
                 self.registry.unregister(node.number)
-                self.log(self._describe_removal(node.number, before.get(str(node.number), {}).get("name")))
-        new = [key for key in self._keys if key not in admitted]
-        for key in new:
+                owner = earlier_owners.get(str(node.number), {}).get("name")
+                self.log(self._describe_removal(node.number, owner))
+        new_keys = [key for key in self._keys if key not in admitted]
+        for key in new_keys:
             name = self._keys[key]
             try:
-                admitted[key] = Node(self.registry.register(key, name), key, "")
+                number = self.registry.register(key, name)
+                admitted[key] = Node(number, key, since="")
             except ValueError as error:
                 self._log_once(
                     f"{name} cannot come in: its key was removed from this run earlier, or Flower does not take it "
@@ -150,13 +168,18 @@ class Admission:
         return f"{name} may not come in any more: its key is removed"
 
     def _write_owners(self, admitted: Mapping[bytes, Node]) -> None:
-        nodes = {}
+        """Write which site each node belongs to, for the server's program, which trusts no name that a node reports.
+
+        Args:
+            admitted: the nodes by their public keys.
+        """
+        owners = {}
         for key, node in sorted(admitted.items()):
-            nodes[str(node.number)] = {"name": self._keys[key], "since": node.since}
-        if _read_owners(self.path) == nodes and self.path.exists():
+            owners[str(node.number)] = {"name": self._keys[key], "since": node.since}
+        if _read_owners(self.path) == owners and self.path.exists():
             return
         try:
-            atomic_io.write_atomically(self.path, (json.dumps({"nodes": nodes}, indent=1) + "\n").encode())
+            atomic_io.write_atomically(self.path, (json.dumps({"nodes": owners}, indent=1) + "\n").encode())
         except OSError as error:  # the keys are registered all the same
             self._log_once(f"{self.path} cannot be written: {atomic_io.error_reason(error)}")
 
@@ -173,6 +196,7 @@ class Admission:
             self._log_once(text)
 
     def _log_once(self, text: str) -> None:
+        """Log a text unless it was logged before, because polls repeat every few seconds."""
         if text not in self._logged:
             self._logged.add(text)
             self.log(text)

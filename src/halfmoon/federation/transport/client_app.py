@@ -34,23 +34,35 @@ app = ClientApp()
 @app.train()
 @app.query()
 def handle_message(message: Message, context: Context) -> Message:
-    """Reply to a message of the server."""
+    """Reply to a message of the server: Flower calls this function at a site.
+
+    Args:
+        message: the message, with the bytes of an offer or a request.
+        context: `node_config` has the options of the site. On Flower's simulation engine it has only the number of the
+            client, and the options follow from `run_config`.
+    """
     options = {name: str(value) for name, value in context.node_config.items()}
     if "name" not in options:
         config = context.run_config
         options |= _rehearsal_options(str(config["federation"]), str(config["sites"]), options["partition-id"])
     client = _open_client(tuple(options.get(name, "") for name in OPTIONS))
-    return Message(wrap_message(client.reply_to(unwrap_message(message.content))), reply_to=message)
+    reply = client.reply_to(unwrap_message(message.content))
+    return Message(wrap_message(reply), reply_to=message)
 
 
 @cache
 def _open_client(values: tuple[str, ...]) -> SiteClient:
-    """Open the client with these values of `OPTIONS`, once in a process that replies to several messages."""
+    """Open the client of a site. It is cached, because opening its images takes longer than replying to a message.
+
+    Args:
+        values: the values of `OPTIONS`, in their order; "" for options that are not set.
+    """
     options = dict(zip(OPTIONS, values, strict=True))
     paths = {name: Path(options[name]) if options[name] else None for name in PATHS}
-    for path in filter(None, options["weights"].split(os.pathsep)):
-        with suppress(UserError):  # terms that need the file report that it is missing
-            weight_files.register(Path(path))
+    for weights_file in options["weights"].split(os.pathsep):
+        if weights_file:
+            with suppress(UserError):  # terms that need the file report that it is missing
+                weight_files.register(Path(weights_file))
     return SiteClient.from_folder(
         folder=Path(options["folder"]),
         name=options["name"],
@@ -67,8 +79,9 @@ def _open_client(values: tuple[str, ...]) -> SiteClient:
 
 @cache
 def _rehearsal_options(federation: str, sites: str, number: str) -> dict[str, str]:
-    # The file is on this machine, so the plugins that it names are trusted.
+    """Build the options of a simulated site from the federation's file, the folder of all sites, and its number."""
     terms = load_plan(Path(federation)).terms
     name = terms.sites[int(number)]
+    # The file is on this machine, so the plugins that it names are trusted.
     trusted = [plugin.name for plugin in plugin_origins(terms.config)]
     return {"name": name, "folder": str(Path(sites) / name), "terms": ANY_TERMS, "trusted": " ".join(trusted)}

@@ -70,7 +70,9 @@ def tls_context(ca: Path) -> ssl.SSLContext:
 
 
 def check_server(address: Address, ca: Path | None) -> None:
-    """Check that a server of a federation replies.
+    """Check that the server of a federation accepts connections at an address, with TLS or without.
+
+    Flower itself would retry forever without naming a reason.
 
     Args:
         address: the server.
@@ -122,7 +124,7 @@ def _tls_only(address: Address) -> UserError:
 
 
 def _speaks_tls(address: Address) -> bool:
-    """Check whether a TLS handshake works. The certificate is not verified, and no request is sent."""
+    """Check whether a server speaks TLS, by a handshake. The certificate is not verified, and no request is sent."""
     unverified = ssl.create_default_context()
     unverified.check_hostname = False
     unverified.verify_mode = ssl.CERT_NONE

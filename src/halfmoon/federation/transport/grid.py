@@ -38,17 +38,19 @@ MAX_INLINE_BYTES = 2**20
 
 
 def wrap_message(data: bytes) -> RecordDict:
-    """Wrap a message for Flower: a small one as one object, a larger one as two, header and tensors.
+    """Put a serialized message into a record that Flower can send.
 
-    The tensors of a broadcast are equal for all sites, so Flower stores them once.
+    A small message is one object. A larger one is two, the header and the tensors: Flower stores equal objects once, and
+    the tensors of a broadcast are equal for all sites.
     """
     if len(data) <= MAX_INLINE_BYTES:
         return RecordDict({NAME: ConfigRecord({BODY: data})})
-    # The first 8 bytes are the length of the header that follows them.
+    # The message begins with the length of its header, 8 bytes in little-endian order.
     header_end = 8 + int.from_bytes(data[:8], "little")
+    sections = {HEAD: data[:header_end], BODY: data[header_end:]}
     arrays = {}
-    for name, content in ((HEAD, data[:header_end]), (BODY, data[header_end:])):
-        arrays[name] = Array(dtype="uint8", shape=(len(content),), stype="halfmoon", data=content)
+    for name, section in sections.items():
+        arrays[name] = Array(dtype="uint8", shape=(len(section),), stype="halfmoon", data=section)
     return RecordDict({NAME: ArrayRecord(arrays)})
 
 
@@ -117,7 +119,13 @@ class GridTransport:
         return {node: message_id for node, message_id in zip(mail, message_ids, strict=False) if message_id}
 
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
-        """Yield the replies to these messages, each fetched when it is needed, so that one is in memory; raises ConnectionError."""
+        """Yield the replies to these messages that have arrived.
+
+        Each is fetched only when it is needed, so that one reply at a time is in memory.
+
+        Raises:
+            ConnectionError: the SuperLink cannot be reached.
+        """
         with _connecting():
             if self._list is None or self._list.client is not internals.runtime_client(self.grid):
                 self._list = internals.MessageList(self.grid, self.max_reply_bytes)
@@ -126,7 +134,10 @@ class GridTransport:
             yield from self._collect(message_id)
 
     def _collect(self, message_id: str) -> list[TransportReply]:
-        """Fetch the reply to one message. Fetched together, one that Flower cannot assemble would lose the others."""
+        """Fetch the reply to one message; a reply that is too large or invalid becomes one with a problem.
+
+        Replies are fetched one by one. If they were fetched together, one that Flower cannot assemble would lose all.
+        """
         try:
             with _connecting():
                 return [_reply(message) for message in self.grid.pull_messages([message_id])]

@@ -97,6 +97,13 @@ Flower does not extend it: at 1 Mbit/s a piece of 5 MiB would time out and be re
 MAX_SMALL_OBJECTS = 16
 """Objects of a message in addition to its pieces, with some to spare."""
 
+MIN_BACKOFF_SECONDS = 0.02
+MAX_BACKOFF_SECONDS = 1.0
+"""Bounds of the pause before an object that has not arrived yet is requested a second time."""
+
+MAX_REASON_LENGTH = 200
+"""Characters of an HTTP response that an error quotes."""
+
 
 def print_line(text: str) -> None:
     """Print a line to the log of a process."""
@@ -127,19 +134,35 @@ class MessageList:
             self.client.PullMessages = self._pull_listed_messages
 
     def with_reply(self, message_ids: Sequence[str]) -> Sequence[str]:
-        """Find the messages whose reply has arrived; all of them if the Grid has no client to query."""
+        """Query the SuperLink once for the replies to many messages, without their contents.
+
+        Args:
+            message_ids: ids of the messages.
+
+        Returns:
+            The ids of messages whose reply has arrived; all ids if the Grid has no client to query.
+        """
         if self.client is None or not message_ids:
             return message_ids
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
         response = self._pull_messages(PullAppMessagesRequest(message_ids=message_ids))
-        pairs = zip(response.messages_list, response.message_object_trees, strict=True)
-        replies = {message.metadata.reply_to_message_id: (message, tree) for message, tree in pairs}
-        self._replies |= {message_id: replies[message_id] for message_id in message_ids if message_id in replies}
+        requested_ids = set(message_ids)
+        for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+            message_id = message.metadata.reply_to_message_id
+            if message_id in requested_ids:
+                self._replies[message_id] = (message, tree)
         return [message_id for message_id in message_ids if message_id in self._replies]
 
     def _pull_listed_messages(self, request: Any) -> Any:
-        """Respond like the SuperLink, with the replies that `with_reply` has listed."""
+        """Respond to a request of Flower's Grid in the place of the SuperLink, with replies that were listed before.
+
+        Args:
+            request: names the ids of messages whose replies the Grid is going to fetch.
+
+        Raises:
+            Oversized: a reply has too many objects. The Grid has not fetched any of them yet.
+        """
         from flwr.proto.runtime_pb2 import PullAppMessagesResponse
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
@@ -147,7 +170,7 @@ class MessageList:
         for _, tree in replies:
             if self._max_objects is None:
                 continue
-            # An object beyond the limit exists if the iterator still yields one after skipping `_max_objects`.
+            # A tree may be huge, so its objects are not counted. It is too large if skipping the limit leaves one.
             excess = next(islice(iterate_object_tree(tree), self._max_objects, None), None)
             if excess is not None:
                 raise Oversized
@@ -159,11 +182,28 @@ class MessageList:
 def pull_objects_with_short_retries(
     object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]
 ) -> dict[str, bytes]:
-    """Pull objects. One that has not arrived yet is retried after 0.02 s to 1 s, where Flower waits 1 s to 10 s."""
+    """Fetch the objects of a message from the SuperLink, with shorter pauses between retries than Flower has.
+
+    An object may be announced before it has arrived at the SuperLink. Flower waits 1 s to 10 s for it, which would
+    dominate the time of a short round.
+
+    Args:
+        object_ids: hashes of the objects.
+        pull_object_fn: fetches one object.
+
+    Returns:
+        The objects as bytes, by hash.
+    """
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
     unique_ids = list(dict.fromkeys(object_ids))  # equal tensors are one object
-    return pull_objects(unique_ids, pull_object_fn, max_tries_per_object=None, initial_backoff=0.02, backoff_cap=1.0)
+    return pull_objects(
+        unique_ids,
+        pull_object_fn,
+        max_tries_per_object=None,
+        initial_backoff=MIN_BACKOFF_SECONDS,
+        backoff_cap=MAX_BACKOFF_SECONDS,
+    )
 
 
 def runtime_client(grid: Any) -> Any:
@@ -207,13 +247,16 @@ def to_frames(packet: Packet) -> list[bytes]:
 
 
 def from_frames(frames: Sequence[bytes]) -> Packet:
-    """Turn the byte strings of `to_frames` into the packet."""
+    """Turn the byte strings of `to_frames` into the packet: message, tree, then name and data of each object in turn."""
     from flwr.common.serde import message_from_proto
     from flwr.proto import message_pb2
 
-    message = message_from_proto(message_pb2.Message.FromString(frames[0]))
-    objects = {name.decode(): data for name, data in zip(frames[2::2], frames[3::2], strict=True)}
-    return Packet(message, message_pb2.ObjectTree.FromString(frames[1]), objects)
+    message_bytes, tree_bytes, *object_frames = frames
+    message = message_from_proto(message_pb2.Message.FromString(message_bytes))
+    tree = message_pb2.ObjectTree.FromString(tree_bytes)
+    names = [name.decode() for name in object_frames[::2]]
+    objects = dict(zip(names, object_frames[1::2], strict=True))
+    return Packet(message, tree, objects)
 
 
 def unpack_message(packet: Packet) -> Any:
@@ -233,7 +276,7 @@ class Fleet:
         _, self._pull, self._push, self._run, self._fab, self._pull_object, self._push_object, self._confirm = functions
 
     def receive(self) -> Packet | None:
-        """Receive the next message, and confirm it to the server.
+        """Poll Flower's SuperLink for the next message to this site, fetch its contents, and confirm it.
 
         Returns:
             The message with all its objects; None if there is no message, its run is over, or an object is missing.
@@ -261,28 +304,39 @@ class Fleet:
         return Packet(message, tree, objects)
 
     def send(self, packet: Packet, seconds: float) -> bool:
-        """Send a reply.
+        """Send a reply to Flower's SuperLink: first the list of its objects, then those that the SuperLink lacks.
 
         Args:
             packet: the reply.
-            seconds: how long it took.
+            seconds: how long it took to compute it.
 
         Returns:
-            Whether the server has received it.
+            True if the server has received it. A failure is only logged: its server repeats the request if necessary.
         """
         from flwr.supercore.inflatable.inflatable_utils import push_object_contents_from_iterable
 
         try:
-            missing, session = self._push(packet.message, packet.tree, seconds)
-            push = partial(self._push_object, packet.message.metadata.run_id, session)
-            push_object_contents_from_iterable(((name, packet.objects[name]) for name in missing), push)
-        except Exception as error:  # its run is over, or the server fails; it repeats the request if necessary
+            missing_names, session = self._push(packet.message, packet.tree, seconds)
+            push_object = partial(self._push_object, packet.message.metadata.run_id, session)
+            missing_objects = ((name, packet.objects[name]) for name in missing_names)
+            push_object_contents_from_iterable(missing_objects, push_object)
+        except Exception as error:  # the run of the reply is over, or the server fails
             print_line(f"cannot send an answer: {type(error).__name__}: {error}")
             return False
         return True
 
     def bundle(self, run: int) -> bytes | None:
-        """Fetch the app bundle of a run; None if the run is over. Raise `ForeignBundle` for an agent of Flower."""
+        """Fetch the app bundle of a run, the program that the server wants this site to execute.
+
+        Args:
+            run: the id of the run.
+
+        Returns:
+            The bundle, a zip file; None if the run is over.
+
+        Raises:
+            ForeignBundle: the run is one of Flower's agents, not of an app.
+        """
         from flwr.supercore.run import RunNotRunningException
 
         try:
@@ -295,7 +349,14 @@ class Fleet:
 
 
 def load_private_key(path: Path) -> Any:
-    """Load the private key of a node; raise `UserError` for a kind of key that Flower does not support."""
+    """Load the private key by which a server identifies this site.
+
+    Args:
+        path: a file in OpenSSH's format.
+
+    Raises:
+        UserError: it is missing, has a passphrase, or is of a kind that Flower does not support.
+    """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -314,20 +375,34 @@ def load_private_key(path: Path) -> Any:
 
 @contextmanager
 def connect_fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
-    """Connect to a SuperLink. Flower ends the process if that fails, and prints later failures."""
+    """Connect a site to Flower's SuperLink during the `with` block.
+
+    Flower ends the process if the connection fails at the beginning, and prints later failures.
+
+    Args:
+        server: HOST:PORT of the SuperLink.
+        ca: certificate of the authority for TLS; None for a plain connection.
+        key: file of the site's private key; None if the server admits all sites.
+    """
     from flwr.supernode import fleet_http_connection
     from flwr.supernode.fleet_http_client import FleetHttpClient
 
     class SlowLinkClient(FleetHttpClient):
+        """Flower's client, with a time limit that grows with the size of the request."""
+
         def _unary_unary(self, **arguments: Any) -> Any:
             timeout = REPLY_SECONDS + arguments["request"].ByteSize() / MIN_BYTES_PER_SECOND
             return super()._unary_unary(**{"timeout": timeout, **arguments})
 
+    # Flower has no option for its client class, so the name is replaced in the module that uses it.
     fleet_http_connection.FleetHttpClient = SlowLinkClient  # pyright: ignore[reportPrivateImportUsage]
-    private = None if key is None else load_private_key(key)
-    pair = None if private is None else (private, private.public_key())
-    connecting = fleet_http_connection.http_request_response
-    with connecting(server, ca is None, None if ca is None else str(ca), pair) as functions:
+    key_pair = None
+    if key is not None:
+        private_key = load_private_key(key)
+        key_pair = (private_key, private_key.public_key())
+    insecure = ca is None
+    certificate = None if ca is None else str(ca)
+    with fleet_http_connection.http_request_response(server, insecure, certificate, key_pair) as functions:
         yield Fleet(functions)
 
 
@@ -358,15 +433,20 @@ def app_context(message: Any, config: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def act_as_node() -> Iterator[None]:
-    """Allow this process to make messages, as a process of Flower may."""
+    """Allow this process to create Flower messages during the `with` block.
+
+    Flower writes the task, run and node of the process into each message, and fails if the process has none.
+    """
     from flwr.supercore.task_identity import TaskIdentity
 
-    before = TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    earlier_ids = (TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id)
+    TaskIdentity.task_id = 1
+    TaskIdentity.run_id = 1
+    TaskIdentity.node_id = 1
     try:
         yield
     finally:
-        TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before
+        TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = earlier_ids
 
 
 def set_message_id(message: Any, name: str) -> None:
@@ -399,13 +479,11 @@ class ControlApi:
         self._requests = control_pb2
 
     def nodes(self) -> Sequence[Node]:
-        """List the registered nodes."""
-        nodes = _call(lambda: self._client.ListNodes(self._requests.ListNodesRequest()).nodes_info)
-        return [
-            Node(node.node_id, node.public_key, node.last_activated_at)
-            for node in nodes
-            if node.status != "unregistered"
-        ]
+        """List the nodes whose keys are registered with the SuperLink."""
+        request = self._requests.ListNodesRequest()
+        all_nodes = _call(lambda: self._client.ListNodes(request).nodes_info)
+        registered = [node for node in all_nodes if node.status != "unregistered"]
+        return [Node(node.node_id, node.public_key, node.last_activated_at) for node in registered]
 
     def register(self, key: bytes, name: str) -> int:
         """Register a public key (PEM) and return the number of its node."""
@@ -420,12 +498,22 @@ class ControlApi:
         _call(lambda: self._client.UnregisterNode(self._requests.UnregisterNodeRequest(node_id=number)))
 
 
-def _call(call: Callable[[], T]) -> T:
+def _call(request: Callable[[], T]) -> T:
+    """Send a request to the SuperLink, and translate the errors of its HTTP client.
+
+    Args:
+        request: sends it and returns the response.
+
+    Raises:
+        ValueError: the SuperLink refuses it.
+        ConnectionError: the SuperLink cannot be reached.
+    """
     import httpx
 
     try:
-        return call()
+        return request()
     except httpx.HTTPStatusError as error:
-        raise ValueError(f"HTTP {error.response.status_code}: {error.response.text[:200]}") from error
+        reason = error.response.text[:MAX_REASON_LENGTH]
+        raise ValueError(f"HTTP {error.response.status_code}: {reason}") from error
     except httpx.HTTPError as error:
         raise ConnectionError(f"{type(error).__name__}: {error}") from error

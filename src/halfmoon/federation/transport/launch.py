@@ -111,13 +111,14 @@ class ServerOptions:
     apps: tuple[str, str] = APPS
 
     def __post_init__(self) -> None:
-        files = {"--ca": self.ca, "--certificate": self.certificate, "--key": self.key}
-        missing = [flag for flag, path in files.items() if path is None]
-        if missing and len(missing) < len(files):
+        """Check the options for encryption: all three files of TLS, or a plain connection that is allowed."""
+        tls_files = {"--ca": self.ca, "--certificate": self.certificate, "--key": self.key}
+        missing = [flag for flag, path in tls_files.items() if path is None]
+        if missing and len(missing) < len(tls_files):
             raise UserError(f"{missing[0]} is missing: --ca, --certificate and --key go together.")
         if self.ca is not None and self.insecure:
             raise UserError("--insecure and certificates contradict each other; leave one of them out.")
-        for flag, path in files.items():
+        for flag, path in tls_files.items():
             if path is not None and not path.is_file():
                 raise UserError(f"{flag} {path}: there is no such file.")
         if self.ca is not None:
@@ -132,13 +133,21 @@ class ServerOptions:
     def with_access(
         cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int, queue: Queue = "memory"
     ) -> "ServerOptions":
-        """Make the options of a server behind the proxy of an access folder, which only sites with a key can reach.
+        """Make the options of a server that only sites with a registered key can reach, through a proxy.
 
         The server itself listens only on this machine.
+
+        Args:
+            config: the federation's file.
+            run: the run folder.
+            access: the folder with the certificates, and the keys of the sites.
+            sites: the sites of the federation.
+            restarts: number of restarts of programs that die without a new round in between.
+            queue: where Flower's SuperLink stores messages.
         """
         return cls(
-            config,
-            run,
+            config=config,
+            run=run,
             port=access.port,
             ca=access.ca,
             certificate=access.certificate,
@@ -161,23 +170,23 @@ class ServerOptions:
 
 
 def superlink_arguments(server: ServerOptions) -> list[str]:
-    """Build the arguments of `flower-superlink`."""
-    # A SuperLink that dies loses the messages of the present round. The round is repeated from the last checkpoint in
-    # either case, because a restarted ServerApp has another run of Flower.
+    """Build the command-line arguments of Flower's `flower-superlink`, which passes messages between server and sites."""
+    arguments = ["--host", server.host, "--port", str(server.port)]
+    # A SuperLink with its database in memory loses the messages of the present round when it dies. The round is repeated
+    # from the last checkpoint in either case, because a restarted ServerApp has another run of Flower.
     database = MEMORY_DATABASE if server.queue == "memory" else str(server.processes.folder / "state.db")
-    files = {"--ssl-ca-certfile": server.ca, "--ssl-certfile": server.certificate, "--ssl-keyfile": server.key}
-    tls: list[str] = []
-    for flag, path in files.items():
+    arguments += ["--database", database]
+    # The apps run in this environment, so everything that they need is installed.
+    arguments.append("--disable-runtime-dependency-installation")
+    tls_files = {"--ssl-ca-certfile": server.ca, "--ssl-certfile": server.certificate, "--ssl-keyfile": server.key}
+    if server.ca is None:
+        arguments.append("--insecure")
+    for flag, path in tls_files.items():
         if path is not None:
-            tls += [flag, str(path.absolute())]
-    return [
-        *("--host", server.host, "--port", str(server.port)),
-        *("--database", database),
-        # The apps run in this environment, so everything that they need is installed.
-        "--disable-runtime-dependency-installation",
-        *(tls or ["--insecure"]),
-        *(["--enable-supernode-auth"] if server.access else []),
-    ]
+            arguments += [flag, str(path.absolute())]
+    if server.access:
+        arguments.append("--enable-supernode-auth")
+    return arguments
 
 
 def render_run_config(server: ServerOptions) -> str:
@@ -189,13 +198,20 @@ def render_run_config(server: ServerOptions) -> str:
 
 
 def render_connection(server: ServerOptions) -> str:
-    """Render the config.toml by which `flwr` finds the SuperLink."""
+    """Render the config.toml by which Flower's command `flwr` finds the SuperLink: its address and certificates."""
     if server.ca is None:
         security = "insecure = true"
     else:
         security = f"root-certificates = {toml.format_value(server.ca.absolute())}"
-    address = toml.format_value(str(server.address.local))
-    return f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\naddress = {address}\n{security}\n'
+    lines = [
+        "[superlink]",
+        f'default = "{_CONNECTION}"',
+        "",
+        f"[superlink.{_CONNECTION}]",
+        f"address = {toml.format_value(str(server.address.local))}",
+        security,
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def is_finished(run: Path) -> bool:
@@ -210,11 +226,11 @@ def sites_without_model(run: Path) -> list[str]:
 
 
 def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
-    """Serve a federation until its run is finished, and leave no process.
+    """Run the server of a federation until its run is finished, and end all processes that it has started.
 
     Args:
         server: the options.
-        show: prints a line.
+        show: prints a line of the log to the terminal.
 
     Raises:
         Halted: the federation cannot continue.
@@ -222,9 +238,8 @@ def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
     """
     require_flower()
     processes = server.processes
-    with exclusive(
-        processes.folder / "serve.lock", f"{server.run} is being served by another process; wait for it, or end it."
-    ):
+    conflict = f"{server.run} is being served by another process; wait for it, or end it."
+    with exclusive(processes.folder / "serve.lock", conflict):
         processes.prepare()
         processes.kill_all()  # processes of an earlier server that was killed
         _write_files(server)
@@ -237,30 +252,42 @@ def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
 
 
 def _write_files(server: ServerOptions) -> None:
-    # The app bundle cannot have this option: its hash is in the terms.
+    """Write the files that Flower's processes read: the app bundle, the options of the ServerApp, and the connection."""
     if server.redeliver:
+        # The ServerApp reads this request from the delivery record. It cannot be an option of the app bundle, whose hash
+        # the sites have agreed to.
         record = atomic_io.read_json(server.run / DELIVERY_FILE) or {}
-        atomic_io.write_atomically(server.run / DELIVERY_FILE, (json.dumps({**record, "again": True}) + "\n").encode())
-    app = server.processes.folder / "app"
-    app.mkdir(exist_ok=True)
-    atomic_io.write_atomically(app / PROJECT_FILE, render_project(server.apps).encode())
-    atomic_io.write_atomically(server.processes.folder / RUN_CONFIG, render_run_config(server).encode())
-    atomic_io.write_atomically(server.processes.folder / "config.toml", render_connection(server).encode())
+        record["again"] = True
+        atomic_io.write_atomically(server.run / DELIVERY_FILE, (json.dumps(record) + "\n").encode())
+    folder = server.processes.folder
+    app_folder = folder / "app"
+    app_folder.mkdir(exist_ok=True)
+    atomic_io.write_atomically(app_folder / PROJECT_FILE, render_project(server.apps).encode())
+    atomic_io.write_atomically(folder / RUN_CONFIG, render_run_config(server).encode())
+    atomic_io.write_atomically(folder / "config.toml", render_connection(server).encode())
     for script in (SUPERLINK, SERVER_APP):
+        # Logs of an earlier server would be taken for those of the new processes.
         server.processes.log(script).write_bytes(b"")
 
 
 class _Session:
-    """A served federation: the process of the SuperLink, and the number of Flower's run, which is stored in a file."""
+    """One call of `halfmoon serve`: it starts Flower's SuperLink, submits the run, and restarts programs that die."""
 
     def __init__(self, server: ServerOptions, tail: EventTail, show: Callable[[str], None]) -> None:
+        """Prepare to serve.
+
+        Args:
+            server: the options.
+            tail: reads the events that the ServerApp adds to the log of the run folder.
+            show: prints a line.
+        """
         self.server = server
         self.tail = tail
         self.show = show
         self.processes = server.processes
         self.log = EventLog(server.run / SERVER_LOG)
-        self.link: subprocess.Popen[bytes] | None = None
-        self.number = self.processes.folder / "number"
+        self.superlink: subprocess.Popen[bytes] | None = None
+        self.run_id_file = self.processes.folder / "number"  # has the id of the current run of Flower
         self.failures = 0  # in a row, without a new round
         self.rounds = _count_rounds(server.run)
         self.admission: Admission | None = None
@@ -272,45 +299,57 @@ class _Session:
             while (outcome := self._submit() or self._watch()) != "finished":
                 self._restart(outcome)
             self._wait(lambda: not self.processes.is_running(SERVER_APP), CLOSE_SECONDS)
-            self.number.unlink(missing_ok=True)
+            self.run_id_file.unlink(missing_ok=True)
         finally:
-            stop_process(self.link)
+            stop_process(self.superlink)
             self.processes.kill_all()
 
     def _start(self) -> None:
+        """Start the SuperLink, wait until it replies, register the keys of the sites, and stop an earlier run.
+
+        Raises:
+            UserError: the port is in use.
+            Halted: the SuperLink does not start.
+        """
         address = self.server.address
-        if _in_use(address):
+        if _is_port_in_use(address):
             raise UserError(f"port {address.port} is taken by another process: end it, or give another --port.")
         for script in (SUPEREXEC, SUPERLINK):
             self.processes.clear_lock(script)
         log = Tail(self.processes.log(SUPERLINK))
-        self.link = self.processes.start(SUPERLINK, superlink_arguments(self.server))
-        if not self._wait(self._replies, START_SECONDS):
-            reason = _last_line(log.read_lines()) or "it printed nothing"
+        self.superlink = self.processes.start(SUPERLINK, superlink_arguments(self.server))
+        if not self._wait(self._superlink_replies, START_SECONDS):
+            reason = _find_last_line(log.read_lines()) or "it printed nothing"
             raise Halted(f"the SuperLink did not start: {reason}; see {log.path}.")
-        self._admit()
-        self._forget_run()
+        self._admit_sites()
+        self._stop_earlier_run()
 
-    def _admit(self) -> None:
-        """Admit the sites of the access folder and no others, if sites have keys."""
+    def _admit_sites(self) -> None:
+        """Register the keys of the sites with the SuperLink, which then refuses all others; if sites have keys."""
         server = self.server
         if server.access is None or server.ca is None:
             return
         registry = ControlApi(f"https://{server.address.local}", tls_context(server.ca), TIMEOUT_SECONDS)
         self.admission = Admission(
-            server.access, registry, self.processes.folder / KEYS_FILE, server.sites, self._record_admission
+            access=server.access,
+            registry=registry,
+            path=self.processes.folder / KEYS_FILE,
+            names=server.sites,
+            log=self._record_admission,
         )
         self.admission.open()
         self._show()
 
-    def _forget_run(self) -> None:
+    def _stop_earlier_run(self) -> None:
         """Stop the previous run of Flower. It would end only after a minute, in which sites would wait for its messages."""
-        if number := atomic_io.read(self.number):
+        run_id = atomic_io.read(self.run_id_file)
+        if run_id:
             with suppress(subprocess.TimeoutExpired):
-                self.processes.flwr(["stop", number.decode(), _CONNECTION])
-            self.number.unlink()
+                self.processes.flwr(["stop", run_id.decode(), _CONNECTION])
+            self.run_id_file.unlink()
 
-    def _replies(self) -> bool:
+    def _superlink_replies(self) -> bool:
+        """Check whether the SuperLink accepts connections."""
         with suppress(ServerUnreachable):
             check_server(self.server.address.local, self.server.ca)
             return True
@@ -318,60 +357,90 @@ class _Session:
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until a condition is met; return False if the SuperLink dies before, or at the time limit."""
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while not condition():
-            if self.link is None or self.link.poll() is not None or time.monotonic() > end:
+            superlink_died = self.superlink is None or self.superlink.poll() is not None
+            if superlink_died or time.monotonic() > deadline:
                 return False
             time.sleep(POLL_SECONDS / 2)
         return True
 
     def _submit(self) -> Outcome | None:
-        """Submit the run to Flower; return what died instead, if anything, and raise `Halted` for a refusal."""
-        assert self.link is not None
+        """Submit the app bundle to the SuperLink as a run, which starts the ServerApp, and store the id of the run.
+
+        Returns:
+            None if the run is submitted; "link" if the SuperLink has died or does not reply in time.
+
+        Raises:
+            Halted: the SuperLink refuses the run.
+        """
+        assert self.superlink is not None
         self.processes.clear_lock(SERVER_APP)
-        with suppress(subprocess.TimeoutExpired):
-            options = ["--run-config", str(self.processes.folder / RUN_CONFIG), "--format", "json"]
-            result = self.processes.flwr(
-                ["run", str(self.processes.folder / "app"), _CONNECTION, *options], START_SECONDS
-            )
-            with suppress(ValueError, LookupError, TypeError):
-                atomic_io.write_atomically(self.number, str(json.loads(result.stdout)["run-id"]).encode())
-                return None
-            if self.link.poll() is None:
-                text = " ".join((result.stdout + result.stderr).decode(errors="replace").split())
-                raise Halted(f"Flower did not take the run: {text}")
+        folder = self.processes.folder
+        options = ["--run-config", str(folder / RUN_CONFIG), "--format", "json"]
+        try:
+            result = self.processes.flwr(["run", str(folder / "app"), _CONNECTION, *options], START_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "link"
+        # The output of a failed submission is not JSON, or has no id.
+        with suppress(ValueError, LookupError, TypeError):
+            run_id = str(json.loads(result.stdout)["run-id"])
+            atomic_io.write_atomically(self.run_id_file, run_id.encode())
+            return None
+        if self.superlink.poll() is None:
+            text = " ".join((result.stdout + result.stderr).decode(errors="replace").split())
+            raise Halted(f"Flower did not take the run: {text}")
         return "link"
 
     def _watch(self) -> Outcome:
-        """Show events until something ends, and return what it was; raise `Halted` if the server's program stopped."""
+        """Print the events of the run until it is finished or a program dies.
+
+        Returns:
+            "finished", or the program that has died.
+
+        Raises:
+            Halted: the ServerApp has recorded that it cannot continue.
+        """
         start = time.monotonic()
-        errors = Tail(self.processes.log(SERVER_APP))
+        app_log = Tail(self.processes.log(SERVER_APP))
         while True:
             # Checked before the events are read, so that those of a dead program are complete.
-            outcome = self._outcome(time.monotonic() - start)
+            outcome = self._check_outcome(seconds=time.monotonic() - start)
             if outcome is None and self.admission is not None:
                 self.admission.poll()
             self._show()
-            if outcome is not None:
-                if outcome == "app" and (reason := _last_line(errors.read_lines(), _ERROR)):
+            if outcome == "app":
+                reason = _find_last_line(app_log.read_lines(), _ERROR)
+                if reason:
                     self.log.record("program_failed", f"the server's program ended with: {reason}", reason=reason)
+            if outcome is not None:
                 return outcome
             time.sleep(POLL_SECONDS)
 
-    def _outcome(self, seconds: float) -> Outcome | None:
-        """Find out what has outcome, if anything, so many seconds after the submission."""
-        assert self.link is not None
+    def _check_outcome(self, seconds: float) -> Outcome | None:
+        """Check whether the run is finished or a program has died.
+
+        Args:
+            seconds: time since the run was submitted.
+
+        Returns:
+            "finished", "link" (the SuperLink or the process that starts apps), "app" (the ServerApp), or None.
+        """
+        assert self.superlink is not None
+        # Read first: a ServerApp that starts after this line is not yet expected to be alive below.
         has_started = self.processes.has_started(SERVER_APP)
         run = self.server.run
-        if is_finished(run) and not (self.server.redeliver and sites_without_model(run)):
+        waits_for_sites = self.server.redeliver and bool(sites_without_model(run))
+        if is_finished(run) and not waits_for_sites:
             return "finished"
-        if self.link.poll() is not None or (
-            self.processes.has_started(SUPEREXEC) and not self.processes.is_running(SUPEREXEC)
-        ):
+        superexec_died = self.processes.has_started(SUPEREXEC) and not self.processes.is_running(SUPEREXEC)
+        if self.superlink.poll() is not None or superexec_died:
             return "link"
         if has_started and not self.processes.is_running(SERVER_APP):
             return "app"
-        return "link" if not has_started and seconds > START_SECONDS else None
+        if not has_started and seconds > START_SECONDS:
+            return "link"
+        return None
 
     def _show(self) -> None:
         for event in self.tail.read_events():
@@ -383,27 +452,38 @@ class _Session:
         self.log.record("admission", text)
 
     def _restart(self, died: Outcome) -> None:
-        """Restart the program that died; raise `Halted` after too many restarts in a row."""
+        """Restart after a program has died, from the last checkpoint of the run.
+
+        The second restart in a row without a new round waits a second, and each further one twice as long.
+
+        Args:
+            died: "app" for the ServerApp, which Flower starts once more when the run is submitted; "link" for the
+                SuperLink.
+
+        Raises:
+            Halted: there were too many restarts in a row.
+        """
         rounds = _count_rounds(self.server.run)
-        self.failures = 1 if rounds > self.rounds else self.failures + 1
+        made_progress = rounds > self.rounds
+        self.failures = 1 if made_progress else self.failures + 1
         self.rounds = rounds
-        what = "the SuperLink" if died == "link" else "the server's program"
+        program = "the SuperLink" if died == "link" else "the server's program"
         if self.failures > self.server.restarts:
             times = f"{self.failures} times" if self.failures > 1 else "once"
             raise Halted(
-                f"{what} died, {times} in a row without a new round; {self.processes.folder} has the logs, and "
+                f"{program} died, {times} in a row without a new round; {self.processes.folder} has the logs, and "
                 "halfmoon serve goes on with the run."
             )
-        text = f"{what} died; it is started again, and the federation goes on after round {rounds}"
+        text = f"{program} died; it is started again, and the federation goes on after round {rounds}"
         self.log.record("program_restarted", text, round=rounds)
         self._show()
         if self.failures > 1:
             time.sleep(min(2.0 ** (self.failures - 2), MAX_PAUSE_SECONDS))
         if died == "app":
-            self._forget_run()
-            if self.link is not None and self.link.poll() is None:
+            self._stop_earlier_run()
+            if self.superlink is not None and self.superlink.poll() is None:
                 return
-        stop_process(self.link)
+        stop_process(self.superlink)
         self.processes.kill_all()
         self._start()
 
@@ -412,13 +492,19 @@ def _count_rounds(run: Path) -> int:
     return (atomic_io.read(run / METRICS_FILE) or b"").count(b"\n")
 
 
-def _in_use(address: Address) -> bool:
-    """Check whether a process listens at an address; raise `UserError` if this machine does not have the address."""
+def _is_port_in_use(address: Address) -> bool:
+    """Check whether another process listens at an address, by binding a socket to it.
+
+    Raises:
+        UserError: this machine does not have the address, or the user may not use the port.
+    """
     try:
         candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        with socket.socket(candidates[0][0], socket.SOCK_STREAM) as probe:
+        family, _, _, _, socket_address = candidates[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Without this, connections of a server that has just ended would count as in use for a minute.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(candidates[0][4])
+            probe.bind(socket_address)
     except PermissionError as error:
         raise UserError(f"port {address.port} may not be used by you: give a --port from 1024.") from error
     except OSError as error:
@@ -428,7 +514,7 @@ def _in_use(address: Address) -> bool:
     return False
 
 
-def _last_line(lines: list[str], pattern: re.Pattern[str] = _ANY_TEXT) -> str:
-    """Find the last line with a pattern, without colors; "" if there is none."""
+def _find_last_line(lines: list[str], pattern: re.Pattern[str] = _ANY_TEXT) -> str:
+    """Find the last line with a pattern, without the codes of terminal colors; "" if there is none."""
     plain = [_COLORS.sub("", line).strip() for line in lines]
     return next((line for line in reversed(plain) if pattern.search(line)), "")

@@ -14,6 +14,10 @@ CRASHED = 2
 """Flower's error code of a ClientApp that raised an exception."""
 
 
+FIRST_NODE_ID = 1000
+"""Flower's id of the first site. That of the server is 1."""
+
+
 class LocalGrid(Grid):
     """A Grid with nodes in this process, each with its configuration. A node replies when a message is pushed."""
 
@@ -42,18 +46,18 @@ class LocalGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Compute the replies of the nodes, one after the other, and return the messages' ids."""
-        numbers = []
+        """Deliver messages: compute the reply of each node, one after the other, and return the messages' ids."""
+        message_ids = []
         for message in messages:
             self._count += 1
-            number = f"message-{self._count}"
-            internals.set_message_id(message, number)
-            self._replies[number] = self._reply(message)
-            numbers.append(number)
-        return numbers
+            message_id = f"message-{self._count}"
+            internals.set_message_id(message, message_id)
+            self._replies[message_id] = self._reply(message)
+            message_ids.append(message_id)
+        return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self._replies.pop(number) for number in list(message_ids) if number in self._replies]
+        return [self._replies.pop(message_id) for message_id in list(message_ids) if message_id in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return self.pull_messages(self.push_messages(messages))
@@ -72,7 +76,7 @@ def rehearse(
     tests: Mapping[str, Path] | None = None,
     validations: Mapping[str, Path] | None = None,
 ) -> None:
-    """Run a federation in this process through both apps.
+    """Run a federation in this process through Flower's ServerApp and ClientApp, but without a network.
 
     Args:
         federation: the federation's file.
@@ -85,13 +89,16 @@ def rehearse(
     from halfmoon.federation.site.consent import ANY_TERMS
     from halfmoon.federation.transport import client_app, server_app
 
-    names = load_plan(federation).terms.sites
-    nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY_TERMS} for k, name in enumerate(names)}
-    for config in nodes.values():
-        for option, folders in {"tests": tests, "validations": validations}.items():
-            if folders and config["name"] in folders:
-                config[option] = str(folders[config["name"]])
+    node_configs: dict[int, dict[str, str]] = {}
+    for number, name in enumerate(load_plan(federation).terms.sites):
+        config = {"name": name, "folder": str(sites / name), "terms": ANY_TERMS}
+        if tests and name in tests:
+            config["tests"] = str(tests[name])
+        if validations and name in validations:
+            config["validations"] = str(validations[name])
+        node_configs[FIRST_NODE_ID + number] = config
     run_config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
     with internals.act_as_node():
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=run_config)
-        server_app.app(LocalGrid(client_app.app, nodes), context)
+        grid = LocalGrid(client_app.app, node_configs)
+        server_app.app(grid, context)

@@ -51,10 +51,19 @@ def poll_delay(idle_seconds: float) -> float:
 
 
 def run_node(folder: Path) -> int:
-    """Poll the server for messages until the connection ends, and return the exit code."""
+    """Run the node of a site: poll the server for messages, have a worker process reply, until the connection ends.
+
+    Args:
+        folder: the folder of the site's processes, with the file of options.
+
+    Returns:
+        The exit code of the process.
+    """
     options = atomic_io.read_json(folder / NODE_FILE) or {}
-    ca, key = (None if options[name] is None else Path(options[name]) for name in ("ca", "key"))
-    worker = Worker(options["apps"][1])
+    ca = None if options["ca"] is None else Path(options["ca"])
+    key = None if options["key"] is None else Path(options["key"])
+    _, client_app = options["apps"]
+    worker = Worker(client_app)
     checker = BundleChecker(tuple(options["apps"]), EventLog(folder.parent / SITE_LOG))
     try:
         with interruptible(), internals.connect_fleet(options["server"], ca, key) as fleet:
@@ -68,6 +77,14 @@ def run_node(folder: Path) -> int:
 
 
 def _reply_forever(fleet: Fleet, worker: "Worker", checker: "BundleChecker", config: dict[str, Any]) -> None:
+    """Poll the server and reply to each message, until an exception ends the process.
+
+    Args:
+        fleet: the connection to the server.
+        worker: computes replies in another process.
+        checker: finds runs whose program is not the one that the site's people agreed to; these get an error.
+        config: options of the site's app.
+    """
     last_reply = time.monotonic()
     while True:
         packet = fleet.receive()
@@ -95,22 +112,31 @@ class BundleChecker:
         self._faults: dict[int, str | None] = {}
 
     def find_fault(self, fleet: Fleet, run: int) -> str | None:
-        """Find the reason to refuse a run; None if its bundle is that of the terms."""
-        if run not in self._faults:
-            fault = None
-            try:
-                content = fleet.bundle(run)
-                if content is None:  # the run is over
-                    return None
-                bundle.check_bundle(content, self.apps)
-            except ForeignBundle as error:
-                fault = str(error)
-            if fault is not None and fault not in self._faults.values():
-                with suppress(OSError):  # a full disk does not change the refusal
-                    text = f"refused: the server wants another program executed here than the agreed one: {fault}"
-                    self.log.record("program_refused", text)
-            self._faults[run] = fault
-        return self._faults[run]
+        """Find the reason to refuse a run of Flower, whose bundle is the program that its server wants executed.
+
+        Args:
+            fleet: the connection to the server.
+            run: the id of the run.
+
+        Returns:
+            The reason; None if the bundle is that of the terms. Results are cached by run.
+        """
+        if run in self._faults:
+            return self._faults[run]
+        fault = None
+        try:
+            content = fleet.bundle(run)
+            if content is None:  # the run is over
+                return None
+            bundle.check_bundle(content, self.apps)
+        except ForeignBundle as error:
+            fault = str(error)
+        if fault is not None and fault not in self._faults.values():
+            with suppress(OSError):  # a full disk does not change the refusal
+                text = f"refused: the server wants another program executed here than the agreed one: {fault}"
+                self.log.record("program_refused", text)
+        self._faults[run] = fault
+        return fault
 
 
 class Worker:
@@ -121,16 +147,24 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, unless it is alive."""
+        """Start the worker process with a pipe to it, unless it is alive."""
         if self.process is not None and self.process.poll() is None:
             return
         self.link, worker_end = Pipe()
-        with worker_end:
-            number = worker_end.fileno()
-            self.process = subprocess.Popen([*command(WORKER), str(number), self.app], pass_fds=[number])
+        with worker_end:  # closed in this process, so that reading from the pipe fails when the worker dies
+            file_number = worker_end.fileno()
+            self.process = subprocess.Popen([*command(WORKER), str(file_number), self.app], pass_fds=[file_number])
 
     def reply_to(self, packet: Packet, config: dict[str, Any]) -> Packet:
-        """Get the worker's reply to a message; an error if the worker has died."""
+        """Have the worker process compute the reply to a message.
+
+        Args:
+            packet: the message.
+            config: options of the site's app.
+
+        Returns:
+            The reply; an error reply if the worker has died, which is then restarted for the next message.
+        """
         self.start()
         try:
             _send(self.link, [atomic_io.json_line({"config": config}), *internals.to_frames(packet)])
@@ -149,11 +183,14 @@ class Worker:
 
 
 def run_worker(number: str, app: str) -> int:
-    """Reply to the messages in a pipe until the node ends.
+    """Run the worker process of a site: read messages from a pipe and write replies to it, until the node ends.
 
     Args:
         number: the file number of the pipe.
-        app: the ClientApp, as module:attribute.
+        app: Flower's ClientApp, as module:attribute.
+
+    Returns:
+        The exit code of the process.
     """
     module, attribute = app.split(":")
     client_app = getattr(importlib.import_module(module), attribute)
@@ -161,11 +198,13 @@ def run_worker(number: str, app: str) -> int:
         while True:
             options, *frames = _receive(link)
             config = atomic_io.parse_json(options)["config"]
-            _send(link, internals.to_frames(_reply_to(client_app, internals.from_frames(frames), config)))
+            reply = _reply_to(client_app, internals.from_frames(frames), config)
+            _send(link, internals.to_frames(reply))
     return 0
 
 
 def _reply_to(app: Callable[..., Any], packet: Packet, config: dict[str, Any]) -> Packet:
+    """Have the ClientApp reply to a message; an exception in it becomes an error reply."""
     try:
         message = internals.unpack_message(packet)
         return internals.pack_message(app(message, internals.app_context(message, config)))

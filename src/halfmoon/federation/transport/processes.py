@@ -48,6 +48,9 @@ TERMINATE_SECONDS = 5.0
 LOCK_SECONDS = 60.0
 """Time until a process stops waiting for the lock of its predecessor."""
 
+LOCK_POLL_SECONDS = 0.02
+"""Time between two attempts to lock a file."""
+
 
 def require_flower() -> None:
     """Check that Flower is installed; raises `UserError`."""
@@ -64,14 +67,20 @@ class ProcessFolder:
     folder: Path
 
     def prepare(self) -> None:
-        """Make the folder and the scripts by which Flower's processes find each other; raises OSError."""
-        scripts = self.folder / "bin"
-        scripts.mkdir(parents=True, exist_ok=True)
+        """Make the folder, and a shell script for each command of Flower, by which Flower's processes start each other.
+
+        Each script runs the command through this module, which locks a file, so that the process can be watched.
+        Raises OSError.
+        """
+        scripts_folder = self.folder / "bin"
+        scripts_folder.mkdir(parents=True, exist_ok=True)
         for name in SCRIPTS:
-            # Flower discards the output of a ServerApp, and with it the reason of one that cannot start.
-            log = f" >>{shlex.quote(str(self.log(name)))} 2>&1" if name == SERVER_APP else ""
-            text = f'#!/bin/sh\nexec {shlex.join(command(name))} "$@"{log}\n'
-            path = scripts / name
+            redirection = ""
+            if name == SERVER_APP:
+                # Flower discards the output of a ServerApp, and with it the reason of one that cannot start.
+                redirection = f" >>{shlex.quote(str(self.log(name)))} 2>&1"
+            text = f'#!/bin/sh\nexec {shlex.join(command(name))} "$@"{redirection}\n'
+            path = scripts_folder / name
             if atomic_io.read(path) != text.encode():
                 atomic_io.write_atomically(path, text.encode())
                 path.chmod(0o755)
@@ -81,15 +90,21 @@ class ProcessFolder:
         return self.folder / f"{script.removeprefix('flower-').removeprefix('flwr-')}.log"
 
     def environment(self) -> dict[str, str]:
-        """Build the environment of the processes: that of this process, with Flower's folder, no telemetry, and our scripts."""
+        """Build the environment of Flower's processes: its folder, no telemetry, and the scripts first on the path."""
         paths = [str(self.folder / "bin"), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
         added = {FOLDER_VARIABLE: str(self.folder), "FLWR_HOME": str(self.folder), "PATH": os.pathsep.join(paths)}
         inherited = {name: value for name, value in os.environ.items() if name not in COLORS}
         return {**inherited, **ENVIRONMENT, **added}
 
     def start(self, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start a process in a new session. Ctrl-C in the terminal does not reach it; its parent ends it."""
+        """Start a command of Flower or a site's process, with its output appended to its log.
+
+        Args:
+            script: its name, such as "flower-superlink".
+            arguments: its command-line arguments.
+        """
         with self.log(script).open("ab") as log:
+            # In a new session Ctrl-C in the terminal does not reach the process. Its parent ends it, in order.
             return subprocess.Popen(
                 [*command(script), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -100,7 +115,7 @@ class ProcessFolder:
             )
 
     def flwr(self, arguments: Sequence[str], seconds: float = 60.0) -> subprocess.CompletedProcess[bytes]:
-        """Run `flwr ARGUMENTS`; raises subprocess.TimeoutExpired."""
+        """Run Flower's command `flwr` to its end and capture its output. Raises subprocess.TimeoutExpired."""
         return subprocess.run(
             [*command(FLWR), *arguments],
             stdin=subprocess.DEVNULL,
@@ -120,31 +135,39 @@ class ProcessFolder:
         atomic_io.truncate(lock_path(self.folder, script), 0)
 
     def is_running(self, script: str) -> bool:
-        """Check whether a living process has the lock of a script."""
+        """Check whether a process of this script is alive, by trying to lock its file.
+
+        The operating system frees the lock when the process ends, however it ends. A process id alone would not do,
+        because it may have been reused.
+        """
         try:
             handle = os.open(lock_path(self.folder, script), os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
             atomic_io.flock(handle)
-        except OSError:
+        except OSError:  # another process has the lock
             return True
         finally:
             os.close(handle)
         return False
 
     def kill_all(self) -> None:
-        """Kill every process of this folder, also those of earlier parents; raise `UserError` if one does not end."""
-        end = time.monotonic() + TERMINATE_SECONDS
+        """Kill every process of this folder, also those whose parent was killed before it could end them.
+
+        Raises:
+            UserError: a process does not end.
+        """
+        deadline = time.monotonic() + TERMINATE_SECONDS
         for script in (*SCRIPTS, SUPERNODE, WORKER):
             while self.is_running(script):
-                number = atomic_io.read(lock_path(self.folder, script)) or b""
-                if number.isdigit():
-                    _kill_group(int(number))
-                if time.monotonic() > end:
-                    text = number.decode(errors="replace")
+                process_id = atomic_io.read(lock_path(self.folder, script)) or b""
+                if process_id.isdigit():
+                    _kill_group(int(process_id))
+                if time.monotonic() > deadline:
+                    text = process_id.decode(errors="replace")
                     raise UserError(f"{self.folder}: process {text} ({script}) does not end; end it, and try again.")
-                time.sleep(0.02)
+                time.sleep(LOCK_POLL_SECONDS)
 
 
 def command(script: str) -> list[str]:
@@ -159,7 +182,11 @@ def lock_path(folder: Path, script: str) -> Path:
 
 
 def claim_lock(script: str) -> Path:
-    """Lock the file of a script for this process, let it die with its parent, and return the folder."""
+    """Lock the file of a script for this process, and end this process when its parent ends.
+
+    Returns:
+        The folder of the processes, from the environment.
+    """
     folder = Path(os.environ[FOLDER_VARIABLE])
     # Flower's server starts further programs, so the starter is not always the process that made the environment.
     exit_with_starter(os.getppid())
@@ -168,7 +195,7 @@ def claim_lock(script: str) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a command of Flower: its name, and its arguments."""
+    """Run a command of Flower in this process, given its name and its arguments."""
     script = arguments[0]
     claim_lock(script)
     entry_points = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=script)
@@ -178,25 +205,29 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def lock_until_exit(path: Path) -> None:
-    """Lock a file until this process ends, and write the number of the process into it."""
+    """Lock a file until this process ends, and write the id of the process into it.
+
+    If another process has the lock, wait for `LOCK_SECONDS`, then end this process with an error.
+    """
+    # The handle is never closed, so the lock lasts until the process ends; child processes do not inherit it.
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    end = time.monotonic() + LOCK_SECONDS
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             atomic_io.flock(handle)
             break
         except OSError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 sys.exit(f"{path} is still locked by another process")
-            time.sleep(0.02)
-    # The number has a fixed length and overwrites the previous one: a full disk has no block for a truncated file.
-    number = f"{os.getpid():010d}".encode()
-    os.write(handle, number)
-    os.ftruncate(handle, len(number))
+            time.sleep(LOCK_POLL_SECONDS)
+    # The id has a fixed length and overwrites the previous one: a full disk has no block for a truncated file.
+    process_id = f"{os.getpid():010d}".encode()
+    os.write(handle, process_id)
+    os.ftruncate(handle, len(process_id))
 
 
 def stop_process(process: subprocess.Popen[bytes] | None) -> None:
-    """Terminate a process, and kill it with its group if it does not end in time."""
+    """Ask a process to end (SIGTERM), and kill it with its process group if it does not end in time."""
     if process is None or process.poll() is not None:
         return
     process.terminate()
@@ -209,7 +240,12 @@ def stop_process(process: subprocess.Popen[bytes] | None) -> None:
 
 @contextmanager
 def exclusive(path: Path, message: str) -> Iterator[None]:
-    """Lock a file; raise `UserError` with this message if another process has the lock."""
+    """Lock a file during the `with` block, so that only one process at a time works in a folder.
+
+    Args:
+        path: the file.
+        message: the text of the UserError that is raised if another process has the lock.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock = locks.acquire(path)
@@ -224,22 +260,24 @@ def exclusive(path: Path, message: str) -> Iterator[None]:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt at SIGTERM, and at SIGINT, which a shell ignores for background processes."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier_handlers = {}
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        earlier_handlers[signal_number] = signal.signal(signal_number, signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in earlier_handlers.items():
+            signal.signal(signal_number, handler)
 
 
-def _kill_group(number: int) -> None:
-    """Kill a process with its group, but never the group of this process."""
+def _kill_group(process_id: int) -> None:
+    """Kill a process with its process group, but never the group of this process."""
     with suppress(ProcessLookupError, PermissionError):
-        group = os.getpgid(number)
+        group = os.getpgid(process_id)
         if group != os.getpgid(0):
             os.killpg(group, signal.SIGKILL)
         else:
-            os.kill(number, signal.SIGKILL)
+            os.kill(process_id, signal.SIGKILL)
 
 
 if __name__ == "__main__":

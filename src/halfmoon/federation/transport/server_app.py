@@ -22,15 +22,25 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the remaining rounds. A user error is recorded as the event "stopped", with which `halfmoon serve` ends."""
+    """Run the remaining rounds of a federation: Flower calls this function at the server.
+
+    A UserError is recorded as the event "stopped", with which `halfmoon serve` ends instead of restarting this program.
+
+    Args:
+        grid: exchanges messages with the sites.
+        context: its `run_config` has the federation's file, the run folder, the file with the owners of keys, and the
+            seconds to wait for sites.
+    """
     options = context.run_config
     run_folder = Path(str(options["run-dir"]))
-    keys = options.get("keys") or None
+    keys_option = options.get("keys")
+    keys_file = Path(str(keys_option)) if keys_option else None
     try:
-        server = FederationServer(load_plan(Path(str(options["federation"]))), run_folder)
+        plan = load_plan(Path(str(options["federation"])))
+        server = FederationServer(plan, run_folder)
         server.prepare()
-        transport = GridTransport(grid, None if keys is None else Path(str(keys)), server.max_reply_bytes)
-        server.serve(transport, float(options.get("patience", math.inf)))
+        transport = GridTransport(grid, keys_file, server.max_reply_bytes)
+        server.serve(transport, patience=float(options.get("patience", math.inf)))
     except UserError as error:
         if RunFolder.exists(run_folder):
             EventLog(run_folder / SERVER_LOG).record("stopped", f"stopped: {error}", reason=str(error))

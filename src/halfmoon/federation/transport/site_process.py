@@ -50,6 +50,9 @@ COMPLETE_SECONDS = 3.0
 INCOMPLETE_SECONDS = 8.0
 """Time to the end of a site whose node has not logged that the last reply was sent."""
 
+MAX_LOG_LINES = 200
+"""Number of lines at the end of a node's log in which the reason of its end is searched."""
+
 QUESTION = "Take part? [y/N] "
 
 
@@ -66,7 +69,7 @@ class SiteFinished(UserError):
 
 
 class Prompt(Protocol):
-    """A person at a terminal."""
+    """A person at a terminal, who is asked a question and may answer later."""
 
     def ask(self, question: str) -> None:
         """Show a question."""
@@ -95,7 +98,7 @@ class SiteOptions:
         tests: folder of test images.
         apps: the ServerApp and the ClientApp of the bundle.
         terms: accepted terms, as in `halfmoon.federation.site.consent.Consent`.
-        methods: accepted methods, likewise.
+        methods: accepted methods, as in `Consent`.
         trusted: plugins that may be imported.
         weights: the site's copies of pretrained weights that a federation starts from.
         validations: folder of images by which the server chooses the best round.
@@ -127,11 +130,25 @@ class SiteOptions:
     all: bool = False
 
     def __post_init__(self) -> None:
+        """Check the options before anything is started; raise UserError for the first mistake."""
         if not SITE_NAME.fullmatch(self.name):
             raise UserError(
                 f"--name is {self.name!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
                 "first is a letter or a digit."
             )
+        self._check_encryption()
+        if self.site_keys is not None:
+            from halfmoon.federation.site.site_keys import read_keys  # imports torch, which is slow
+
+            read_keys(self.site_keys)
+        if self.terms and not TERMS_CHOICE.fullmatch(self.terms):
+            raise UserError(
+                f"--terms is {self.terms!r}: it must be the hash of the terms (8 to 64 digits of 0-9 and a-f, see "
+                "halfmoon site terms), or any."
+            )
+
+    def _check_encryption(self) -> None:
+        """Check that the connection is encrypted, unless it is allowed not to be, and that the site's key is a file."""
         if self.ca is not None and self.insecure:
             raise UserError("--insecure and --ca contradict each other; leave one of them out.")
         if self.ca is not None:
@@ -144,17 +161,8 @@ class SiteOptions:
         if self.key is not None and self.ca is None:
             raise UserError("--key needs --ca: a server knows sites by their keys over TLS only.")
         if self.key is not None and not self.key.is_file():
-            what = "this is a folder; give the file of the key" if self.key.is_dir() else "there is no such file"
-            raise UserError(f"--key {self.key}: {what}.")
-        if self.site_keys is not None:
-            from halfmoon.federation.site.site_keys import read_keys  # imports torch, which is slow
-
-            read_keys(self.site_keys)
-        if self.terms and not TERMS_CHOICE.fullmatch(self.terms):
-            raise UserError(
-                f"--terms is {self.terms!r}: it must be the hash of the terms (8 to 64 digits of 0-9 and a-f, see "
-                "halfmoon site terms), or any."
-            )
+            reason = "this is a folder; give the file of the key" if self.key.is_dir() else "there is no such file"
+            raise UserError(f"--key {self.key}: {reason}.")
 
     @property
     def processes(self) -> ProcessFolder:
@@ -163,24 +171,45 @@ class SiteOptions:
 
 
 def node_options(site: SiteOptions) -> dict[str, Any]:
-    """Collect the options of the site's processes; they never leave this machine."""
-    texts = {"name": site.name, "device": site.device, "terms": site.terms}
-    texts |= {"methods": " ".join(site.methods), "trusted": " ".join(site.trusted)}
-    texts["weights"] = os.pathsep.join(str(path.absolute()) for path in site.weights)
-    paths = {"tests": site.tests, "validations": site.validations, "key": site.key, "site-keys": site.site_keys}
-    paths |= {"folder": site.folder, "home": site.home}
+    """Collect the options of the site's node process as JSON values; they are never sent to the server.
+
+    Returns:
+        {"server", "ca", "key", "apps"} for the connection, and "config", the options of the app that replies to messages.
+        Options that are not set are left out of "config".
+    """
+    texts = {
+        "name": site.name,
+        "device": site.device,
+        "terms": site.terms,
+        "methods": " ".join(site.methods),
+        "trusted": " ".join(site.trusted),
+        "weights": os.pathsep.join(str(path.absolute()) for path in site.weights),
+    }
+    paths = {
+        "tests": site.tests,
+        "validations": site.validations,
+        "key": site.key,
+        "site-keys": site.site_keys,
+        "folder": site.folder,
+        "home": site.home,
+    }
     config = {name: text for name, text in texts.items() if text}
     config |= {name: str(path.absolute()) for name, path in paths.items() if path is not None}
-    ca, key = (None if path is None else str(path.absolute()) for path in (site.ca, site.key))
-    return {"server": str(site.server), "ca": ca, "key": key, "apps": list(site.apps), "config": config}
+    return {
+        "server": str(site.server),
+        "ca": None if site.ca is None else str(site.ca.absolute()),
+        "key": None if site.key is None else str(site.key.absolute()),
+        "apps": list(site.apps),
+        "config": config,
+    }
 
 
 def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prompt | None = None) -> None:
-    """Take part in a federation until its end or an interrupt, and leave no process.
+    """Take part in a federation as a site, until its end or an interrupt, and end all processes that were started.
 
     Args:
         site: the options.
-        show: prints a line.
+        show: prints a line of the site's log to the terminal.
         person: decides about the terms; None if there is no terminal.
 
     Raises:
@@ -192,9 +221,8 @@ def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prom
     if site.key is not None:
         load_private_key(site.key)
     folder = site.processes.folder
-    with exclusive(
-        folder / "join.lock", f"{site.home} is that of a site which takes part already; end that one first."
-    ):
+    conflict = f"{site.home} is that of a site which takes part already; end that one first."
+    with exclusive(folder / "join.lock", conflict):
         site.processes.prepare()
         site.processes.kill_all()  # processes of an earlier command that was killed
         atomic_io.write_atomically(folder / NODE_FILE, atomic_io.json_line(node_options(site)))
@@ -212,6 +240,14 @@ class _SiteNode:
     """The node of a site that takes part, and the state of its connection."""
 
     def __init__(self, site: SiteOptions, tail: EventTail, show: Callable[[str], None], person: Prompt | None) -> None:
+        """Prepare to take part.
+
+        Args:
+            site: the options.
+            tail: reads the events that the node adds to the site's log.
+            show: prints a line.
+            person: decides about the terms; None if there is no terminal.
+        """
         self.site = site
         self.tail = tail
         self.show = show
@@ -241,7 +277,12 @@ class _SiteNode:
             self.processes.kill_all()
 
     def _wait_for_server(self, strict: bool) -> None:
-        """Wait until the server replies. If no connection is possible, raise `UserError` if `strict`, else retry."""
+        """Wait until the server accepts connections.
+
+        Args:
+            strict: whether to raise the UserError of a server with which no connection is possible, as at the start,
+                where it is a mistake in the options. Later it may be a server that is being restarted.
+        """
         while True:
             try:
                 check_server(self.site.server, self.site.ca)
@@ -252,6 +293,7 @@ class _SiteNode:
                 if strict:
                     raise
                 text = f"{error} Trying again."
+            # Log it once, not every second.
             if not self.lost:
                 self._record(text)
             self.lost = True
@@ -260,8 +302,16 @@ class _SiteNode:
         self._connected()
 
     def _run_node(self) -> None:
+        """Run the node process, which polls the server for messages, until it ends; then pause before a restart.
+
+        While it runs, print its events, ask the person about new terms, and watch for the end of the participation.
+
+        Raises:
+            SiteFinished: the participation is over.
+            Declined: the person does not consent.
+        """
         log = Tail(self.processes.log(SUPERNODE))
-        lines: list[str] = []
+        last_lines: list[str] = []
         start = time.monotonic()
         self.node = self.processes.start(SUPERNODE, [])
         while self.node.poll() is None:
@@ -269,34 +319,52 @@ class _SiteNode:
             self._handle_offer()
             # The end is read before the log, so that the log contains the message that caused the end.
             end = consent.load_end(self.site.home)
-            lines = [*lines, *self._read(log)][-200:]
+            last_lines = [*last_lines, *self._read_node_log(log)][-MAX_LOG_LINES:]
             if end is not None:
-                transfers = [line for line in lines if line in (MESSAGE_RECEIVED, REPLY_SENT)]
-                self._finish(end, complete=transfers[-1:] == [REPLY_SENT])
+                transfers = [line for line in last_lines if line in (MESSAGE_RECEIVED, REPLY_SENT)]
+                reply_is_sent = bool(transfers) and transfers[-1] == REPLY_SENT
+                self._finish(end, reply_is_sent)
             time.sleep(POLL_SECONDS)
-        text = "\n".join([*lines, *log.read_lines()])
+        text = "\n".join([*last_lines, *log.read_lines()])
         if UNKNOWN_KEY in text and time.monotonic() < self.admission_deadline:
             time.sleep(RECONNECT_SECONDS)
             return
-        if time.monotonic() - start > STABLE_SECONDS:
+        self._pause_before_restart(text, log.path, run_seconds=time.monotonic() - start)
+
+    def _pause_before_restart(self, log_text: str, log_path: Path, run_seconds: float) -> None:
+        """Log why the node ended, and sleep: longer after each node that ended soon after its start.
+
+        Args:
+            log_text: the end of the node's log, in which Flower writes the reason.
+            log_path: the file of the log.
+            run_seconds: how long the node ran.
+        """
+        if run_seconds > STABLE_SECONDS:
             self.pause = RECONNECT_SECONDS
         else:
             self.pause = min(2 * self.pause, MAX_PAUSE_SECONDS)
-        reason = next((meaning for sign, meaning in REASONS.items() if sign in text), f"see {log.path}")
+        reason = next((meaning for text, meaning in REASONS.items() if text in log_text), f"see {log_path}")
         self._record(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
         self._show()
         time.sleep(self.pause)
 
-    def _finish(self, end: consent.ParticipationEnd, complete: bool) -> None:
-        """Raise `SiteFinished` once the last reply is sent and the server has had time to fetch it."""
-        if self.over is None or self.over[0] != complete:
-            self.over = complete, time.monotonic()
-        if time.monotonic() - self.over[1] > (COMPLETE_SECONDS if complete else INCOMPLETE_SECONDS):
+    def _finish(self, end: consent.ParticipationEnd, reply_is_sent: bool) -> None:
+        """Raise `SiteFinished` once the last reply is sent and the server has had time to fetch it.
+
+        Args:
+            end: the exit code, and the reason for people.
+            reply_is_sent: whether the node has logged that it sent the last reply.
+        """
+        if self.over is None or self.over[0] != reply_is_sent:
+            self.over = (reply_is_sent, time.monotonic())
+        _, since = self.over
+        wait_seconds = COMPLETE_SECONDS if reply_is_sent else INCOMPLETE_SECONDS
+        if time.monotonic() - since > wait_seconds:
             self._show()
             raise SiteFinished(end.code, end.reason)
 
-    def _read(self, log: Tail) -> list[str]:
-        """Read new lines of the node's log, and record when it loses its server and reaches it again."""
+    def _read_node_log(self, log: Tail) -> list[str]:
+        """Read new lines of the node's log, and record when it loses its server and when it reconnects."""
         lines = log.read_lines()
         for line in lines:
             if SERVER_LOST in line and not self.lost:
@@ -327,13 +395,18 @@ class _SiteNode:
             self._ask()  # the lines hide the question, so it is repeated
 
     def _handle_offer(self) -> None:
-        """Show new terms, request consent, and store it."""
+        """Show terms that a server has offered, ask the person for consent, and store it. Does not wait for the reply.
+
+        Raises:
+            Declined: the person does not consent.
+        """
         offer = consent.load_offer(self.site.home)
         if offer != self.offer:
             self.offer = offer
             if offer is not None:
                 self._show()
-                for line in offer.format_lines() if self.site.all or not offer.brief else offer.brief:
+                lines = offer.format_lines() if self.site.all or not offer.brief else offer.brief
+                for line in lines:
                     self.show(line)
                 self._ask()
         person = self._responder()
