@@ -17,6 +17,7 @@ from halfmoon.data.preparation import used_range_share
 from halfmoon.data.readers.decode import convert_channels, is_deep, open_upright
 from halfmoon.sites.folders.site_folder import (
     CLASSES_FILE,
+    UNLABELED,
     Finding,
     Progress,
     SiteFolder,
@@ -28,6 +29,13 @@ from halfmoon.sites.folders.site_folder import (
 
 if TYPE_CHECKING:
     from halfmoon.api.requirements import LabelLocation
+
+
+MIN_USED_RANGE = 0.1
+"""Share of the range of 16 bits below which an image is reported."""
+
+MAX_CLASS_FOLDERS = 50
+"""Largest number of folders that look like classes."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ def check_site(
         else:
             sizes[image.size] += 1
             rows_by_hash.setdefault(image.pixel_hash, []).append(row)
-            if image.used_range is not None and image.used_range < 0.1:
+            if image.used_range is not None and image.used_range < MIN_USED_RANGE:
                 narrow_range[path] = f"{image.used_range:.1%} of the 16 bits"
             if image.frames > 1:
                 multi_frame[path] = f"one of {image.frames:,} frames"
@@ -191,10 +199,23 @@ def check_site(
 
 
 def _read_properties(folder: Path, name: str) -> _ImageProperties:
+    """Decode an image and measure its size, its range of values, and a hash by which equal images are found.
+
+    Args:
+        folder: the site's folder.
+        name: path of the image, relative to `folder`.
+
+    Raises:
+        UserError: the image cannot be read.
+    """
     image = open_upright(read_image_bytes(folder, name), name)
     pixels = convert_channels(image, name, 3)
+    # The size is part of the hash: images of 2x8 and of 4x4 pixels may have the same bytes.
     pixel_hash = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
-    used_range = used_range_share(np.asarray(image)) if is_deep(image) and "rescale" not in image.info else None
+    used_range = None
+    # The values of a DICOM file with a rescale have a physical unit, so they need not fill their range.
+    if is_deep(image) and "rescale" not in image.info:
+        used_range = used_range_share(np.asarray(image))
     return _ImageProperties(
         size=(image.height, image.width, image.mode),
         pixel_hash=pixel_hash,
@@ -219,7 +240,16 @@ def _compare_classes(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
 def _find_test_images(
     site: SiteFolder, rows_by_hash: Mapping[bytes, list[int]], test_site: SiteFolder | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Find groups of equal images, of the site and the test folder."""
+    """Find images that are both in the site's folder and in a folder of test images.
+
+    Args:
+        site: the site.
+        rows_by_hash: indices of the site's images by the hash of their pixels.
+        test_site: the folder of test images; None for none.
+
+    Returns:
+        For each such test image the paths of the equal images of the site, and its path.
+    """
     if test_site is None:
         return ()
     groups: list[tuple[str, ...]] = []
@@ -241,7 +271,7 @@ def _find_test_patients(site: SiteFolder, test_site: SiteFolder | None) -> tuple
     if site.groups or test_site.groups:
         test_groups = set(test_site.groups.values())
         return tuple(path for path in site.paths if site.groups.get(path) in test_groups)
-    # Patients are compared within one call, because `dicom.patients` chooses the identifier from all files together.
+    # One call for all files, because `find_patients` chooses the same identifier for all of them.
     files = [folder.folder / path for folder in (site, test_site) for path in folder.paths]
     patients = dicom.find_patients(files) or [""] * len(files)
     test_patients = set(patients[len(site) :]) - {""}
@@ -249,9 +279,12 @@ def _find_test_patients(site: SiteFolder, test_site: SiteFolder | None) -> tuple
 
 
 def _find_class_folders(site: SiteFolder) -> list[Finding]:
-    """Find 2 to 50 top-level folders that contain all images, if nothing gives the images labels."""
+    """Find top-level folders that look like classes, in a site's folder without any file or folder that gives labels.
+
+    They do if there are a few of them and each image is in one.
+    """
     counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)
-    plausible = 2 <= len(counts) <= 50 and sum(counts.values()) == len(site)
+    plausible = 2 <= len(counts) <= MAX_CLASS_FOLDERS and sum(counts.values()) == len(site)
     names: list[str] = []
     if plausible and not is_site_folder(site.folder):
         names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())]
@@ -260,22 +293,27 @@ def _find_class_folders(site: SiteFolder) -> list[Finding]:
 
 
 def _find_duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]:
-    """Sort groups of equal images (rows of the site) by the labels that they have."""
+    """Report equal images, by the labels that they have: different ones are errors, others only bias the training.
+
+    Args:
+        site: the site.
+        groups: groups of equal images, as indices of the site's images.
+    """
     different_labels: list[tuple[str, ...]] = []
     labeled_and_unlabeled: list[tuple[str, ...]] = []
     all_labeled: list[tuple[str, ...]] = []
     all_unlabeled: list[tuple[str, ...]] = []
     for rows in groups:
+        paths = tuple(site.paths[row] for row in rows)
         labels = {int(label) for label in site.labels[rows]}
-        if len(labels - {-1}) > 1:
-            kind = different_labels
+        if len(labels - {UNLABELED}) > 1:
+            different_labels.append(paths)
         elif len(labels) > 1:
-            kind = labeled_and_unlabeled
-        elif labels == {-1}:
-            kind = all_unlabeled
+            labeled_and_unlabeled.append(paths)
+        elif labels == {UNLABELED}:
+            all_unlabeled.append(paths)
         else:
-            kind = all_labeled
-        kind.append(tuple(site.paths[row] for row in rows))
+            all_labeled.append(paths)
     remedy = "keep one of each group"
     return [
         Finding("equal images with different labels", remedy, tuple(different_labels)),
@@ -286,8 +324,14 @@ def _find_duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]
 
 
 def _find_missing_classes(site: SiteFolder, class_counts: Mapping[str, int], labeled: int) -> list[Finding]:
-    """Find classes without a label, and a missing classes.txt."""
-    empty = [name for name, count in class_counts.items() if not count] if labeled else []
+    """Report classes without a labeled image, and a missing classes.txt; neither if no image has a label.
+
+    Args:
+        site: the site.
+        class_counts: the number of labeled images by class name.
+        labeled: the number of labeled images.
+    """
+    empty = [name for name, count in class_counts.items() if count == 0] if labeled else []
     findings = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
     if labeled and not (site.folder / CLASSES_FILE).exists():
         remedy = f"numbered as sorted; all sites of a federation need the same {CLASSES_FILE}"

@@ -54,7 +54,7 @@ class _FolderContents:
 def export_sites(
     config: Config, source: Source, split: Split, out: Path, report: Callable[[str], object] = str
 ) -> bool:
-    """Write a data set as folders of sites, a folder "test", and federation.toml.
+    """Write a data set as folders of sites, a folder "test", and federation.toml, to rehearse a federation.
 
     If the server has labels, a folder "server" is written as well. Images are PNG files named by their row. Each folder
     is complete when it appears, and a repeated call writes those that are missing.
@@ -171,9 +171,16 @@ def _folder_contents(source: Source, split: Split) -> list[_FolderContents]:
 
 
 def _check_exportable(source: Source, split: Split, folders: Sequence[_FolderContents], out: Path) -> None:
-    """Raise UserError if folders of images cannot express the data set and the split, or `out` is a file.
+    """Check that a data set and its split can be written as folders of images with files of labels.
 
-    `_claim_folder` checks later that a folder is empty, when it can tell an unfinished export from other contents.
+    Args:
+        source: the data set.
+        split: the images of each client.
+        folders: the folders to write.
+        out: the folder that is going to contain them. `_claim_folder` checks later that it is empty.
+
+    Raises:
+        UserError: they cannot be, or `out` is a file.
     """
     if split.stages > 1:
         raise UserError(f"the split has {split.stages} stages, but a folder of images has no time; set stages to 1.")
@@ -197,12 +204,21 @@ def _export_id(federation_text: str, split: Split) -> str:
 
 
 def _claim_folder(out: Path, export_id: str) -> None:
-    """Write the export's id into an empty folder; raise UserError if the folder has other contents."""
+    """Write the id of an export into its folder, so that only the same export can be continued there.
+
+    Args:
+        out: an existing folder.
+        export_id: a hash of the options and the split.
+
+    Raises:
+        UserError: the folder has an export with other options, or other contents.
+    """
     content = atomic_io.read(out / EXPORT_ID_FILE)
     if content is not None and content.decode(errors="replace").strip() == export_id:
         return
     if content:
         raise UserError(f"{out} contains an export with other options; give another folder.")
+    # A file of this name remains if the process was killed while it wrote the id.
     partial = f".{EXPORT_ID_FILE}{atomic_io.PARTIAL}"
     if content is None and any(path.name != partial for path in out.iterdir()):
         raise UserError(f"{out} is not empty, and nothing is overwritten; give another folder.")
@@ -210,7 +226,15 @@ def _claim_folder(out: Path, export_id: str) -> None:
 
 
 def _write_folder(source: Source, folder: _FolderContents, out: Path) -> None:
-    """Write one folder under a temporary name, and rename it when it is complete."""
+    """Write the images, labels.csv and classes.txt of one site.
+
+    The folder is written under a temporary name, and renamed when it is complete.
+
+    Args:
+        source: the data set, which names the classes.
+        folder: the name, the images and the labels to write.
+        out: the folder that contains all sites.
+    """
     partial = out / f".{folder.name}{atomic_io.PARTIAL}"
     if partial.exists():  # from an export that was killed; `_claim_folder` has checked that it is this one
         shutil.rmtree(partial)
@@ -219,13 +243,17 @@ def _write_folder(source: Source, folder: _FolderContents, out: Path) -> None:
     names = [f"images/{row:0{digits}}.png" for row in folder.rows]
     for row, name in zip(folder.rows, names, strict=True):
         pixels = folder.images.images[row]
-        Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(partial / name)
+        if pixels.shape[2] == 1:
+            pixels = pixels[:, :, 0]  # Pillow expects gray images without a dimension of channels
+        Image.fromarray(pixels).save(partial / name)
     table = io.StringIO()
-    lines = csv.writer(table, lineterminator="\n")
-    lines.writerow(["path", "label"])
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["path", "label"])
     for row, name, labeled in zip(folder.rows, names, folder.labeled, strict=True):
         if labeled:
-            lines.writerow([name, protect_cell(source.classes[folder.images.labels[row]])])
+            class_name = source.classes[folder.images.labels[row]]
+            writer.writerow([name, protect_cell(class_name)])
+    classes_text = "".join(f"{name}\n" for name in source.classes)
     atomic_io.write_atomically(partial / LABELS_FILE, table.getvalue().encode())
-    atomic_io.write_atomically(partial / CLASSES_FILE, "".join(f"{name}\n" for name in source.classes).encode())
+    atomic_io.write_atomically(partial / CLASSES_FILE, classes_text.encode())
     os.rename(partial, out / folder.name)

@@ -43,6 +43,9 @@ NOTES_FILE = f"{STATE_FOLDER}/notes.csv"
 READERS_FOLDER = f"{STATE_FOLDER}/readers"
 """Labels of further readers, one file each, with the columns of labels.csv."""
 
+MAX_QUOTE_LENGTH = 60
+"""Characters of a line that an error quotes."""
+
 LOCK_TIMEOUT_SECONDS = 10.0
 
 _SEPARATORS = {",": "", ";": "semicolons between its cells", "\t": "tabs between its cells"}
@@ -64,21 +67,26 @@ class LabelTable(NamedTuple):
 
 
 def read_label_table(folder: Path) -> LabelTable:
-    """Read labels.csv, in any case of its name; a missing file gives an empty table."""
+    """Read labels.csv as far as possible, also if a spreadsheet program has changed its name, separator or encoding.
+
+    Returns:
+        The rows, the faults for which the file cannot be used, and what is unusual about it. A missing file gives an
+        empty table.
+    """
     names = _labels_file_names(folder)
     if not names:
-        return LabelTable([], [], [], None)
+        return LabelTable(rows=[], faults=[], oddities=[], file=None)
     name = find_labels_file(folder).name
     if len(names) > 1 and name != LABELS_FILE:
-        return LabelTable([], [f"there are {' and '.join(names)}: keep one of them"], [], name)
+        fault = f"there are {' and '.join(names)}: keep one of them"
+        return LabelTable(rows=[], faults=[fault], oddities=[], file=name)
     oddities = [] if name == LABELS_FILE else [f"it is called {name}"]
     text, faults, encoding = decode_text_file(folder / name)
     if text is None:
         return LabelTable([], faults, oddities, name)
     rows, faults, separator = _parse_rows(text)
-    for oddity in (_SEPARATORS[separator], _ENCODINGS[encoding]):
-        if oddity:
-            oddities.append(oddity)
+    # The descriptions of usual separators and encodings are empty.
+    oddities += [oddity for oddity in (_SEPARATORS[separator], _ENCODINGS[encoding]) if oddity]
     return LabelTable(rows, faults, oddities, name)
 
 
@@ -97,7 +105,7 @@ def _labels_file_names(folder: Path) -> list[str]:
 
 
 def decode_text_file(path: Path) -> tuple[str | None, list[str], str]:
-    """Read a text file in UTF-8 or UTF-16.
+    """Read a text file in UTF-8, or in UTF-16 if it begins with a byte order mark.
 
     Returns:
         The text (None if it cannot be read), the reasons why it cannot be read, and the encoding. A missing file has
@@ -106,9 +114,9 @@ def decode_text_file(path: Path) -> tuple[str | None, list[str], str]:
     encoding = "utf-8"
     try:
         data = path.read_bytes()
-        for byte_order_mark, name in _BYTE_ORDER_MARKS.items():
+        for byte_order_mark, mark_encoding in _BYTE_ORDER_MARKS.items():
             if data.startswith(byte_order_mark):
-                encoding = name
+                encoding = mark_encoding
                 break
         return data.decode(encoding), [], encoding
     except FileNotFoundError:
@@ -131,32 +139,37 @@ def normalize_text(text: str) -> str:
 
 
 def _parse_rows(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
-    """Parse labels.csv into rows of path, label and group, faults, and the separator of the cells."""
+    """Parse the text of labels.csv. Empty lines are skipped.
+
+    Returns:
+        Rows of (path as written, class name, group), the faults by line, and the separator of the cells. A wrong header
+        is the only fault then, and there are no rows.
+    """
     separator = _detect_separator(text)
     rows: list[tuple[str, str, str]] = []
     faults: list[str] = []
     header: list[str] = []
     lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
     try:
-        for cells in lines:
-            cells = [restore_cell(cell) for cell in cells]
-            stripped = [cell.strip() for cell in cells]
-            if not any(stripped):
+        for raw_cells in lines:
+            cells = [restore_cell(cell) for cell in raw_cells]
+            stripped_cells = [cell.strip() for cell in cells]
+            if not any(stripped_cells):
                 continue
             if not header:
-                if not _is_header(stripped):
-                    line = separator.join(stripped)
-                    if len(line) > 60:
-                        line = f"{line[:57]}..."
+                if not _is_header(stripped_cells):
+                    line = _shorten(separator.join(stripped_cells))
                     return [], [f"line {lines.line_num} is {line!r}, not path,label"], separator
-                header = _normalize_header(stripped)
+                header = _normalize_header(stripped_cells)
                 continue
-            row = dict(zip(header, stripped, strict=False))
-            group = row.get(GROUP_COLUMN, "")
+            row = dict(zip(header, stripped_cells, strict=False))
             if len(cells) != len(header) or not row["path"]:
                 faults.append(f"line {lines.line_num} is not one path and one label")
-            else:
-                rows.append((cells[0], normalize_class_name(row["label"]), normalize_text(group)))
+                continue
+            class_name = normalize_class_name(row["label"])
+            group = normalize_text(row.get(GROUP_COLUMN, ""))
+            # The path is not stripped: file names may begin or end with blanks.
+            rows.append((cells[0], class_name, group))
     except csv.Error as error:
         faults.append(f"line {lines.line_num}: {error}")
     if not header and not faults:
@@ -164,7 +177,13 @@ def _parse_rows(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
     return rows, faults, separator
 
 
+def _shorten(line: str) -> str:
+    """Shorten a line that an error quotes."""
+    return line if len(line) <= MAX_QUOTE_LENGTH else f"{line[: MAX_QUOTE_LENGTH - 3]}..."
+
+
 def _detect_separator(text: str) -> str:
+    """Find the separator with which the first line that is not empty is a valid header; a comma if none is."""
     first_line = next((line for line in text.splitlines() if line.strip(" \t,;")), "")
     for separator in _SEPARATORS:
         if _is_header(first_line.split(separator)):
@@ -177,10 +196,12 @@ def _normalize_header(cells: list[str]) -> list[str]:
 
 
 def _is_header(cells: list[str]) -> bool:
-    """Check whether cells are path and label, followed by any of the optional columns in any order."""
+    """Check whether cells are a header: path, label, and optionally the group, and the author with the time."""
     names = _normalize_header(cells)
-    others = [name for name in names[2:] if name != GROUP_COLUMN]
-    return names[:2] == ["path", "label"] and others in ([], list(SIGNATURE_COLUMNS)) and names.count(GROUP_COLUMN) < 2
+    optional = [name for name in names[2:] if name != GROUP_COLUMN]
+    if names[:2] != ["path", "label"] or names.count(GROUP_COLUMN) > 1:
+        return False
+    return optional in ([], list(SIGNATURE_COLUMNS))
 
 
 class LabelConflict(UserError):
@@ -191,7 +212,7 @@ class LabelConflict(UserError):
     """
 
     def __init__(self, message: str, current: str) -> None:
-        """Store the current label beside the message."""
+        """Store the message and the current label."""
         super().__init__(message)
         self.current = current
 
@@ -218,7 +239,9 @@ _THREAD_LOCK = threading.Lock()
 
 
 def write_labels(folder: Path, *edits: LabelEdit, name: str = LABELS_FILE) -> None:
-    """Apply edits to labels.csv under a lock; all other lines are preserved.
+    """Change the labels of images in labels.csv, all or none, and preserve all other lines.
+
+    A lock on the folder prevents that two writers overwrite each other's labels.
 
     Args:
         folder: the site's folder.
@@ -257,7 +280,7 @@ def read_labels(folder: Path, name: str = LABELS_FILE) -> dict[str, str]:
 
 
 def file_stamp(folder: Path, name: str = LABELS_FILE) -> tuple[int, ...]:
-    """Return a value that changes with every change of a file; () if it does not exist."""
+    """Return a value that changes with every change of a file, to poll for changes; () if it does not exist."""
     try:
         status = _resolve_file(folder, name).stat()
     except OSError:
@@ -267,7 +290,7 @@ def file_stamp(folder: Path, name: str = LABELS_FILE) -> tuple[int, ...]:
 
 @contextmanager
 def _lock_labels(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder's labels, against other threads and processes."""
+    """Lock a folder's labels during the `with` block, against other processes."""
     state_folder = folder / STATE_FOLDER
     try:
         state_folder.mkdir(exist_ok=True)
@@ -319,32 +342,49 @@ class _LabelsFile:
         return cls(header, rows, separator, encoding)
 
     def apply(self, edit: LabelEdit) -> None:
-        """Replace the image's line, or append one; raise `LabelConflict` if its label has changed meanwhile."""
-        numbers = self.row_numbers.get(normalize_path(edit.path), [])
+        """Replace the line of an image by one with the new label, or append a line.
+
+        Args:
+            edit: the change. Removing the label removes the line, unless it also has a group.
+
+        Raises:
+            LabelConflict: the label is neither the one that the author of the change saw nor the new one.
+        """
+        image = normalize_path(edit.path)
+        numbers = self.row_numbers.get(image, [])
         last_row = self.rows[numbers[-1]] if numbers else []
         current = last_row[1].strip() if len(last_row) > 1 else ""
         if normalize_text(current) not in (normalize_text(edit.previous), normalize_text(edit.label)):
             change = f"has been labeled {current}" if current else "has lost its label"
             raise LabelConflict(f"{edit.path} {change} meanwhile.", current)
-        if edit.by is not None and SIGNATURE_COLUMNS[0] not in self.header:
-            self.header += SIGNATURE_COLUMNS
-            self.rows = [[*row, *[""] * (len(self.header) - len(row))] if row else row for row in self.rows]
-        signature = ["", ""]
-        if edit.by is not None:
-            signature = [edit.by, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")]
         cells = {"path": edit.path, **dict(zip(self.header, last_row, strict=False)), "label": edit.label}
-        cells |= dict(zip(SIGNATURE_COLUMNS, signature, strict=True))
+        if edit.by is None:
+            cells |= dict.fromkeys(SIGNATURE_COLUMNS, "")
+        else:
+            self._add_signature_columns()
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            cells |= dict(zip(SIGNATURE_COLUMNS, (edit.by, now), strict=True))
         new_row = [cells.get(name, "") for name in self.header]
-        # An image may have several equal lines: one remains. Rows are emptied, not deleted, so that indices stay valid.
+        # An image may have several equal lines: one remains. Rows are emptied, not deleted, so that indices remain valid.
         for number in numbers:
             self.rows[number] = []
         if not numbers:
             numbers = [len(self.rows)]
             self.rows.append([])
-        self.row_numbers[normalize_path(edit.path)] = numbers[:1]
+        self.row_numbers[image] = numbers[:1]
         self.rows[numbers[0]] = new_row if edit.label or cells.get(GROUP_COLUMN) else []
 
+    def _add_signature_columns(self) -> None:
+        """Add the columns for the author and the time of a label, unless the file has them."""
+        if SIGNATURE_COLUMNS[0] in self.header:
+            return
+        self.header += SIGNATURE_COLUMNS
+        for row in self.rows:
+            if row:
+                row += [""] * (len(self.header) - len(row))
+
     def render(self) -> bytes:
+        """Write the lines as CSV in the encoding and with the separator of the file that was read."""
         text = io.StringIO()
         writer = csv.writer(text, delimiter=self.separator, lineterminator="\n")
         # Paths and notes are other people's texts, and spreadsheet programs execute formulas in them.
@@ -366,12 +406,20 @@ def reader_labels_file(name: str) -> str:
 
 
 def find_disagreements(folder: Path) -> list[str]:
-    """List the images to which two readers of a folder gave different labels, sorted, by normalized path."""
-    readers = [file.stem for file in (folder / READERS_FOLDER).glob("*.csv") if not file.stem.endswith(".not-sure")]
-    labels_of_readers = [read_labels(folder)]
-    labels_of_readers += [read_labels(folder, reader_labels_file(name)) for name in sorted(readers)]
+    """List the images to which two readers gave different labels. A reader is a person who labels the same images.
+
+    Args:
+        folder: the site's folder. The first reader's labels are in labels.csv, those of others in a file for each.
+
+    Returns:
+        Normalized paths, sorted.
+    """
+    reader_files = (folder / READERS_FOLDER).glob("*.csv")
+    reader_names = sorted(file.stem for file in reader_files if not file.stem.endswith(".not-sure"))
+    tables = [read_labels(folder)]
+    tables += [read_labels(folder, reader_labels_file(name)) for name in reader_names]
     labels_by_path: dict[str, set[str]] = {}
-    for labels in labels_of_readers:
-        for path, label in labels.items():
+    for table in tables:
+        for path, label in table.items():
             labels_by_path.setdefault(path, set()).add(label)
     return [path for path, labels in sorted(labels_by_path.items()) if len(labels) > 1]

@@ -1,4 +1,4 @@
-"""Decode a site's images once, into a memory-mapped array beside an index that detects later changes of the images."""
+"""Decode a site's images once, into a memory-mapped array with an index that detects later changes of the images."""
 
 import hashlib
 import json
@@ -65,10 +65,10 @@ def prepare_site(
     crop: bool = False,
     window: tuple[float, float] | None = None,
 ) -> PreparedSite:
-    """Decode a site's images into one array, uint8 (N, H, W, channels).
+    """Decode a site's images into one array on the disk, uint8 (N, H, W, channels).
 
-    Images whose size and modification time are unchanged are not decoded again. After a kill, the previous or the new
-    array is complete.
+    An image whose size and modification time are unchanged is copied from the previous array. If the process is killed,
+    the previous or the new array is complete.
 
     Args:
         folder: the site's folder.
@@ -94,20 +94,22 @@ def prepare_site(
     preparation = Preparation(crop=crop, window=window)
     if previous is not None and previous.preparation != preparation.cache_id:
         previous = None
-    if (
-        previous is not None
-        and previous.shape[1:] == shape
-        and previous.stamps == stamps
-        and previous.open_array() is not None
-    ):
+    up_to_date = previous is not None and previous.shape[1:] == shape and previous.stamps == stamps
+    if previous is not None and up_to_date and previous.open_array() is not None:
         return _reuse_array(site, state_folder, previous)
     with _lock_state_folder(state_folder):
-        index, count = _decode(site, stamps, shape, preparation, state_folder, previous, progress)
-    return PreparedSite(_with_images(site, index), state_folder, True, count, index.left_out)
+        index, decoded_count = _decode(site, stamps, shape, preparation, state_folder, previous, progress)
+    return PreparedSite(
+        site=_with_images(site, index),
+        state_folder=state_folder,
+        written=True,
+        decoded=decoded_count,
+        left_out=index.left_out,
+    )
 
 
 def open_prepared_site(folder: Path, out: Path | None = None, preparation: str | None = None) -> SiteFolder:
-    """Open a prepared site with its images memory-mapped and without unreadable images.
+    """Open a site whose images were decoded by `prepare_site`, as a memory-mapped array without unreadable images.
 
     Args:
         folder: the site's folder.
@@ -126,9 +128,11 @@ def open_prepared_site(folder: Path, out: Path | None = None, preparation: str |
     if preparation is not None and index.preparation != preparation:
         raise UserError(f"{folder} is prepared in another way: {remedy} again.")
     stamps = _read_stamps(site)
-    changed = sorted(path for path in stamps.keys() | index.stamps.keys() if stamps.get(path) != index.stamps.get(path))
+    all_paths = stamps.keys() | index.stamps.keys()
+    changed = sorted(path for path in all_paths if stamps.get(path) != index.stamps.get(path))
     if changed:
-        raise UserError(f"{folder} has changed since it was prepared ({join_names(changed, 3)}): {remedy} again.")
+        names = join_names(changed, limit=3)
+        raise UserError(f"{folder} has changed since it was prepared ({names}): {remedy} again.")
     if index.classes != site.classes or index.labels != _labels_by_path(site, index.left_out):
         raise UserError(f"{folder}: labels or classes have changed since it was prepared: {remedy} again.")
     if index.open_array() is None:
@@ -161,7 +165,7 @@ class _Index:
     preparation: str = ""
 
     def open_array(self) -> np.ndarray | None:
-        """Map the array into memory; None if it does not match the index."""
+        """Map the array into memory; None if it is missing or does not match the index."""
         try:
             array = np.load(self.folder / self.array_file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError):
@@ -169,11 +173,11 @@ class _Index:
         return array if array.shape == self.shape and array.dtype == np.uint8 else None
 
     def write(self) -> None:
-        """Write index.json."""
+        """Write the index as index.json, atomically; `_load_index` reads it."""
 
         def describe_file(path: str, **properties: Any) -> dict[str, Any]:
-            size, modified = self.stamps[path]
-            return {"path": path, **properties, "bytes": size, "mtime": modified}
+            size_bytes, modified_ns = self.stamps[path]
+            return {"path": path, **properties, "bytes": size_bytes, "mtime": modified_ns}
 
         value = {
             "version": INDEX_VERSION,
@@ -188,7 +192,11 @@ class _Index:
 
 
 def _load_index(folder: Path) -> _Index | None:
-    """Load index.json; None if it is missing, damaged or of another version."""
+    """Load the index of a folder's decoded images from index.json, and check the types of all values.
+
+    Returns:
+        The index; None if the file is missing, damaged or of another version, so that the images are decoded once more.
+    """
     value: Any = atomic_io.read_json(folder / INDEX_FILE)
     try:
         if value["version"] != INDEX_VERSION:
@@ -212,9 +220,12 @@ def _load_index(folder: Path) -> _Index | None:
     numbers = [*index.shape, *index.labels.values()]
     numbers += [number for stamp in stamps.values() for number in stamp]
     texts = [*index.classes, *stamps, *index.left_out.values(), index.preparation]
-    if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
+    # `type(...) is`, not isinstance: bool is a subclass of int.
+    valid_types = all(type(number) is int for number in numbers) and all(isinstance(text, str) for text in texts)
+    if not valid_types:
         return None
-    return index if count >= 0 and height > 0 and width > 0 and channels in (1, 3) else None
+    valid_shape = count >= 0 and height > 0 and width > 0 and channels in (1, 3)
+    return index if valid_shape else None
 
 
 def _labels_by_path(site: SiteFolder, left_out: Mapping[str, str]) -> dict[str, int]:
@@ -228,15 +239,29 @@ def _with_images(site: SiteFolder, index: _Index) -> SiteFolder:
 
 
 def _reuse_array(site: SiteFolder, state_folder: Path, previous: _Index) -> PreparedSite:
-    """Reuse the decoded images; the index is written if labels or classes have changed."""
+    """Reuse images that were decoded earlier, and update their labels and classes in the index.
+
+    Args:
+        site: the site, with its present labels.
+        state_folder: the folder of the array and its index.
+        previous: the index.
+    """
     index = replace(previous, labels=_labels_by_path(site, previous.left_out), classes=site.classes)
-    if index != previous:
+    changed = index != previous
+    if changed:
         with _lock_state_folder(state_folder):
             index.write()
-    return PreparedSite(_with_images(site, index), state_folder, index != previous, 0, previous.left_out)
+    return PreparedSite(
+        site=_with_images(site, index),
+        state_folder=state_folder,
+        written=changed,
+        decoded=0,
+        left_out=previous.left_out,
+    )
 
 
 def _read_stamps(site: SiteFolder) -> dict[str, Stamp]:
+    """Read size and modification time of each image file, by which changed images are detected."""
     stamps = {}
     for path in site.paths:
         try:
@@ -250,12 +275,26 @@ def _read_stamps(site: SiteFolder) -> dict[str, Stamp]:
 def _choose_shape(
     site: SiteFolder, previous: _Index | None, size: tuple[int, int] | None, channels: int | None
 ) -> tuple[int, int, int]:
-    """Choose height, width and channels: as given, else as before, else those of the images."""
+    """Choose the height, width and channels to which images are decoded.
+
+    Args:
+        site: the site.
+        previous: the index of images that were decoded earlier, whose shape is the default; None for none.
+        size: the required height and width; None to choose them.
+        channels: the required number of channels, 1 or 3; None to choose it.
+
+    Returns:
+        Height, width, channels.
+
+    Raises:
+        UserError: no image can be read, or the images have several sizes and none is required.
+    """
     if size is not None and channels is not None:
         return (*size, channels)
     if previous is not None:
-        _, height, width, depth = previous.shape
-        return (*(size or (height, width)), channels or depth)
+        _, previous_height, previous_width, previous_channels = previous.shape
+        height, width = size or (previous_height, previous_width)
+        return height, width, channels or previous_channels
     sizes: Counter[tuple[int, int]] = Counter()
     all_gray = True
     for path in site.paths:
@@ -272,12 +311,18 @@ def _choose_shape(
             f"{site.folder}: its images have {len(sizes):,} sizes, most of them ({count:,}) {height}x{width}; give one "
             f"by --size HxW."
         )
-    return (*(size or next(iter(sizes))), channels or (1 if all_gray else 3))
+    height, width = size or next(iter(sizes))
+    image_channels = 1 if all_gray else 3
+    return height, width, channels or image_channels
 
 
 @contextmanager
 def _lock_state_folder(state_folder: Path) -> Iterator[None]:
-    """Hold the lock of the folder of the array; raise UserError for a conflict, or if it cannot be written."""
+    """Create and lock the folder of the decoded images during the `with` block.
+
+    Raises:
+        UserError: another process has the lock, or the folder cannot be written.
+    """
     try:
         state_folder.mkdir(parents=True, exist_ok=True)
         with locks.hold(state_folder / LOCK_FILE):
@@ -367,11 +412,24 @@ def _decode(
 def _unchanged_images(
     previous: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]
 ) -> dict[str, np.ndarray]:
-    """Collect the decoded images, by path, whose files have not changed."""
+    """Collect the images that were decoded earlier and need not be decoded once more.
+
+    Args:
+        previous: the index of the earlier array; None for none.
+        stamps: present size and modification time of the image files, by path.
+        shape: the height, width and channels that are needed.
+
+    Returns:
+        Pixels, uint8 (H, W, C), by path, of the images whose files have not changed.
+    """
     if previous is None or previous.shape[1:] != shape:
         return {}
-    images = previous.open_array()
-    if images is None:
+    array = previous.open_array()
+    if array is None:
         return {}
-    rows = np.asarray(images)
-    return {path: rows[row] for row, path in enumerate(previous.labels) if previous.stamps[path] == stamps.get(path)}
+    images = np.asarray(array)
+    unchanged = {}
+    for row, path in enumerate(previous.labels):
+        if previous.stamps[path] == stamps.get(path):
+            unchanged[path] = images[row]
+    return unchanged

@@ -40,6 +40,12 @@ UNLABELED = -1
 MAX_LISTED_NAMES = 10
 """Number of names in a message; further ones are counted."""
 
+MIN_TYPO_RATIO = 10
+"""A class may be a misspelled other one if that has so many times the images."""
+
+MIN_TYPO_LENGTH = 5
+"""Letters of the shortest name that may be misspelled."""
+
 Progress = Callable[[int, int], None]
 """Receives the number of images done, and of all images."""
 
@@ -101,7 +107,7 @@ class Finding:
     reasons: tuple[str, ...] = ()
 
     def describe_images(self) -> list[str]:
-        """Describe each of `names` in a line, with its reason."""
+        """Describe each of `names` in a line, with its reason; equal files are joined by "="."""
         lines = [name if isinstance(name, str) else " = ".join(name) for name in self.names]
         if not self.reasons:
             return lines
@@ -122,13 +128,17 @@ def read_site(folder: Path) -> SiteFolder:
     of classes.txt give the labels. Without classes.txt, the sorted names in labels.csv are the classes. Without both
     files, a folder "unlabeled" makes its sibling folders classes.
 
+    Args:
+        folder: the site's folder.
+
     Raises:
-        UserError: there is no image, or a `Finding` blocks.
+        UserError: there is no image, or the folder has a fault for which it cannot be used, such as an image with two
+            labels.
     """
     site, findings = scan_site(folder)
     fault = next((finding for finding in findings if finding.blocks), None)
     if fault is not None:
-        raise UserError(f"{folder}: {fault.kind}: {join_names(fault.describe_images(), 3)}; {fault.remedy}.")
+        raise UserError(f"{folder}: {fault.kind}: {join_names(fault.describe_images(), limit=3)}; {fault.remedy}.")
     if not site.paths:
         formats = describe_unsupported_formats(folder)
         only = f", only {formats}" if formats else f" ({', '.join(SUFFIXES)}); give the folder of a site"
@@ -207,75 +217,106 @@ def suggest_class(name: str, classes: Iterable[str]) -> str:
 
 
 def _drop_missing_labels(table: LabelTable, folder: Path) -> LabelTable:
-    """Empty the labels that mean a missing value, such as NaN, unless they are classes of classes.txt."""
-    text = decode_text_file(folder / CLASSES_FILE)[0] or ""
-    classes = {normalize_class_name(line) for line in text.splitlines()}
+    """Replace labels that mean a missing value, such as NaN, by "", unless they are classes of classes.txt.
+
+    Returns:
+        The table with the new labels, and a remark that counts the replaced ones.
+    """
+    text, _, _ = decode_text_file(folder / CLASSES_FILE)
+    classes = {normalize_class_name(line) for line in (text or "").splitlines()}
     missing = Counter(label for _, label, _ in table.rows if is_missing_label(label) and label not in classes)
     if not missing:
         return table
     rows = [(path, "" if label in missing else label, group) for path, label, group in table.rows]
-    counts = ", ".join(f"{count:,} {label or 'empty'}" for label, count in missing.most_common() if label)
-    oddities = [*table.oddities, *([f"labels that mean no label: {counts}"] if counts else [])]
+    oddities = list(table.oddities)
+    counts = ", ".join(f"{count:,} {label}" for label, count in missing.most_common() if label)
+    if counts:
+        oddities.append(f"labels that mean no label: {counts}")
     return table._replace(rows=rows, oddities=oddities)
 
 
 def _find_near_equal_names(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
-    """Describe class names that differ only in case, blanks, dashes, underscores, or in the form of a number."""
+    """Describe class names that differ only in case, blanks, dashes, underscores, or in the form of a number.
+
+    Args:
+        labels: class index of each image, int64 (N,); negative for none.
+        classes: the class names.
+
+    Returns:
+        A question for each group of such names, which suggests the most frequent one.
+    """
     questions = []
     for group in find_near_equal(classes):
         counts = {name: int((labels == classes.index(name)).sum()) for name in group}
-        frequent = max(group, key=lambda name: counts[name])
-        others = [f"{name} ({counts[name]:,} labels)" for name in group if name != frequent]
-        questions.append(f"{' and '.join(others)}: did you mean {frequent} ({counts[frequent]:,})?")
+        most_frequent = max(group, key=lambda name: counts[name])
+        rarer = [f"{name} ({counts[name]:,} labels)" for name in group if name != most_frequent]
+        questions.append(f"{' and '.join(rarer)}: did you mean {most_frequent} ({counts[most_frequent]:,})?")
     return questions
 
 
 def _find_likely_typos(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
-    """Describe rare class names that are a typing error away from a class that is ten times as frequent."""
+    """Describe rare class names that are a typing error away from the name of a much more frequent class.
+
+    Args:
+        labels: class index of each image, int64 (N,); negative for none.
+        classes: the class names.
+
+    Returns:
+        A question for each such name.
+    """
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))
     questions = []
     for rare_index, rare in enumerate(classes):
         for frequent_index, frequent in enumerate(classes):
+            if rare_index == frequent_index or find_near_equal((rare, frequent)):
+                continue  # nearly equal names are reported by `_find_near_equal_names`
             rare_count = counts[rare_index]
             frequent_count = counts[frequent_index]
-            is_rare = rare_count < frequent_count and rare_count <= max(1, frequent_count // 10)
-            if find_near_equal((rare, frequent)):
-                continue  # these are reported whatever their counts
-            if rare_index != frequent_index and is_rare and _is_likely_typo(rare, frequent):
+            max_rare_count = max(1, frequent_count // MIN_TYPO_RATIO)
+            is_rare = rare_count < frequent_count and rare_count <= max_rare_count
+            if is_rare and _is_likely_typo(rare, frequent):
                 questions.append(f"{rare} ({rare_count:,} labels): did you mean {frequent} ({frequent_count:,})?")
     return questions
 
 
 def _is_likely_typo(name: str, other: str) -> bool:
-    """Check whether two names differ by at most one letter that is replaced, added or missing.
+    """Check whether two class names differ by at most one letter that is replaced, added or missing.
 
-    Different digits are deliberate (grade 1, grade 2), and so are differences in names of fewer than five letters.
+    Different digits are deliberate (grade 1, grade 2), and so are differences in short names.
     """
     simplified = [re.sub(r"[\s_-]+", "", text).casefold() for text in (name, other)]
     short, long = sorted(simplified, key=len)
-    if len(short) < 5 or len(long) - len(short) > 1:
+    if len(short) < MIN_TYPO_LENGTH or len(long) - len(short) > 1:
         return False
     if re.sub(r"\d", "", short) == re.sub(r"\d", "", long):
         return False
-    # After the first difference, one letter of the longer name is skipped, and one of the shorter if lengths are equal.
-    start = next((k for k, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
-    return short[start + (len(short) == len(long)) :] == long[start + 1 :]
+    prefix_length = 0
+    while prefix_length < len(short) and short[prefix_length] == long[prefix_length]:
+        prefix_length += 1
+    # After the common beginning, skip the letter that differs: in both names if it is replaced, else in the longer one.
+    is_replaced = len(short) == len(long)
+    short_rest = short[prefix_length + 1 :] if is_replaced else short[prefix_length:]
+    return short_rest == long[prefix_length + 1 :]
 
 
 def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
     """Match the rows of labels.csv to images.
 
+    Args:
+        images: paths of the images, relative to the site's folder.
+        table: the rows. A path in them may have backslashes, "./" or accents in another form than the image's.
+
     Returns:
-        The labels of each image that has any (sorted by path), the group of each image that has one, and the paths of
-        labels.csv that are no image's.
+        The labels of each image that is in a row (sorted by path; two different ones are a fault), the group of each
+        image that has one, and the paths in the table that belong to no image.
     """
     exact_paths = set(images)
-    normalized_paths = {normalize_text(path): path for path in exact_paths}
+    path_by_normalized = {normalize_text(path): path for path in exact_paths}
     labels: dict[str, list[str]] = {}
     image_groups: dict[str, str] = {}
-    missing: dict[str, None] = {}
+    missing: dict[str, None] = {}  # a dict preserves the order
     for path, label, group in table.rows:
-        image = path if path in exact_paths else normalized_paths.get(normalize_path(path))
+        image = path if path in exact_paths else path_by_normalized.get(normalize_path(path))
         if image is None:
             missing[path] = None
             continue
@@ -287,14 +328,17 @@ def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, l
 
 
 def _label_finding(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
+    """Make a finding that blocks, about images and their labels by path."""
     return Finding(kind, remedy, tuple(labels), tuple(labels.values()), blocks=True)
 
 
 def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
-    """Join the first names by commas, and count the rest."""
-    listed = list(names)
-    more = len(listed) - limit
-    return ", ".join(listed[:limit]) + (f" and {more:,} more" if more > 0 else "")
+    """Join the first `limit` names by commas, and count the rest: "a, b and 12 more"."""
+    all_names = list(names)
+    text = ", ".join(all_names[:limit])
+    if len(all_names) > limit:
+        text += f" and {len(all_names) - limit:,} more"
+    return text
 
 
 def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
@@ -319,7 +363,8 @@ def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
         other_files += [_printable(prefix + name) for name in subfolders if os.path.islink(os.path.join(current, name))]
         for name in names:
             path = prefix + name
-            if name.startswith(".") or path.lower() == LABELS_FILE or path == CLASSES_FILE:
+            is_table = path.lower() == LABELS_FILE or path == CLASSES_FILE
+            if name.startswith(".") or is_table:
                 continue
             if _is_image(current, name) and _printable(path) == path:
                 images.append(path)
@@ -350,18 +395,31 @@ def read_image_bytes(folder: Path, path: str) -> bytes:
 
 
 def _read_classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Read the class names from classes.txt, class folders or labels.csv, and the faults of classes.txt."""
+    """Find the class names of a site, in the order of their numbers.
+
+    They are the lines of classes.txt. Without that file they are the sorted labels in labels.csv, or without both the
+    names of the folders next to a folder "unlabeled".
+
+    Args:
+        folder: the site's folder.
+        table: the rows of labels.csv.
+        images: paths of the images, relative to `folder`.
+
+    Returns:
+        The class names, and the faults of classes.txt.
+    """
     text, faults, _ = decode_text_file(folder / CLASSES_FILE)
-    if text is None and table.file is None and images:
-        unlabeled_folder = find_unlabeled(folder)
-        if unlabeled_folder is not None:
-            top_folders = {normalize_class_name(path.partition("/")[0]) for path in images if "/" in path}
-            return tuple(sort_class_names(top_folders - {normalize_class_name(unlabeled_folder.name)})), faults
-    if text is None:
-        return tuple(sort_class_names({label for _, label, _ in table.rows} - {""})), faults
-    lines = [normalize_class_name(line) for line in re.split(r"\r\n|\r|\n", text)]
-    names = [line for line in lines if line]
-    faults = [f"class {name} is listed twice" for name in dict.fromkeys(names) if names.count(name) > 1]
-    if not names:
-        faults = ["it names no class"]
-    return tuple(dict.fromkeys(names)), faults
+    if text is not None:
+        lines = [normalize_class_name(line) for line in re.split(r"\r\n|\r|\n", text)]
+        names = [line for line in lines if line]
+        unique_names = tuple(dict.fromkeys(names))
+        if not names:
+            return unique_names, ["it names no class"]
+        return unique_names, [f"class {name} is listed twice" for name in unique_names if names.count(name) > 1]
+    unlabeled_folder = find_unlabeled(folder) if table.file is None and images else None
+    if unlabeled_folder is not None:
+        top_folders = {normalize_class_name(path.partition("/")[0]) for path in images if "/" in path}
+        class_folders = top_folders - {normalize_class_name(unlabeled_folder.name)}
+        return tuple(sort_class_names(class_folders)), faults
+    labels = {label for _, label, _ in table.rows} - {""}
+    return tuple(sort_class_names(labels)), faults

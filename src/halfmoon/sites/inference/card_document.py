@@ -16,6 +16,9 @@ from halfmoon.storage import atomic_io
 
 CARD_FILES = ("model-card.md", "model-card.html")
 
+NORMAL_QUANTILE = 1.96
+"""97.5 % quantile of the normal distribution, for two-sided intervals of 95 %."""
+
 _STYLE = (
     ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:46em;margin:2em auto;"
     "padding:0 1em;color:CanvasText;background:Canvas}h2{margin:1.6em 0 .4em}li{overflow-wrap:anywhere}"
@@ -55,7 +58,7 @@ class ModelProvenance:
 def build_sections(
     card: Card, origin: ModelProvenance, sha256: str, confusion: np.ndarray | None
 ) -> dict[str, list[str]]:
-    """Build the sections of a card.
+    """Build the text of a model card (Mitchell et al. 2019) for the people at a site of a federation.
 
     Args:
         card: the metadata of the model's file.
@@ -92,26 +95,41 @@ def build_sections(
 
 
 def _describe_accuracy(classes: Sequence[str], confusion: np.ndarray | None) -> list[str]:
-    """Describe the accuracy on this site's test images, with Wilson's 95 % interval, and that of each class."""
+    """Describe the accuracy on this site's test images, with Wilson's 95 % interval, and that of each class.
+
+    Args:
+        classes: the class names.
+        confusion: counts, (true class, predicted class); None without test images.
+
+    Returns:
+        A sentence, and a line for each class.
+    """
     if confusion is None or not confusion.sum():
         return ["This site gave no test images, so its accuracy here is unknown (site join --test FOLDER)."]
     correct = confusion.diagonal()
     totals = confusion.sum(1)
     count = int(totals.sum())
-    share = correct.sum() / totals.sum()
-    z = 1.96**2 / count
-    middle = share + z / 2
-    half_width = 1.96 * (share * (1 - share) / count + z / count / 4) ** 0.5
-    low = (middle - half_width) / (1 + z)
-    high = (middle + half_width) / (1 + z)
-    lines = [f"Right on {share:.1%} of {count:,} test images of this site (95 %: {low:.1%} to {high:.1%})."]
+    accuracy = correct.sum() / totals.sum()
+    # Wilson's score interval, which is also valid for few images and for accuracies near 0 or 1.
+    z_squared_share = NORMAL_QUANTILE**2 / count
+    center = accuracy + z_squared_share / 2
+    half_width = NORMAL_QUANTILE * (accuracy * (1 - accuracy) / count + z_squared_share / count / 4) ** 0.5
+    low = (center - half_width) / (1 + z_squared_share)
+    high = (center + half_width) / (1 + z_squared_share)
+    lines = [f"Right on {accuracy:.1%} of {count:,} test images of this site (95 %: {low:.1%} to {high:.1%})."]
     for name, hits, total in zip(classes, correct.tolist(), totals.tolist(), strict=True):
         lines.append(f"{name}: {hits:,} of {total:,} right")
     return lines
 
 
 def write_card(folder: Path, title: str, sections: dict[str, list[str]]) -> None:
-    """Write the card as Markdown and as HTML, each file atomically."""
+    """Write a model card as Markdown and as HTML into a folder, each file atomically.
+
+    Args:
+        folder: the folder.
+        title: the heading.
+        sections: lines of text by the title of the section.
+    """
     markdown_lines = [f"# {title}", ""]
     for name, lines in sections.items():
         markdown_lines += [f"## {name}", "", *(f"- {_escape_markdown(line)}" for line in lines), ""]

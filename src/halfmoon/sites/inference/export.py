@@ -54,7 +54,11 @@ class ExportedClassifier(nn.Module):
     """A module from uint8 images (N, H, W, C) to probabilities float32 (N, classes), whose tensors are all buffers."""
 
     def __init__(self, model: InferenceModel) -> None:
-        """Copy the model's tensors into buffers."""
+        """Copy the model's tensors into buffers, so that the exported program contains them.
+
+        Args:
+            model: the model, with its normalization, shrinking and temperature.
+        """
         super().__init__()
         self.network = model.network
         self.shrink = model.card.shrink
@@ -73,35 +77,51 @@ class ExportedClassifier(nn.Module):
         self.register_buffer("shift", (-mean / std).float().view(-1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute probabilities, float32 (N, classes), of images uint8 (N, H, W, C)."""
+        """Classify images: shrink, pad, normalize, run the network, and apply temperature and softmax.
+
+        Args:
+            images: uint8 (N, H, W, C), in the model's size.
+
+        Returns:
+            Probabilities, float32 (N, classes).
+        """
         tensors = dict(self.named_buffers())
         model = tree.unflatten({path: tensors[name] for name, path in self.path_of_buffer.items()})
         pixels = self._pool(images) if self.shrink > 1 else images
-        x = pixels.permute(0, 3, 1, 2).to(torch.float32)
-        rows = self.height - x.shape[2]
-        columns = self.width - x.shape[3]
-        if rows or columns:
+        inputs = pixels.permute(0, 3, 1, 2).to(torch.float32)
+        missing_rows = self.height - inputs.shape[2]
+        missing_columns = self.width - inputs.shape[3]
+        if missing_rows or missing_columns:
             # Like `halfmoon.data.pad_to`: an odd row is added at the bottom, an odd column at the right.
-            x = F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-        x = x * tensors["scale"] + tensors["shift"]
-        logits = self.network.predict(model["params"], model.get("stats", {}), x)
+            left = missing_columns // 2
+            top = missing_rows // 2
+            inputs = F.pad(inputs, (left, missing_columns - left, top, missing_rows - top))
+        inputs = inputs * tensors["scale"] + tensors["shift"]
+        logits = self.network.predict(model["params"], model.get("stats", {}), inputs)
         if self.temperature != 1:
             logits = logits / self.temperature
         return logits.softmax(-1)
 
     def _pool(self, images: Tensor) -> Tensor:
-        """Average blocks of pixels like `halfmoon.data.images.average_pool`, in integers."""
+        """Shrink images by averaging square blocks of pixels, in integers, as in training.
+
+        Args:
+            images: uint8 (N, H, W, C). Height and width are multiples of the block's side.
+
+        Returns:
+            int32 (N, H / side, W / side, C), rounded half up.
+        """
         side = self.shrink
         area = side**2
         count, height, width, channels = images.shape
         blocks = images.to(torch.int32).reshape(count, height // side, side, width // side, side, channels)
         total = blocks.sum((2, 4), dtype=torch.int32)
-        # Rounds half up: floor(total / area + 1/2).
+        # floor(total / area + 1/2), written as one division of integers.
         return torch.div(2 * total + area, 2 * area, rounding_mode="floor")
 
 
 def real_images(model: InferenceModel, folder: Path | None = None) -> np.ndarray | None:
-    """Read images to compare on.
+    """Read images of the kind that a model was trained on, to compare an exported program with the model.
 
     Args:
         model: the model.
@@ -123,9 +143,9 @@ def real_images(model: InferenceModel, folder: Path | None = None) -> np.ndarray
 
 
 def export_onnx(model: InferenceModel, path: Path, real: np.ndarray | None = None) -> ExportResult:
-    """Write an ONNX file from "images" to "probabilities", with the card as metadata.
+    """Export a model as an ONNX file with the input "images", the output "probabilities", and the card as metadata.
 
-    The file is loaded and compared with the model before it is written.
+    The exported program is run with onnxruntime and compared with the model before the file is written.
 
     Args:
         model: the model.
@@ -165,14 +185,25 @@ def export_onnx(model: InferenceModel, path: Path, real: np.ndarray | None = Non
 
 
 def export_torch(model: InferenceModel, path: Path, real: np.ndarray | None = None) -> ExportResult:
-    """Write a program of torch.export (.pt2), with the card as `CARD_FILE`; otherwise like `export_onnx`."""
+    """Export a model as a program of torch.export (a .pt2 file), with the card as the extra file `CARD_FILE`.
+
+    The program is loaded and compared with the model before the file is written.
+
+    Args:
+        model: the model.
+        path: the file.
+        real: images to compare on, in addition to noise; uint8 (N, H, W, C).
+
+    Raises:
+        UserError: a probability differs by more than `MAX_PROBABILITY_DIFFERENCE`.
+    """
     data = io.BytesIO()
     extra_files = {CARD_FILE: json.dumps(model.card.render())}
     with _suppress_torch_messages():
-        batch = {"images": {0: torch.export.Dim("batch")}}
-        program = torch.export.export(
-            ExportedClassifier(model).eval(), (_random_images(model, 2),), dynamic_shapes=batch
-        )
+        # The program accepts any number of images. Two are the example, because torch treats 1 as a constant.
+        dynamic_shapes = {"images": {0: torch.export.Dim("batch")}}
+        example = (_random_images(model, 2),)
+        program = torch.export.export(ExportedClassifier(model).eval(), example, dynamic_shapes=dynamic_shapes)
         program.example_inputs = None  # otherwise they are pickled into the file
         torch.export.save(program, data, extra_files=extra_files)
         data.seek(0)
@@ -187,7 +218,7 @@ def export_torch(model: InferenceModel, path: Path, real: np.ndarray | None = No
 def _write_checked(
     path: Path, data: bytes, model: InferenceModel, run: Callable[[np.ndarray], np.ndarray], real: np.ndarray | None
 ) -> ExportResult:
-    """Compare a loaded program with the model, and write its file.
+    """Compare an exported program with the model on noise and real images, and write its file if they agree.
 
     Args:
         path: the file.
@@ -195,6 +226,9 @@ def _write_checked(
         model: the model.
         run: computes the probabilities with the program that was loaded from `data`.
         real: images to compare on, in addition to noise.
+
+    Raises:
+        UserError: a probability differs by more than `MAX_PROBABILITY_DIFFERENCE`, or the file cannot be written.
     """
     noise = _random_images(model, _NOISE_IMAGES).numpy()
     samples = [noise[:1], noise[1:]]  # also a batch of one image, which exported programs may treat differently
@@ -229,7 +263,7 @@ def _random_images(model: InferenceModel, count: int) -> Tensor:
 
 @contextmanager
 def _suppress_torch_messages() -> Iterator[None]:
-    """Hide torch's messages about optional packages and about its own deprecated names."""
+    """Hide torch's messages about optional packages and deprecated names during the `with` block."""
     logger = logging.getLogger("torch.onnx")
     previous_level = logger.level
     logger.setLevel(logging.ERROR)

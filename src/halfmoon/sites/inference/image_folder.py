@@ -31,6 +31,11 @@ from halfmoon.sites.folders.site_folder import join_names, read_site
 from halfmoon.sites.inference.load import InferenceModel
 from halfmoon.storage import atomic_io
 
+MAX_LISTED_CLASSES = 20
+"""Number of classes in a message; further ones are counted."""
+
+MAX_DECODE_THREADS = 4
+
 
 class UnreadableImage(NamedTuple):
     """An image that cannot be decoded."""
@@ -81,44 +86,69 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
     Raises:
         UserError: the folder has neither, or a class that is not in `classes`.
     """
-    if find_labels_file(folder).is_file():
-        site = read_site(folder)
-        pairs = [(path, site.classes[label]) for path, label in zip(site.paths, site.labels, strict=True) if label >= 0]
-        if not pairs:
-            raise UserError(
-                f"{folder / LABELS_FILE} names no image; write a line with path and label for each labeled one."
-            )
-    else:
-        pairs = [(path, path.split("/")[0]) for path in list_images(folder) if "/" in path]
-        _refuse_parts(folder, pairs, classes)
-        unlabeled_folder = find_unlabeled(folder)
-        if unlabeled_folder is not None:
-            pairs = [(path, name) for path, name in pairs if name != unlabeled_folder.name]
-        if not pairs:
-            raise UserError(
-                f"{folder} has neither a {LABELS_FILE} nor class folders; sort the images into a folder for each "
-                f"class, or write a {LABELS_FILE} (path,label)."
-            )
+    class_by_path = _read_class_names(folder, classes)
     # Some file systems decompose the accents in names of folders.
     class_index = {normalize_class_name(name): index for index, name in enumerate(classes)}
-    unknown = Counter(name for _, name in pairs if normalize_class_name(name) not in class_index)
+    unknown = Counter(name for name in class_by_path.values() if normalize_class_name(name) not in class_index)
     if unknown:
-        (name, count), others = unknown.most_common(1)[0], len(unknown) - 1
-        more = f" ({others} more besides)" if others else ""
+        name, count = unknown.most_common(1)[0]
+        more = f" ({len(unknown) - 1} more besides)" if len(unknown) > 1 else ""
         similar = match_class_name(name, classes)
         hint = f"rename it to {similar!r}, if it is that class; " if similar else ""
         raise UserError(
             f"{folder}: the model does not know the class {name!r} of {count} images{more}; {hint}its classes are: "
-            f"{join_names(classes, 20)}."
+            f"{join_names(classes, MAX_LISTED_CLASSES)}."
         )
-    labels = np.array([class_index[normalize_class_name(name)] for _, name in pairs], np.int64)
-    return [path for path, _ in pairs], labels
+    labels = np.array([class_index[normalize_class_name(name)] for name in class_by_path.values()], np.int64)
+    return list(class_by_path), labels
 
 
-def _refuse_parts(folder: Path, pairs: Sequence[tuple[str, str]], classes: Sequence[str]) -> None:
-    """Raise UserError for a data set's folder whose top folders are train and test, not classes."""
+def _read_class_names(folder: Path, classes: Sequence[str]) -> dict[str, str]:
+    """Read the class name of each labeled image, from labels.csv or, without it, from the names of folders.
+
+    Args:
+        folder: the folder of images.
+        classes: the model's classes.
+
+    Returns:
+        Class names by path, in the order of the paths.
+
+    Raises:
+        UserError: no image has a label.
+    """
+    if find_labels_file(folder).is_file():
+        site = read_site(folder)
+        labeled = [(path, label) for path, label in zip(site.paths, site.labels, strict=True) if label >= 0]
+        if not labeled:
+            raise UserError(
+                f"{folder / LABELS_FILE} names no image; write a line with path and label for each labeled one."
+            )
+        return {path: site.classes[label] for path, label in labeled}
+    class_by_path = {path: path.split("/")[0] for path in list_images(folder) if "/" in path}
+    _refuse_parts(folder, set(class_by_path.values()), classes)
+    unlabeled_folder = find_unlabeled(folder)
+    if unlabeled_folder is not None:
+        class_by_path = {path: name for path, name in class_by_path.items() if name != unlabeled_folder.name}
+    if not class_by_path:
+        raise UserError(
+            f"{folder} has neither a {LABELS_FILE} nor class folders; sort the images into a folder for each "
+            f"class, or write a {LABELS_FILE} (path,label)."
+        )
+    return class_by_path
+
+
+def _refuse_parts(folder: Path, top_folders: set[str], classes: Sequence[str]) -> None:
+    """Refuse the folder of a data set whose top folders are parts, such as train and test, instead of classes.
+
+    Args:
+        folder: the folder of images.
+        top_folders: the names of its subfolders with images.
+        classes: the model's classes, which may be called like a part.
+
+    Raises:
+        UserError: all top folders are parts.
+    """
     part_names = {name for names in PART_NAMES for name in names}
-    top_folders = {name for _, name in pairs}
     if top_folders and all(name.lower() in part_names and name not in classes for name in top_folders):
         part = find_part(folder, "test") or find_part(folder, "validation") or folder / sorted(top_folders)[0]
         raise UserError(
@@ -147,13 +177,19 @@ def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> I
             return UnreadableImage(path, str(error).removeprefix(f"{path}: "))
 
     # Pillow releases the interpreter's lock while it decodes, so threads decode in parallel.
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(MAX_DECODE_THREADS, os.cpu_count() or 1)) as threads:
         for first in range(0, len(paths), model.batch):
-            results = list(threads.map(decode, paths[first : first + model.batch]))
-            rows = [first + k for k, result in enumerate(results) if isinstance(result, np.ndarray)]
-            readable = [result for result in results if isinstance(result, np.ndarray)]
-            images = np.stack(readable) if readable else np.empty((0, *model.shape), np.uint8)
-            yield ImageBatch(rows, images, [result for result in results if isinstance(result, UnreadableImage)])
+            rows: list[int] = []
+            decoded: list[np.ndarray] = []
+            unreadable: list[UnreadableImage] = []
+            for row, result in enumerate(threads.map(decode, paths[first : first + model.batch]), start=first):
+                if isinstance(result, UnreadableImage):
+                    unreadable.append(result)
+                else:
+                    rows.append(row)
+                    decoded.append(result)
+            images = np.stack(decoded) if decoded else np.empty((0, *model.shape), np.uint8)
+            yield ImageBatch(rows, images, unreadable)
 
 
 def _raise_unreadable_folder(error: OSError) -> None:
@@ -198,7 +234,9 @@ def predict_folder(
     min_confidence: float = 0.9,
     is_outlier: OutlierTest | None = None,
 ) -> PredictionResult:
-    """Write a CSV file with the `PREDICTION_COLUMNS` of each readable image, atomically.
+    """Classify the images of a folder, and write a CSV file with the `PREDICTION_COLUMNS` of each readable image.
+
+    The file is complete when it appears.
 
     Args:
         model: the model.
@@ -250,7 +288,7 @@ def iterate_predictions(
     unreadable: list[UnreadableImage],
     is_outlier: OutlierTest | None = None,
 ) -> Iterator[list[str]]:
-    """Predict images batch by batch.
+    """Classify images batch by batch, and format the predictions as cells of a table.
 
     Args:
         model: the model.
@@ -270,11 +308,13 @@ def iterate_predictions(
         logits, features = model.represent(batch.images)
         outliers = None if is_outlier is None else is_outlier(features)
         for index, (row, probabilities) in enumerate(zip(batch.rows, model.to_probabilities(logits), strict=True)):
-            best, *others = np.argsort(-probabilities, kind="stable")
+            ranking = np.argsort(-probabilities, kind="stable")  # class indices, the most probable first
+            best = ranking[0]
             is_confident = probabilities[best] >= min_confidence
             cells = [paths[row], model.classes[best], f"{probabilities[best]:.6f}", "yes" if is_confident else "no"]
-            if others:
-                cells += [model.classes[others[0]], f"{probabilities[others[0]]:.6f}"]
+            if len(ranking) > 1:
+                runner_up = ranking[1]
+                cells += [model.classes[runner_up], f"{probabilities[runner_up]:.6f}"]
             else:
                 cells += ["", ""]
             if outliers is not None:

@@ -89,7 +89,13 @@ class InferenceModel:
         return torch.from_numpy(logits / self.card.temperature).softmax(-1).numpy()
 
     def logits(self, images: np.ndarray) -> np.ndarray:
-        """Compute logits, float64 (N, classes), of images uint8 (N, *shape), in batches.
+        """Compute the logits of images, in batches.
+
+        Args:
+            images: uint8 (N, *shape).
+
+        Returns:
+            float64 (N, classes).
 
         Raises:
             UserError: the images have another type or shape.
@@ -98,7 +104,7 @@ class InferenceModel:
         logits = np.empty((len(images), len(self.classes)))
         for first in range(0, len(images), self.batch):
             rows = slice(first, first + self.batch)
-            logits[rows] = self.represent(images[rows])[0]
+            logits[rows], _ = self.represent(images[rows])
         return logits
 
     @torch.no_grad()
@@ -111,12 +117,13 @@ class InferenceModel:
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> InferenceModel:
-    """Load a model.
+    """Load a trained model from a safetensors file, and check that it is intact and fits its network.
 
     Args:
         path: the folder of a finished run, or a model file.
         device: the device for its tensors.
-        network: MODULE:FUNCTION of a network that is not part of halfmoon; a model file alone never loads code.
+        network: MODULE:FUNCTION of a network that is not part of halfmoon. No code is imported unless it is named here,
+            whatever the file contains.
 
     Raises:
         UserError: there is no model, or it is damaged.
@@ -154,9 +161,13 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
 
 
 def find_model_file(path: Path) -> Path:
-    """Find the model file of a run's folder; raise UserError if there is none yet, or more than one run.
+    """Find the model file in the folder of a finished run.
 
-    A path of a file is returned unchanged.
+    Args:
+        path: the folder; a path of a file is returned unchanged.
+
+    Raises:
+        UserError: the run is not finished, or there is no model or more than one.
     """
     if path.is_file():
         return path
@@ -169,9 +180,11 @@ def find_model_file(path: Path) -> Path:
         )
     if (path / MODEL).exists():
         return path / MODEL
-    runs = sorted(each.parent.name for each in path.glob(f"*/{MODEL}"))
-    if runs:
-        raise UserError(f"{path} holds {len(runs)} run(s), not one; give the folder of one of them: {', '.join(runs)}.")
+    run_names = sorted(model_file.parent.name for model_file in path.glob(f"*/{MODEL}"))
+    if run_names:
+        raise UserError(
+            f"{path} holds {len(run_names)} run(s), not one; give the folder of one of them: {', '.join(run_names)}."
+        )
     raise UserError(f"{path} holds no {MODEL}; give the folder of a finished run.")
 
 
@@ -184,7 +197,16 @@ def _check_images(images: np.ndarray, shape: tuple[int, int, int]) -> None:
 
 
 def _check_tensors(tensors: Tree, expected: Tree, file: Path) -> None:
-    """Raise UserError if the tensors do not match the network's, or are not finite."""
+    """Check the tensors of a model's file: names, shapes and dtypes must be those of its network, and values finite.
+
+    Args:
+        tensors: the tensors by name.
+        expected: tensors of the network without values, on the meta device.
+        file: the file, for errors.
+
+    Raises:
+        UserError: the first difference.
+    """
     for name in sorted(tensors.keys() ^ expected.keys()):
         problem = "lacks" if name in expected else "has, beyond its network,"
         raise UserError(f"{file} {problem} the tensor {name!r}; use an undamaged copy of the file.")

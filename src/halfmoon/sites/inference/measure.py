@@ -31,7 +31,7 @@ Scores = dict[str, Any]
 def evaluate_folder(
     model: InferenceModel, folder: Path, min_confidence: float = 0.9
 ) -> tuple[Scores, list[UnreadableImage]]:
-    """Evaluate a model on a folder of labeled images.
+    """Evaluate a model on a folder of labeled images, and check whether it was trained on them.
 
     Args:
         model: the model.
@@ -39,31 +39,40 @@ def evaluate_folder(
         min_confidence: the scores "sure" are of images with a probability of at least this.
 
     Returns:
-        The `score_logits` with "training_images" (whether the model was trained on them), and the unreadable images.
+        The `score_logits` with "training_images" (whether the model was trained on any of them) and
+        "training_image_count", and the unreadable images.
 
     Raises:
         UserError: no image can be read.
     """
     check_confidence(min_confidence)
     truth, logits, unreadable = compute_labeled_logits(model, folder)
-    metrics = score_logits(model, truth, logits, min_confidence)
-    count = count_training_images(model, folder, list_labeled_images(folder, model.classes)[0])
-    is_training_folder = has_training_images(model, folder)
-    metrics |= {"training_images": is_training_folder or count > 0, "training_image_count": count}
-    return metrics, unreadable
+    scores = score_logits(model, truth, logits, min_confidence)
+    paths, _ = list_labeled_images(folder, model.classes)
+    training_count = count_training_images(model, folder, paths)
+    scores["training_images"] = has_training_images(model, folder) or training_count > 0
+    scores["training_image_count"] = training_count
+    return scores, unreadable
 
 
 def score_logits(model: InferenceModel, truth: np.ndarray, logits: np.ndarray, min_confidence: float) -> Scores:
-    """Compute `compute_scores` and "auc" from logits (N, classes) and true classes, int64 (N,)."""
+    """Compute all scores of a model's logits: those of `compute_scores`, and the area under the ROC curve as "auc".
+
+    Args:
+        model: the model, which calibrates probabilities and names the classes.
+        truth: true classes, int64 (N,).
+        logits: (N, classes).
+        min_confidence: as for `compute_scores`.
+    """
     probabilities = model.to_probabilities(logits)
-    metrics = compute_scores(
-        truth,
-        probabilities.argmax(1),
-        probabilities.max(1),
+    scores = compute_scores(
+        truth=truth,
+        predicted=probabilities.argmax(1),
+        confidence=probabilities.max(1),
         classes=model.classes,
         min_confidence=min_confidence,
     )
-    return {**metrics, "auc": area_under_roc(truth, probabilities)}
+    return {**scores, "auc": area_under_roc(truth, probabilities)}
 
 
 def has_training_images(model: InferenceModel, folder: Path) -> bool:
@@ -76,21 +85,25 @@ def has_training_images(model: InferenceModel, folder: Path) -> bool:
 
 
 def refuse_training_images(model: InferenceModel, folder: Path) -> None:
-    """Raise UserError for the model's training images, on which it is more confident than on new ones.
+    """Check that a folder has no training images of the model, because calibration needs images that are new to it.
 
-    They are recognized by their folder, or by the digests next to the model's file.
+    A model is more confident on its training images than on others. They are recognized by their folder, or by the
+    digests next to the model's file.
+
+    Raises:
+        UserError: there are training images in the folder.
     """
     if has_training_images(model, folder):
         raise UserError(
             f"{folder}: the model was trained on these images; calibrate on labeled ones that are new to it."
         )
 
-    paths = list_labeled_images(folder, model.classes)[0]
-    count = count_training_images(model, folder, paths)
-    if count:
+    paths, _ = list_labeled_images(folder, model.classes)
+    training_count = count_training_images(model, folder, paths)
+    if training_count > 0:
         raise UserError(
-            f"{folder}: the model was trained on {count:,} of these {len(paths):,} images; calibrate on labeled ones that "
-            "are new to it."
+            f"{folder}: the model was trained on {training_count:,} of these {len(paths):,} images; calibrate on labeled "
+            "ones that are new to it."
         )
 
 
@@ -106,10 +119,14 @@ def count_training_images(model: InferenceModel, folder: Path, paths: Sequence[s
 
 
 def compute_labeled_logits(model: InferenceModel, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
-    """Compute the logits of a folder of labeled images.
+    """Compute a model's logits of the labeled images of a folder, batch by batch.
+
+    Args:
+        model: the model.
+        folder: the folder, with labels.csv or class folders.
 
     Returns:
-        True classes, int64 (N,), logits, float64 (N, classes), and the unreadable images.
+        True classes, int64 (N,), logits, float64 (N, classes), and the unreadable images, which are not among the N.
 
     Raises:
         UserError: no image can be read.
@@ -149,8 +166,9 @@ def compute_scores(
         denominator is 0; the rows of "confusion" are true classes; "reliability" is the table of `calibration_error`.
     """
     correct = truth == predicted
-    pairs = np.bincount(truth * len(classes) + predicted, minlength=len(classes) ** 2)
-    confusion = pairs.reshape(len(classes), len(classes))
+    # Each pair of a true and a predicted class is one cell of the confusion matrix, numbered row by row.
+    cell_counts = np.bincount(truth * len(classes) + predicted, minlength=len(classes) ** 2)
+    confusion = cell_counts.reshape(len(classes), len(classes))
     hits = confusion.diagonal()
     support = confusion.sum(1)
     predictions = confusion.sum(0)
@@ -185,6 +203,9 @@ def compute_scores(
 def area_under_roc(truth: np.ndarray, probabilities: np.ndarray) -> float | None:
     """Compute the area under the ROC curve of one class against the rest, averaged over classes.
 
+    The area is the share of pairs of an image of the class and one of another class that the probability of the class
+    orders correctly. It is computed from ranks, as the Mann-Whitney U statistic, with ties counted as half.
+
     Args:
         truth: true classes, int64 (N,).
         probabilities: (N, classes).
@@ -195,14 +216,16 @@ def area_under_roc(truth: np.ndarray, probabilities: np.ndarray) -> float | None
     from scipy.stats import rankdata  # slow to import
 
     counts = np.bincount(truth, minlength=probabilities.shape[1])
-    usable = np.flatnonzero((counts > 0) & (counts < len(truth)))
-    if not len(usable):
+    usable_classes = np.flatnonzero((counts > 0) & (counts < len(truth)))
+    if len(usable_classes) == 0:
         return None
-    # The Mann-Whitney U statistic: the sum of the ranks of a class's images, minus its minimum, over the pairs.
-    positives = counts[usable]
-    ranks = rankdata(probabilities[:, usable], axis=0)
-    rank_sums = (ranks * (truth[:, None] == usable)).sum(0)
-    areas = (rank_sums - positives * (positives + 1) / 2) / (positives * (len(truth) - positives))
+    positives = counts[usable_classes]
+    negatives = len(truth) - positives
+    ranks = rankdata(probabilities[:, usable_classes], axis=0)
+    is_positive = truth[:, None] == usable_classes
+    rank_sums = (ranks * is_positive).sum(0)
+    min_rank_sums = positives * (positives + 1) / 2
+    areas = (rank_sums - min_rank_sums) / (positives * negatives)
     return float(np.mean(areas))
 
 
@@ -215,6 +238,9 @@ def calibration_error(
 ) -> tuple[float, list[dict[str, Any]]]:
     """Compute the expected calibration error (Guo et al., ICML 2017, Equation 3) and its reliability table.
 
+    The error is the difference between accuracy and mean confidence in bins of similar confidence, averaged over bins
+    weighted by their images.
+
     Args:
         correct: whether each prediction is right, bool (N,).
         confidence: probabilities of the predicted classes, (N,).
@@ -224,26 +250,32 @@ def calibration_error(
         The error, and a row for each bin; an empty bin has None for confidence and accuracy.
     """
     edges = np.arange(bins + 1) / bins
+    # side="left" puts a confidence that equals an edge into the bin below it.
     bin_index = np.searchsorted(edges[1:-1], confidence, side="left")
     counts = np.bincount(bin_index, minlength=bins)
     hits = np.bincount(bin_index, weights=correct, minlength=bins)
     confidence_sums = np.bincount(bin_index, weights=confidence, minlength=bins)
+    # The number of images of a bin cancels: n/N * |hits/n - confidence_sum/n|.
     error = float(np.abs(hits - confidence_sums).sum() / len(correct))
-    table = [
-        {
-            "above": float(edges[m]),
-            "to": float(edges[m + 1]),
-            "images": int(count),
-            "confidence": float(confidence_sums[m] / count) if count else None,
-            "accuracy": float(hits[m] / count) if count else None,
-        }
-        for m, count in enumerate(counts)
-    ]
+    table: list[dict[str, Any]] = []
+    for index, count in enumerate(counts):
+        row = {"above": float(edges[index]), "to": float(edges[index + 1]), "images": int(count)}
+        row["confidence"] = float(confidence_sums[index] / count) if count else None
+        row["accuracy"] = float(hits[index] / count) if count else None
+        table.append(row)
     return error, table
 
 
 def write_evaluation(metrics: Scores, unreadable: Sequence[UnreadableImage], out: Path) -> list[Path]:
-    """Write evaluation.json, classes.csv, confusion.csv and reliability.csv into a folder.
+    """Write an evaluation into a folder: evaluation.json, classes.csv, confusion.csv and reliability.csv.
+
+    Args:
+        metrics: the scores, as `evaluate_folder` returns them.
+        unreadable: images that could not be read, which are listed in evaluation.json.
+        out: the folder.
+
+    Returns:
+        The files.
 
     Raises:
         UserError: the folder cannot be written.
@@ -324,7 +356,7 @@ def measure_fit(logits: np.ndarray, labels: np.ndarray, temperature: float) -> C
 
 
 def calibrate_model(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> CalibrationResult:
-    """Fit the temperature of a model on labeled images, and write it into the model's file.
+    """Calibrate a model: fit the temperature that divides its logits on labeled images, and write it into the file.
 
     Args:
         path: the folder of a finished run, or a model file.
@@ -350,17 +382,27 @@ def calibrate_model(path: Path, folder: Path, device: str = "cpu", network: str 
 
 
 def write_temperature(file: Path, model: InferenceModel, logits: np.ndarray, labels: np.ndarray) -> float:
-    """Fit the temperature on logits (N, classes) and labels int64 (N,), write it into the model's file, and return it.
+    """Fit the temperature of a model, and write it into the metadata of the model's file.
+
+    Args:
+        file: the model's file.
+        model: the model that was loaded from it.
+        logits: logits of labeled images, (N, classes).
+        labels: their classes, int64 (N,).
+
+    Returns:
+        The temperature.
 
     Raises:
         UserError: the file cannot be written.
     """
-    fitted = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
+    fitted_temperature = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     try:
-        metadata = replace(model.card, temperature=fitted).render()
+        metadata = replace(model.card, temperature=fitted_temperature).render()
         atomic_io.write_atomically(file, with_seal(file.read_bytes(), metadata))
-        if file.name in integrity.read_checksums(file.parent):  # a run's folder stores the checksum of its model
+        # A run folder stores the checksum of its model, which has changed.
+        if file.name in integrity.read_checksums(file.parent):
             integrity.record_checksums(file.parent, {file.name: integrity.file_sha256(file) or ""})
     except OSError as error:
         raise UserError(f"{file}: it cannot be written ({atomic_io.error_reason(error)}); make it writable.") from error
-    return fitted
+    return fitted_temperature

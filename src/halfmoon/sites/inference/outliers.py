@@ -46,28 +46,38 @@ class ReferenceImages:
 
 
 def build_reference(model: InferenceModel, folder: Path) -> ReferenceImages:
-    """Compute the reference from at most `MAX_REFERENCE_IMAGES` images of a folder, drawn at random.
+    """Compute the features of images that a model was made for, and the distance beyond which other images are outliers.
 
-    The limit is the distance, of a reference image to the others, that a share of `EXPECTED_OUTLIER_SHARE` exceeds.
+    At most `MAX_REFERENCE_IMAGES` images of the folder are used, drawn at random with a fixed seed. The limit is chosen
+    so that a share of `EXPECTED_OUTLIER_SHARE` of new images of the same kind exceeds it (split conformal prediction).
+
+    Args:
+        model: computes the features.
+        folder: images of the kind that the model was made for.
 
     Raises:
         UserError: fewer than `MIN_REFERENCE_IMAGES` images can be read.
     """
     all_paths = list_images(folder)
-    sampled_rows = np.sort(named_generator(0, "known images").permutation(len(all_paths))[:MAX_REFERENCE_IMAGES])
+    permutation = named_generator(0, "known images").permutation(len(all_paths))
+    sampled_rows = np.sort(permutation[:MAX_REFERENCE_IMAGES])
     paths = [all_paths[row] for row in sampled_rows]
-    parts = [model.represent(batch.images)[1] for batch in read_batches(model, folder, paths) if len(batch.rows)]
-    count = sum(map(len, parts))
+    batch_features: list[np.ndarray] = []
+    for batch in read_batches(model, folder, paths):
+        if batch.rows:
+            _, features = model.represent(batch.images)
+            batch_features.append(features)
+    count = sum(map(len, batch_features))
     if count < MIN_REFERENCE_IMAGES:
         raise UserError(
             f"{folder} has {count} images that can be read: finding images that do not resemble them needs "
             f"{MIN_REFERENCE_IMAGES}."
         )
-    features = _normalize(np.concatenate(parts))
+    features = _normalize(np.concatenate(batch_features))
     # The nearest neighbor of a reference image is the image itself, so the rank is one higher than for other images.
     distances = np.sort(_squared_distances(features, features, NEIGHBOR_RANK + 1))
     limit_rank = min(count, int(np.ceil((count + 1) * (1 - EXPECTED_OUTLIER_SHARE))))
-    return ReferenceImages(features, float(distances[limit_rank - 1]))
+    return ReferenceImages(features, limit=float(distances[limit_rank - 1]))
 
 
 def too_many_outliers(outliers: int, images: int) -> bool:

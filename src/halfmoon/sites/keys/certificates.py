@@ -40,7 +40,7 @@ class KeyPair:
 
 
 def create_authority(days: int, now: datetime) -> KeyPair:
-    """Create an authority that is valid for `days`; it can sign certificates of servers, but no other authority."""
+    """Create a self-signed authority that is valid for `days`; it can sign servers' certificates, but no authority."""
     key = ec.generate_private_key(ec.SECP384R1())
     serial = x509.random_serial_number()
     name = _common_name(f"federation authority {serial:x}"[:40])
@@ -49,7 +49,7 @@ def create_authority(days: int, now: datetime) -> KeyPair:
 
 
 def create_server_certificate(issuer: KeyPair, hosts: Sequence[str], days: int, now: datetime) -> KeyPair:
-    """Create a server's key and certificate.
+    """Create the private key and the TLS certificate of a federation's server.
 
     Args:
         issuer: the authority.
@@ -69,14 +69,23 @@ def create_server_certificate(issuer: KeyPair, hosts: Sequence[str], days: int, 
     issuer_key = _load_private_key(issuer.key)
     key = ec.generate_private_key(ec.SECP384R1())
     end = min(now + timedelta(days=days), issuer_certificate.not_valid_after_utc)
-    names = [_alternative_name(host) for host in dict.fromkeys([*hosts, *LOCAL_HOSTS])]
-    serial = x509.random_serial_number()
-    builder = _builder(issuer_certificate.subject, _common_name("federation server"), key, serial, now, end, ca=False)
+    builder = _builder(
+        issuer=issuer_certificate.subject,
+        subject=_common_name("federation server"),
+        key=key,
+        serial=x509.random_serial_number(),
+        now=now,
+        end=end,
+        ca=False,
+    )
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    # TLS libraries compare the host that a site connects to with these names, not with the subject.
+    alternative_names = [_alternative_name(host) for host in dict.fromkeys([*hosts, *LOCAL_HOSTS])]
+    builder = builder.add_extension(x509.SubjectAlternativeName(alternative_names), critical=False)
     authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     builder = builder.add_extension(authority_id, critical=False)
-    return KeyPair(_pem(key), builder.sign(issuer_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    certificate = builder.sign(issuer_key, hashes.SHA384())
+    return KeyPair(_pem(key), certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def create_site_key(name: str) -> tuple[bytes, bytes]:
@@ -87,7 +96,7 @@ def create_site_key(name: str) -> tuple[bytes, bytes]:
 
 
 def parse_public_key(data: bytes, source: str, name: str) -> bytes:
-    """Read a public key in OpenSSH's format.
+    """Parse a site's public key in OpenSSH's format, and give it the site's name as its comment.
 
     Args:
         data: the content of the file.
@@ -150,8 +159,18 @@ def _builder(
     end: datetime,
     ca: bool,
 ) -> x509.CertificateBuilder:
-    """Build an unsigned certificate of an authority (`ca`) or a server."""
-    begin = now - timedelta(hours=1)  # sites whose clocks are slow accept a new certificate, too
+    """Build a certificate that is not signed yet.
+
+    Args:
+        issuer: the name of the authority that is going to sign it.
+        subject: the name of the certificate's owner.
+        key: the key of the owner.
+        serial: the serial number.
+        now: the time; the validity begins an hour earlier, for sites whose clocks are slow.
+        end: the end of the validity.
+        ca: whether the owner may sign certificates (an authority) or data (a server).
+    """
+    begin = now - timedelta(hours=1)
     builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key.public_key())
     builder = builder.serial_number(serial).not_valid_before(begin).not_valid_after(end)
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)

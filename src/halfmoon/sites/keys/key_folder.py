@@ -25,7 +25,7 @@ from halfmoon.storage import atomic_io, locks
 from halfmoon.storage.private_folders import check_parents
 
 LOCK_TIMEOUT_SECONDS = 10.0
-"""Time to wait for the folder's lock; a process holds it for less than a second."""
+"""Time to wait for the folder's lock; a process has it for less than a second."""
 
 _INCOMPLETE_CHANGE = ".next"
 _COMPLETE_CHANGE = ".ready"
@@ -53,12 +53,15 @@ def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
     Raises:
         UserError: the folder exists or cannot be created.
     """
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
+    is_file = folder.exists() and not folder.is_dir()
+    has_content = folder.is_dir() and any(folder.iterdir())
+    if folder.is_symlink() or is_file or has_content:
         raise UserError(f"{folder} is there already: name a new folder, or delete that one if it is not needed.")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _delete_incomplete_folders(folder)
         check_parents(folder)
+        # Written under a temporary name and renamed, so that a process that is killed leaves no incomplete folder.
         incomplete = Path(mkdtemp(prefix=f".{folder.name}{_INCOMPLETE_FOLDER}", dir=folder.parent))
         try:
             with locks.hold(incomplete / LOCK_FILE) as lock:
@@ -77,23 +80,33 @@ def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
 
 
 def apply_changes(folder: Path, files: Mapping[str, FileContent], deleted: Sequence[str] = ()) -> None:
-    """Write files into a locked folder and delete others, all or none.
+    """Write files into a folder and delete others, all or none, also if the process is killed meanwhile.
+
+    The new files and a list of the files to delete are written to a subfolder, which is renamed when it is complete.
+    From then on the change will take place: by this process, or by the next one that locks the folder.
 
     Args:
-        folder: the folder, whose lock the caller holds.
+        folder: the folder, which the caller has locked.
         files: contents by path relative to `folder`.
         deleted: files to delete, relative to `folder`.
     """
-    os.mkdir(folder / _INCOMPLETE_CHANGE, 0o700)
+    incomplete = folder / _INCOMPLETE_CHANGE
+    os.mkdir(incomplete, 0o700)
     deleted_list = FileContent(json.dumps(list(deleted)).encode())
-    _write_files(folder / _INCOMPLETE_CHANGE, {**files, _DELETED_FILES: deleted_list})
-    os.replace(folder / _INCOMPLETE_CHANGE, folder / _COMPLETE_CHANGE)
+    _write_files(incomplete, {**files, _DELETED_FILES: deleted_list})
+    os.replace(incomplete, folder / _COMPLETE_CHANGE)
     atomic_io.sync_folder(folder)
     finish_changes(folder)
 
 
 def finish_changes(folder: Path) -> None:
-    """Finish a complete change of a locked folder, and discard an incomplete one."""
+    """Move the files of a complete change to their locations, and discard an incomplete change.
+
+    If this is interrupted, the next call continues.
+
+    Args:
+        folder: the folder, which the caller has locked.
+    """
     change = folder / _COMPLETE_CHANGE
     if (folder / _INCOMPLETE_CHANGE).exists():
         shutil.rmtree(folder / _INCOMPLETE_CHANGE)
@@ -102,7 +115,8 @@ def finish_changes(folder: Path) -> None:
     deleted = json.loads((change / _DELETED_FILES).read_bytes())
     files = [path.relative_to(change) for path in change.rglob("*") if path.is_file() and path.name != _DELETED_FILES]
     # The record is moved last: servers look for changes of the record, and then expect the other files.
-    for path in sorted(files, key=lambda path: (path == Path(RECORD_FILE), path)):
+    record_last = sorted(files, key=lambda path: (path == Path(RECORD_FILE), path))
+    for path in record_last:
         _create_parents(folder, path.parent)
         os.replace(change / path, folder / path)
         atomic_io.sync_folder((folder / path).parent)
@@ -117,10 +131,10 @@ def finish_changes(folder: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, after finishing a change that was interrupted.
+    """Lock the folder during the `with` block, after finishing a change that was interrupted.
 
     Raises:
-        UserError: another process holds the lock, or the folder cannot be used.
+        UserError: another process has the lock, or the folder cannot be used.
     """
     try:
         with locks.hold(folder / LOCK_FILE, LOCK_TIMEOUT_SECONDS):
@@ -137,16 +151,17 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _delete_incomplete_folders(folder: Path) -> None:
-    """Delete the remains of processes that were killed while they created this folder."""
-    for remains in folder.parent.glob(f".{folder.name}{_INCOMPLETE_FOLDER}*"):
+    """Delete the temporary folders of processes that were killed while they created this folder."""
+    for incomplete in folder.parent.glob(f".{folder.name}{_INCOMPLETE_FOLDER}*"):
         try:
-            with locks.hold(remains / LOCK_FILE):
-                shutil.rmtree(remains)
+            with locks.hold(incomplete / LOCK_FILE):
+                shutil.rmtree(incomplete)
         except locks.LockConflict:
             continue  # another process is creating it now
 
 
 def _write_files(root: Path, files: Mapping[str, FileContent]) -> None:
+    """Write new files below `root` to the disk, private ones with permissions for their owner only."""
     for name, file in files.items():
         _create_parents(root, Path(name).parent)
         mode = 0o600 if file.private else 0o644
@@ -159,6 +174,9 @@ def _create_parents(root: Path, path: Path) -> None:
     for folder in [*reversed(path.parents), path]:
         (root / folder).mkdir(mode=0o700, exist_ok=True)
 
+
+WARNING_DAYS = 30
+"""Days before a certificate expires from which on there is a warning."""
 
 DEFAULT_CERTIFICATE_DAYS = 365
 """Validity of a server's certificate."""
@@ -288,7 +306,7 @@ class Access:
 
     @classmethod
     def open(cls, folder: Path) -> "Access":
-        """Read and check a folder of keys.
+        """Read a folder of keys, and check its files before a server relies on them.
 
         Raises:
             UserError: the folder is no folder of keys, is damaged, or other users can read its private keys.
@@ -306,7 +324,7 @@ class Access:
         )
 
     def stamp(self) -> tuple[int, ...]:
-        """Return a value that changes with every change of the folder's record; () if it is missing."""
+        """Return a value that changes with every change of the folder's record, to poll for changes; () without one."""
         try:
             status = (self.folder / paths.RECORD_FILE).stat()
         except OSError:
@@ -314,25 +332,22 @@ class Access:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def certificate_validity(self) -> list[CertificateValidity]:
-        """Read the validity of the authority's and the server's certificate; raise UserError if one is damaged."""
-        from halfmoon.sites.keys import certificates
+        """Read from when until when the certificates of the authority and of the server are valid, in this order.
 
-        validities = []
-        for name, path, remedy in (
-            ("the authority's certificate", self.ca, "--ca"),
-            ("the server's certificate", self.certificate, "--server"),
-        ):
-            data = _read_required(path)
-            try:
-                begin, end = certificates.validity_period(data)
-                fingerprint = certificates.certificate_fingerprint(data)
-            except ValueError as error:
-                raise UserError(f"{path} cannot be read ({error}): restore it from a copy.") from error
-            validities.append(CertificateValidity(name, fingerprint, begin, end, remedy))
-        return validities
+        Raises:
+            UserError: a certificate is missing or damaged.
+        """
+        return [
+            _read_validity(self.ca, name="the authority's certificate", remedy="--ca"),
+            _read_validity(self.certificate, name="the server's certificate", remedy="--server"),
+        ]
 
     def warnings(self, now: datetime | None = None) -> list[str]:
-        """Describe each certificate that has expired, expires within 30 days, or is not valid yet."""
+        """Describe each certificate that has expired, expires soon, or is not valid yet, with the command that helps.
+
+        Args:
+            now: the time; None for the current time.
+        """
         now = now or datetime.now(UTC)
         sentences = []
         for validity in self.certificate_validity():
@@ -341,24 +356,42 @@ class Access:
             time_until_end = describe_time_until(validity.end, now)
             if validity.end <= now:
                 sentences.append(f"{name} {time_until_end}, and no site can come in: run {command}.")
-            elif validity.end - now <= timedelta(days=30):
+            elif validity.end - now <= timedelta(days=WARNING_DAYS):
                 sentences.append(f"{name} runs out {time_until_end}: run {command} before.")
             if validity.begin > now:
                 sentences.append(f"{name} is not valid before {validity.begin:%Y-%m-%d %H:%M} UTC: check this clock.")
         return sentences
 
 
+def _read_validity(path: Path, name: str, remedy: str) -> CertificateValidity:
+    """Read the validity of a certificate; `name` and `remedy` are for messages, as in `CertificateValidity`."""
+    from halfmoon.sites.keys import certificates
+
+    data = _read_required(path)
+    try:
+        begin, end = certificates.validity_period(data)
+        fingerprint = certificates.certificate_fingerprint(data)
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}): restore it from a copy.") from error
+    return CertificateValidity(name, fingerprint, begin, end, remedy)
+
+
 def describe_time_until(end: datetime, now: datetime) -> str:
     """Describe the time until a moment: "in 34 days", "EXPIRED 3 days ago"."""
     hours = abs(end - now) // timedelta(hours=1)
-    count, unit = (hours // 24, "day") if hours >= 24 else (hours, "hour")
-    duration = f"{count} {unit}{'' if count == 1 else 's'}" if count else "less than an hour"
+    if hours == 0:
+        duration = "less than an hour"
+    elif hours < 24:
+        duration = f"{hours} hour{'' if hours == 1 else 's'}"
+    else:
+        days = hours // 24
+        duration = f"{days} day{'' if days == 1 else 's'}"
     return f"in {duration}" if end > now else f"EXPIRED {duration} ago"
 
 
 @contextmanager
 def open_record(folder: Path) -> Iterator[AccessRecord]:
-    """Read the record of a folder, and hold the folder's lock meanwhile; raise UserError if there is none."""
+    """Read the record of a folder of keys, and lock the folder during the `with` block; raise UserError without one."""
     expected = (paths.RECORD_FILE, paths.CA, paths.CERTIFICATE)
     if not folder.is_dir() or not any((folder / name).exists() for name in expected):
         raise UserError(f"{folder} is no folder of keys: make one with halfmoon federation init {folder}.")
@@ -367,6 +400,11 @@ def open_record(folder: Path) -> Iterator[AccessRecord]:
 
 
 def _read_record(folder: Path) -> AccessRecord:
+    """Read and check the record of a folder of keys, access.json.
+
+    Raises:
+        UserError: it is missing or damaged, or was written by a newer version of halfmoon.
+    """
     path = folder / paths.RECORD_FILE
     data = atomic_io.read(path)
     if data is None:
@@ -377,9 +415,9 @@ def _read_record(folder: Path) -> AccessRecord:
         schema = (atomic_io.read_json(path) or {}).get("schema")
         if isinstance(schema, int) and schema > SCHEMA:
             raise UserError(f"{path} was written by a newer halfmoon: update the one on this machine.") from error
-        first = error.errors()[0]
-        location = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{path} is damaged ({location}: {first['msg']}): restore it from a copy.") from error
+        first_error = error.errors()[0]
+        location = ".".join(map(str, first_error["loc"])) or "the file"
+        raise UserError(f"{path} is damaged ({location}: {first_error['msg']}): restore it from a copy.") from error
     for name in [*record.sites, *(key.name for key in record.refused)]:
         if not SITE_NAME.fullmatch(name):
             raise UserError(f"{path} is damaged ({name!r} is no name of a site): restore it from a copy.")
@@ -389,9 +427,25 @@ def _read_record(folder: Path) -> AccessRecord:
 
 
 def _check_folder(folder: Path, record: AccessRecord) -> None:
-    """Raise UserError if files are missing, damaged or do not match the record, or if permissions are unsafe."""
+    """Check that all files of a folder of keys exist, match the record, and have safe permissions.
+
+    Raises:
+        UserError: they do not.
+    """
     from halfmoon.sites.keys import certificates
 
+    _check_folder_permissions(folder, record)
+    _check_certificates(folder, record)
+    for name, site in record.sites.items():
+        path = folder / paths.public_key_path(name)
+        if certificates.key_fingerprint(_read_required(path)) != site.fingerprint:
+            raise UserError(
+                f"{path} is not the key in {paths.RECORD_FILE}: restore it from a copy, or remove the site."
+            )
+
+
+def _check_folder_permissions(folder: Path, record: AccessRecord) -> None:
+    """Check that other users can read no private key, and can change no file that decides who may join."""
     check_parents(folder)
     for name in (paths.CA_KEY, paths.KEY, *map(paths.private_key_path, record.sites)):
         check_permissions(folder / name)
@@ -399,6 +453,12 @@ def _check_folder(folder: Path, record: AccessRecord) -> None:
         _check_not_writable(folder / name)
     for name in record.sites:
         _check_not_writable(folder / paths.public_key_path(name))
+
+
+def _check_certificates(folder: Path, record: AccessRecord) -> None:
+    """Check that the certificates are those of the record, and that the server's private key belongs to its one."""
+    from halfmoon.sites.keys import certificates
+
     authority = _read_required(folder / paths.CA)
     certificate = _read_required(folder / paths.CERTIFICATE)
     key = _read_required(folder / paths.KEY)
@@ -416,12 +476,6 @@ def _check_folder(folder: Path, record: AccessRecord) -> None:
             f"{folder / paths.KEY} and {paths.CERTIFICATE} are not those of {paths.RECORD_FILE}: make new ones with "
             f"{command}."
         )
-    for name, site in record.sites.items():
-        path = folder / paths.public_key_path(name)
-        if certificates.key_fingerprint(_read_required(path)) != site.fingerprint:
-            raise UserError(
-                f"{path} is not the key in {paths.RECORD_FILE}: restore it from a copy, or remove the site."
-            )
 
 
 def _read_required(path: Path) -> bytes:

@@ -47,6 +47,9 @@ files, connections in its queue, and seconds for the TLS handshake and a header.
 _HALF_OPEN_CONNECTIONS = 256
 """New connections of one address that the firewall rule in superlink.txt allows at once."""
 
+MAX_KEY_FILE_BYTES = 2**16
+"""Bytes of a file that are read as a public key, which has about 200."""
+
 _TEMPLATES = Environment(
     loader=PackageLoader("halfmoon.sites.keys"),
     undefined=StrictUndefined,
@@ -57,11 +60,16 @@ _TEMPLATES = Environment(
 
 
 def render_proxy_config(folder: Path, record: AccessRecord) -> str:
-    """Render nginx's configuration, which forwards sites to the SuperLink and refuses all other requests.
+    """Render the configuration of nginx, the proxy that forwards sites to Flower's SuperLink and refuses all others.
+
+    Args:
+        folder: the folder of keys, which is also nginx's folder.
+        record: the ports and the hosts of the server.
 
     Raises:
         UserError: nginx's configuration cannot contain the folder's path.
     """
+    # Quotes, backslashes, $ (a variable of nginx) and control characters.
     if re.search(r'["\\$\x00-\x1f\x7f]', str(folder)):
         raise UserError(
             f"{str(folder)!r} cannot be written into nginx's configuration: choose a path without quotes, \\ and $."
@@ -116,7 +124,7 @@ _HOST = re.compile(rf"(?=.{{1,253}}$)({_HOST_LABEL}\.)*(?=[a-z0-9-]*[a-z]){_HOST
 
 @dataclass(frozen=True)
 class KeyChange:
-    """The result of a change. Nothing in it is secret.
+    """The result of a change of a folder of keys. Nothing in it is secret.
 
     Attributes:
         summary: the folder, and fingerprints of the certificates and of the sites concerned; for JSON.
@@ -137,7 +145,7 @@ def create_keys(
     images: Sequence[str] = (),
     now: datetime | None = None,
 ) -> KeyChange:
-    """Create a folder with an authority, a server's certificate, and a key for each site.
+    """Create the folder of keys of a federation: an authority, the server's certificate, and a key for each site.
 
     Args:
         folder: the new folder.
@@ -156,7 +164,7 @@ def create_keys(
     _check_site_names(sites, ())
     image_counts = _parse_image_counts(images, sites)
     _check_numbers(days, port, listen)
-    host_names = tuple(dict.fromkeys(map(parse_host, hosts)))
+    host_names = _parse_hosts(hosts)
     now = now or datetime.now(UTC)
     authority = certificates.create_authority(AUTHORITY_DAYS, now)
     server = certificates.create_server_certificate(authority, host_names, days, now)
@@ -178,24 +186,26 @@ def create_keys(
         f"{paths.LOGS}/README": FileContent(b"nginx writes its logs here.\n"),
     }
     for name in sites:
-        record, site_files = _add_to_record(record, name, None, authority.certificate, now)
+        record, site_files = _add_to_record(record, name, public_key=None, ca=authority.certificate, now=now)
         files |= site_files
     files |= _public_key_lists(folder, record, files)
     files[paths.RECORD_FILE] = record.file()
     create_folder(folder, files)
-    advice = [_advise_to_send_keys(folder, name, True) for name in sites]
+    advice = [_advise_to_send_keys(folder, name, key_made_here=True) for name in sites]
     if not host_names:
         advice.append("No --host was given: sites on other machines will not accept the server's certificate.")
     summary = _summarize(folder, record, *record.sites)
     if image_counts:
-        lines = f"sites = {toml.format_value(list(image_counts))} and images = {toml.format_value(list(image_counts.values()))}"
+        names_text = toml.format_value(list(image_counts))
+        counts_text = toml.format_value(list(image_counts.values()))
+        lines = f"sites = {names_text} and images = {counts_text}"
         advice.append(f"In the federation's file, write {lines} below [federation]: no site counts for more images.")
         summary["images"] = image_counts
     return KeyChange(summary, (*advice, _advise_to_protect_authority(folder)))
 
 
 def add_site(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> KeyChange:
-    """Admit one more site.
+    """Admit one more site to a federation: register its public key, or create a key pair for it.
 
     Args:
         folder: the folder of keys.
@@ -207,14 +217,14 @@ def add_site(folder: Path, name: str, key: Path | None = None, now: datetime | N
         UserError: the name is invalid or taken, or the key is invalid, taken or refused.
     """
     folder = folder.absolute()
-    line = None if key is None else _read_public_key(key, name)
+    public_key = None if key is None else _read_public_key(key, name)
     with open_record(folder) as record:
         _check_site_names([name], list(record.sites))
         ca = _read_authority_certificate(folder, record)
-        record, files = _add_to_record(record, name, line, ca, now or datetime.now(UTC))
+        record, files = _add_to_record(record, name, public_key, ca, now or datetime.now(UTC))
         _save(folder, record, files)
     advice = (
-        _advise_to_send_keys(folder, name, line is None),
+        _advise_to_send_keys(folder, name, key_made_here=public_key is None),
         f"A running halfmoon serve admits {name} within seconds.",
         _advise_to_send_key_list(folder),
     )
@@ -222,15 +232,25 @@ def add_site(folder: Path, name: str, key: Path | None = None, now: datetime | N
 
 
 def remove_site(folder: Path, name: str, now: datetime | None = None) -> KeyChange:
-    """Stop admitting a site; its key is refused from then on. Raise UserError if there is no such site."""
+    """Stop admitting a site to a federation, and delete its files. Its key is refused from then on, under any name.
+
+    Args:
+        folder: the folder of keys.
+        name: the site's name.
+        now: the time of the change; None for the current time.
+
+    Raises:
+        UserError: there is no such site.
+    """
     folder = folder.absolute()
     with open_record(folder) as record:
         site = _find_site(record, name)
-        remaining = {other: keys for other, keys in record.sites.items() if other != name}
-        record = replace(_refuse_key(record, name, "removed", now or datetime.now(UTC)), sites=remaining)
+        remaining_sites = {other: keys for other, keys in record.sites.items() if other != name}
+        record = _refuse_key(record, name, "removed", now or datetime.now(UTC))
+        record = replace(record, sites=remaining_sites)
         deleted = [paths.private_key_path(name), paths.public_key_path(name)]
         deleted += [paths.site_path(name, file) for file in (CA, JOIN, SITE_KEYS)]
-        _save(folder, record, {}, deleted)
+        _save(folder, record, files={}, deleted=deleted)
     summary = {**_summarize(folder, record), "removed": {name: site.fingerprint}}
     return KeyChange(summary, (f"A running halfmoon serve excludes {name} within seconds.",))
 
@@ -238,7 +258,7 @@ def remove_site(folder: Path, name: str, now: datetime | None = None) -> KeyChan
 def renew_certificates(
     folder: Path, hosts: Sequence[str] = (), days: int | None = None, ca: bool = False, now: datetime | None = None
 ) -> KeyChange:
-    """Create a new certificate of the server.
+    """Create a new certificate of the server, signed by the federation's authority or by a new one.
 
     Args:
         folder: the folder of keys.
@@ -253,8 +273,9 @@ def renew_certificates(
     folder = folder.absolute()
     now = now or datetime.now(UTC)
     with open_record(folder) as record:
-        host_names = tuple(dict.fromkeys(map(parse_host, hosts))) or record.hosts
-        record = replace(record, hosts=host_names, days=record.days if days is None else days)
+        host_names = _parse_hosts(hosts) or record.hosts
+        valid_days = record.days if days is None else days
+        record = replace(record, hosts=host_names, days=valid_days)
         _check_numbers(record.days, record.port, record.listen)
         files: dict[str, FileContent] = {}
         if ca:
@@ -277,7 +298,8 @@ def renew_certificates(
             certificate=certificates.certificate_fingerprint(server.certificate),
         )
         apply_changes(folder, files | {paths.RECORD_FILE: record.file()})
-    return KeyChange(_summarize(folder, record), _advise_after_renewal(folder, record, ca, bool(hosts)))
+    advice = _advise_after_renewal(folder, record, new_authority=ca, new_hosts=bool(hosts))
+    return KeyChange(_summarize(folder, record), advice)
 
 
 def replace_site_key(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> KeyChange:
@@ -294,32 +316,49 @@ def replace_site_key(folder: Path, name: str, key: Path | None = None, now: date
     """
     folder = folder.absolute()
     now = now or datetime.now(UTC)
-    line = None if key is None else _read_public_key(key, name)
+    public_key = None if key is None else _read_public_key(key, name)
     with open_record(folder) as record:
         was_made_here = _find_site(record, name).made == MADE_HERE
-        if not was_made_here and line is None:
+        if not was_made_here and public_key is None:
             raise UserError(f"the key of {name} was made at the site: have a new one made, and give --public-key FILE.")
         record = _refuse_key(record, name, "replaced", now)
         ca = _read_authority_certificate(folder, record)
-        record, files = _add_to_record(record, name, line, ca, now)
-        deleted = [paths.private_key_path(name)] if was_made_here and line else []
+        record, files = _add_to_record(record, name, public_key, ca, now)
+        # With a public key from the site, the earlier private key in this folder has no use.
+        deleted = [paths.private_key_path(name)] if was_made_here and public_key else []
         _save(folder, record, files, deleted)
     advice = (
-        _advise_to_send_keys(folder, name, line is None),
+        _advise_to_send_keys(folder, name, key_made_here=public_key is None),
         f"A running halfmoon serve accepts the new key of {name} within seconds, and refuses the previous one.",
         _advise_to_send_key_list(folder),
     )
     return KeyChange(_summarize(folder, record, name), advice)
 
 
+def _parse_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Parse names and addresses of the server, and remove duplicates."""
+    return tuple(dict.fromkeys(map(parse_host, hosts)))
+
+
 def parse_host(text: str) -> str:
-    """Parse a name or an address of the server; raise UserError if sites cannot connect to it."""
+    """Parse a name or an IP address of the server, which its certificate is going to contain.
+
+    Args:
+        text: the name or address, without a port; an IPv6 address may be in brackets.
+
+    Returns:
+        The name in lower case, or the address in its usual form.
+
+    Raises:
+        UserError: it is invalid, or an address to which sites cannot connect.
+    """
     unbracketed = text.removeprefix("[").removesuffix("]") if text.startswith("[") else text
     try:
         address = ip_address(unbracketed)
     except ValueError:
         address = None
     if address is not None:
+        # 0.0.0.0 and ::, multicast addresses, and IPv6 addresses with a zone, which means nothing on another machine.
         if address.is_unspecified or address.is_multicast or "%" in unbracketed:
             raise UserError(f"--host {text} is no address that a site can call: give the one that this machine has.")
         return str(address)
@@ -332,21 +371,40 @@ def parse_host(text: str) -> str:
 
 
 def _check_site_names(names: Sequence[str], existing: Sequence[str]) -> None:
-    """Raise UserError for an invalid name, and for names that differ in case only (file systems may not)."""
-    casefolded = {name.casefold() for name in existing}
+    """Check new names of sites, which become names of folders.
+
+    Args:
+        names: the new names.
+        existing: the names of the sites that a federation has already.
+
+    Raises:
+        UserError: a name is invalid, or differs from another one in case only, which some file systems ignore.
+    """
+    used_names = {name.casefold() for name in existing}
     for name in names:
         if not SITE_NAME.fullmatch(name):
             raise UserError(
                 f"{name!r} cannot be a site's name: use up to 64 letters, digits, dots, dashes and underscores, of "
                 "which the first is a letter or a digit."
             )
-        if name.casefold() in casefolded:
+        if name.casefold() in used_names:
             raise UserError(f"there are two sites {name!r}: names must differ, not only in case.")
-        casefolded.add(name.casefold())
+        used_names.add(name.casefold())
 
 
 def _parse_image_counts(images: Sequence[str], sites: Sequence[str]) -> dict[str, int]:
-    """Parse NAME=COUNT of each site into counts in the order of `sites`; raise UserError for a mistake."""
+    """Parse the option --images, which declares the number of images of each site.
+
+    Args:
+        images: texts such as "north=1200"; empty if nothing is declared.
+        sites: the names of all sites.
+
+    Returns:
+        The count of each site, in the order of `sites`; empty if nothing is declared.
+
+    Raises:
+        UserError: a text is invalid, or a site has no count or two.
+    """
     counts: dict[str, int] = {}
     for text in images:
         name, _, count = text.partition("=")
@@ -376,14 +434,14 @@ def _server_files(server: certificates.KeyPair) -> dict[str, FileContent]:
 
 
 def _add_to_record(
-    record: AccessRecord, name: str, line: bytes | None, ca: bytes, now: datetime
+    record: AccessRecord, name: str, public_key: bytes | None, ca: bytes, now: datetime
 ) -> tuple[AccessRecord, dict[str, FileContent]]:
-    """Add a site, or replace its key.
+    """Add a site to the record of a federation, or replace the key of a site. Nothing is written.
 
     Args:
         record: the present record.
         name: the site's name.
-        line: the site's public key; None to create a key.
+        public_key: the line of the site's public key in OpenSSH's format; None to create a key pair.
         ca: the authority's certificate.
         now: the time of the change.
 
@@ -394,11 +452,11 @@ def _add_to_record(
         UserError: another site has the key, or the key was removed or replaced earlier.
     """
     files: dict[str, FileContent] = {}
-    made_here = line is None
-    if line is None:
-        private_key, line = certificates.create_site_key(name)
+    made_here = public_key is None
+    if public_key is None:
+        private_key, public_key = certificates.create_site_key(name)
         files[paths.private_key_path(name)] = FileContent(private_key, private=True)
-    fingerprint = certificates.key_fingerprint(line)
+    fingerprint = certificates.key_fingerprint(public_key)
     for other, site in record.sites.items():
         if site.fingerprint == fingerprint and other != name:
             raise UserError(f"that is the key of {other} already: each site needs a different key.")
@@ -406,12 +464,13 @@ def _add_to_record(
         raise UserError(
             f"that key ({fingerprint}) was removed or replaced, and is not accepted again: make a new one at the site."
         )
-    site = SiteKeys(fingerprint, _format_time(now), MADE_HERE if made_here else MADE_AT_SITE)
+    site = SiteKeys(fingerprint, since=_format_time(now), made=MADE_HERE if made_here else MADE_AT_SITE)
     record = replace(record, sites={**record.sites, name: site})
+    instructions = render_join_instructions(name, record, made_here)
     files |= {
-        paths.public_key_path(name): FileContent(line),
+        paths.public_key_path(name): FileContent(public_key),
         paths.site_path(name, CA): FileContent(ca),
-        paths.site_path(name, JOIN): FileContent(render_join_instructions(name, record, made_here).encode()),
+        paths.site_path(name, JOIN): FileContent(instructions.encode()),
     }
     return record, files
 
@@ -423,19 +482,31 @@ def _save(folder: Path, record: AccessRecord, files: Mapping[str, FileContent], 
 
 
 def _public_key_lists(folder: Path, record: AccessRecord, files: Mapping[str, FileContent]) -> dict[str, FileContent]:
-    """Concatenate the public keys of all sites, for the server's and each site's folder.
+    """Make the file with the public keys of all sites, one line each, for the server and a copy for each site.
 
-    Keys are taken from the new `files`, otherwise from the folder; raise UserError if one does not match the record.
+    Args:
+        folder: the folder of keys.
+        record: the sites and the fingerprints of their keys.
+        files: files that are going to be written to the folder; keys that are not among them are read from it.
+
+    Returns:
+        The contents of the files by path.
+
+    Raises:
+        UserError: a key is missing or does not match its fingerprint.
     """
-    lines = []
+    public_keys = []
     for name, site in record.sites.items():
         path = paths.public_key_path(name)
-        line = files[path].data if path in files else atomic_io.read(folder / path) or b""
-        if not line or certificates.key_fingerprint(line) != site.fingerprint:
+        public_key = files[path].data if path in files else atomic_io.read(folder / path)
+        if not public_key or certificates.key_fingerprint(public_key) != site.fingerprint:
             raise UserError(f"{folder / path} is missing or not the key in {paths.RECORD_FILE}: restore it.")
-        lines.append(line)
-    key_list = FileContent(b"".join(lines))
-    return {SITE_KEYS: key_list, **{paths.site_path(name, SITE_KEYS): key_list for name in record.sites}}
+        public_keys.append(public_key)
+    key_list = FileContent(b"".join(public_keys))
+    key_files = {SITE_KEYS: key_list}
+    for name in record.sites:
+        key_files[paths.site_path(name, SITE_KEYS)] = key_list
+    return key_files
 
 
 def _find_site(record: AccessRecord, name: str) -> SiteKeys:
@@ -451,9 +522,10 @@ def _refuse_key(record: AccessRecord, name: str, why: str, now: datetime) -> Acc
 
 
 def _read_public_key(path: Path, name: str) -> bytes:
+    """Read a site's public key from a file, as one line in OpenSSH's format with the site's name as its comment."""
     try:
         with path.open("rb") as file:
-            data = file.read(2**16)
+            data = file.read(MAX_KEY_FILE_BYTES)
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({atomic_io.error_reason(error)}): give the file of a public key."
@@ -471,7 +543,15 @@ def _read_authority_certificate(folder: Path, record: AccessRecord) -> bytes:
 
 
 def _read_authority(folder: Path, record: AccessRecord) -> certificates.KeyPair:
-    """Read the authority's key and certificate; raise UserError if they are missing or do not match."""
+    """Read the key pair of the federation's authority, to sign a certificate with it.
+
+    Args:
+        folder: the folder of keys.
+        record: its record, with the fingerprint of the authority's certificate.
+
+    Raises:
+        UserError: a file is missing, they do not match, or other users can read the private key.
+    """
     path = folder / paths.CA_KEY
     check_permissions(path)
     authority = certificates.KeyPair(atomic_io.read(path) or b"", _read_authority_certificate(folder, record))
@@ -484,6 +564,14 @@ def _read_authority(folder: Path, record: AccessRecord) -> certificates.KeyPair:
 
 
 def _advise_after_renewal(folder: Path, record: AccessRecord, new_authority: bool, new_hosts: bool) -> tuple[str, ...]:
+    """List the steps that people have to do after the server got a new certificate, a sentence each.
+
+    Args:
+        folder: the folder of keys.
+        record: its record, with the sites and the server's address.
+        new_authority: whether there is a new authority, which sites do not trust yet.
+        new_hosts: whether the server has other names or addresses than before.
+    """
     names = ", ".join(record.sites)
     steps = []
     if new_authority and names:
@@ -499,11 +587,13 @@ def _advise_after_renewal(folder: Path, record: AccessRecord, new_authority: boo
 
 
 def _summarize(folder: Path, record: AccessRecord, *names: str) -> dict[str, Any]:
+    """Summarize a folder of keys for JSON: fingerprints of the certificates, and of the keys of the named sites."""
     sites = {name: record.sites[name].fingerprint for name in names}
     return {"folder": str(folder), "authority": record.authority, "server": record.certificate, "sites": sites}
 
 
 def _advise_to_send_keys(folder: Path, name: str, key_made_here: bool) -> str:
+    """Tell the operator how to send a site its files, which are secret only if its private key was made here."""
     site_folder = folder / paths.site_path(name)
     if key_made_here:
         return (
@@ -542,9 +632,9 @@ def list_keys(folder: Path, now: datetime | None = None) -> dict[str, Any]:
         for name, site in record.sites.items():
             has_private_key = (access.folder / paths.private_key_path(name)).exists()
             sites.append({"name": name, **asdict(site), "private_key": has_private_key})
-    validities = {}
+    certificate_rows = {}
     for name, validity in zip(("authority", "server"), access.certificate_validity(), strict=True):
-        validities[name] = {
+        certificate_rows[name] = {
             "fingerprint": validity.fingerprint,
             "until": f"{validity.end:%Y-%m-%d}",
             "left": describe_time_until(validity.end, now),
@@ -554,7 +644,7 @@ def list_keys(folder: Path, now: datetime | None = None) -> dict[str, Any]:
         "hosts": list(record.hosts),
         "port": record.port,
         "listen": record.listen,
-        **validities,
+        **certificate_rows,
         "sites": sites,
         "refused": [asdict(key) for key in record.refused],
         "warnings": access.warnings(now),
