@@ -519,16 +519,16 @@ def _summarize_accuracy(folder: RunFolder, final_evaluation: ModelEvaluation, re
     rows = folder.rows()
     evaluations = [row["evaluation"] for row in rows if row.get("evaluation")]
     saved_accuracy = final_evaluation.row()["accuracy"]
-    chosen = results["chosen"]
+    chosen_row = results["chosen"]
     # With a chosen round, the saved model is that of the round; the last model was evaluated after the last round.
-    last_accuracy = saved_accuracy if chosen is None else results["concluded"]["accuracy"]
+    last_accuracy = saved_accuracy if chosen_row is None else results["concluded"]["accuracy"]
     candidates = [(evaluation["accuracy"], evaluation["round"]) for evaluation in evaluations]
     candidates.append((last_accuracy, len(rows)))
     # Of rounds with the same accuracy the first one counts.
     best_accuracy, best_round = max(candidates, key=lambda candidate: (candidate[0], -candidate[1]))
     summary = {"last": last_accuracy, "best": best_accuracy, "best_round": best_round}
-    if chosen is not None:
-        summary |= {"chosen": saved_accuracy, "chosen_round": chosen["round"], "validation": chosen["accuracy"]}
+    if chosen_row is not None:
+        summary |= {"chosen": saved_accuracy, "chosen_round": chosen_row["round"], "validation": chosen_row["accuracy"]}
     return summary
 
 
