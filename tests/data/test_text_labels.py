@@ -40,8 +40,8 @@ def test_numbers_as_texts_are_sorted_as_numbers_and_unknown_names_are_refused(tm
     write_parquet(tmp_path / "test.parquet", list(noise(2)), ["9", "2"], label_type=pa.string())
     with pytest.raises(UserError, match=r"test\.parquet, row 1: no training image has the label '2'; correct it"):
         load(str(tmp_path))
-    write_parquet(tmp_path / "test.parquet", list(noise(1)), [0.5], label_type=pa.float64())
-    with pytest.raises(UserError, match=r"test\.parquet: column label holds double, but labels must be"):
+    write_parquet(tmp_path / "train.parquet", list(noise(1)), [0.5], label_type=pa.float64())
+    with pytest.raises(UserError, match=r"train\.parquet: column label holds double, but labels must be"):
         load(str(tmp_path))
 
 

@@ -66,7 +66,7 @@ def read(
         encoded = _iterate_encoded(rows, image_column, location)
         pixels, skipped = decode_all(encoded, len(rows), rgb, preparation)
         values = list(rows[label_column])
-        if any(isinstance(value, str | bool) for value in values):
+        if any(isinstance(value, str) for value in values):
             texts = normalize_text_labels(values)
             names = names or tuple(sort_class_names({name for name in texts if name is not None}))
             numbers = number_text_labels(texts, names, location)
