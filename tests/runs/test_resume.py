@@ -284,7 +284,7 @@ def test_a_flipped_byte_falls_back_and_is_said(shell: Shell, straight: Path, tmp
     newest.write_bytes(damaged)
     done = shell(f"resume {root}")
     assert done.code == 0
-    said = "halfmoon: checkpoint-000003 is damaged (checksum differs); going on from checkpoint-000002.\n"
+    said = "halfmoon: checkpoint-000003 is damaged (checksum differs); continuing from checkpoint-000002.\n"
     assert said in done.said
     assert_same(root, straight)
 

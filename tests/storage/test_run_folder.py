@@ -219,7 +219,7 @@ def test_a_changed_byte_is_found(folder: RunFolder, suffix: str) -> None:
         assert loaded.round == 0
         assert len(loaded.warnings) == 1
         assert loaded.warnings[0].startswith("checkpoint-000001 is damaged (")
-        assert loaded.warnings[0].endswith("going on from checkpoint-000000.")
+        assert loaded.warnings[0].endswith("continuing from checkpoint-000000.")
         assert not (folder.path / target).exists()
         tried += 1
     assert tried >= 30
@@ -533,7 +533,7 @@ def test_a_damaged_client_falls_back_and_is_said(tmp_path: Path) -> None:
             again = reopened(folder)
             store, last, said = gone_on(again, 0)
             assert last == 2
-            assert said == [f"checkpoint-000003 is damaged ({why}); going on from checkpoint-000002."]
+            assert said == [f"checkpoint-000003 is damaged ({why}); continuing from checkpoint-000002."]
             assert_kept(store, 2)
             play_clients(again, store, range(3, 6))
             again.close()

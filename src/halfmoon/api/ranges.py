@@ -37,9 +37,9 @@ class Range:
         """
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
-        above = self.low <= value if self.with_low else self.low < value
-        below = value <= self.high if self.with_high else value < self.high
-        if not (above and below):
+        is_above_low = self.low <= value if self.with_low else self.low < value
+        is_below_high = value <= self.high if self.with_high else value < self.high
+        if not (is_above_low and is_below_high):
             raise UserError(f"{name} is {toml.format_text(value)}: it must be {self.description}.")
         if isinstance(value, int) and value > LARGEST_INTEGER:
             raise UserError(f"{name} is {toml.format_text(value)[:40]}...: it must be at most 10^100.")

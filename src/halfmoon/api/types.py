@@ -163,7 +163,7 @@ class Passes(NamedTuple):
 
 
 def weighted_metric(values: Tensor, real: Tensor | None = None) -> WeightedMetric:
-    """Sum up values of a measured quantity.
+    """Sum up values of a measured quantity and their squares, from which the server computes mean and deviation.
 
     Args:
         values: any shape; (n,) if there is a mask.

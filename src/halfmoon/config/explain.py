@@ -79,7 +79,14 @@ def explain_options(config: Config, layers: Sequence[Layer], fallback: str = COM
 def _explain_method_options(
     config: Config, layers: Sequence[Layer], fallback: str, preset_name: str
 ) -> Iterator[ExplainedOption]:
-    """Yield the method options that are not at their defaults, with those that the paper of the method fixes."""
+    """Yield the options of methods that are not at their defaults, with the layer that set each.
+
+    Args:
+        config: the configuration.
+        layers: the layers of options, highest priority first.
+        fallback: the layer to name for values that none of them contains.
+        preset_name: the name of the layer of the preset, which sets the options of the method's paper.
+    """
     # One level of names makes the tables of all layers comparable.
     tables = [Layer(layer.name, _flatten(layer.options.get("options", {}))) for layer in layers]
     values = _flatten(config.options)
@@ -103,7 +110,7 @@ def _setting_layer(layers: Sequence[Layer], name: str, fallback: str) -> str:
 
 
 def _flatten(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a table of method options with one level: "NAME", or "METHOD.NAME" for those in the table of a method."""
+    """Flatten method options {"NAME": value, "METHOD": {"NAME": value}} to {"NAME": value, "METHOD.NAME": value}."""
     flat: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):

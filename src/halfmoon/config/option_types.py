@@ -91,9 +91,16 @@ def convert_value(subject: str, option_type: Any, value: Any) -> Any:
 
 
 def _type_error(subject: str, option_type: Any, value: Any) -> UserError:
-    """Build the error about a value of the wrong type: a similar choice, or the values that are allowed."""
+    """Build the error about a value of the wrong type, which suggests a similar choice or lists the allowed values.
+
+    Args:
+        subject: what the message calls the value, such as "--rounds".
+        option_type: the type, such as `int | None`.
+        value: the value.
+    """
     members = union_members(option_type)
-    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    literals = [member for member in members if get_origin(member) is Literal]
+    choices = [choice for literal in literals for choice in get_args(literal)]
     # A similar choice is a better hint than the list of all; an option that also takes numbers needs the list.
     if choices and isinstance(value, str) and int not in members:
         return UserError(f"{subject} is {value!r}: {suggest(value, choices)}")
@@ -121,18 +128,19 @@ def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -
     merged = dict(base)
     for name, value in cast("Mapping[str, Any]", override).items():
         if isinstance(value, Mapping):
+            # A table of the options of the method `name`.
             table = cast("Mapping[str, Any]", value)
-            for key, item in table.items():
-                check_scalar(f"{subject}: {name}.{key}", item)
+            for option, setting in table.items():
+                check_scalar(f"{subject}: {name}.{option}", setting)
             previous = merged.get(name)
             previous_table = cast("Mapping[str, Any]", previous if isinstance(previous, Mapping) else {})
             merged[name] = {**previous_table, **table}
             continue
         # TOML writes [options.METHOD] tables; the command line and Python calls also write METHOD.NAME.
         check_scalar(f"{subject}: {name}", value)
-        method, dot, key = name.rpartition(".")
+        method, dot, option = name.rpartition(".")
         if dot:
-            merged = merge_method_options(merged, {method: {key: value}}, subject)
+            merged = merge_method_options(merged, {method: {option: value}}, subject)
         else:
             merged[name] = value
     return merged

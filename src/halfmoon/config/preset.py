@@ -38,7 +38,10 @@ SOLVER_EM_ROUNDS = {"ridge-head": 0, "mixture-head": 10}
 
 
 def resolve_method(options: Mapping[str, Any]) -> str:
-    """Return the name of the method that these options train, with `recommended` replaced."""
+    """Return the name of the method that these options train; replace "recommended" by the method that is recommended.
+
+    The recommendation depends on where labels are, and on whether only the head of a pretrained network is trained.
+    """
     if options["method"] != RECOMMENDED:
         return options["method"]
     from halfmoon.methods import registry  # slow to import: it loads torch
@@ -46,7 +49,8 @@ def resolve_method(options: Mapping[str, Any]) -> str:
     # A pretrained network whose head alone is trained works on fixed features, for which another method is recommended.
     trains_head = options.get("tune", "auto") in ("auto", "head") and not options.get("freeze")
     on_features = trains_head and options.get("network") in hubs.PRETRAINED
-    return registry.RECOMMENDED.get("features" if on_features else options.get("labels_at", "clients"), RECOMMENDED)
+    situation = "features" if on_features else options.get("labels_at", "clients")
+    return registry.RECOMMENDED.get(situation, RECOMMENDED)
 
 
 def default_cohort(options: Mapping[str, Any], clients: int) -> int:
@@ -69,12 +73,14 @@ def displaced_protocol_values(options: Mapping[str, Any]) -> dict[str, tuple[Any
         {option: (the protocol's value, the option that drops it)}.
     """
     values = protocol_values(options.get("protocol", "none"))
-    return {
-        name: (values[name], cause)
-        for cause in ("network", "rounds")
-        for name in DISPLACES[cause]
-        if options.get(cause) is not None and name in values and options.get(name) is None
-    }
+    displaced = {}
+    for cause in ("network", "rounds"):
+        if options.get(cause) is None:
+            continue
+        for name in DISPLACES[cause]:
+            if name in values and options.get(name) is None:
+                displaced[name] = (values[name], cause)
+    return displaced
 
 
 def protocol_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +93,7 @@ def protocol_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def protocol_values(name: str) -> Mapping[str, Any]:
-    """Return all values of a protocol; "none" has none."""
+    """Read the options that a protocol sets, such as the settings of a paper; "none" sets none."""
     package = resources.files("halfmoon")
     if name in PROTOCOL_RECIPES:
         file = package / "recipes" / f"{PROTOCOL_RECIPES[name]}.toml"

@@ -110,6 +110,7 @@ class Config(
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        """Convert all values to the types of their options, fill in computed defaults, and check combinations."""
         values = {name: _convert_option(name, name, getattr(self, name)) for name in option_types()}
         # Not a default of the field: the constructor must see whether the user has set another amount.
         if all(values[name] is None for name in LABEL_AMOUNTS):
@@ -142,7 +143,16 @@ class Config(
 
 
 def _convert_option(subject: str, name: str, value: Any) -> Any:
-    """Convert a value to the type of option `name`; an error calls it `subject`."""
+    """Convert a value to the type of an option, and check the name of a plugin.
+
+    Args:
+        subject: what an error message calls the option, such as "--network".
+        name: the name of the option.
+        value: the value, from TOML or Python.
+
+    Raises:
+        UserError: the value has the wrong type, or names neither a choice nor a plugin.
+    """
     value = convert_value(subject, option_types()[name], value)
     if name not in _PLUGIN_OPTIONS:
         return value
@@ -221,13 +231,18 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def resolve_paths(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Make every path in `options` absolute, starting at `folder`; also paths in `data`, `weights` and `network`."""
+    """Make relative paths in options absolute.
+
+    Args:
+        options: options by name. `data`, `weights` and `network` may be paths too.
+        folder: the folder in which relative paths start.
+    """
     resolved = dict(options)
     for name, option_type in option_types().items():
         value = resolved.get(name)
         if isinstance(value, str | Path) and Path in union_members(option_type):
             resolved[name] = _absolute(folder, value)
-    # `weights`, `network` and `data` are texts that may be paths, so their types do not tell.
+    # `weights`, `network` and `data` are texts that may be paths, which their types do not show.
     weights = resolved.get("weights")
     if isinstance(weights, str) and not weights.startswith(weight_files.PREFIX):
         resolved["weights"] = str(_absolute(folder, weights))
@@ -286,7 +301,16 @@ def lower_layers(explicit: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str) -> dict[str, Any]:
-    """Merge the options that a user set in a file and by flags, with values of the right types."""
+    """Merge the options that a user set in a file and by flags, and convert their values.
+
+    Args:
+        file_options: the options of the file.
+        flags: the options of the command line, which override them.
+        file: the name of the file, for errors.
+
+    Raises:
+        UserError: an option is unknown, or a value has the wrong type.
+    """
     explicit: dict[str, Any] = {}
     for layer, is_file in ((file_options, True), (flags, False)):
         for name, value in layer.items():
@@ -361,7 +385,8 @@ def explicit_method_options(config: Config, method: str) -> dict[str, Any]:
         UserError: the method has no such option, or a value has the wrong type.
     """
     declared = _registry().options(method)
-    values = {**(_main_options(config) if method == config.method else {}), **_method_tables(config).get(method, {})}
+    main_options = _main_options(config) if method == config.method else {}
+    values = {**main_options, **_method_tables(config).get(method, {})}
     for name in values:
         if name not in declared:
             if (error := retired.method_option_error(method, name)) is not None:
@@ -427,7 +452,11 @@ def plugin_origins(config: Config) -> list[plugins.PluginOrigin]:
 
 
 def initial_weights(config: Config) -> str | None:
-    """Return the file of weights that a run starts from, as a path or "sha256:...": those of `weights` or `network`."""
+    """Find the file of weights that a run starts from: that of the option `weights`, or of a pretrained network.
+
+    Returns:
+        A path, or "sha256:..." in a federation's terms; None for random weights.
+    """
     if config.weights is not None:
         return config.weights
     if config.network in hubs.PRETRAINED:
@@ -440,7 +469,7 @@ def initial_weights(config: Config) -> str | None:
 
 
 def identity(config: Config, method: str) -> str:
-    """Compute the SHA-256 of everything that changes the numbers of `method` in this run.
+    """Compute the SHA-256 of all options that change the results of `method` in this run, to recognize equal runs.
 
     It leaves out folders, device and other `EXECUTION_OPTIONS`. Of the run's other methods only the one that sets a
     shared budget counts.
@@ -528,7 +557,13 @@ def _absolute(folder: Path, path: str | Path) -> Path:
 
 
 def _is_data_folder(data: str, folder: Path, options: Mapping[str, Any]) -> bool:
-    """Check whether `data` is a folder, not the name of a data set."""
+    """Check whether the option `data` is a folder and not the name of a data set.
+
+    Args:
+        data: the value of the option.
+        folder: the folder in which relative paths start.
+        options: the other options.
+    """
     if data.startswith((".", "/", "~")):
         return True
     # A folder of the user may have the name of a data set: names that halfmoon knows win.

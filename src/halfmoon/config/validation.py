@@ -31,7 +31,8 @@ def default_aggregation(config: Any, method_entry: Callable[[str], Any]) -> str:
         return "mean"
     entry = method_entry(config.method)
     norm = effective_norm(config)
-    return next((rule for rule in DEFAULT_DEFENSES if not entry.robust_rule_conflict(rule, norm)), "mean")
+    possible_rules = [rule for rule in DEFAULT_DEFENSES if not entry.robust_rule_conflict(rule, norm)]
+    return possible_rules[0] if possible_rules else "mean"
 
 
 def effective_norm(config: Any) -> str:
@@ -51,7 +52,7 @@ def check_combinations(config: Any) -> None:
 
 
 def _check_images(config: Any) -> None:
-    """Check the options of decoding and normalizing images."""
+    """Raise UserError for invalid options of decoding and normalizing images."""
     if config.channels not in (None, 1, 3):
         raise UserError(f"channels is {config.channels}: it must be 1 (gray) or 3 (RGB).")
     for name, minimum in (("pixel_mean", 0), ("pixel_std", 1e-9)):
@@ -67,7 +68,7 @@ def _check_images(config: Any) -> None:
 
 
 def _check_exclusive_options(config: Any) -> None:
-    """Check options that exclude or need each other."""
+    """Raise UserError for options that exclude each other, or need another option that is not set."""
     label_amounts = ("labels_per_class", "label_ratio", "labels")
     set_amounts = [name for name in label_amounts if getattr(config, name) is not None]
     if len(set_amounts) > 1:
@@ -99,7 +100,7 @@ def _check_exclusive_options(config: Any) -> None:
 
 
 def _check_batches(config: Any) -> None:
-    """Check batch sizes against the normalization and the rule of an epoch."""
+    """Raise UserError for batch sizes that do not fit the normalization, or the definition of an epoch."""
     for name in ("labeled_batch", "unlabeled_batch"):
         # Joint statistics normalize an unlabeled image together with the labeled ones, so its batch may be one image.
         normalized_separately = name == "labeled_batch" or config.statistics == "separate"
@@ -119,7 +120,7 @@ def check_cohort(cohort: int, clients: int) -> None:
 
 
 def _check_network(config: Any) -> None:
-    """Check options of the network and its initial weights."""
+    """Raise UserError for contradictory options of the network and its initial weights."""
     is_pretrained = config.network.partition(":")[0] == "transformers" or config.network in hubs.PRETRAINED
     if (config.freeze or config.tune in ("head", "last")) and config.weights is None and not is_pretrained:
         option = "freeze" if config.freeze else f"tune {config.tune!r}"
@@ -135,7 +136,7 @@ def _check_network(config: Any) -> None:
 
 
 def _check_privacy_and_attacks(config: Any) -> None:
-    """Check options of privacy, robust aggregation, secure aggregation and attacks."""
+    """Raise UserError for contradictory options of privacy, robust and secure aggregation, and simulated attacks."""
     private = config.dp_clip is not None
     if private != (config.dp_noise is not None):
         present, missing = ("dp_clip", "dp_noise") if private else ("dp_noise", "dp_clip")

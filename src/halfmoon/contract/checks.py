@@ -84,7 +84,7 @@ def run_experiment(entry: MethodEntry, rule: str, executor: str = "loop", networ
 
 
 def flatten_numbers(row: Any) -> list[float]:
-    """List the numbers of a nested row of metrics, with sorted keys, so that rows can be compared.
+    """List the numbers in nested metrics in the order of sorted keys, so that two sets of metrics can be compared.
 
     None becomes a number that no metric has.
     """
@@ -96,26 +96,38 @@ def flatten_numbers(row: Any) -> list[float]:
 
 
 def compare_executors(loop: list[Snapshot], vmap: list[Snapshot]) -> float:
-    """Compare a run of clients one by one with one of vmapped clients: server, memories, metrics.
+    """Compare a run whose clients train one by one with a run whose clients are vmapped, round by round.
+
+    Args:
+        loop: the states after each round of the first run.
+        vmap: those of the second run.
 
     Returns:
         The largest difference between two trees.
+
+    Raises:
+        BrokenPromise: server states, client memories or metrics differ by more than rounding.
     """
     largest = 0.0
-    for number, (one, many) in enumerate(zip(loop, vmap, strict=True), 1):
-        pairs = (("server's tree", many.server, one.server), ("memories", many.state, one.state))
+    for number, (from_loop, from_vmap) in enumerate(zip(loop, vmap, strict=True), 1):
+        pairs = (
+            ("server's tree", from_vmap.server, from_loop.server),
+            ("memories", from_vmap.state, from_loop.state),
+        )
         for name, vmap_tree, loop_tree in pairs:
             _compare_names(name, vmap_tree, loop_tree)
             difference = max_difference(vmap_tree, loop_tree)
             largest = max(largest, difference)
             if not difference < TOLERANCE:  # also for NaN
                 raise BrokenPromise(f"after round {number} the {name} of loop and vmap differ by {difference:.2g}")
-        if many.report.cohort != one.report.cohort or many.report.cost != one.report.cost:
+        if from_vmap.report.cohort != from_loop.report.cohort or from_vmap.report.cost != from_loop.report.cost:
             raise BrokenPromise(f"in round {number} loop and vmap report another cohort or cost")
-        if many.report.samples.keys() != one.report.samples.keys():
+        if from_vmap.report.samples.keys() != from_loop.report.samples.keys():
             raise BrokenPromise(f"in round {number} loop and vmap report other samples")
-        _compare_metrics(number, many.report.samples, one.report.samples)
-        _compare_metrics(number, _comparable_quality(many.report.pseudo), _comparable_quality(one.report.pseudo))
+        _compare_metrics(number, from_vmap.report.samples, from_loop.report.samples)
+        _compare_metrics(
+            number, _comparable_quality(from_vmap.report.pseudo), _comparable_quality(from_loop.report.pseudo)
+        )
     return largest
 
 
@@ -197,7 +209,7 @@ def check_fields(method: Method) -> None:
         raise BrokenPromise("its dataclass is not frozen")
     # An attribute outside of the fields would be state that no checkpoint stores.
     if set(vars(method)) != {field.name for field in dataclasses.fields(method)}:
-        raise BrokenPromise("it holds something beside its fields")
+        raise BrokenPromise("it has attributes other than its fields")
     try:
         hash(method)
     except TypeError as error:
@@ -216,7 +228,7 @@ def check_stateless(entry: MethodEntry, simulation: Simulation, client_updates: 
         raise BrokenPromise("method or client updates are not what they were before the run")
     for name, client_update in simulation.client_updates.items():
         if set(vars(client_update)) != {field.name for field in dataclasses.fields(client_update)}:
-            raise BrokenPromise(f"its client update {name!r} holds something beside its fields")
+            raise BrokenPromise(f"its client update {name!r} has attributes other than its fields")
 
 
 def check_tensors(method: Method, task: Task, server: Tree, model: Tree) -> None:

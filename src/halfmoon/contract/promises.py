@@ -117,7 +117,12 @@ def check_method(
 
 
 def _run_check(promise: str, function: Callable[[], Any]) -> PromiseResult:
-    """Run a check, which may return a sentence about a measurement, and describe its result or its error."""
+    """Run one check of a method, and describe its result.
+
+    Args:
+        promise: the name of what is checked.
+        function: the check. It raises an exception if the method fails, and may return a sentence about a measurement.
+    """
     try:
         message = function()
     except BrokenPromise as error:

@@ -54,8 +54,10 @@ def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: s
         place: where labels are. "some": clients with an odd number have none. "server": the server has all labeled
             rows.
     """
-    client = np.concatenate([np.full(a + b, k) for k, (a, b) in enumerate(sizes)]).astype(np.int64)
-    labeled = np.concatenate([np.arange(a + b) < a for a, b in sizes])
+    row_counts = [labeled_rows + unlabeled_rows for labeled_rows, unlabeled_rows in sizes]
+    client = np.repeat(np.arange(len(sizes)), row_counts).astype(np.int64)
+    # The first rows of each client are labeled.
+    labeled = np.concatenate([np.arange(rows) < sizes[number][0] for number, rows in enumerate(row_counts)])
     if place == "server":
         client = np.where(labeled, SERVER, client)
     elif place == "some":
@@ -73,7 +75,8 @@ def make_dataset(
     **images: Any,
 ) -> FederatedDataset:
     """Make the images of a federation and their distribution; `images` are options of `make_examples`."""
-    train = make_examples(sum(a + b for a, b in sizes), **images)
+    rows = sum(labeled + unlabeled for labeled, unlabeled in sizes)
+    train = make_examples(rows, **images)
     return FederatedDataset(train, make_split(sizes, place=place), all_labels, pooled)
 
 

@@ -130,14 +130,16 @@ def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def vectorized(*arguments: Any) -> Any:
+        """Call `function` once, on tensors whose leading dimension it does not see."""
         leaves = list(iterate_tensors(arguments))
-        size = len(leaves[0])
+        clients = len(leaves[0])
         lazy_load_decompositions()
-        level = _vmap_increment_nesting(size, "error")
+        level = _vmap_increment_nesting(clients, "error")
         try:
             wrapped = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
             result = function(*rebuild_nested(arguments, wrapped))
-            return rebuild_nested(result, (_remove_batch_dim(leaf, level, size, 0) for leaf in iterate_tensors(result)))
+            unwrapped = (_remove_batch_dim(leaf, level, clients, 0) for leaf in iterate_tensors(result))
+            return rebuild_nested(result, unwrapped)
         finally:
             _vmap_decrement_nesting()
 
@@ -205,7 +207,19 @@ class _ClientBatch(NamedTuple):
         cotangents: tuple[Any, ...] | None,
         retain_graph: bool = False,
     ) -> Tree:
-        """Compute each client's gradient as that of the sum over clients: no loss depends on another client."""
+        """Compute the gradients of all clients by one backward pass of the sum of their losses.
+
+        This is correct because no client's loss depends on the variables of another client.
+
+        Args:
+            outputs: what is differentiated, inside the vmap over clients.
+            variables: the variables of all clients, with a leading dimension K.
+            cotangents: a weight tensor for each output; None for a single output with weight 1.
+            retain_graph: whether the graph is needed for another gradient.
+
+        Returns:
+            A tree like `variables`, inside the vmap.
+        """
         with temporarily_pop_interpreter_stack(), torch.enable_grad():
             batched_outputs = tuple(self.unwrap(output) for output in outputs)
             if cotangents is None:
@@ -243,14 +257,14 @@ def _gradient(
     Returns:
         A tree like `variables`; zeros where no output depends on a variable.
     """
-    active = [k for k, output in enumerate(outputs) if output.requires_grad]
+    active = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not active:
         return tree.zeros_like(tree.map(Tensor.detach, variables))
-    differentiated = [outputs[k] for k in active]
+    differentiated = [outputs[index] for index in active]
     if cotangents is not None:
         # The gradient of this sum of products with respect to an output is its cotangent, bit by bit. Passing a
         # cotangent to autograd would import SymPy, which takes almost a second.
-        differentiated = [tree.sum_scalars((outputs[k] * cotangents[k]).sum() for k in active)]
+        differentiated = [tree.sum_scalars((outputs[index] * cotangents[index]).sum() for index in active)]
     leaves = list(tree.leaves(variables))
     gradients = torch.autograd.grad(
         differentiated, leaves, retain_graph=retain_graph, allow_unused=True, materialize_grads=True

@@ -99,10 +99,13 @@ def short_name(name: str) -> str:
 
 
 def check_portable(name: str) -> None:
-    """Check a name in a file or a message: it must be one that `portable_name` makes, not a folder.
+    """Check that a network's name, from a file or a message, is one that another machine can build the network from.
+
+    Such names contain a function of an installed package, or the configuration of a model of `transformers`, but no
+    folder. Sizes in a configuration are limited, so that a message cannot make this machine build a huge network.
 
     Raises:
-        UserError: it is not.
+        UserError: it is another name.
     """
     first, _, rest = name.partition(":")
     if package_of(name) is None or name in PRETRAINED:
@@ -124,6 +127,7 @@ def check_portable(name: str) -> None:
 
 
 def _is_bounded(value: Any) -> bool:
+    """Check whether all numbers, texts and lists in a parsed JSON value are below the limits of a configuration."""
     if isinstance(value, dict):
         entries = cast(dict[str, Any], value)
         return len(entries) <= MAX_ENTRIES and all(map(_is_bounded, [*entries, *entries.values()]))
@@ -201,6 +205,11 @@ def absolute_name(name: str, root: Path) -> str:
 
 @cache
 def _download_model(name: str) -> Path:
+    """Download the configuration and weights of a model from the Hugging Face hub, and return their folder.
+
+    Raises:
+        UserError: the package is missing, or the hub cannot be reached or has no such model.
+    """
     package_version(f"transformers:{name}")
     hub: Any = importlib.import_module("huggingface_hub")
     try:

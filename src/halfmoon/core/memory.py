@@ -28,9 +28,10 @@ def retain_freed_memory() -> bool:
 
 
 def release_memory(nbytes: int) -> None:
-    """Return the memory of freed tensors to the system if the model is large, and from then on that of each large tensor.
+    """Return the memory of freed tensors to the system if the model is large.
 
-    Otherwise the gaps that freed tensors leave rarely fit the next ones, so the process would grow.
+    From then on, the memory of each large tensor is returned as soon as it is freed. Otherwise the gaps that freed
+    tensors leave rarely fit the next ones, so the process would grow.
 
     Args:
         nbytes: size of the model.

@@ -69,6 +69,7 @@ class SGD:
         return {"momentum": tree.zeros_like(params)} if self.momentum else {}
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
+        """Take one step of SGD with momentum, like `torch.optim.SGD`; return the new parameters and the new state."""
         gradient = add_weight_decay(params, gradient, self.weight_decay)
         if not self.momentum:
             return gradient_step(params, gradient, self.lr), state
@@ -104,6 +105,7 @@ class Adam:
         }
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
+        """Take one step of Adam, like `torch.optim.Adam`; return the new parameters and the new state."""
         gradient = add_weight_decay(params, gradient, self.weight_decay)
         terms = self._bias_correction(state["steps"] + 1)
         lr = self.lr
@@ -114,8 +116,9 @@ class Adam:
                 return self._step_all_leaves(params, gradient, state, terms, lr)
             if consume:
                 return self._step_in_place(params, gradient, state, terms, lr)
+        # Running means of the gradient (first moment) and of its square (second moment). lerp, not addcmul_ or lerp_:
+        # vmap has no batching rule for these.
         first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
-        # lerp, not addcmul_ or lerp_: vmap has no batching rule for these
         second = tree.map(lambda v, g: torch.lerp(v, g * g, 1 - self.beta2), state["second"], gradient)
 
         def update_leaf(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
@@ -231,7 +234,10 @@ class GradientClipping(OptimizerWrapper):
     value: float | None = None
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
-        """Return (params, state) after one step on the clipped gradient."""
+        """Clip the gradient by value and by its norm over all parameters, then take a step of the inner optimizer.
+
+        Returns the new parameters and the new state.
+        """
         if self.value is not None:
             bound = self.value
             gradient = tree.map(lambda g: g.clamp(-bound, bound), gradient)

@@ -81,7 +81,11 @@ def is_module(name: str) -> bool:
 
 
 def load(name: str, kind: Kind) -> Any:
-    """Load a plugin.
+    """Load a plugin: a registered object, an entry point of an installed package, or "my_module:Name".
+
+    Args:
+        name: its name.
+        kind: what it is, such as "method" or "network".
 
     Raises:
         UserError: there is no such plugin, importing it fails, or it may not be imported (`allow_only`).
@@ -108,7 +112,8 @@ def load(name: str, kind: Kind) -> Any:
         if not hasattr(plugin, attribute):
             raise UserError(f"{kind} {name}: module {module} has no {path}.")
         # vars() returns a function of a class as it was written, without binding it.
-        plugin = cast(Any, vars(plugin)[attribute] if attribute in vars(plugin) else getattr(plugin, attribute))
+        attributes = vars(plugin)
+        plugin = cast(Any, attributes[attribute] if attribute in attributes else getattr(plugin, attribute))
     return plugin
 
 
@@ -123,7 +128,7 @@ def allow_only(names: Iterable[str]) -> Generator[None, None, None]:
 
 
 def describe_origin(name: str, kind: Kind) -> PluginOrigin:
-    """Describe the origin of a plugin; raise `UserError` if it cannot be loaded.
+    """Describe the origin of a plugin: its module, version and a hash of its code. Raise `UserError` if it cannot be loaded.
 
     For a network of another package (torchvision, timm, ...) the hash is that of its name and the package's version.
     """
@@ -171,7 +176,11 @@ def class_attribute(method_class: type, name: str) -> Any:
 
 
 def catalog_fields(method_class: type) -> dict[str, Any]:
-    """Collect a method's entries in tables from its class: title, paper, and the first line of its docstring."""
+    """Collect the description of a method for tables: title, paper, and the first line of the class's docstring.
+
+    Returns:
+        "about", "title" and "paper" as texts, and those of the flags "all_labels" and "pooled" that the class sets.
+    """
     about = (method_class.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     texts = {
         "title": str(class_attribute(method_class, "title") or method_class.__name__),
@@ -186,7 +195,16 @@ def catalog_fields(method_class: type) -> dict[str, Any]:
 
 
 def _import_module(module: str, name: str, kind: Kind) -> ModuleType:
-    """Import a module, also from the current folder, where child processes will find it too."""
+    """Import a plugin's module, from an installed package or the current folder; child processes find it, too.
+
+    Args:
+        module: the name of the module.
+        name: the name of the plugin, for messages.
+        kind: what the plugin is, for messages.
+
+    Raises:
+        UserError: the module does not exist or raises an error.
+    """
     folder = str(Path.cwd())
     try:
         importable = module in sys.modules or util.find_spec(module.partition(".")[0]) is not None
@@ -225,10 +243,10 @@ def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
 
 def _source_digest(module: str) -> str:
     """Compute the SHA-256 of a module's file; for a package, of all its Python files and their names."""
-    top = sys.modules.get(module.partition(".")[0])
-    paths = [Path(folder) for folder in getattr(top, "__path__", ())]
-    files = sorted((path, path.relative_to(root).as_posix()) for root in paths for path in root.rglob("*.py"))
-    if not files and (file := getattr(top, "__file__", None)):
+    top_package = sys.modules.get(module.partition(".")[0])
+    folders = [Path(folder) for folder in getattr(top_package, "__path__", ())]
+    files = sorted((path, path.relative_to(folder).as_posix()) for folder in folders for path in folder.rglob("*.py"))
+    if not files and (file := getattr(top_package, "__file__", None)):
         files = [(Path(file), Path(file).name)]
     digest = hashlib.sha256()
     for path, name in sorted(files, key=lambda file: file[1]):

@@ -24,6 +24,7 @@ class _IgnoreWarnings:
         self._filters = warnings.catch_warnings()
 
     def __enter__(self) -> None:
+        """Suppress warnings and log messages; only the first of nested or parallel blocks changes the filters."""
         with self._lock:
             if not self._inside:
                 self._filters = warnings.catch_warnings()

@@ -144,12 +144,13 @@ class RunningMean:
         self.weight = 0.0
 
     def add(self, tree: Tree, weight: float) -> None:
-        """Add a tree, of which no reference is stored. A tree of weight 0 has no effect."""
+        """Update the weighted mean with another tree; its tensors are copied. A tree of weight 0 has no effect."""
         if not self.mean:
             self.mean = map(torch.clone, tree)
         elif weight and not self.weight:  # all earlier weights are 0
             map(Tensor.copy_, self.mean, tree)
         elif weight:
+            # mean += (tree - mean) * weight / total weight; integers, such as counters, keep their first value.
             share = weight / (self.weight + weight)
             map(lambda old, new: old.lerp_(new, share) if old.is_floating_point() else old, self.mean, tree)
         self.weight += weight

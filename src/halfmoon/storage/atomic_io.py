@@ -29,8 +29,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_rows(data: bytes, path: Path) -> list[dict[str, Any]]:
-    """Parse the bytes of a file of rows as `read_rows` does; `path` is for error messages."""
-    table = []
+    """Parse a file of JSON objects, one on each line, such as metrics.jsonl.
+
+    Args:
+        data: the content of the file; bytes after the last line break are an incomplete row, which is ignored.
+        path: the file, for error messages.
+
+    Raises:
+        UserError: a line is no JSON object.
+    """
+    rows = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             row = parse_json(line)
@@ -38,8 +46,8 @@ def parse_rows(data: bytes, path: Path) -> list[dict[str, Any]]:
                 raise ValueError("it is no object")
         except ValueError as error:
             raise UserError(f"{path}, line {number}: not a row of metrics ({error}); restore it.") from error
-        table.append(row)
-    return table
+        rows.append(row)
+    return rows
 
 
 def read_number_pairs(path: Path, first_name: str, second_name: str) -> list[tuple[int, float]]:
@@ -146,11 +154,11 @@ def write_atomically(path: Path, data: bytes, private: bool = False) -> None:
         with open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666) as handle:
             write_all(handle, data)
             os.fsync(handle)
-        os.replace(partial, path)
+        os.replace(partial, path)  # a reader sees the old or the new file, never a part of one
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_folder(path.parent)  # makes the new name survive a power failure
 
 
 def append(path: Path, data: bytes) -> None:
@@ -195,9 +203,10 @@ else:
     import fcntl
 
     def flock(handle: int, shared: bool = False) -> bool:
-        """Lock an open file until it is closed; raise OSError immediately if another process has the lock.
+        """Lock an open file until it is closed, without waiting; raise OSError if another process has the lock.
 
-        Return False if the file system has no locks; then no other process is excluded (`halfmoon.storage.locks`).
+        With `shared`, other processes may have shared locks at the same time. Return False if the file system has no
+        locks; then no other process is excluded (`halfmoon.storage.locks`).
         """
         try:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

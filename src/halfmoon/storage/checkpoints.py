@@ -54,11 +54,23 @@ class Checkpoints:
         self.path = writer.path
 
     def save(self, round: int, state: Tree, meta: dict[str, Any], clients: TreeStore | None = None) -> None:
-        """Write the checkpoint of a round; see `halfmoon.storage.run_folder.RunFolder.save`."""
+        """Write the checkpoint of a round: tensors, a JSON file with checksums, and the memory of clients.
+
+        Args:
+            round: the number of the round.
+            state: the server's state.
+            meta: further values that JSON can represent.
+            clients: the client memory.
+
+        Raises:
+            WriteError: the disk refuses; older checkpoints are intact.
+            ValueError: this round was saved with other content.
+        """
         self.writer.acquire_lock()
         name = checkpoint_stem(round)
         self._refuse_old(round, clients is not None and clients.changed)
         data, shape = pack(state)
+        # A resumed run truncates the metrics to this length, because rows of later rounds will be written again.
         with self.writer.convert_errors(name):
             length = atomic_io.flush_and_measure(self.path / METRICS)
         commit = self._commit_clients(clients, round)
@@ -78,6 +90,7 @@ class Checkpoints:
                 return
             raise ValueError(f"round {round} cannot be saved: round {round} is on disk already")
         try:
+            # The JSON file last: a checkpoint without it was not completed.
             self.writer.write(f"{name}.safetensors", data)
             self.writer.write(f"{name}.json", sealed_note)
         except WriteError:
@@ -105,7 +118,7 @@ class Checkpoints:
                 shutil.rmtree(self.path / CLIENTS)
 
     def load(self) -> LoadedCheckpoint | None:
-        """Load the newest intact checkpoint; see `halfmoon.storage.run_folder.RunFolder.load`."""
+        """Load the newest intact checkpoint; None if none was written. See `RunFolder.load`."""
         self.writer.acquire_lock()
         rounds = self._rounds()
         problems: list[tuple[int, str]] = []
@@ -119,12 +132,14 @@ class Checkpoints:
             for bad, _ in problems:
                 self._remove(bad)
             self.writer.saved = round
-            older = [each for each in rounds if each < round]
+            older_rounds = [number for number in rounds if number < round]
             self._remove_old()  # a process killed after a save may have left older ones
             with self.writer.convert_errors(CLIENTS):
-                clients = remove_unreferenced(clients, older[-1] if older else round)
-            continued = f"going on from {checkpoint_stem(round)}"
-            warnings = [f"{checkpoint_stem(bad)} is damaged ({why}); {continued}." for bad, why in problems]
+                clients = remove_unreferenced(clients, older_rounds[-1] if older_rounds else round)
+            warnings = [
+                f"{checkpoint_stem(bad)} is damaged ({why}); continuing from {checkpoint_stem(round)}."
+                for bad, why in problems
+            ]
             warnings += [
                 f"{CLIENTS}/{name} was damaged and has been restored from its copy." for name in clients.repaired
             ]
@@ -172,7 +187,15 @@ class Checkpoints:
             (self.path / f"{checkpoint_stem(round)}.{suffix}").unlink(missing_ok=True)
 
     def _rewind(self, length: int, digest: str) -> None:
-        """Truncate the metrics to a checkpoint, and remove incomplete lines and files that a killed process left."""
+        """Truncate the metrics to a checkpoint, and remove incomplete lines and files that a killed process left.
+
+        Args:
+            length: the size of the metrics at the checkpoint, in bytes.
+            digest: the SHA-256 of these bytes.
+
+        Raises:
+            UserError: the metrics are shorter, or have other bytes.
+        """
         path = self.path / METRICS
         self.metrics.rewind(length, digest)
         with self.writer.convert_errors(METRICS):
@@ -222,7 +245,15 @@ def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, St
 
 
 def _parse_commit(note: dict[str, Any], round: int) -> Commit:
-    """Check the types of a checkpoint's JSON, and return the commit of its client memory; raise `DamagedFile`."""
+    """Check the fields of a checkpoint's JSON file, and return the state of the client memory that it records.
+
+    Args:
+        note: the parsed file.
+        round: the round of the checkpoint.
+
+    Raises:
+        DamagedFile: a field is missing or invalid.
+    """
     types = {
         "shape": dict,
         "metrics": int,
@@ -230,9 +261,10 @@ def _parse_commit(note: dict[str, Any], round: int) -> Commit:
         "meta": dict,
         **dict.fromkeys(software_versions(), str),
     }
-    wrong = [name for name, expected in types.items() if type(note.get(name)) is not expected]
-    if wrong or note.get("round") != round or note["metrics"] < 0:
-        raise DamagedFile(f"its .json has no usable {wrong[0] if wrong else 'round and metrics'}")
+    invalid_fields = [name for name, expected in types.items() if type(note.get(name)) is not expected]
+    if invalid_fields or note.get("round") != round or note["metrics"] < 0:
+        subject = invalid_fields[0] if invalid_fields else "round and metrics"
+        raise DamagedFile(f"its .json has no usable {subject}")
     commit = note["clients"]
     is_commit = isinstance(commit, dict) and set(commit) == set(Commit._fields)
     if not is_commit or type(commit["length"]) is not int or commit["length"] < 0 or type(commit["chain"]) is not str:

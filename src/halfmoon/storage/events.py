@@ -75,12 +75,18 @@ class EventLog:
     path: Path
 
     def record(self, name: str, text: str, /, **fields: Any) -> None:
-        """Append an event with the current time; line breaks in `text` become blanks.
+        """Append an event with the current time to the log file for people, and to the file of JSON records.
+
+        Args:
+            name: the kind of event.
+            text: a sentence; its line breaks become blanks.
+            **fields: further values of the record.
 
         Raises:
             OSError: if a file cannot be written.
         """
-        event = Event(name, " ".join(text.splitlines()), fields, time.strftime("%Y-%m-%d %H:%M:%S"))
+        sentence = " ".join(text.splitlines())
+        event = Event(name, sentence, fields, time.strftime("%Y-%m-%d %H:%M:%S"))
         row = {"time": event.time, "event": event.name, "fields": dict(event.fields), "text": event.text}
         records = self.path.with_name(EVENTS_FILE)
         # A process that was killed while it wrote leaves half a line. It is closed first: a record appended to it would
@@ -143,7 +149,7 @@ def read_events(folder: Path) -> list[Event]:
     """Read the latest events in a folder, oldest first; an empty list if nothing was recorded there."""
     try:
         with (folder / EVENTS_FILE).open("rb") as file:
-            size = file.seek(0, 2)
+            size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - MAX_READ_BYTES))
             text = file.read().decode("utf-8", "replace")
     except OSError:

@@ -75,21 +75,28 @@ class FolderWriter:
         try:
             yield
         except OSError as error:
-            intact = (
-                "no checkpoint was written yet"
-                if self.saved is None
-                else f"the checkpoint of round {self.saved} is intact"
-            )
+            if self.saved is None:
+                saved_state = "no checkpoint was written yet"
+            else:
+                saved_state = f"the checkpoint of round {self.saved} is intact"
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-            exists = (self.path / CONFIG).exists()
+            if (self.path / CONFIG).exists():
+                next_step = f"go on with: {resume_command(self.path)}"
+            else:
+                next_step = "start the run again."
             raise WriteError(
-                f"{self.path}: {target} cannot be written ({atomic_io.error_reason(error)}); {intact}. "
-                f"First {remedy}, then {f'go on with: {resume_command(self.path)}' if exists else 'start the run again.'}"
+                f"{self.path}: {target} cannot be written ({atomic_io.error_reason(error)}); {saved_state}. "
+                f"First {remedy}, then {next_step}"
             ) from error
 
 
 def _lock_folder(path: Path) -> locks.Lock:
-    """Take the lock of a folder; raise `FolderInUse` or `WriteError` if that is impossible."""
+    """Lock a run folder, so that no other process writes into it until the lock is freed.
+
+    Raises:
+        FolderInUse: another process has the lock.
+        WriteError: the lock file cannot be written.
+    """
     try:
         return locks.acquire(path / LOCK)
     except locks.LockConflict as error:

@@ -46,7 +46,12 @@ def compute_digest(key: bytes, image: np.ndarray) -> bytes:
 
 
 def write_digests(folder: Path, images: Iterable[np.ndarray], replace: bool = False) -> None:
-    """Write the digests of training images into a folder, unless it has them already and `replace` is false.
+    """Write a keyed hash of each training image into a folder, by which a later evaluation recognizes training images.
+
+    Args:
+        folder: the folder, which is created if it is missing.
+        images: the images.
+        replace: True to replace an existing file; False to leave it unchanged.
 
     Raises:
         OSError: the file cannot be written.
@@ -68,6 +73,7 @@ def load_digests(model_file: Path | None) -> TrainingDigests | None:
     for folder in list(model_file.absolute().parents)[:SEARCHED_PARENTS]:
         data = atomic_io.read(folder / DIGESTS)
         if data:
-            chunks = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
-            return TrainingDigests(chunks[0], frozenset(chunks[1:]))
+            # The file is the key, followed by the digests, all of the same length.
+            key, *digests = (data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES))
+            return TrainingDigests(key, frozenset(digests))
     return None

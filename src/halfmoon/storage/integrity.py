@@ -38,7 +38,17 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Parse a line of `seal`, without the checksum; raise `BrokenSeal` if any bit was changed."""
+    """Parse JSON that `seal` wrote with a checksum, and verify the checksum.
+
+    Args:
+        data: the file's content.
+
+    Returns:
+        The object without the checksum.
+
+    Raises:
+        BrokenSeal: it is no such JSON, or any bit was changed.
+    """
     try:
         content = atomic_io.parse_json(data)
         checksum = content.pop(KEY)
@@ -57,7 +67,11 @@ def seal_lines(content: Mapping[str, Any]) -> bytes:
 
 
 def unseal_lines(data: bytes) -> dict[str, Any]:
-    """Parse the text of `seal_lines`, or one without a checksum; raise `BrokenSeal` if any bit was changed."""
+    """Parse JSON that `seal_lines` wrote on several lines with a checksum, and verify the checksum if there is one.
+
+    Raises:
+        BrokenSeal: it is no such JSON, or any bit was changed.
+    """
     try:
         content = atomic_io.parse_json(data)
         checksum = content.pop(KEY, None)
@@ -78,7 +92,14 @@ def file_sha256(path: Path) -> str | None:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Read the checksums of a folder's files by name, {} if none were written; raise UserError if they are damaged."""
+    """Read the file of checksums in a folder.
+
+    Returns:
+        The SHA-256 of each file by its name; {} if no checksums were written.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     data = atomic_io.read(folder / CHECKSUMS)
     if data is None:
         return {}
@@ -125,10 +146,11 @@ def check_files(folder: Path, *names: str) -> None:
     Raises:
         UserError: if a file is missing, unreadable or changed, or its checksum is missing.
     """
-    sums_by_name = read_checksums(folder)
+    checksums = read_checksums(folder)
+    checks_are_off = _UNCHECKED[-1]
     for name in names:
-        if name not in sums_by_name:
-            if not _UNCHECKED[-1] and (folder / name).exists() and _has_checkpoint_or_summary(folder):
+        if name not in checksums:
+            if not checks_are_off and (folder / name).exists() and _has_checkpoint_or_summary(folder):
                 raise UserError(
                     f"{folder / CHECKSUMS} has no checksum of {name}, which may have been changed",
                     option="unchecked",
@@ -141,7 +163,7 @@ def check_files(folder: Path, *names: str) -> None:
             raise UserError(f"{folder / name} cannot be read ({atomic_io.error_reason(error)}).") from error
         if digest is None:
             raise UserError(f"{folder / name} is missing: put it back from a backup.")
-        if digest != sums_by_name[name]:
+        if digest != checksums[name]:
             raise UserError(f"{folder / name} was changed since it was written (its checksum differs): restore it.")
 
 
@@ -174,7 +196,8 @@ def check_run(folder: Path) -> None:
             digest = str(note["metrics_sha256"])
         except (BrokenSeal, LookupError, ValueError, TypeError):
             continue  # damaged, or being removed by its run: use the previous one
-        if atomic_io.sha256((atomic_io.read(folder / METRICS) or b"")[:length]) != digest:
+        metrics = atomic_io.read(folder / METRICS) or b""
+        if atomic_io.sha256(metrics[:length]) != digest:
             raise UserError(
                 f"{folder / METRICS} was changed since it was written (its first {length} bytes are not those that "
                 f"{name} recorded)",

@@ -43,7 +43,9 @@ class Lock:
 
 
 def acquire(path: Path) -> Lock:
-    """Lock a file, which is created if it is missing.
+    """Lock a file without waiting; it is created if it is missing.
+
+    On a file system without locks, a second file records the process that has the lock (its owner).
 
     Raises:
         LockConflict: if another process has the lock.
@@ -83,6 +85,13 @@ def is_held(path: Path) -> bool | None:
         return None
 
 
+RETRY_SECONDS = 0.02
+"""Interval at which a process that waits for a lock tries again."""
+
+YIELD_SECONDS = 0.001
+"""Pause after a lock was freed, in which a waiting process can acquire it."""
+
+
 @contextmanager
 def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
     """Hold the lock of a file for the duration of a block.
@@ -103,20 +112,25 @@ def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
         except LockConflict:
             if time.monotonic() >= end:
                 raise
-        time.sleep(0.02)
+        time.sleep(RETRY_SECONDS)
     try:
         yield lock
     finally:
         lock.free()
         if patience:
-            time.sleep(0.001)  # let a waiting process acquire the lock before this one does so once more
+            time.sleep(YIELD_SECONDS)  # let a waiting process acquire the lock before this one does so once more
 
 
 def _create_owner(owner: Path) -> None:
-    """Create the owner file of this process; raise `LockConflict` if a process that may be alive owns it."""
+    """Create the file that records this process as the owner of a lock, for file systems without locks.
+
+    Raises:
+        LockConflict: the file exists, and the process that it names may be alive.
+    """
     identity = json.dumps(_identify_process(os.getpid())).encode()
     while True:
         try:
+            # O_EXCL: of several processes, only one creates the file.
             with atomic_io.open_file(owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as handle:
                 atomic_io.write_all(handle, identity)
                 os.fsync(handle)

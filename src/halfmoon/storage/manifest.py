@@ -98,9 +98,16 @@ def append(folder: Path, commit: Commit, lines: Sequence[bytes]) -> Commit:
 
 
 def verify(folder: Path, commit: Commit) -> StoreContents:
-    """Verify all files of a commit, repair damaged ones from their copies, and list the contents.
+    """Verify all files of a commit of the client memory, and repair damaged ones from their copies.
 
     All files are read now rather than at first use, because only now can the caller fall back to an older checkpoint.
+
+    Args:
+        folder: the folder of the client memory.
+        commit: the length and hash chain of the manifest at the checkpoint.
+
+    Returns:
+        The files by key, those that were replaced, and the names of repaired ones.
 
     Raises:
         DamagedFile: if a file and its copy are missing or damaged.
@@ -115,6 +122,7 @@ def verify(folder: Path, commit: Commit) -> StoreContents:
         repaired.append(MANIFEST)
     if _read_lines(folder / MANIFEST_COPY, commit) is None:
         _repair(folder / MANIFEST_COPY, b"".join(lines))
+    # Replay the manifest: the last line of a key has its current file.
     entries: dict[str, ManifestEntry] = {}
     replaced: list[tuple[int, str]] = []
     version = -1
@@ -161,12 +169,13 @@ def remove_unreferenced(contents: StoreContents, version: int) -> StoreContents:
     Raises:
         OSError: if the folder cannot be changed.
     """
+    # Commit `version` still needs the files that were replaced after it.
     replaced = [(replaced_at, file) for replaced_at, file in contents.replaced if replaced_at > version]
-    names = {entry.file for entry in contents.entries.values()} | {file for _, file in replaced}
-    names |= {copy_of(file) for file in names}
+    needed_files = {entry.file for entry in contents.entries.values()} | {file for _, file in replaced}
+    needed_files |= {copy_of(file) for file in needed_files}
     if contents.folder.is_dir():
         for path in list(contents.folder.iterdir()):
-            if _STORE_FILE.fullmatch(path.name) and path.name not in names:
+            if _STORE_FILE.fullmatch(path.name) and path.name not in needed_files:
                 remove(path)
         for name in (MANIFEST, MANIFEST_COPY):
             atomic_io.truncate(contents.folder / name, contents.commit.length)

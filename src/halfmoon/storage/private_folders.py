@@ -20,9 +20,11 @@ def check_parents(folder: Path) -> None:
             status = parent.stat()
         except OSError:  # it does not exist yet
             continue
-        own_group = status.st_gid == os.getgid() == os.getuid()
-        others = stat.S_IWOTH if own_group else stat.S_IWOTH | stat.S_IWGRP
-        if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
+        # Many systems give each user a group of the same number, with no other member.
+        is_private_group = status.st_gid == os.getgid() == os.getuid()
+        write_bits = stat.S_IWOTH if is_private_group else stat.S_IWOTH | stat.S_IWGRP
+        has_sticky_bit = status.st_mode & stat.S_ISVTX
+        if status.st_mode & write_bits and not has_sticky_bit:
             raise UserError(
                 f"{parent} can be changed by other users of this machine, who could replace {folder}: run chmod go-w "
                 f"{parent}, or choose a folder elsewhere. Make keys anew if another person may have replaced them."

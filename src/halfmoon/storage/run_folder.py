@@ -97,17 +97,22 @@ class RunFolder:
 
     @classmethod
     def check_unused(cls, path: Path, identity: str) -> None:
-        """Raise UserError if the folder cannot be used for a new run, because it has a run or other files."""
+        """Raise UserError if a folder cannot be used for a new run, because it contains a run or other files.
+
+        Args:
+            path: the folder, which may be missing.
+            identity: SHA-256 of the options of the new run, by which a stored run of the same options is recognized.
+        """
         with _report_creation_error(path):
             if not path.exists():
                 return
             if not path.is_dir():
                 raise UserError(f"{path} is a file, not a folder", option="run_dir", hint="choose another {run_dir}.")
             head = atomic_io.read_json(path / RUN)
-            others = {entry.name for entry in path.iterdir()} - _CREATION_FILES
-            if head is None or not others:
+            other_files = {entry.name for entry in path.iterdir()} - _CREATION_FILES
+            if head is None or not other_files:
                 # Without other files it is empty, or its creation was killed before config.toml.
-                if others:
+                if other_files:
                     raise UserError(
                         f"{path} is not empty and holds no run", option="run_dir", hint="choose another {run_dir}."
                     )
@@ -233,9 +238,14 @@ class RunFolder:
         return self.checkpoints.load()
 
     def finish(self, model: Tree, meta: dict[str, str], summary: dict[str, Any]) -> None:
-        """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run.
+        """Write the final model and the summary of a run, which is finished then.
 
         Checkpoints and client memory, which only a resume needs, are removed.
+
+        Args:
+            model: the model's tensors, for model.safetensors.
+            meta: the metadata of model.safetensors.
+            summary: the content of summary.json.
         """
         self.writer.acquire_lock()
         data = with_seal(pack(model)[0], meta)

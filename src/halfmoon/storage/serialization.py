@@ -61,14 +61,22 @@ def map_tree(path: Path, shape: dict[str, Any]) -> Tree:
 
 
 def with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
-    """Put metadata into the header of a safetensors file, and replace the metadata it has.
+    """Replace the metadata in the header of a safetensors file.
 
     The library's own writer orders metadata by a hash that differs from process to process, and so would the file.
+
+    Args:
+        data: the file's content.
+        meta: the new metadata.
+
+    Returns:
+        The content of the new file.
     """
     header, end = _parse_header(data)
     del header["__metadata__"]
     text = json.dumps({"__metadata__": meta, **header}).encode()
     text += b" " * (-len(text) % 8)  # the format aligns tensors to 8 bytes
+    # The file: the length of the header in 8 bytes, the header, and the tensors.
     return len(text).to_bytes(8, "little") + text + data[end:]
 
 
@@ -86,7 +94,17 @@ def check_seal(data: bytes) -> bool:
 
 
 def _parse_header(data: bytes) -> tuple[dict[str, Any], int]:
-    """Parse the header of a safetensors file; return it with the offset of the tensors. Raise ValueError if invalid."""
+    """Parse the JSON header of a safetensors file.
+
+    Args:
+        data: the file's content: the length of the header in 8 bytes, the header, and the tensors.
+
+    Returns:
+        The header, and the offset of the tensors in bytes.
+
+    Raises:
+        ValueError: the header is invalid.
+    """
     end = 8 + int.from_bytes(data[:8], "little")
     if end > len(data):
         raise ValueError("it is truncated")
@@ -140,7 +158,13 @@ def _list_paths(shape: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _fill_structure(flat: dict[str, Tensor], shape: dict[str, Any], prefix: str = "") -> Tree:
-    """Build the tree of a structure from its leaves by path; `prefix` is the path of the structure itself."""
+    """Build a tree from its leaves, by the structure that was stored with them.
+
+    Args:
+        flat: the leaves by path ("a/b/c").
+        shape: the structure, with nested dicts like the tree; instead of a leaf it has the order of the leaf's axes.
+        prefix: the path of the structure itself, with a slash at its end.
+    """
     tree: Tree = {}
     for key, value in shape.items():
         path = f"{prefix}{key}"

@@ -93,7 +93,7 @@ class TreeStore:
         return bool(self._changed)
 
     def get(self, key: str) -> Tree | None:
-        """Return a tree on the CPU, None if the key is unknown; its leaves may not be changed in place.
+        """Return the tree of a key on the CPU; None if the key is unknown. Do not change its leaves in place.
 
         A tree on disk is mapped from its file and remains there, so that reading evicts no other tree.
 
@@ -108,7 +108,10 @@ class TreeStore:
         return self.disk.read(key, self._files[key])
 
     def put(self, key: str, value: Tree) -> None:
-        """Store a copy of a tree under a key and replace the previous one; a tree larger than the cap is written to disk.
+        """Store a copy of a tree under a key, in place of the previous one.
+
+        Trees that were not used for the longest time are written to disk if memory exceeds the cap, as is a tree that is
+        larger than the cap.
 
         Raises:
             UserError: if a tree that has to leave memory cannot be written.
@@ -165,10 +168,12 @@ class TreeStore:
         lines = [manifest.format_line(version, key, self._files.get(key)) for key in keys]
         folder.mkdir(parents=True, exist_ok=True)
         self.last_commit = manifest.append(folder, self.last_commit, lines)
-        self._replaced += [
-            (version, self._committed_files.pop(key).file) for key in keys if key in self._committed_files
-        ]
-        self._committed_files.update({key: self._files[key] for key in keys if key in self._files})
+        # Files that this commit replaces are removed later, when no checkpoint needs the earlier commit.
+        for key in keys:
+            if key in self._committed_files:
+                self._replaced.append((version, self._committed_files.pop(key).file))
+            if key in self._files:
+                self._committed_files[key] = self._files[key]
         self._changed = set()
         self._version = version
         return self.last_commit
@@ -213,7 +218,7 @@ class TreeStore:
         self._replaced = list(contents.replaced)
 
     def _forget(self, key: str) -> None:
-        """Drop an entry from memory, and its file if no commit names it."""
+        """Remove the tree of a key from memory, and its file unless the last commit still needs it."""
         if key not in self._sizes:
             return
         if self._trees.pop(key, None) is not None:
@@ -326,7 +331,17 @@ class TreeFiles:
     def write_committed(
         self, key: str, version: int, spilled: ManifestEntry | None, value: Tree | None
     ) -> ManifestEntry:
-        """Write the flushed file of a tree for a commit: rename `spilled` if there is one, otherwise write `value`."""
+        """Write the file of a tree for a commit, and flush it to disk.
+
+        Args:
+            key: the key of the tree.
+            version: the number of the commit, which the file's name contains.
+            spilled: the file that has the tree already, which is only renamed; None if the tree is in memory.
+            value: the tree in memory, if there is no file.
+
+        Returns:
+            The entry of the file for the manifest.
+        """
         name = f"{_quote_key(key)}-{version:06d}.safetensors"
         path = self.current_folder() / name
         if spilled is not None:

@@ -13,20 +13,24 @@ def format_key(name: str) -> str:
     return name if bare else format_value(name)
 
 
+MAX_DECIMAL_BITS = 10_000
+"""Bits from which a whole number is written in hexadecimal digits."""
+
+
 def format_value(item: Any) -> str:
     """Format a TOML value; raise TypeError for a value that TOML cannot represent."""
     if isinstance(item, bool):
         return "true" if item else "false"
     if isinstance(item, int):
         # Python refuses to format more than 4,300 decimal digits; hexadecimal has no limit and is valid TOML.
-        return str(item) if item.bit_length() < 10_000 else hex(item)
+        return str(item) if item.bit_length() < MAX_DECIMAL_BITS else hex(item)
     if isinstance(item, float):
         return repr(item)
     if isinstance(item, str | Path):
         # JSON escapes what TOML's basic strings must escape, except DEL.
         return json.dumps(str(item), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(item, Sequence):
-        return f"[{', '.join(format_value(each) for each in item)}]"
+        return f"[{', '.join(map(format_value, item))}]"
     raise TypeError(f"no TOML for {item!r}")
 
 
