@@ -3,6 +3,7 @@
 import gzip
 import struct
 import sys
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -493,6 +494,26 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
         for path in (folder / "train").rglob("*.png"):
             path.write_bytes(changed)
     assert not load(str(folder), cache=cache).train.images.any()
+
+
+def test_decoded_images_that_another_user_can_have_planted_are_decoded_again(tmp_path: Path, monkeypatch) -> None:
+    folder, home = tmp_path / "set", tmp_path / "home"
+    parquet_set(folder, [good(), good()], [0, 1])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(decoded, "MIN_CACHED_BYTES", 1)
+    plain = load(str(folder)).train.images.copy()
+    cache = home / "halfmoon" / "images"
+    for mode, harm in ((0o700, lambda path: path.chmod(0o666)), (0o777, lambda path: None)):
+        for path in cache.glob("images-????????????????.npy"):
+            np.save(path, 255 - np.load(path))
+            harm(path)
+        cache.chmod(mode)
+        with pytest.warns(RuntimeWarning, match="can be written by other users: its images are decoded again"):
+            np.testing.assert_array_equal(load(str(folder)).train.images, plain)
+        assert cache.stat().st_mode & 0o777 == 0o700
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        np.testing.assert_array_equal(load(str(folder)).train.images, plain)
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:

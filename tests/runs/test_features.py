@@ -1,6 +1,7 @@
 """Features of a frozen backbone, computed once: what lies in the cache, and that a run on it is the run without it."""
 
 import errno
+import hashlib
 import json
 import os
 import warnings
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 import halfmoon
 from halfmoon import Config, UserError, load_model
 from halfmoon.core import tree
-from halfmoon.models.finetuned import FineTunedNetwork
+from halfmoon.engine.evaluation import Examples
+from halfmoon.models.finetuned import FineTunedNetwork, feature_head
 from halfmoon.runs import factory, features, runner
 from halfmoon.runs.callbacks import NullCallback, feature_progress
 from halfmoon.storage import atomic_io
@@ -235,6 +237,53 @@ def test_a_damaged_entry_of_the_cache_is_reported_and_computed_again(weights: st
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert torch.equal(factory.build_problem(config).train.images, first)
+
+
+def plant(path: Path) -> None:
+    """Replace an entry by rows in another order, with their checksum."""
+    shuffle_rows(path)
+    path.with_suffix(".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+OPENINGS: dict[str, Callable[[Path], object]] = {
+    "file": lambda path: path.chmod(0o666),
+    "checksum": lambda path: path.with_suffix(".sha256").chmod(0o620),
+    "folder": lambda path: path.parent.chmod(0o777),
+    "link": lambda path: path.symlink_to(path.rename(path.with_name("elsewhere"))),
+}
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_features_that_another_user_can_have_planted_are_computed_again(
+    weights: str, tmp_path: Path, opening: str
+) -> None:
+    """A planted entry has the right checksum, but its permissions show that another user can have written it."""
+    config = frozen(weights, features=True)
+    first = factory.build_problem(config).train.images.clone()
+    for file in entry_files(tmp_path / "cache"):
+        plant(file)
+        OPENINGS[opening](file)
+    with pytest.warns(RuntimeWarning, match="can be written by other users: its features are computed again"):
+        again = factory.build_problem(config).train.images
+    assert torch.equal(again, first)
+    assert entry_files(tmp_path / "cache")[0].parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_images_with_the_same_bytes_and_another_shape_have_other_features(weights: str, tmp_path: Path) -> None:
+    """The name of an entry had the pixels and not their shape: 8 x 16 images got the features of 16 x 8 ones."""
+    problem = factory.build_problem(frozen(weights))
+    head = feature_head(problem.task.network)
+    assert head is not None
+    images = torch.randint(0, 256, (3, 1, 8, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    folder = tmp_path / "features"
+    found = []
+    for shaped in (images, images.reshape(3, 1, 16, 8)):
+        examples = Examples(shaped, torch.zeros(3, dtype=torch.int64))
+        found.append(
+            features.load_or_compute_features(head, problem.views, problem.task.normalize, folder, examples).images
+        )
+    assert len(list(folder.glob("*.npy"))) == 2
+    assert not torch.equal(*found)
 
 
 def test_features_are_private_and_a_full_disk_is_a_sentence(weights: str, tmp_path: Path, monkeypatch) -> None:

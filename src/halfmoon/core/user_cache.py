@@ -1,6 +1,7 @@
 """Cache of a user: decoded images, features and converted weights, all of which can be recomputed."""
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,24 @@ def user_cache(kind: str) -> Path:
     """Return the path of the cache for a kind of files. The folder may not exist yet."""
     cache_home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
     return Path(cache_home) / "halfmoon" / kind
+
+
+def is_private(path: Path) -> bool:
+    """Check that no other user of this machine can have written a file of a cache, or moved it there.
+
+    The file, which is no link, and its folder have to belong to this user, and no one else may write to them.
+    """
+    if os.name != "posix":
+        return True
+    try:
+        file_status = path.lstat()
+        folder_status = path.parent.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(file_status.st_mode) and all(
+        status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        for status in (file_status, folder_status)
+    )
 
 
 def trim(folder: Path, keep: str = "", cap: int = MAX_BYTES) -> None:

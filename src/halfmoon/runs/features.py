@@ -27,7 +27,7 @@ from halfmoon.config.schema import Config, explicit_method_options
 from halfmoon.core import hubs, rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import retain_freed_memory
-from halfmoon.core.user_cache import trim
+from halfmoon.core.user_cache import is_private, trim
 from halfmoon.data.views import Plain, View
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
@@ -174,7 +174,9 @@ def load_or_compute_features(
             recipes[f"{name} {k}"] = augmentations[name]
     images = examples.images
     recipe_text = (
-        f"4 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
+        f"5 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize} "
+        # Images of another shape may have the same bytes.
+        f"{tuple(images.shape)}"
     )
     digest = hashlib.sha256(recipe_text.encode())
     # In chunks, so that only one of them is copied from a GPU at a time.
@@ -195,15 +197,23 @@ def load_or_compute_features(
 
 
 def _is_intact(path: Path) -> bool:
-    """Check whether a cache file exists and has its stored checksum; warn if it has another one, or none."""
+    """Check that a cache file exists, has its stored checksum and is this user's; warn if it is not so.
+
+    Another user who can write to the folder could plant features with the right checksum.
+    """
     if not path.is_file():
         return False
     stored = atomic_io.read(path.with_suffix(CHECKSUM_SUFFIX))
-    with path.open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    if stored is not None and stored.strip() == actual.encode():
-        return True
-    fault = "has no checksum" if stored is None else "is damaged"
+    if stored is None:
+        fault = "has no checksum"
+    elif not (is_private(path) and is_private(path.with_suffix(CHECKSUM_SUFFIX))):
+        fault = "can be written by other users"
+    else:
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if stored.strip() == actual.encode():
+            return True
+        fault = "is damaged"
     warnings.warn(f"{path} {fault}: its features are computed again.", RuntimeWarning, stacklevel=2)
     return False
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -18,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.core.user_cache import trim, user_cache
+from halfmoon.core.user_cache import is_private, trim, user_cache
 from halfmoon.data.images import Images, SkippedImage, channel_statistics
 from halfmoon.storage import atomic_io
 
@@ -59,6 +60,8 @@ def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, cac
     try:
         cache = user_cache("images")
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = cache / f"images-{cache_key(files, cache_id)}.npy"
+        _remove_unless_private(path)
         result = _load_through(cache, files, read, cache_id)
     except UserError as error:
         if isinstance(error.__cause__, OSError):  # a full disk, or a home that cannot be written
@@ -66,8 +69,23 @@ def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, cac
         raise
     except OSError:
         return read(None)
-    trim(cache, f"images-{cache_key(files, cache_id)}")
+    trim(cache, path.stem)
     return result
+
+
+def _remove_unless_private(path: Path) -> None:
+    """Remove an entry of the user's cache that another user can have written, and close its folder to others.
+
+    In a folder that the user named, others may write on purpose.
+    """
+    entry = [path, path.with_suffix(".labels.npy"), path.with_suffix(".json")]
+    existing = [file for file in entry if file.is_symlink() or file.exists()]
+    if all(is_private(file) for file in existing):
+        return
+    warnings.warn(f"{path} can be written by other users: its images are decoded again.", RuntimeWarning, stacklevel=2)
+    path.parent.chmod(0o700)
+    for file in existing:
+        file.unlink()
 
 
 def _load_through(folder: Path, files: Sequence[Path], read: Reader, cache_id: str) -> Decoded:
