@@ -48,4 +48,5 @@ def gpu_arithmetic(precision: Precision, deterministic: bool) -> Generator[None]
     finally:
         for holder, setting in zip(holders, before, strict=True):
             holder.fp32_precision = setting
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
+        if deterministic:  # only then: the call imports PyTorch's compiler, a second and more of a short run
+            torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
