@@ -111,7 +111,7 @@ def _type_error(subject: str, option_type: Any, value: Any) -> UserError:
 
 
 def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -> dict[str, Any]:
-    """Merge two tables of method options; values of `override` win.
+    """Merge two tables of method options, as a file and the command line define them; values of `override` win.
 
     The key "METHOD.NAME" means NAME in the table of METHOD.
 

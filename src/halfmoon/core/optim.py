@@ -268,7 +268,13 @@ class LayerwiseLearningRate(OptimizerWrapper):
         return self._shorten_steps(params, new, ""), state
 
     def _shorten_steps(self, old: Tree, new: Tree, prefix: str) -> Tree:
-        """Reduce the step from `old` to `new` at `paths`; `prefix` is the path of both trees, with a slash at its end."""
+        """Scale the step from old to new parameters by `self.factor` at `self.paths`: the backbone's lower learning rate.
+
+        Args:
+            old: the parameters before the step.
+            new: the parameters after the step, of the same structure.
+            prefix: the path of both trees, with a slash at its end.
+        """
         result: Tree = {}
         for key, value in new.items():
             path = f"{prefix}{key}"

@@ -310,8 +310,8 @@ def _make_plain_image(
         stored = (top - largest, top) if reverse else (0.0, largest)
         ends = tuple(end * slope + intercept for end in stored)
     else:
-        shown = pixels if padding is None else pixels[~padding]
-        ends = tuple(end * slope + intercept for end in estimate_window([shown], shown.size))
+        image_values = pixels if padding is None else pixels[~padding]
+        ends = tuple(end * slope + intercept for end in estimate_window([image_values], image_values.size))
     image.info["window"] = (min(ends), max(ends))
     return image
 

@@ -227,15 +227,20 @@ def _find_folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> 
 
 
 def _detect_official(folder: Path, name: str) -> str | None:
-    """Detect a data set by its official files in a folder; for a known name, check for this data set only."""
-    has_official_files = {
-        "cifar10": lambda: binary.has_files(folder, "cifar10"),
-        "cifar100": lambda: binary.has_files(folder, "cifar100"),
-        "tiny_imagenet": lambda: tinyimagenet.has_files(folder),
-    }
-    for dataset, has_files in has_official_files.items():
-        may_be = name == dataset or name not in DATASETS
-        if may_be and has_files():
+    """Detect CIFAR-10, CIFAR-100 or Tiny ImageNet by the official files in a folder.
+
+    Args:
+        folder: the folder.
+        name: what the user calls the data set. The name of a public data set restricts the search to this one.
+
+    Returns:
+        The name of the data set; None if the folder has no official files.
+    """
+    candidates = [name] if name in DATASETS else ["cifar10", "cifar100", "tiny_imagenet"]
+    for dataset in candidates:
+        if dataset in binary.LAYOUTS and binary.has_files(folder, dataset):
+            return dataset
+        if dataset == "tiny_imagenet" and tinyimagenet.has_files(folder):
             return dataset
     return None
 

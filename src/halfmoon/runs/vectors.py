@@ -174,7 +174,7 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
     if training.is_solved:
         # A head that is solved in closed form has its own center, in units of the standardized features.
         center = center + head["center"] / statistics["scale"]
-    return LinearModel(*(leaf.numpy() for leaf in (center, statistics["scale"], head["weight"], head["bias"])))
+    return LinearModel(center.numpy(), statistics["scale"].numpy(), head["weight"].numpy(), head["bias"].numpy())
 
 
 def _make_task(training: VectorTraining, features: int, classes: int, standardize: Standardize, centered: bool) -> Task:

@@ -56,13 +56,13 @@ def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, cac
     if folder == NO_CACHE or (folder is None and sum(_status(path).st_size for path in files) < MIN_CACHED_BYTES):
         return read(None)
     if folder is not None:
-        return _load_through(folder, files, read, cache_id)
+        return _load_or_add(folder, files, read, cache_id)
     try:
         cache = user_cache("images")
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = cache / f"images-{cache_key(files, cache_id)}.npy"
         _remove_unless_private(path)
-        result = _load_through(cache, files, read, cache_id)
+        result = _load_or_add(cache, files, read, cache_id)
     except UserError as error:
         if isinstance(error.__cause__, OSError):  # a full disk, or a home that cannot be written
             return read(None)
@@ -88,8 +88,15 @@ def _remove_unless_private(path: Path) -> None:
         file.unlink()
 
 
-def _load_through(folder: Path, files: Sequence[Path], read: Reader, cache_id: str) -> Decoded:
-    """Load an entry of the cache in `folder`, or decode the images and add an entry; arguments of `load_or_decode`."""
+def _load_or_add(folder: Path, files: Sequence[Path], read: Reader, cache_id: str) -> Decoded:
+    """Load decoded images from the cache in `folder`; if they are not there, decode them and add them.
+
+    Args:
+        folder: the cache.
+        files: the image files, whose paths, sizes and times identify the entry.
+        read: decodes the images into a file.
+        cache_id: a string that identifies the preparation of the images.
+    """
     path = folder / f"images-{cache_key(files, cache_id)}.npy"
     stored = _read_stored(path)
     if stored is not None:
@@ -97,8 +104,8 @@ def _load_through(folder: Path, files: Sequence[Path], read: Reader, cache_id: s
     partial = path.with_name(f".{path.name}-{os.getpid()}.part")
     try:
         images, names = read(partial)
-        spread = channel_statistics(images.images)
-        metadata = {"names": names, "statistics": spread, "bytes": partial.stat().st_size}
+        statistics = channel_statistics(images.images)
+        metadata = {"names": names, "statistics": statistics, "bytes": partial.stat().st_size}
         if images.skipped:
             metadata["skipped"] = images.skipped
         with write_atomically(path.with_suffix(".labels.npy")) as file:
