@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.readers.label_table import read_label_table
 from halfmoon.pages.label_store import LabelStore
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import (
@@ -18,7 +19,6 @@ from halfmoon.sites.folders.labels import (
     UNDECIDED_FILE,
     LabelConflict,
     LabelEdit,
-    read_label_table,
     read_labels,
     write_labels,
 )
@@ -87,7 +87,7 @@ def test_an_answer_over_another_persons_is_refused(tmp_path: Path):
     assert read_labels(site) == {"0.png": "dog"}
 
 
-@pytest.mark.parametrize("text", [b"file,class\n", b'path,label\n"a', b"\xff\xfe\n"])
+@pytest.mark.parametrize("text", [b"name,kind\n", b'path,label\n"a', b"\xff\xfe\n"])
 def test_a_broken_file_is_left_alone(tmp_path: Path, text: bytes):
     site = folder(tmp_path, text=text)
     with pytest.raises(UserError, match=r"labels\.csv"):

@@ -256,7 +256,7 @@ def _make_plain_image(
     intercept: float,
     inverted: bool,
 ) -> Image.Image:
-    """Create a gray image whose real values are slope * pixels + intercept, and that is shown with a linear window.
+    """Create a gray image whose real values are slope * pixels + intercept, and that has a linear window.
 
     Args:
         file: the header.

@@ -20,6 +20,7 @@ from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import binary, class_folders, hub, idx, parquet, tinyimagenet
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import check_skipped
+from halfmoon.data.readers.label_table import find_labels_file
 from halfmoon.storage import atomic_io
 
 __all__ = ["DATASETS", "DIGITS_DESCRIPTION", "DatasetInfo", "list_datasets", "load", "save"]
@@ -305,8 +306,9 @@ def _refuse_other_formats(folder: Path) -> None:
             "with train and test, such as dataset.train_test_split(0.2).save_to_disk(FOLDER)."
         )
     unlabeled_folder = class_folders.find_unlabeled(folder)
-    if (folder / "labels.csv").is_file() or unlabeled_folder is not None:
-        content = "labels.csv"
+    labels_file = find_labels_file(folder)
+    if labels_file.is_file() or unlabeled_folder is not None:
+        content = labels_file.name
         if unlabeled_folder is not None:
             content = f"images without a label in {unlabeled_folder.name}"
         raise UserError(

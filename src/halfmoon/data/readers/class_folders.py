@@ -20,6 +20,7 @@ from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import decode_all, drop_skipped
 from halfmoon.data.readers.formats import AVIF_SUFFIXES, HEIF_SUFFIXES, list_suffixes
+from halfmoon.data.readers.label_table import read_paths_by_class
 
 SUFFIXES = list_suffixes()
 PART_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
@@ -347,6 +348,9 @@ def list_classes(part: Path) -> dict[str, list[Path]]:
     """List the image files of each class folder in `part`, both sorted by name; raise UserError if there are none."""
     if not part.is_dir():
         raise UserError(f"{part}: there is no such folder; expected {part.name}/CLASS/*.png.")
+    table = read_paths_by_class(part)
+    if table is not None:
+        return table
     folders = _list_folders(part)
     if not folders:
         raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")

@@ -21,8 +21,9 @@ from halfmoon.data.readers.class_folders import (
     find_unlabeled,
     is_hidden,
 )
-from halfmoon.sites.folders.labels import (
+from halfmoon.data.readers.label_table import (
     LABELS_FILE,
+    METADATA_FILE,
     LabelTable,
     decode_text_file,
     normalize_path,
@@ -175,11 +176,12 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     typos = []
     if not (folder / CLASSES_FILE).exists():
         typos = [*_find_near_equal_names(labels, classes), *_find_likely_typos(labels, classes)]
-    remedy = f"correct {LABELS_FILE}" if table.file is not None else "move their images into one folder"
+    table_name = table.file if table.file == METADATA_FILE else LABELS_FILE
+    remedy = f"correct {table_name}" if table.file is not None else "move their images into one folder"
     findings = [
         Finding("folders that cannot be opened", "make them readable", tuple(closed_folders), blocks=True),
         Finding(
-            f"{LABELS_FILE} cannot be read",
+            f"{table_name} cannot be read",
             "repair it: its header is path,label",
             tuple(table.faults),
             blocks=True,
@@ -190,10 +192,10 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
             tuple(class_faults),
             blocks=True,
         ),
-        _label_finding("files with two labels", f"leave one line for each in {LABELS_FILE}", two_labels),
+        _label_finding("files with two labels", f"leave one line for each in {table_name}", two_labels),
         _label_finding(
             f"labels that {CLASSES_FILE} does not have",
-            f"correct {LABELS_FILE}, or add the class to {CLASSES_FILE}",
+            f"correct {table_name}, or add the class to {CLASSES_FILE}",
             unknown_labels,
         ),
         Finding(
@@ -202,8 +204,13 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
             tuple(typos),
             blocks=True,
         ),
-        Finding(f"how {LABELS_FILE} was read", "no action is needed", tuple(table.oddities)),
-        Finding("labels without a file", f"correct {LABELS_FILE}, or take the lines out", tuple(missing), blocks=True),
+        Finding(f"how {table_name} was read", "no action is needed", tuple(table.oddities)),
+        Finding(
+            "labels without a file",
+            f"correct {table_name}, whose paths are relative to its folder, or take the lines out",
+            tuple(missing),
+            blocks=True,
+        ),
         Finding("files that are no images", "they are ignored", tuple(other_files)),
     ]
     site = SiteFolder(folder, tuple(images), labels, classes, groups=image_groups)
@@ -363,7 +370,7 @@ def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
         other_files += [_printable(prefix + name) for name in subfolders if os.path.islink(os.path.join(current, name))]
         for name in names:
             path = prefix + name
-            is_table = path.lower() == LABELS_FILE or path == CLASSES_FILE
+            is_table = path.lower() == LABELS_FILE or path in (CLASSES_FILE, METADATA_FILE)
             if name.startswith(".") or is_table:
                 continue
             if _is_image(current, name) and _printable(path) == path:

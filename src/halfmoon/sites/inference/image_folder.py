@@ -25,8 +25,8 @@ from halfmoon.data.readers.class_folders import (
     walk_files,
 )
 from halfmoon.data.readers.decode import decode_to_shape
+from halfmoon.data.readers.label_table import LABELS_FILE, find_labels_file, normalize_path, read_label_table
 from halfmoon.report.spreadsheet import escape_formulas
-from halfmoon.sites.folders.labels import LABELS_FILE, find_labels_file
 from halfmoon.sites.folders.site_folder import join_names, read_site
 from halfmoon.sites.inference.load import InferenceModel
 from halfmoon.storage import atomic_io
@@ -236,7 +236,8 @@ def predict_folder(
 ) -> PredictionResult:
     """Classify the images of a folder, and write a CSV file with the `PREDICTION_COLUMNS` of each readable image.
 
-    The file is complete when it appears.
+    The file is complete when it appears. Further columns of the folder's labels.csv or metadata.csv, such as an age, follow
+    these.
 
     Args:
         model: the model.
@@ -259,9 +260,13 @@ def predict_folder(
             # File names may contain bytes that are no UTF-8: "surrogateescape" writes them unchanged.
             text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
             table = csv.writer(text, lineterminator="\n")
-            table.writerow(PREDICTION_COLUMNS if is_outlier is None else (*PREDICTION_COLUMNS, OUTLIER_COLUMN))
+            titles = PREDICTION_COLUMNS if is_outlier is None else (*PREDICTION_COLUMNS, OUTLIER_COLUMN)
+            extra_titles, extra_cells = read_extra_columns(folder)
+            extra_titles = [f"given_{title}" if title in titles else title for title in extra_titles]
+            table.writerow([*titles, *escape_formulas(extra_titles)])
             for cells in iterate_predictions(model, folder, paths, min_confidence, unreadable, is_outlier):
-                table.writerow(escape_formulas(cells))
+                extra = extra_cells.get(normalize_path(cells[0]), [""] * len(extra_titles))
+                table.writerow(escape_formulas([*cells, *extra]))
                 counts[cells[1]] += 1
                 below_confidence += cells[3] == "no"
                 outliers += cells[6:] == ["yes"]
@@ -278,6 +283,20 @@ def predict_folder(
         unreadable=unreadable,
         outliers=outliers,
     )
+
+
+def read_extra_columns(folder: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Read the columns of a folder's labels.csv or metadata.csv that are no labels.
+
+    Returns:
+        The titles of the columns, and the cells of each image by its normalized path; empty if there is no table, or it
+        has a fault.
+    """
+    table = read_label_table(folder)
+    if table.faults:
+        return [], {}
+    cells = zip(table.rows, table.extra_cells, strict=True)
+    return list(table.extra_titles), {normalize_path(path): list(extra) for (path, _, _), extra in cells}
 
 
 def iterate_predictions(

@@ -1,0 +1,141 @@
+"""Tables of labels in the forms that people have: other titles and further columns, and metadata.csv of Hugging Face."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from support.image_files import noise
+
+import halfmoon
+from halfmoon import UserError
+from halfmoon.cli.main import main
+from halfmoon.data import load
+from halfmoon.data.readers.label_table import find_labels_file, read_label_table
+from halfmoon.sites.folders import read_site
+from halfmoon.sites.folders.labels import LabelEdit, read_labels, write_labels
+from halfmoon.studies.scan_folder import scan_folder
+
+
+def write_table(folder: Path, header: str, line: str, count: int = 8, name: str = "labels.csv", sep: str = ",") -> Path:
+    """Write `count` images, and for each a line with its {path}, {label} and {number}."""
+    (folder / "im").mkdir(parents=True)
+    lines = [header]
+    for number, pixels in enumerate(noise(count, 8)):
+        Image.fromarray(pixels).save(folder / "im" / f"{number}.png")
+        lines.append(line.format(path=f"im/{number}.png", label="dog" if number % 2 else "cat", number=number))
+    (folder / name).write_text("\n".join(lines).replace(",", sep) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "name", "sep"),
+    [
+        ("path,label", "{path},{label}", "labels.csv", ","),
+        ("label,path", "{label},{path}", "labels.csv", ","),
+        ("File_Name,Class", "{path},{label}", "labels.csv", ";"),
+        ("image,target", "{path},{label}", "labels.csv", "\t"),
+        ("path,label,age,Sex", "{path},{label},51,M", "labels.csv", ","),
+        ("id,filename,category,group", "{number},{path},{label},p{number}", "labels.csv", ","),
+        ("file_name,label", "{path},{label}", "metadata.csv", ","),
+        ("file_name,text,label", "{path},a picture,{label}", "metadata.csv", ";"),
+    ],
+)
+def test_a_table_with_other_titles_is_read(header: str, line: str, name: str, sep: str, tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "in", header, line, name=name, sep=sep)
+    site = read_site(folder)
+    assert (site.classes, site.labels.tolist()) == (("cat", "dog"), [0, 1] * 4)
+    assert site.groups == ({f"im/{n}.png": f"p{n}" for n in range(8)} if "group" in header else {})
+    contents = scan_folder(folder)
+    assert contents is not None
+    assert (contents.site, contents.labeled) == (True, 8)
+    assert main(["site", "check", str(folder)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "fault"),
+    [
+        ("path,age", "{path},51", "line 1 is 'path,age', not path,label"),
+        ("path,label,path", "{path},{label},{path}", "not path,label"),
+        ("path,label,age", "{path},{label}", "line 2 is not one path and one label"),
+        ("path,label,by", "{path},{label},me", "not path,label"),
+    ],
+)
+def test_a_table_without_path_and_label_is_refused(header: str, line: str, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"labels.csv cannot be read: {fault}|{fault}"):
+        read_site(write_table(tmp_path / "in", header, line))
+
+
+def test_captions_are_no_labels(tmp_path: Path) -> None:
+    """Hugging Face's metadata.csv may have any columns: without labels it is ignored, and labels.csv goes before it."""
+    folder = write_table(tmp_path / "in", "file_name,text", "{path},a picture", name="metadata.csv")
+    assert find_labels_file(folder).name == "labels.csv"
+    assert read_label_table(folder).file is None
+    with pytest.raises(UserError, match="its only class folder"):
+        load(str(folder))
+    (folder / "metadata.csv").write_text("file_name,label\nim/0.png,eel\n")
+    (folder / "labels.csv").write_text("path,label\nim/0.png,cat\nim/1.png,dog\n")
+    assert read_site(folder).classes == ("cat", "dog")
+
+
+def test_an_edit_preserves_titles_and_further_columns(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "in", "id,file_name,Label,Sex", "{number},{path},{label},M", 3, "metadata.csv")
+    write_labels(folder, LabelEdit("im/0.png", "dog", "cat"), LabelEdit("im/1.png", "", "dog"))
+    assert (folder / "metadata.csv").read_text() == (
+        "id,file_name,label,Sex\n0,im/0.png,dog,M\n1,im/1.png,,M\n2,im/2.png,cat,M\n"
+    )
+    assert not (folder / "labels.csv").exists()
+    write_labels(folder, LabelEdit("im/2.png", "dog", "cat", by="Ann"))
+    assert read_labels(folder) == {"im/0.png": "dog", "im/2.png": "dog"}
+    with (folder / "metadata.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["id"], row["file_name"], row["by"]) for row in rows] == [
+        ("0", "im/0.png", ""),
+        ("1", "im/1.png", ""),
+        ("2", "im/2.png", "Ann"),
+    ]
+
+
+def test_parts_with_metadata_are_read_as_hugging_face_does(tmp_path: Path) -> None:
+    for part, count in (("train", 12), ("test", 6)):
+        write_table(tmp_path / "in" / part, "file_name,label", "{path},{label}", count, "metadata.csv")
+    source = load(str(tmp_path / "in"))
+    assert (source.classes, len(source.train), len(source.test)) == (("cat", "dog"), 12, 6)
+    assert source.train.labels.tolist() == [0] * 6 + [1] * 6
+    assert (source.train.images == noise(12, 8)[[0, 10, 2, 4, 6, 8, 1, 11, 3, 5, 7, 9]]).all()  # sorted by name
+    contents = scan_folder(tmp_path / "in")
+    assert contents is not None
+    assert (len(contents.paths), contents.tests, contents.nested) == (12, 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("im/0.png,", "im/0.png has no label"),
+        ("im/0.png,dog", "im/0.png has the labels cat and dog"),
+        ("im/9.png,cat", "there is no file im/9.png"),
+    ],
+)
+def test_a_fault_of_a_part_is_named(line: str, fault: str, tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        folder = write_table(tmp_path / "in" / part, "file_name,label", "{path},{label}", 4, "metadata.csv")
+    with (folder / "metadata.csv").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=rf"test/metadata\.csv: {fault}"):
+        load(str(tmp_path / "in"))
+
+
+def test_predictions_keep_further_columns(tmp_path: Path) -> None:
+    """Cells follow the predictions of their image; an image without a line has empty ones."""
+    folder = write_table(tmp_path / "in", "path,label,age,sure", "{path},{label},{number},=1+1")
+    Image.fromarray(noise(1, 8, seed=5)[0]).save(folder / "im" / "new.png")
+    options = {"clients": 2, "setting": "iid-iid", "rounds": 1, "executor": "loop", "width": 4}
+    halfmoon.run(method="fedavg", run_dir=tmp_path / "run", **options)
+    assert main(["predict", str(tmp_path / "run"), str(folder), "--out", str(tmp_path / "out.csv")]) == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["path"], row["age"], row["given_sure"]) for row in rows] == [
+        *((f"im/{n}.png", str(n), "'=1+1") for n in range(8)),  # a spreadsheet program would run the formula
+        ("im/new.png", "", ""),
+    ]
+    assert {row["sure"] for row in rows} <= {"yes", "no"}
