@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from halfmoon.data import load
-from halfmoon.engine.evaluation import temperature
+from halfmoon.engine.evaluation import find_temperature
 from halfmoon.sites.inference.load import load_model
 from halfmoon.sites.inference.measure import measure_fit
 
@@ -25,7 +25,7 @@ def measured(run: Path, data: Path) -> dict[str, str | float]:
     model = load_model(run)
     held, test = (load(str(data), test=part).test for part in ("validation", "test"))
     logits = model.logits(held.images)
-    official = temperature(torch.from_numpy(logits), torch.from_numpy(held.labels))
+    official = find_temperature(torch.from_numpy(logits), torch.from_numpy(held.labels))
     seen = model.logits(test.images)
     errors = {
         name: round(100 * measure_fit(seen, test.labels, at).calibration_error, 2)

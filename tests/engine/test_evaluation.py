@@ -27,7 +27,7 @@ from halfmoon.engine.evaluation import (
     roc_auc,
     summarize_clients,
 )
-from halfmoon.engine.loop import measured
+from halfmoon.engine.loop import summarize_pseudo_labels
 from halfmoon.models import SmallCNN, track
 from halfmoon.runs import factory
 
@@ -198,7 +198,9 @@ def test_pseudo_labels_without_a_truth_are_counted_and_not_judged():
     unjudged.add(PseudoLabels(torch.tensor([0, 1, 2, 0]), ones, unused), torch.full((4,), -1))
     row = unjudged.row()
     assert (row["accuracy"], row["share_used"], row["accuracy_used"]) == (None, 0.75, None)
-    assert measured([{"round": 1, "pseudo": row}]) == {"used": {"last": 0.75, "best": 0.75, "best_round": 1}}
+    assert summarize_pseudo_labels([{"round": 1, "pseudo": row}]) == {
+        "used": {"last": 0.75, "best": 0.75, "best_round": 1}
+    }
 
 
 def test_pseudo_labels_of_several_models_are_counted_apart() -> None:
@@ -223,7 +225,7 @@ def test_what_a_run_has_measured_beside_the_test() -> None:
         {"round": 2, "pseudo": {"accuracy": 0.6, "share_used": 0.1, "models": {"local": {"accuracy": 0.9}}}},
         {"round": 3, "pseudo": {"accuracy": 0.5, "share_used": 0.2, "models": {"local": {"accuracy": 0.9}}}},
     ]
-    assert measured(rows) == {
+    assert summarize_pseudo_labels(rows) == {
         "pseudo": {"last": 0.5, "best": 0.6, "best_round": 2},
         "used": {"last": 0.2, "best": 0.2, "best_round": 3},
         "pseudo.local": {"last": 0.9, "best": 0.9, "best_round": 2},

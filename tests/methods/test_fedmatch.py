@@ -18,7 +18,14 @@ from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.fedmatch import FedMatch, FedMatchClient, add_halves, draw_noise_image, nearest_clients, vote
+from halfmoon.methods.fedmatch import (
+    FedMatch,
+    FedMatchClient,
+    add_halves,
+    draw_noise_image,
+    nearest_clients,
+    vote_on_labels,
+)
 from halfmoon.models import Network, SmallCNN
 from halfmoon.models.network import kernels
 
@@ -97,12 +104,12 @@ def test_votes_by_hand():
     """
     own, others = torch.tensor([1, 2, 3]), torch.tensor([[0, 1, 3], [0, 3, 0]])
     both, one, none = torch.ones(2), torch.tensor([1.0, 0.0]), torch.zeros(2)
-    assert vote(own, others, both, 4, "first").tolist() == [0, 1, 3]
-    assert vote(own, others, both, 4, "own").tolist() == [0, 2, 3]
-    assert vote(own, others, one, 4, "first").tolist() == [0, 1, 3]
-    assert vote(own, others, one, 4, "own").tolist() == [1, 2, 3]
+    assert vote_on_labels(own, others, both, 4, "first").tolist() == [0, 1, 3]
+    assert vote_on_labels(own, others, both, 4, "own").tolist() == [0, 2, 3]
+    assert vote_on_labels(own, others, one, 4, "first").tolist() == [0, 1, 3]
+    assert vote_on_labels(own, others, one, 4, "own").tolist() == [1, 2, 3]
     for ties in ("first", "own"):
-        assert vote(own, others, none, 4, ties).tolist() == own.tolist()
+        assert vote_on_labels(own, others, none, 4, ties).tolist() == own.tolist()
 
 
 def test_neighbors_by_hand():

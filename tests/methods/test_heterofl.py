@@ -20,7 +20,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.heterofl import HeteroFL, cut, fixed_dimensions, parse_rates
+from halfmoon.methods.heterofl import HeteroFL, cut_to_leading_channels, fixed_dimensions, parse_rates
 from halfmoon.models import SmallCNN, WideResNet
 from halfmoon.models.network import Network
 from halfmoon.models.passes import ForwardPass
@@ -71,7 +71,7 @@ def shapes(params: Tree) -> dict[str, tuple[int, ...]]:
 def test_a_client_of_half_width_gets_the_leading_half():
     """Hidden channels 4, 8, 8 become 2, 4, 4; the image's one channel and the four classes stay."""
     params = begin(HeteroFL(), task(WIDE))["params"]
-    half = cut(params, 0.5, fixed_dimensions(WIDE))
+    half = cut_to_leading_channels(params, 0.5, fixed_dimensions(WIDE))
     assert shapes(half) == {
         "conv1/conv/weight": (2, 1, 3, 3), "conv1/conv/bias": (2,), "conv1/norm/weight": (2,), "conv1/norm/bias": (2,),
         "conv2/conv/weight": (4, 2, 3, 3), "conv2/conv/bias": (4,), "conv2/norm/weight": (4,), "conv2/norm/bias": (4,),
@@ -80,7 +80,7 @@ def test_a_client_of_half_width_gets_the_leading_half():
     }  # fmt: skip
     assert torch.equal(half["conv2"]["conv"]["weight"], params["conv2"]["conv"]["weight"][:4, :2])
     assert torch.equal(half["head"]["weight"], params["head"]["weight"][:, :4])
-    assert same(cut(params, 1.0, fixed_dimensions(WIDE)), params)
+    assert same(cut_to_leading_channels(params, 1.0, fixed_dimensions(WIDE)), params)
 
 
 def test_sizes_are_rounded_up_and_no_name_is_needed():
@@ -89,12 +89,14 @@ def test_sizes_are_rounded_up_and_no_name_is_needed():
     Whole dimensions are found though hidden ones are as large: 4 channels, 4 classes, 4 hidden ones.
     """
     network = SmallCNN(4, 4, 4)
-    sizes = shapes(cut(network.init(torch.Generator())["params"], 0.3, fixed_dimensions(network)))
+    sizes = shapes(cut_to_leading_channels(network.init(torch.Generator())["params"], 0.3, fixed_dimensions(network)))
     assert sizes["conv1/conv/weight"] == (2, 4, 3, 3)
     assert sizes["conv2/conv/weight"] == (3, 2, 3, 3)
     assert sizes["head/weight"] == (4, 3)
     odd = SmallCNN(1, 2, 25)
-    assert shapes(cut(odd.init(torch.Generator())["params"], 0.28, fixed_dimensions(odd)))["conv1/conv/bias"] == (7,)
+    assert shapes(cut_to_leading_channels(odd.init(torch.Generator())["params"], 0.28, fixed_dimensions(odd)))[
+        "conv1/conv/bias"
+    ] == (7,)
 
 
 def test_the_average_by_hand():
@@ -200,7 +202,7 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
     """A narrow torch module with a scaler behind each convolution, logits filled with 0, torch.optim's SGD."""
     shared = task(network, optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01))
     method = HeteroFL(f"1-{rate}", masked=masked)
-    broadcast = {"params": cut(begin(method, shared)["params"], rate, fixed_dimensions(network))}
+    broadcast = {"params": cut_to_leading_channels(begin(method, shared)["params"], rate, fixed_dimensions(network))}
     client_update = method.client_updates(shared)[f"train-{rate}"]
 
     oracle = module_of(network).double()

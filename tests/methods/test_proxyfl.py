@@ -17,7 +17,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import ICPL
-from halfmoon.methods.proxyfl import ProxyTuning, compute_margin, compute_tuning_gradient, tune
+from halfmoon.methods.proxyfl import ProxyTuning, compute_margin, compute_tuning_gradient, tune_classifier
 
 
 def given() -> Batch:
@@ -124,7 +124,7 @@ def test_tuning_by_autograd_and_sgd():
     margin = compute_margin(mean)
     distances = (mean[:, None] - mean).norm(dim=-1) + torch.eye(5).double() * 1e9
     assert margin == pytest.approx(float(distances.min(-1).values.max()), rel=1e-12)
-    ours = tune(mean, rows, 10, 0.05, 4, torch.Generator().manual_seed(2))
+    ours = tune_classifier(mean, rows, 10, 0.05, 4, torch.Generator().manual_seed(2))
     weight = mean.clone().requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=0.05)
     orders = torch.Generator().manual_seed(2)

@@ -29,7 +29,7 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
 from halfmoon.engine.evaluation import MAX_TEMPERATURE, MIN_TEMPERATURE
-from halfmoon.engine.evaluation import temperature as of_tensors
+from halfmoon.engine.evaluation import find_temperature as of_tensors
 from halfmoon.models import NETWORKS
 from halfmoon.notebook import trained
 from halfmoon.report import diagrams

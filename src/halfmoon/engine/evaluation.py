@@ -412,7 +412,7 @@ def roc_auc(positive: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> flo
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
 
 
-def temperature(logits: Tensor, labels: Tensor) -> float:
+def find_temperature(logits: Tensor, labels: Tensor) -> float:
     """Fit the temperature that minimizes the mean cross-entropy of softmax(logits / temperature).
 
     Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes.
@@ -446,7 +446,7 @@ def temperature(logits: Tensor, labels: Tensor) -> float:
 
 @torch.no_grad()
 def fit_temperature(network: Network, model: Tree, normalize: Normalize, images: Examples, batch: int = 1000) -> float:
-    """Fit a model's softmax temperature on labeled images that it was not trained on (`temperature`).
+    """Fit a model's softmax temperature on labeled images that it was not trained on (`find_temperature`).
 
     Args:
         network: the network.
@@ -460,4 +460,4 @@ def fit_temperature(network: Network, model: Tree, normalize: Normalize, images:
         _compute_logits(network.in_float32, params, model["stats"], normalize, chunk).double()
         for chunk in torch.split(images.images, images_per_pass(images.images, batch))
     ]
-    return temperature(torch.cat(logits), images.labels)
+    return find_temperature(torch.cat(logits), images.labels)

@@ -118,7 +118,7 @@ def run_rounds(
         - "concluded": the clients' test results for the last model, where clients' validation images chose the round;
         - "chosen": {"round", "accuracy"} of that round, None elsewhere;
         - "client_accuracy": `summarize_clients` of that model, with "each" by client number; None if unknown;
-        - "measured", "cost", "aggregation": see `measured`, and the last row of the metrics;
+        - "measured", "cost", "aggregation": see `summarize_pseudo_labels`, and the last row of the metrics;
         - "ended": a sentence on why the run stopped before its last round, or None.
 
     Raises:
@@ -285,7 +285,7 @@ def _evaluate(
     if images is not None:
         test = _evaluate_images(experiment, model, images)
         if not math.isfinite(test.loss):
-            raise Diverged(row["round"] - 1, None, None, test.loss, "test loss")
+            raise Diverged(row["round"] - 1, client=None, step=None, value=test.loss, quantity="test loss")
         row["test"] = test.row()
         client_accuracies = _client_accuracies(experiment, test)
         if client_accuracies:
@@ -482,7 +482,11 @@ def _summarize_rows(rows: list[Row], scores: Sequence[_ValidationScore]) -> Row:
         and "aggregation".
     """
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
-    summary = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
+    summary = {
+        "measured": summarize_pseudo_labels(rows),
+        "cost": rows[-1]["cost"],
+        "aggregation": rows[-1].get("aggregation"),
+    }
     if not tested:
         return {"accuracy": None, **summary}
     accuracy = _last_and_best(tested)
@@ -493,7 +497,7 @@ def _summarize_rows(rows: list[Row], scores: Sequence[_ValidationScore]) -> Row:
     return {"accuracy": accuracy, **summary}
 
 
-def measured(rows: Sequence[Row]) -> Row:
+def summarize_pseudo_labels(rows: Sequence[Row]) -> Row:
     """Summarize the pseudo-label metrics of a run: the last and the best value of each, as shares.
 
     Args:

@@ -134,22 +134,23 @@ def _sum_padded_row_moments(task: Task, params: Tree, data: ClientData, images: 
 
 
 def estimate_statistics(federation: Federation, server: Tree, over: Over, serving: bool = True) -> Tree:
-    """Count new batch statistics for the server's model: the mean moments over rows.
+    """Estimate the batch-norm statistics of the server's model, as the mean over the clients' images.
 
-    The method's client update "census" has to be `BatchNormStatistics`. Clients are queried in groups of the size of a
-    cohort, so that a device holds no more of them than in training.
+    This is static batch normalization (HeteroFL, SemiFL). The method's client update "census" has to be
+    `BatchNormStatistics`. Clients are queried in groups of the size of a cohort, so that a device has no more of them
+    in memory than in training.
 
     Args:
         federation: the clients.
         server: contains "params", and "stats" if the network has statistics.
-        over: clients whose rows are counted.
-        serving: whether the server's rows are counted too.
+        over: clients whose images are used: "all", the round's "cohort", or none ("server").
+        serving: whether the server's images are used too.
 
     Returns:
-        The statistics; {} for a network without statistics.
+        Mean and variance of each layer; {} for a network without batch normalization.
 
     Raises:
-        UserError: there is no row to count.
+        UserError: there is no image.
     """
     if not server.get("stats"):
         return {}

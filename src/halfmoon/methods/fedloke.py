@@ -184,7 +184,7 @@ class FedLoKeClient(ClientUpdate):
 
         Args:
             batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
-            teacher: the other model's predicted probabilities, (b, classes).
+            teacher: the other model's prediction, detached logits (b, classes).
             mask: 1 for images whose prediction is used, (b,).
             weight: factor of the unlabeled loss (lambda of Eq. 12).
 

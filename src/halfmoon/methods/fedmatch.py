@@ -192,7 +192,7 @@ class FedMatch:
         return {**sigma, **average_uploads(upload._replace(update=psi_and_stats))}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        params = add_halves(server["sigma"], cut(server["psi"], self.l1_threshold))
+        params = add_halves(server["sigma"], zero_small_entries(server["psi"], self.l1_threshold))
         return {"params": params, "stats": server.get("stats", {})}
 
     def _helpers_in_round(self, task: Task) -> int:
@@ -397,7 +397,7 @@ class FedMatchClient(ClientUpdate):
         """
         received = carry["received"]
         labels = (data.labeled > 0).double()
-        new = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
+        new = {"sigma": carry["sigma"], "psi": zero_small_entries(carry["psi"], self.options.l1_threshold)}
         down_counts = dict(carry["changed"])
         if self.helpers:
             helpers = [tree.index(broadcast["helpers"], k) for k in range(self.helpers)]
@@ -483,7 +483,7 @@ class FedMatchClient(ClientUpdate):
         if helper_logits is not None and helper_exists is not None:
             share = helper_exists / helper_exists.sum().clamp_min(1)
             image_losses = options.consistency_weight * (share[:, None] * divergence(helper_logits, plain)).sum(0)
-            label = vote(
+            label = vote_on_labels(
                 label, helper_logits.argmax(-1), helper_exists, classes=helper_logits.shape[-1], ties=options.ties
             )
         image_losses = image_losses + options.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
@@ -563,7 +563,7 @@ def add_halves(sigma: Tree, psi: Tree) -> Tree:
     return params
 
 
-def cut(psi: Tree, threshold: float) -> Tree:
+def zero_small_entries(psi: Tree, threshold: float) -> Tree:
     """Set the entries of psi whose absolute value is at most `threshold` to 0."""
     return tree.map(lambda leaf: torch.where(leaf.abs() <= threshold, 0.0, leaf), psi)
 
@@ -603,7 +603,9 @@ def take_labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: 
     return {**carry, "sigma": sigma, "optimizer": optimizer, "stats": track(carry["stats"], moments)}, value
 
 
-def vote(label: Tensor, helper_labels: Tensor, exists: Tensor, classes: int, ties: Literal["first", "own"]) -> Tensor:
+def vote_on_labels(
+    label: Tensor, helper_labels: Tensor, exists: Tensor, classes: int, ties: Literal["first", "own"]
+) -> Tensor:
     """Compute the majority vote of a client and its helpers.
 
     Args:

@@ -39,7 +39,7 @@ GradientPath = Literal["product", "detached"]
 
 
 def compute_instance_weights(regulator: Tree, logits: Tensor, kind: RegulatorInput) -> Tensor:
-    """Weigh images by their logits (Eq. 6).
+    """Weigh pseudo-labeled images by FedDure's fine-grained regulator (F-reg), an MLP on their logits (Eq. 6).
 
     Args:
         regulator: F-reg's parameters.
@@ -82,7 +82,7 @@ class WeightedLoss:
         gradient_path: GradientPath,
         mask: Tensor | None = None,
     ) -> "WeightedLoss":
-        """Build the loss of n images.
+        """Build the pseudo-label loss of n images, which FedDure's fine-grained regulator (F-reg) weighs.
 
         Args:
             logits: (n, classes).
@@ -100,7 +100,14 @@ class WeightedLoss:
             loss = loss * mask
             probability_error = probability_error * mask[:, None]
             count = mask.sum()
-        return cls(_regulator_input(logits, kind), loss, probability_error, kind, gradient_path, count)
+        return cls(
+            inputs=_regulator_input(logits, kind),
+            loss=loss,
+            probability_error=probability_error,
+            kind=kind,
+            gradient_path=gradient_path,
+            count=count,
+        )
 
     def logit_gradient(self, regulator: Tree) -> Tensor:
         """Compute the gradient of the weighted pseudo-label loss in the logits, (n, classes).

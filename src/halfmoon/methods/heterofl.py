@@ -92,7 +92,7 @@ class HeteroFL(ModelAveraging):
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Run a round of HeteroFL: clients of each rate train the leading channels, the server averages each entry.
 
-        An entry (of a parameter) is averaged over the clients that trained it; the others keep the server's value.
+        Each number of a parameter is averaged over the clients that trained it; without any it remains the server's.
 
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.
@@ -111,7 +111,7 @@ class HeteroFL(ModelAveraging):
         for rate in sorted(set(rates), reverse=True):
             members = [client for client in to_ints(federation.cohort) if rates[client % len(rates)] == rate]
             if members:
-                broadcast = {"params": cut(server["params"], rate, fixed_dims)}
+                broadcast = {"params": cut_to_leading_channels(server["params"], rate, fixed_dims)}
                 clients = torch.tensor(members, dtype=torch.int64)
                 upload = federation.query(update_name(rate), broadcast, clients=clients)
                 if len(upload.weight):  # no client of this rate may have replied
@@ -232,7 +232,7 @@ def fixed_dimensions(network: Network) -> dict[str, tuple[bool, ...]]:
     return fixed
 
 
-def cut(params: Tree, rate: float, fixed: Mapping[str, tuple[bool, ...]]) -> Tree:
+def cut_to_leading_channels(params: Tree, rate: float, fixed: Mapping[str, tuple[bool, ...]]) -> Tree:
     """Cut a network to its leading channels: the first ceil(rate * n) of the n entries of each dimension.
 
     Args:

@@ -37,6 +37,9 @@ from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.icpl import ICPL
 from halfmoon.methods.objectives.pseudo_labeling import refuse_average_teacher
 
+MIN_DISTANCE = 1e-12
+"""Smallest distance to divide by."""
+
 
 @dataclass(frozen=True)
 class ProxyTuning:
@@ -88,7 +91,7 @@ class ProxyTuning:
             return new
         head = new["params"]["head"]
         # On the CPU: thousands of tiny steps, and the same result on every device.
-        tuned = tune(
+        tuned = tune_classifier(
             head["weight"].cpu(),
             recorder.rows.cpu(),
             passes=self.tuning_passes,
@@ -130,7 +133,9 @@ class ClassifierRecorder:
         return average_stacked_uploads(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
 
 
-def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generator: torch.Generator) -> Tensor:
+def tune_classifier(
+    mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generator: torch.Generator
+) -> Tensor:
     """Tune the averaged classifier by SGD, so that each class's row is the nearest to that class's rows of all clients.
 
     This is the global proxy tuning of ProxyFL (CVPR 2026): a row of the last layer's weight is a "proxy" of its class.
@@ -180,8 +185,8 @@ def compute_tuning_gradient(mean: Tensor, points: Tensor, labels: Tensor, margin
     target = (labels[:, None] == torch.arange(len(mean))).to(mean.dtype)
     # The logits are minus the distances, so their gradient, softmax - target, changes its sign.
     distance_gradient = target - (-distance - margin * target).softmax(-1)
-    # A distance of 0 has no gradient: the difference is 0 and stays 0 after the division.
-    unit = difference / distance.clamp_min(1e-12)[..., None]
+    # A distance of 0 has no gradient: the difference is 0, and 0 after the division too.
+    unit = difference / distance.clamp_min(MIN_DISTANCE)[..., None]
     return (distance_gradient[..., None] * unit).mean(0)
 
 

@@ -356,7 +356,13 @@ class SemiFLClient(RoundLabelingClient):
         return new, StepMetrics(loss, samples={"kept": used_share}, pseudo=(pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
-        """Return the upload, with the weight 1 (0 if no image was used), and the state that the client stores."""
+        """Return the upload, with the weight 1 (0 if no image was used), and the state that the client stores.
+
+        Args:
+            broadcast: the tree that the server sent.
+            carry: state of the client update after its last step.
+            data: the client's images and labels.
+        """
         drawable = self.drawable_rows(carry, data)
         has_trained = data.unlabeled > 0
         if drawable is not None:

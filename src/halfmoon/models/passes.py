@@ -402,6 +402,7 @@ def normalize_batch(
         The normalized activations, and the mean, the inverse deviation and the unbiased variance (C,).
     """
     if real is None:
+        # None: no running statistics; True: normalize by those of the batch.
         out, mean, inverse = torch.native_batch_norm(z, weight, bias, None, None, True, MOMENTUM, eps)
         count = z.numel() // z.shape[1]
         return out, mean, inverse, (inverse.detach().pow(-2) - eps) * (count / max(count - 1, 1))

@@ -74,7 +74,7 @@ def _check_size(name: str, network: Network) -> None:
     if network.width <= MAX_UNCHECKED_WIDTH:
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    size = 4 * count_parameters(network)
+    size = 4 * count_parameters(network)  # bytes: a float32 has four
     if size > memory:
         raise UserError(
             f"width is {network.width}: network {name} would take {size:,} bytes for its parameters alone, but this "

@@ -138,7 +138,7 @@ class Objective:
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        """Compute the loss of a minibatch.
+        """Compute the loss of a minibatch; every objective overrides it.
 
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.

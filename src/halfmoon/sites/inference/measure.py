@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.readers.class_folders import find_part
-from halfmoon.engine.evaluation import temperature
+from halfmoon.engine.evaluation import find_temperature
 from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.sites.inference.image_folder import UnreadableImage, check_confidence, list_labeled_images, read_batches
 from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_model
@@ -396,7 +396,7 @@ def write_temperature(file: Path, model: InferenceModel, logits: np.ndarray, lab
     Raises:
         UserError: the file cannot be written.
     """
-    fitted_temperature = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
+    fitted_temperature = find_temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     try:
         metadata = replace(model.card, temperature=fitted_temperature).render()
         atomic_io.write_atomically(file, with_seal(file.read_bytes(), metadata))
