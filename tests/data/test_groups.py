@@ -46,7 +46,7 @@ def test_no_group_of_class_folders_is_on_two_sides(tmp_path: Path) -> None:
         assert sum(map(len, found.parts.values())) == 60 or pattern
         shades = [part.images[:, 0, 0, 0].astype(int) // 8 // 3 for part in found.parts.values()]
         sides[pattern] = [set(each.tolist()) for each in shades]
-        assert ("no patient or group is on both sides" in found.remark) == bool(pattern)
+        assert ("no patient or group is on both sides" in found.selection_note) == bool(pattern)
     assert sum(map(len, sides[PATTERN])) == len(set.union(*sides[PATTERN]))
     assert sum(map(len, sides[None])) > len(set.union(*sides[None]))
 

@@ -388,7 +388,7 @@ def test_of_class_folders_alone_a_part_is_held_out(tmp_path: Path) -> None:
     assert source.test.images.tobytes() == again.test.images.tobytes()
     both = np.concatenate([source.train.images, source.test.images])
     assert sorted(image.tobytes() for image in both) == sorted(image.tobytes() for image in pixels)
-    assert "20% of the images of every class, 3 in all, are held out as the test" in source.remark
+    assert "20% of the images of every class, 3 in all, are held out as the test" in source.selection_note
     refused("no part 'validation', only train and test", str(tmp_path), test="validation")
     for path in sorted((tmp_path / "bee").iterdir())[1:]:
         path.unlink()
@@ -402,7 +402,9 @@ def test_parts_have_other_usual_names(names: tuple[str, str], tmp_path: Path) ->
         (tmp_path / old).rename(tmp_path / new)
     source = load(str(tmp_path))
     np.testing.assert_array_equal(source.test.images, pixels)
-    assert source.remark == (f"{tmp_path} has no folder test, so the images of valid are the test" * ("valid" in names))
+    assert source.selection_note == (
+        f"{tmp_path} has no folder test, so the images of valid are the test" * ("valid" in names)
+    )
 
 
 def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_path: Path) -> None:

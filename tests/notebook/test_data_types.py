@@ -170,7 +170,7 @@ def test_a_test_is_used_and_no_row_is_held_out(tmp_path: Path) -> None:
     assert len(halfmoon.problem(data=parts, **without_progress()).source.test) == 30
     held_out = halfmoon.problem(data=(X, Y), **without_progress()).source
     assert (len(held_out.train), len(held_out.test)) == (60, 20)
-    assert "20% of the labeled images of every class, 20 in all, are held out" in held_out.remark
+    assert "20% of the labeled images of every class, 20 in all, are held out" in held_out.selection_note
 
 
 def without_progress(**options: Any) -> dict[str, Any]:

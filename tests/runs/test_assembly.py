@@ -40,6 +40,6 @@ def test_a_card_says_how_images_are_made_ready(options: dict[str, Any]):
     ],
 )
 def test_a_plan_names_folders_below_it(tmp_path: Path, jobs: list[dict[str, Any]], said: str):
-    """A seal finds damage, not malice: one that is right says nothing of what stands in the file."""
+    """A checksum finds damage, not malice: one that is right says nothing of what stands in the file."""
     with pytest.raises(UserError, match=said):
-        parse_jobs(integrity.seal({"jobs": jobs}), tmp_path)
+        parse_jobs(integrity.format_checked({"jobs": jobs}), tmp_path)

@@ -41,7 +41,7 @@ from halfmoon.sites.inference import load as deployed
 from halfmoon.sites.inference.image_folder import list_images, list_labeled_images
 from halfmoon.sites.inference.measure import measure_fit
 from halfmoon.storage import integrity
-from halfmoon.storage.serialization import CHECKSUM_KEY, check_seal
+from halfmoon.storage.serialization import CHECKSUM_KEY, check_checksum
 
 TEST = load("digits").test
 
@@ -166,7 +166,7 @@ def test_every_damage_is_a_sentence(home, tmp_path, damage, capsys):
     change, words = DAMAGES[damage]
     with safe_open(home / "run" / "model.safetensors", "pt") as file:
         said, flat = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    said.pop(CHECKSUM_KEY, None)  # what a seal finds first is a test of its own
+    said.pop(CHECKSUM_KEY, None)  # what a checksum finds first is a test of its own
     change(said, flat)
     path = tmp_path / "model.safetensors"
     save_file(flat, path, said)
@@ -580,7 +580,7 @@ def test_a_calibrated_model_tells_the_truth_everywhere(home: Path, tmp_path: Pat
     np.testing.assert_allclose(model.probabilities(some), softmax(plain.logits(some) / at, axis=1), rtol=1e-12)
     with safe_open(home / "run" / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "2"
-    assert check_seal((home / "run" / "model.safetensors").read_bytes())
+    assert check_checksum((home / "run" / "model.safetensors").read_bytes())
     integrity.check_files(home / "run", "model.safetensors")
     assert cli.main(["predict", *run, other, "--out", str(tmp_path / "p.csv")]) == 0
     capsys.readouterr()

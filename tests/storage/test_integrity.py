@@ -18,8 +18,8 @@ from halfmoon.report.run_reader import StoredRun
 from halfmoon.runs import runner
 from halfmoon.sites.inference import load_model
 from halfmoon.storage import integrity
-from halfmoon.storage.integrity import BrokenSeal, seal, unseal
-from halfmoon.storage.serialization import check_seal
+from halfmoon.storage.integrity import ChecksumError, format_checked, parse_checked
+from halfmoon.storage.serialization import check_checksum
 
 SMALL: dict[str, Any] = {
     "data": "digits", "clients": 4, "cohort": 2, "network": "small", "width": 2, "steps": 1, "method": "fedloke",
@@ -46,17 +46,17 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_seal_finds_every_changed_bit():
     """Of the value, of the key, of the seal itself, of blanks; the whole object comes back otherwise."""
-    data = seal({"a": [1, 2.5], "b": {"c": "ä"}})
-    assert unseal(data) == {"a": [1, 2.5], "b": {"c": "ä"}}
+    data = format_checked({"a": [1, 2.5], "b": {"c": "ä"}})
+    assert parse_checked(data) == {"a": [1, 2.5], "b": {"c": "ä"}}
     for place in range(len(data)):
         for bit in range(8):
             changed = bytearray(data)
             changed[place] ^= 1 << bit
-            with pytest.raises(BrokenSeal):
-                unseal(bytes(changed))
+            with pytest.raises(ChecksumError):
+                parse_checked(bytes(changed))
     for cut in (data[:-1], b"", b"[]", b"{}", b"7"):
-        with pytest.raises(BrokenSeal):
-            unseal(cut)
+        with pytest.raises(ChecksumError):
+            parse_checked(cut)
 
 
 def copy(folder: Path, to: Path) -> Path:
@@ -89,7 +89,7 @@ def test_one_bit_of_a_finished_model_is_found(finished: Path, tmp_path: Path):
     path.write_bytes(whole)
     assert load_model(path).classes
     with pytest.raises(ValueError, match="nested too deeply"):
-        check_seal((100_000).to_bytes(8, "little") + b"[" * 100_000)
+        check_checksum((100_000).to_bytes(8, "little") + b"[" * 100_000)
 
 
 def test_a_damaged_timing_stops_nothing(stopped: Path, finished: Path, tmp_path: Path):
@@ -222,7 +222,7 @@ def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):
     from halfmoon.studies.sweep_folder import parse_sweep_file
 
     path, facts = tmp_path / "sweep.json", {"format": 1, "cells": [{"accuracy": 0.9112}] * 9, "title": "a sweep"}
-    whole = integrity.seal_lines(facts)
+    whole = integrity.format_checked_lines(facts)
     assert parse_sweep_file(whole, path) == facts
     chance = random.Random(5)
     for at in range(100):

@@ -33,7 +33,7 @@ def test_a_lock_of_the_system_needs_no_file_and_no_remark(tmp_path: Path):
         locks.acquire(tmp_path / "l")
     one.free()
     again = locks.acquire(tmp_path / "l")
-    assert again.remark == ""
+    assert again.warning == ""
     again.free()
     assert [path.name for path in tmp_path.iterdir()] == ["l"]
 
@@ -42,7 +42,7 @@ def test_a_lock_of_the_system_needs_no_file_and_no_remark(tmp_path: Path):
 def test_without_locks_a_file_keeps_the_second_one_out_and_it_is_said(tmp_path: Path):
     """The sentence names the process that is there, and what to do where it is not; afterwards nothing is left."""
     one = locks.acquire(tmp_path / "l")
-    assert "has no locks" in one.remark
+    assert "has no locks" in one.warning
     with pytest.raises(LockConflict, match=r"is at work.*remove the file"):
         locks.acquire(tmp_path / "l")
     one.free()
@@ -80,7 +80,7 @@ def test_the_file_of_another_machine_and_a_damaged_one_are_left_to_people(tmp_pa
 def test_two_runs_never_share_a_folder_without_locks(tmp_path: Path):
     """What the review found: both ended with 0, and rounds stood twice in metrics.jsonl."""
     with RunFolder.create(tmp_path / "run", "", "a" * 64) as folder:
-        assert "has no locks" in folder.remark
+        assert "has no locks" in folder.lock_warning
         with pytest.raises(FolderInUse, match="another process is running"):
             RunFolder.open(tmp_path / "run").log({"round": 1})
     with RunFolder.open(tmp_path / "run") as again:

@@ -615,7 +615,7 @@ def test_a_checkpoint_of_an_older_halfmoon_is_not_taken_for_one_without_clients(
     path = folder.path / "checkpoint-000000.json"
     note = json.loads(path.read_text())
     del note["clients"], note["sha256"]
-    path.write_bytes(integrity.seal(note))
+    path.write_bytes(integrity.format_checked(note))
     with pytest.raises(UserError, match="an older halfmoon wrote it"):
         reopened(folder).load()
 

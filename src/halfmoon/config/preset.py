@@ -73,7 +73,7 @@ def displaced_protocol_values(options: Mapping[str, Any]) -> dict[str, tuple[Any
         {option: (the protocol's value, the option that drops it)}.
     """
     values = protocol_values(options.get("protocol", "none"))
-    displaced = {}
+    displaced: dict[str, tuple[Any, str]] = {}
     for cause in ("network", "rounds"):
         if options.get(cause) is None:
             continue

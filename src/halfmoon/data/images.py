@@ -31,7 +31,7 @@ class Images:
         images: uint8 (N, H, W, C), C = 1 or 3.
         labels: int64 (N,).
         spread: The `channel_statistics` of the images if they are known already.
-        remark: A note on the selection of these images, if the files do not define it.
+        selection_note: A note on the selection of these images, if the files do not define it.
         groups: The group of each image, such as a patient; "" for none.
         clients: The client of each image, int64 (N,), if the data set defines it.
         skipped: The images that were left out, because their files cannot be read.
@@ -43,7 +43,7 @@ class Images:
     images: np.ndarray
     labels: np.ndarray
     spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-    remark: str = ""
+    selection_note: str = ""
     groups: Sequence[str] | None = None
     clients: np.ndarray | None = None
     skipped: tuple[SkippedImage, ...] = ()
@@ -90,7 +90,7 @@ class Source:
         mean: The mean of each channel of the training pixels, 0 to 1.
         std: The standard deviation of each channel.
         validation: Images that are not used for training.
-        remark: A note on the selection of the test images, if the files do not define it.
+        selection_note: A note on the selection of the test images, if the files do not define it.
         notes: Sentences about the images that a user should know: copies, images that were left out.
         skipped: The images that were left out, because their files cannot be read.
 
@@ -106,7 +106,7 @@ class Source:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     validation: Images | None = None
-    remark: str = ""
+    selection_note: str = ""
     notes: tuple[str, ...] = ()
     skipped: tuple[SkippedImage, ...] = ()
 
@@ -256,7 +256,7 @@ def hold_out(source: Source, share: float) -> Source:
         share: The share of the images, 0 to 1; 0 returns the data set unchanged.
 
     Returns:
-        A copy with fewer training images and with `validation`; its `remark` states the number of moved images.
+        A copy with fewer training images and with `validation`; its `selection_note` states the number of moved images.
 
     Raises:
         UserError: If no training image of a class would remain.
@@ -277,7 +277,7 @@ def hold_out(source: Source, share: float) -> Source:
     if train.groups is None:
         return source
     note = f"{selection.sum():,} images are set aside for validation; {NO_GROUP_ON_BOTH_SIDES}"
-    return replace(source, remark="; ".join(filter(None, [source.remark, note])))
+    return replace(source, selection_note="; ".join(filter(None, [source.selection_note, note])))
 
 
 def _draw_class_share(source: Source, share: float, stream: str, groups: Sequence[str] | None = None) -> np.ndarray:

@@ -171,21 +171,21 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
     """
     data = find(name)
     train = Images(data.train.load(preparation), data.train.labels, clients=data.clients)
-    remark = ""
+    selection_note = ""
     if data.test is not None:
         test = Images(data.test.load(preparation), data.test.labels)
         if test.images.shape[3] != train.images.shape[3]:
             raise UserError("data and test have different numbers of channels; give --channels 1 or 3.")
     else:
         is_test = _draw_test_rows(data.train)
-        remark = (
+        selection_note = (
             f"no test was given, so {HELD_OUT_SHARE:.0%} of the labeled images of every class, {is_test.sum():,} in "
             "all, are held out as the test; where images share a patient or an object, give test yourself"
         )
         test = replace(train.rows(is_test), clients=None)
         train = train.rows(~is_test)
     mean, std = channel_statistics(train.images)
-    return Source(TITLE, train, test, data.train.classes, data.mirror, mean, std, remark=remark)
+    return Source(TITLE, train, test, data.train.classes, data.mirror, mean, std, selection_note=selection_note)
 
 
 def _draw_test_rows(collection: ImageCollection) -> np.ndarray:

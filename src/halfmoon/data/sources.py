@@ -113,7 +113,16 @@ def load(
                 f"the class names {' and '.join(map(repr, group))} are nearly the same: check that both are meant"
             )
     return Source(
-        title, train, tests, classes, keeps_class, mean, std, remark=tests.remark, notes=tuple(notes), skipped=skipped
+        title,
+        train,
+        tests,
+        classes,
+        keeps_class,
+        mean,
+        std,
+        selection_note=tests.selection_note,
+        notes=tuple(notes),
+        skipped=skipped,
     )
 
 

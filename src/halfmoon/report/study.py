@@ -263,7 +263,7 @@ def read_sweep(file: Path) -> Study:
         data = file.read_bytes()
         content = atomic_io.parse_json(data)
         if isinstance(content, dict):
-            content = integrity.unseal_lines(data)
+            content = integrity.parse_checked_lines(data)
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); restore it, or start the sweep again.") from error
     if not isinstance(content, dict) or content.get("format") != SWEEP_FORMAT:

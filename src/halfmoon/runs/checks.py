@@ -39,8 +39,8 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
             "validation_part, or leave patience out."
         )
     device = factory.select_device(config)
-    if shared.source.remark:
-        watch.say(f"{shared.source.remark}.")
+    if shared.source.selection_note:
+        watch.say(f"{shared.source.selection_note}.")
     if is_emulated(config.precision, device):
         watch.say(
             "this processor has no bfloat16, so precision = 'bf16' is several times slower here than float32 and "

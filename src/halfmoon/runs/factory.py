@@ -299,8 +299,8 @@ def load_images(config: DataOptions) -> Source:
         raise UserError("validation_part and validation_share both select validation images; leave one of them out.")
     load = partial(load_source, config.data, config.data_dir, cache=config.cache, preparation=image_preparation(config))
     data = take_share(load(), config.data_share)
-    if config.validation_part and data.remark:
-        raise UserError(f"validation_part needs images apart from the test, but {data.remark}.")
+    if config.validation_part and data.selection_note:
+        raise UserError(f"validation_part needs images apart from the test, but {data.selection_note}.")
     if config.validation_part:
         return replace(data, validation=load(test="validation").test)
     return hold_out(data, config.validation_share)

@@ -55,7 +55,7 @@ def parse_config(text: str, root: Path) -> Config:
 
 def render_jobs(jobs: Sequence[Job]) -> bytes:
     """Write jobs as a comparison.json with a checksum; `parse_jobs` reads it."""
-    return integrity.seal({"jobs": [{"folder": job.folder, "config": to_toml(job.config)} for job in jobs]})
+    return integrity.format_checked({"jobs": [{"folder": job.folder, "config": to_toml(job.config)} for job in jobs]})
 
 
 def is_same_plan(stored: bytes | None, plan: bytes) -> bool:
@@ -75,7 +75,7 @@ def is_same_plan(stored: bytes | None, plan: bytes) -> bool:
 
 
 def _without_retired_options(plan: bytes) -> list[tuple[str, str]]:
-    jobs = integrity.unseal(plan)["jobs"]
+    jobs = integrity.parse_checked(plan)["jobs"]
     return [(str(job["folder"]), retired.strip_ignored_lines(str(job["config"]))) for job in jobs]
 
 
@@ -91,7 +91,7 @@ def parse_jobs(plan: bytes, root: Path) -> list[Job]:
     """
     try:
         jobs = []
-        for stored_job in integrity.unseal(plan)["jobs"]:
+        for stored_job in integrity.parse_checked(plan)["jobs"]:
             config = parse_config(str(stored_job["config"]), root)
             jobs.append(Job(_check_folder(stored_job["folder"]), config))
         if not jobs:

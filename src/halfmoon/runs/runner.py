@@ -529,8 +529,8 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
                     "some sums on a GPU have no fixed order, so a resumed run may differ from a straight one; new runs "
                     "with --deterministic do not."
                 )
-        if folder.remark:
-            watch.say(folder.remark)
+        if folder.lock_warning:
+            watch.say(folder.lock_warning)
         if not (path / SPLIT).exists():
             assembly.save_split(path, shared.split, shared.source)
         assembly.record_split_checksums(path)

@@ -84,15 +84,15 @@ class Checkpoints:
             "meta": meta,
             **software_versions(),
         }
-        sealed_note = integrity.seal(note)
+        note_bytes = integrity.format_checked(note)
         if round == self.writer.saved:
-            if atomic_io.read(self.path / f"{name}.json") == sealed_note:
+            if atomic_io.read(self.path / f"{name}.json") == note_bytes:
                 return
             raise ValueError(f"round {round} cannot be saved: round {round} is on disk already")
         try:
             # The JSON file last: a checkpoint without it was not completed.
             self.writer.write(f"{name}.safetensors", data)
-            self.writer.write(f"{name}.json", sealed_note)
+            self.writer.write(f"{name}.json", note_bytes)
         except WriteError:
             with suppress(OSError):
                 self._remove(round)  # free the disk space of the incomplete checkpoint
@@ -222,15 +222,15 @@ def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, St
     Raises:
         DamagedFile: if any of them is missing or damaged.
     """
-    sealed_note = atomic_io.read(folder / f"{checkpoint_stem(round)}.json")
+    note_bytes = atomic_io.read(folder / f"{checkpoint_stem(round)}.json")
     data = atomic_io.read(folder / f"{checkpoint_stem(round)}.safetensors")
-    if sealed_note is None:
+    if note_bytes is None:
         raise DamagedFile("it was not completed: the .json is missing")
     if data is None:
         raise DamagedFile("its .safetensors is missing")
     try:
-        note = integrity.unseal(sealed_note)
-    except integrity.BrokenSeal as error:
+        note = integrity.parse_checked(note_bytes)
+    except integrity.ChecksumError as error:
         raise DamagedFile(f"its .json cannot be used: {error}") from error
     if atomic_io.sha256(data) != note.get("tensors"):
         raise DamagedFile("checksum differs")

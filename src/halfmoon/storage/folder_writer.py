@@ -36,8 +36,8 @@ class FolderWriter:
         self._lock: locks.Lock | None = None
 
     @property
-    def remark(self) -> str:
-        return "" if self._lock is None else self._lock.remark
+    def lock_warning(self) -> str:
+        return "" if self._lock is None else self._lock.warning
 
     def acquire_lock(self) -> None:
         """Take the lock of the folder, unless this writer has it; raise `FolderInUse` if another process has it."""

@@ -4,7 +4,7 @@ A disk may change a bit, truncate a file or lose it, and the JSON or the tensors
 accuracy or a wrong exponent of a weight. Therefore a run folder has
 
 - `checksums.json`: the SHA-256 of files that are written once (the split, and at the end metrics, model and summary),
-- sealed JSON objects (`sweep.json` too): the key "sha256" is the SHA-256 of the object's text without this key,
+- JSON objects with a checksum (`sweep.json` too): the key "sha256" is the SHA-256 of the object's text without this key,
 - in a checkpoint's JSON the length and the SHA-256 of `metrics.jsonl` at that round (`halfmoon.storage.run_folder`).
 
 This detects damage, not tampering: a person who can write the folder can also write its checksums.
@@ -28,17 +28,17 @@ SUMMARY = "summary.json"
 _CHECKPOINT_NAME = re.compile(r"checkpoint-\d{6,}\.json")
 
 
-class BrokenSeal(ValueError):
-    """A sealed object has no checksum, or its checksum differs."""
+class ChecksumError(ValueError):
+    """A JSON object has no checksum, or its checksum differs."""
 
 
-def seal(content: Mapping[str, Any]) -> bytes:
+def format_checked(content: Mapping[str, Any]) -> bytes:
     """Format an object as one line of JSON with a checksum of its other keys."""
     return atomic_io.json_line({**content, KEY: atomic_io.sha256(atomic_io.json_line(dict(content)))})
 
 
-def unseal(data: bytes) -> dict[str, Any]:
-    """Parse JSON that `seal` wrote with a checksum, and verify the checksum.
+def parse_checked(data: bytes) -> dict[str, Any]:
+    """Parse JSON that `format_checked` wrote with a checksum, and verify the checksum.
 
     Args:
         data: the file's content.
@@ -47,38 +47,38 @@ def unseal(data: bytes) -> dict[str, Any]:
         The object without the checksum.
 
     Raises:
-        BrokenSeal: it is no such JSON, or any bit was changed.
+        ChecksumError: it is no such JSON, or any bit was changed.
     """
     try:
         content = atomic_io.parse_json(data)
         checksum = content.pop(KEY)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise BrokenSeal("it is unreadable") from error
+        raise ChecksumError("it is unreadable") from error
     # Compare bytes rather than values: a changed blank would parse to the same values.
-    if atomic_io.sha256(atomic_io.json_line(content)) != checksum or seal(content) != data:
-        raise BrokenSeal("its checksum differs")
+    if atomic_io.sha256(atomic_io.json_line(content)) != checksum or format_checked(content) != data:
+        raise ChecksumError("its checksum differs")
     return content
 
 
-def seal_lines(content: Mapping[str, Any]) -> bytes:
+def format_checked_lines(content: Mapping[str, Any]) -> bytes:
     """Format an object as indented JSON with a checksum of its other keys, for a file that people read."""
     text = json.dumps(dict(content), indent=1).encode()
     return json.dumps({**content, KEY: atomic_io.sha256(text)}, indent=1).encode() + b"\n"
 
 
-def unseal_lines(data: bytes) -> dict[str, Any]:
-    """Parse JSON that `seal_lines` wrote on several lines with a checksum, and verify the checksum if there is one.
+def parse_checked_lines(data: bytes) -> dict[str, Any]:
+    """Parse JSON that `format_checked_lines` wrote on several lines with a checksum, and verify the checksum if there is one.
 
     Raises:
-        BrokenSeal: it is no such JSON, or any bit was changed.
+        ChecksumError: it is no such JSON, or any bit was changed.
     """
     try:
         content = atomic_io.parse_json(data)
         checksum = content.pop(KEY, None)
     except (ValueError, AttributeError, TypeError) as error:
-        raise BrokenSeal("it is unreadable") from error
-    if checksum is not None and seal_lines(content) != data:
-        raise BrokenSeal("its checksum differs")
+        raise ChecksumError("it is unreadable") from error
+    if checksum is not None and format_checked_lines(content) != data:
+        raise ChecksumError("its checksum differs")
     return content
 
 
@@ -104,8 +104,8 @@ def read_checksums(folder: Path) -> dict[str, str]:
     if data is None:
         return {}
     try:
-        files = unseal(data)["files"]
-    except (BrokenSeal, LookupError) as error:
+        files = parse_checked(data)["files"]
+    except (ChecksumError, LookupError) as error:
         raise UserError(
             f"{folder / CHECKSUMS} is damaged ({error})",
             option="unchecked",
@@ -120,7 +120,9 @@ def record_checksums(folder: Path, digests: Mapping[str, str]) -> None:
         files = read_checksums(folder)
     except UserError:  # a damaged file is replaced below
         files = {}
-    atomic_io.write_atomically(folder / CHECKSUMS, seal({"files": dict(sorted({**files, **digests}.items()))}))
+    atomic_io.write_atomically(
+        folder / CHECKSUMS, format_checked({"files": dict(sorted({**files, **digests}.items()))})
+    )
 
 
 _UNCHECKED = [False]
@@ -191,10 +193,10 @@ def check_run(folder: Path) -> None:
     notes = sorted(path.name for path in folder.glob("checkpoint-*.json") if _CHECKPOINT_NAME.fullmatch(path.name))
     for name in reversed(notes):
         try:
-            note = unseal(atomic_io.read(folder / name) or b"")
+            note = parse_checked(atomic_io.read(folder / name) or b"")
             length = int(note["metrics"])
             digest = str(note["metrics_sha256"])
-        except (BrokenSeal, LookupError, ValueError, TypeError):
+        except (ChecksumError, LookupError, ValueError, TypeError):
             continue  # damaged, or being removed by its run: use the previous one
         metrics = atomic_io.read(folder / METRICS) or b""
         if atomic_io.sha256(metrics[:length]) != digest:
@@ -278,6 +280,6 @@ def read_object(path: Path) -> dict[str, Any] | None:
     if content is None or KEY not in content:
         return content
     try:
-        return unseal(atomic_io.read(path) or b"")
-    except BrokenSeal:
+        return parse_checked(atomic_io.read(path) or b"")
+    except ChecksumError:
         return None

@@ -29,11 +29,11 @@ class LockConflict(OSError):
 
 @dataclass
 class Lock:
-    """A lock that lasts until `free`; `remark` is a warning if an owner file is used in place of a system lock."""
+    """A lock that lasts until `free`; `warning` is a warning if an owner file is used in place of a system lock."""
 
     handle: int
     owner: Path | None = None
-    remark: str = ""
+    warning: str = ""
 
     def free(self) -> None:
         """Free the lock, and remove the owner file."""
@@ -60,11 +60,11 @@ def acquire(path: Path) -> Lock:
             raise LockConflict(*error.args) from error
         owner = path.with_name(path.name + OWNER_SUFFIX)
         _create_owner(owner)
-        remark = (
+        warning = (
             f"the file system of {path.parent} has no locks: {owner.name} reserves the folder for this process; "
             "if it is killed, the next process on this machine takes over"
         )
-        return Lock(handle, owner, remark)
+        return Lock(handle, owner, warning)
     except BaseException:
         os.close(handle)
         raise

@@ -14,7 +14,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, integrity, locks
 from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, LoadedCheckpoint, software_versions
 from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, WriteError, resume_command
-from halfmoon.storage.serialization import pack, with_seal
+from halfmoon.storage.serialization import pack, with_checksum
 from halfmoon.storage.state_store import TreeStore
 
 RUN = "run.json"
@@ -88,7 +88,7 @@ class RunFolder:
             cls.check_unused(path, identity)  # repeated under the lock: another process may have created the run since
             head = {"identity": identity, "config": atomic_io.sha256(config.encode()), **software_versions()}
             # run.json first: a folder with only a config.toml may belong to the user.
-            folder.writer.write(RUN, integrity.seal(head))
+            folder.writer.write(RUN, integrity.format_checked(head))
             folder.writer.write(CONFIG, config.encode())
         except BaseException:
             folder.close()
@@ -176,9 +176,9 @@ class RunFolder:
         self.writer.close()
 
     @property
-    def remark(self) -> str:
+    def lock_warning(self) -> str:
         """A warning about the folder's lock, or ""."""
-        return self.writer.remark
+        return self.writer.lock_warning
 
     @property
     def finished(self) -> bool:
@@ -248,7 +248,7 @@ class RunFolder:
             summary: the content of summary.json.
         """
         self.writer.acquire_lock()
-        data = with_seal(pack(model)[0], meta)
+        data = with_checksum(pack(model)[0], meta)
         self.writer.write(MODEL, data)
         self.writer.record_checksums({MODEL: atomic_io.sha256(data), METRICS: self.metrics.digest})
         self.write_summary(summary)

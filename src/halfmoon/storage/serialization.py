@@ -80,14 +80,14 @@ def with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[end:]
 
 
-def with_seal(data: bytes, meta: dict[str, str]) -> bytes:
+def with_checksum(data: bytes, meta: dict[str, str]) -> bytes:
     """Put metadata and a checksum of the rest of the file into the header of a safetensors file."""
     plain = with_metadata(data, meta)
     return with_metadata(data, {**meta, CHECKSUM_KEY: _hash_content(plain)})
 
 
-def check_seal(data: bytes) -> bool:
-    """Check the checksum of a file of `with_seal`; True without a checksum. Raise ValueError for another file type."""
+def check_checksum(data: bytes) -> bool:
+    """Check the checksum of a file of `with_checksum`; True without a checksum. Raise ValueError for another file type."""
     header, _ = _parse_header(data)
     checksum = header["__metadata__"].get(CHECKSUM_KEY)
     return checksum is None or checksum == _hash_content(data)

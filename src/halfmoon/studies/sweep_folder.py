@@ -75,7 +75,7 @@ class SweepFolder:
         Raises:
             UserError: If the file cannot be written.
         """
-        data = integrity.seal_lines(atomic_io.replace_nonfinite(self._contents(cells)))
+        data = integrity.format_checked_lines(atomic_io.replace_nonfinite(self._contents(cells)))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             atomic_io.write_atomically(self.path / SWEEP_FILE, data)
@@ -139,7 +139,7 @@ def parse_sweep_file(data: bytes, path: Path) -> dict[str, Any]:
         UserError: If it is damaged or has another format.
     """
     try:
-        contents = integrity.unseal_lines(data)
+        contents = integrity.parse_checked_lines(data)
         file_format = contents["format"]
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(

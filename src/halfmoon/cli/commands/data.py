@@ -182,7 +182,7 @@ def _describe_split(config: Config, args: argparse.Namespace, fit_clients: bool)
         "classes": list(source.classes),
         "train_classes": [int((source.train.labels == label).sum()) for label in labels],
         "test_classes": [int((source.test.labels == label).sum()) for label in labels],
-        "remark": source.remark,
+        "remark": source.selection_note,
         "notes": list(source.notes),
         "scenario": split.origin.scenario,
         "split": description,

@@ -56,7 +56,7 @@ def read_folders(
     """Read train images, test images and the sorted class names of a folder.
 
     Without a test folder, the validation folder is the test. Without any of these, `HELD_OUT_SHARE` of the images of
-    every class are held out, the same ones in every run. The `remark` of the test images states either. Images with equal
+    every class are held out, the same ones in every run. The `selection_note` of the test images states either. Images with equal
     pixels are one group (`Images.groups`), and none of them is held out without the others.
 
     Args:
@@ -71,7 +71,7 @@ def read_folders(
         UserError: If a part or a class is missing or empty, train and test have different classes, or an image cannot be
             read.
     """
-    remark = ""
+    selection_note = ""
     held_out: tuple[dict[str, list[Path]], list[str] | None] | None = None
     train_folder = find_part(folder, "train")
     if train_folder is not None:
@@ -80,7 +80,7 @@ def read_folders(
         if test_folder is None and test == "test":
             test_folder = find_part(folder, "validation")
             if test_folder is not None:
-                remark = f"{folder} has no folder test, so the images of {test_folder.name} are the test"
+                selection_note = f"{folder} has no folder test, so the images of {test_folder.name} are the test"
         train = list_classes(train_folder)
         test_paths = list_classes(test_folder or folder / test)
         check_same_classes(folder, train, test_paths, test)
@@ -92,7 +92,7 @@ def read_folders(
         held_out = (classes, groups)
         train, test_paths = _hold_out(classes, groups)
         count = sum(map(len, test_paths.values()))
-        remark = (
+        selection_note = (
             f"{folder} has no folder test, so {HELD_OUT_SHARE:.0%} of the images of every class, {count:,} in all, "
             f"are held out as the test; {NO_GROUP_ON_BOTH_SIDES if grouped else GROUPS_HINT}"
         )
@@ -103,7 +103,7 @@ def read_folders(
         divided = _draw_without_copies(*held_out, sides)
         if divided is not None:
             train_images, test_images = (read_classes(files, cache, rgb, preparation) for files in divided)
-    return train_images, replace(test_images, remark=remark), tuple(train)
+    return train_images, replace(test_images, selection_note=selection_note), tuple(train)
 
 
 def _draw_without_copies(

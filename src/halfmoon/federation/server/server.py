@@ -163,8 +163,8 @@ class FederationServer:
         checkpoint = folder.load()
         for warning in checkpoint.warnings if checkpoint else []:
             log.record("warning", warning)
-        if folder.remark:
-            log.record("warning", folder.remark)
+        if folder.lock_warning:
+            log.record("warning", folder.lock_warning)
         text = f"{terms.sentence()}; halfmoon {metadata.version('halfmoon')}"
         log.record("started", text, federation=terms.name, method=config.method, rounds=settings.count_rounds(config))
         warning = defense_warning(config)

@@ -64,7 +64,7 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.events import SITE_LOG, Event, EventLog
 from halfmoon.storage.image_digests import DIGESTS
 from halfmoon.storage.run_folder import MODEL
-from halfmoon.storage.serialization import pack, with_seal
+from halfmoon.storage.serialization import pack, with_checksum
 
 FINAL_FOLDER = "final"  # in a site's state folder: the final model of a federation
 
@@ -497,7 +497,7 @@ def save_final_model(
     if (card.network, card.classes, card.image) != (network, image_spec.classes, image_spec.image):
         raise RefusalError("the card of the final model is not that of the federation.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = with_seal(pack(model)[0], card.render())
+    data = with_checksum(pack(model)[0], card.render())
     atomic_io.write_atomically(path, data)
     load_model(path, network=terms.config.network)  # fails if the file cannot be used
     evaluation = site.evaluate(message.model)

@@ -17,7 +17,7 @@ from halfmoon.models.network import Normalize
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY
-from halfmoon.storage.serialization import check_seal
+from halfmoon.storage.serialization import check_checksum
 
 MAX_BATCH_IMAGES = 256
 
@@ -130,7 +130,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     """
     file = find_model_file(Path(path))
     try:
-        intact = check_seal(file.read_bytes())
+        intact = check_checksum(file.read_bytes())
     except (OSError, ValueError):
         intact = True  # the file cannot be read or is no safetensors file: the code below reports that
     if not intact:

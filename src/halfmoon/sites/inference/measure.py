@@ -20,7 +20,7 @@ from halfmoon.sites.inference.image_folder import UnreadableImage, check_confide
 from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_model
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.image_digests import load_digests
-from halfmoon.storage.serialization import with_seal
+from halfmoon.storage.serialization import with_checksum
 
 TRAINING_IMAGES_WARNING = "has the images that the model was trained on: on new ones its accuracy is lower."
 """Warning about the scores of a folder, after the folder's name."""
@@ -399,7 +399,7 @@ def write_temperature(file: Path, model: InferenceModel, logits: np.ndarray, lab
     fitted_temperature = find_temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     try:
         metadata = replace(model.card, temperature=fitted_temperature).render()
-        atomic_io.write_atomically(file, with_seal(file.read_bytes(), metadata))
+        atomic_io.write_atomically(file, with_checksum(file.read_bytes(), metadata))
         # A run folder stores the checksum of its model, which has changed.
         if file.name in integrity.read_checksums(file.parent):
             integrity.record_checksums(file.parent, {file.name: integrity.file_sha256(file) or ""})
