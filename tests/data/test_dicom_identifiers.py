@@ -1,11 +1,17 @@
 """No value of a DICOM header that identifies a patient or study reaches output, logs or written files."""
 
 import logging
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
+from support.dicom_files import MARK, write_marked_dicom
 
 from halfmoon.cli.main import main
 from halfmoon.core.errors import UserError
@@ -13,47 +19,15 @@ from halfmoon.data import dicom
 
 pydicom = pytest.importorskip("pydicom")
 
-MARK = "SECRETMARK"
-
-TEXT_TAGS = (
-    *("PatientName", "PatientID", "OtherPatientIDs", "PatientAddress", "PatientComments", "AccessionNumber", "StudyID"),
-    *("ReferringPhysicianName", "InstitutionName", "StudyDescription", "SeriesDescription", "DeviceSerialNumber"),
-)
-INVALID_TAGS = ("StudyInstanceUID", "SeriesInstanceUID", "PatientBirthDate", "StudyDate", "StudyTime", "PatientAge")
-"""Tags whose marked value does not fit their type, about which pydicom warns with the value."""
-
-
-def write_file(path: Path, number: int, **attributes: object) -> None:
-    from pydicom.dataset import Dataset, FileMetaDataset
-    from pydicom.uid import ExplicitVRLittleEndian, generate_uid
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        data = Dataset()
-        data.file_meta = FileMetaDataset()
-        data.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-        data.SOPClassUID = data.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.1"
-        data.SOPInstanceUID = data.file_meta.MediaStorageSOPInstanceUID = generate_uid()
-        for name in TEXT_TAGS + INVALID_TAGS:
-            setattr(data, name, f"{MARK}{number}")
-        data.Modality, data.Rows, data.Columns, data.SamplesPerPixel = "DX", 12, 16, 1
-        data.PhotometricInterpretation = "MONOCHROME2"
-        data.BitsAllocated, data.BitsStored, data.HighBit, data.PixelRepresentation = 16, 16, 15, 0
-        data.PixelData = np.random.default_rng(number).integers(0, 900, (12, 16)).astype(np.uint16).tobytes()
-        for name, value in attributes.items():
-            setattr(data, name, value)
-        data.save_as(path, enforce_file_format=True)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two classes of DICOM files, one of which has no pixels of the size that it states."""
     for number in range(48):
-        write_file(tmp_path / "in" / "ab"[number % 2] / f"{number}.dcm", number)
-    write_file(tmp_path / "in" / "a" / "short.dcm", 99, PixelData=b"\0" * 10)
+        write_marked_dicom(tmp_path / "in" / "ab"[number % 2] / f"{number}.dcm", number)
+    write_marked_dicom(tmp_path / "in" / "a" / "short.dcm", 99, PixelData=b"\0" * 10)
     for number in range(4):
-        write_file(tmp_path / "test" / "ab"[number % 2] / f"{number}.dcm", 200 + number)
+        write_marked_dicom(tmp_path / "test" / "ab"[number % 2] / f"{number}.dcm", 200 + number)
     return tmp_path
 
 
@@ -142,3 +116,52 @@ def test_errors_do_not_quote_the_header(
 def _read(path: Path) -> None:
     with path.open("rb") as file:
         dicom.read(file, "x.dcm")
+
+
+def test_pages_show_and_write_no_identifiers(folder: Path) -> None:
+    """The label page with a model, and the review page: every response, their output, and what they write."""
+    site = folder / "in"
+    run = folder / "run"
+    options = ["--method", "fedavg", "--clients", "2", "--labels", "12", "--setting", "iid-iid", "--resize", "8"]
+    assert (
+        main(["run", "--data", str(site), *options, "--rounds", "1", "--network", "small", "--run-dir", str(run)]) == 0
+    )
+    responses = []
+    for command in (
+        ["site", "label", str(site), "--model", str(run), "--classes", "a", "b", "--no-browser"],
+        ["review", str(run), str(site), "--no-browser"],
+    ):
+        code = "import warnings; warnings.simplefilter('always'); from halfmoon.cli.main import main; main()"
+        with subprocess.Popen(
+            [sys.executable, "-c", code, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as page:
+            try:
+                assert page.stdout is not None
+                found = None
+                lines = []
+                while found is None and (line := page.stdout.readline()):
+                    lines.append(line)
+                    found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", line)
+                assert found, lines
+                paths = ["", "start", "poll", "captions", "queue", "predictions", "scores", "predictions.csv"]
+                paths += [f"{name}/{row}" for name in ("image", "guess", "similar") for row in range(49)]
+                ok = 0
+                for path in paths:
+                    for query in ("", "?small=1") if path.startswith("image") else ("",):
+                        try:
+                            with urllib.request.urlopen(f"{found[0]}{path}{query}", timeout=20) as response:
+                                responses.append(response.read() + str(response.headers).encode())
+                            ok += 1
+                        except urllib.error.HTTPError as error:
+                            responses.append(error.read())
+                assert ok >= 98  # both sizes of the readable images, and the page
+            finally:
+                page.send_signal(signal.SIGINT)
+                output, _ = page.communicate(timeout=30)
+        responses.append("".join([*lines, output]).encode())
+    assert any(b"study 1" in response for response in responses)  # captions are there, without identifiers
+    assert any(b"short.dcm" in response for response in responses)  # and so is the unreadable file
+    assert not [response for response in responses if MARK.encode() in response]
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix != ".dcm":
+            assert MARK.encode() not in path.read_bytes(), path
