@@ -160,13 +160,20 @@ class Simulation(ServerRuntime):
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
-        """Train clients on this machine, and yield each client's number and result."""
+        """Train clients on this machine, and yield each client's number and result.
+
+        Args:
+            context: the query.
+            clients: numbers of the clients.
+            broadcast: the tree that all clients receive.
+            per_client: leaves (len(clients), ...), of which each client receives its slice too.
+        """
         # Not zip, which retains a reference to the last result while the next client trains.
         remaining = iter(clients)
         results = self.local_clients.update(context, clients, self._stage, broadcast, per_client, self._quality)
         for result in results:
             yield next(remaining), result
-            del result
+            del result  # free the upload before the next client trains
 
     def _on_upload(self, client: int, broadcast: Tree, upload: Upload) -> None:
         """Store the models of the first `client_models` clients of the cohort, to measure their bias."""

@@ -71,7 +71,7 @@ def statistics_requirements(norm: str, over: Over) -> Requirements:
         Requirements that each client's upload be available alone if clients upload statistics, else only their sum.
     """
     if norm != "batch" or over == "server":
-        return Requirements("sum", "", LABEL_LOCATIONS)
+        return Requirements(aggregation="sum", reason="", label_locations=LABEL_LOCATIONS)
     reason = (
         "the statistics of a model are computed from those of each client (a sum is enough with sbn 'server', or with "
         "norm 'group' or 'none')"

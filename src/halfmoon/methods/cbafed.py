@@ -75,7 +75,7 @@ class CBAFed(ModelAveraging):
 
     uses_class_weights: ClassVar[bool] = True
 
-    method_requirements = Requirements("sum", "", ("some", "clients"))
+    method_requirements = Requirements(aggregation="sum", reason="", label_locations=("some", "clients"))
     threshold: float = 0.84
     threshold_most: float = 0.95
     tail: float | None = 0.03
@@ -155,7 +155,7 @@ class CBAFedClient(RoundLabelingClient):
     @property
     def requirements(self) -> UpdateRequirements:
         return UpdateRequirements(
-            ("weak",),
+            views=("weak",),
             precomputed_views=("weak",),
             labeled_epochs=self.options.labeled_epochs,
             masks_padding=True,
@@ -275,7 +275,7 @@ class CBAFedClient(RoundLabelingClient):
         """
         groups = (batch.x, batch.u["weak"])
         joint = self.task.statistics == "joint"
-        (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
+        (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(views=1))
         pseudo = PseudoLabels(
             label=carry["label"][batch.u_rows],
             confidence=carry["confidence"][batch.u_rows],

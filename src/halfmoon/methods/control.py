@@ -78,7 +78,7 @@ class SupervisedWithUnlabeledStatistics(Objective):
         if self.labels == "round":
             joint = task.statistics == "joint"
             groups = (batch.x, batch.u["strong"])
-            (labeled, _), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
+            (labeled, _), _, moments = forward(task.network, params, joint, groups, real=batch.masks(views=1))
         else:
             labeled, _, _, moments = forward_weak_and_strong(task, params, stats, batch)
         return labeled_cross_entropy(labeled, batch.y, batch.x_real, task.class_weights), StepResult(moments, pseudo=())

@@ -76,7 +76,7 @@ class FedCon(ModelAveraging):
 
     uses_class_weights: ClassVar[bool] = True
 
-    method_requirements = Requirements("sum", "", ("server", "clients", "some"))
+    method_requirements = Requirements(aggregation="sum", reason="", label_locations=("server", "clients", "some"))
     consistency_weight: float = 1.0
     ramp: float = 0.5
     server_decay: float = 0.9996
@@ -125,7 +125,7 @@ class FedConServerUpdate(MeanTeacherClient):
         joint = self.task.statistics == "joint"
         views = (batch.x, batch.x_views["weak"])
         # `masks` returns a tuple, with no entry if no row is padding: repeated, it masks both views.
-        masks = batch.masks(0) * 2
+        masks = batch.masks(views=0) * 2
         (first_logits, second_logits), _, moments = forward(network, params, joint, views, real=masks)
         # `()`: no images with gradients; both views are passed without.
         _, (first_target, second_target), _ = forward(network, carry["teacher"], joint, (), views, masks)
@@ -151,7 +151,7 @@ class FedConClient(ClientUpdate):
     @property
     def requirements(self) -> UpdateRequirements:
         return UpdateRequirements(
-            ("weak", "weak2"), masks_padding=True, per_client_generator=True, upload_spec=UploadSpec(weight="one")
+            views=("weak", "weak2"), masks_padding=True, per_client_generator=True, upload_spec=UploadSpec(weight="one")
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
@@ -194,7 +194,7 @@ class FedConClient(ClientUpdate):
         """
         network_params = _network_params(params)
         (labeled_logits,), _, labeled_moments = forward(
-            self.task.network, network_params, joint=False, differentiated=(batch.x,), real=batch.masks(0)
+            self.task.network, network_params, joint=False, differentiated=(batch.x,), real=batch.masks(views=0)
         )
         features, moments = self._embed_views(params, batch)
         with torch.no_grad():
@@ -207,7 +207,7 @@ class FedConClient(ClientUpdate):
     def _embed_views(self, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         """Compute the features (2 b, F) of both views of the unlabeled images, and the moments of the passes."""
         images = [batch.u[view] for view in self.requirements.views]
-        _, features, moments = embed_groups(self.task, _network_params(params), images, batch.masks(2)[1:])
+        _, features, moments = embed_groups(self.task, _network_params(params), images, batch.masks(views=2)[1:])
         return torch.cat(features), moments
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -245,7 +245,7 @@ def _predict(predictor: Tree, features: Tensor, batch: Batch) -> Tensor:
 
 def _mask_of_both_views(batch: Batch) -> Tensor | None:
     """Return the mask (2 b,) of the rows of both views that are no padding; None if no row is padding."""
-    return padding.concat(batch.masks(2)[1:])
+    return padding.concat(batch.masks(views=2)[1:])
 
 
 def _view_similarity(predicted: Tensor, targets: Tensor, batch: Batch) -> Tensor:

@@ -93,7 +93,7 @@ class FedDure(ModelAveraging):
 
     uses_class_weights: ClassVar[bool] = True
 
-    method_requirements = Requirements("sum", "", ("clients",))
+    method_requirements = Requirements(aggregation="sum", reason="", label_locations=("clients",))
     coarse: bool = True
     fine: bool = True
     threshold: float = 0.95
@@ -263,7 +263,7 @@ def build_local_student(
         images_before_strong = len(batch.x)
         weak_separate = labels_of_round or task.labeling == "running"
         views = (batch.x, *views) if weak_separate else (batch.x, *views, batch.u["weak"])
-        mask = padding.concat(batch.masks(len(views) - 1))
+        mask = padding.concat(batch.masks(views=len(views) - 1))
     images = torch.cat(views)
 
     def tangent(direction: Tree) -> Tensor:

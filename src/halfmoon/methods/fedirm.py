@@ -66,7 +66,7 @@ class FedIRM(ModelAveraging):
 
     uses_class_weights: ClassVar[bool] = True
 
-    method_requirements = Requirements("sum", "", ("some", "clients"))
+    method_requirements = Requirements(aggregation="sum", reason="", label_locations=("some", "clients"))
     unlabeled_weight: float = 15.0
     temperature: float = 2.0
     confidence: float = 0.3
@@ -118,7 +118,10 @@ class FedIRMClient(MeanTeacherClient):
     def requirements(self) -> UpdateRequirements:
         upload_spec = UploadSpec(update=("params", "stats", "relation", "related"))
         return UpdateRequirements(
-            ("weak", "weak2"), masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=upload_spec
+            views=("weak", "weak2"),
+            masks_padding=True,
+            keep_optimizer=self.options.keep_optimizer,
+            upload_spec=upload_spec,
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
@@ -160,7 +163,7 @@ class FedIRMClient(MeanTeacherClient):
         classes = len(broadcast["relation"])
         joint = self.task.statistics == "joint"
         groups = (batch.x, batch.u["weak2"])
-        (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
+        (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(views=1))
         probabilities = logits.softmax(-1)
         pseudo = as_pseudo_labels(probabilities)
         low_entropy = select_low_entropy(logits, options.entropy)

@@ -86,7 +86,8 @@ INDEX_BYTES = 4
 """Size of the index of an entry that is sent separately."""
 
 NOISE_MEAN = 125
-"""Mean, and standard deviation, of the pixels of the noise image."""
+NOISE_DEVIATION = 125
+"""Mean and standard deviation of the pixels of the noise image, before they are truncated to 0..255."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ class FedMatchClient(ClientUpdate):
         aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
         upload_spec = UploadSpec(update=("sigma", "psi", "stats"), weight="one", aux=aux)
         return UpdateRequirements(
-            (options.view, "strong"),
+            views=(options.view, "strong"),
             precomputed_views=(options.view,) if predicts_all_rows else (),
             masks_padding=True,
             row_memory=options.rule.row_memory,
@@ -513,7 +514,7 @@ class FedMatchClient(ClientUpdate):
         joint = self.task.statistics == "joint"
         strong_images = batch.u["strong"]
         plain_images = batch.u[self.options.view]
-        masks = batch.masks(2)[1:]  # without the mask of the labeled images
+        masks = batch.masks(views=2)[1:]  # without the mask of the labeled images
         if self.task.labeling == "running":
             (strong_logits,), _, moments = forward(network, params, joint, (strong_images,), real=masks[:1])
             with torch.set_grad_enabled(bool(self.helpers)):
@@ -644,9 +645,9 @@ def draw_noise_image(like: Tensor) -> Tensor:
     # Inverse-transform sampling of the truncated normal: uniform between the two edges' quantiles.
     uniform = tensor_from_numpy(np.random.Generator(np.random.PCG64(0)).random((1, *shape)))
     low, high = (
-        normal_cdf(torch.tensor((edge - NOISE_MEAN) / NOISE_MEAN, dtype=torch.float64)) for edge in (0.0, 255.0)
+        normal_cdf(torch.tensor((edge - NOISE_MEAN) / NOISE_DEVIATION, dtype=torch.float64)) for edge in (0.0, 255.0)
     )
-    pixels = NOISE_MEAN + NOISE_MEAN * normal_quantile(low + (high - low) * uniform)
+    pixels = NOISE_MEAN + NOISE_DEVIATION * normal_quantile(low + (high - low) * uniform)
     return pixels.round().clamp(0, 255).to(torch.uint8)
 
 

@@ -150,7 +150,7 @@ class FL2Client(RoundLabelingClient):
     @property
     def requirements(self) -> UpdateRequirements:
         return UpdateRequirements(
-            ("strong",),
+            views=("strong",),
             precomputed_views=("weak",),
             masks_padding=True,
             keep_optimizer=self.options.keep_optimizer,
@@ -182,7 +182,7 @@ class FL2Client(RoundLabelingClient):
         confidence = carry["confidence"][batch.u_rows]
         used = padding.mask(carry["weight"][batch.u_rows], batch.u_real)
         confident = padding.mask((confidence >= options.threshold).to(used.dtype), batch.u_real)
-        real = batch.masks(1)
+        real = batch.masks(views=1)
         network = self.task.network
         joint = self.task.statistics == "joint"
 

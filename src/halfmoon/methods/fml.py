@@ -151,7 +151,7 @@ class FMLClient(ClientUpdate):
 
         def outputs(params: Tree) -> mutual.Outputs:
             joint = self.task.statistics == "joint"
-            real = batch.masks(len(self.requirements.views))
+            real = batch.masks(views=len(self.requirements.views))
             logits, _, moments = forward(self.task.network, params, joint, groups, real=real)
             labeled = logits[0]
             # Supervised FML has no unlabeled images: logits of no rows.

@@ -142,7 +142,7 @@ class ProtoFSSLClient(ClientUpdate):
     @property
     def requirements(self) -> UpdateRequirements:
         aux = {"own": Aux(), "present": Aux(values="mark")}
-        return UpdateRequirements(("weak",), masks_padding=True, upload_spec=UploadSpec(weight="one", aux=aux))
+        return UpdateRequirements(views=("weak",), masks_padding=True, upload_spec=UploadSpec(weight="one", aux=aux))
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], broadcast, batch)
@@ -207,7 +207,9 @@ class ProtoFSSLClient(ClientUpdate):
         class_mask = broadcast["known"]
         exists = broadcast["there"]
         groups = (batch.x, batch.u["weak"])
-        _, (labeled, unlabeled), moments = embed_groups(self.task, params, groups, batch.masks(1))  # features (n, F)
+        _, (labeled, unlabeled), moments = embed_groups(
+            self.task, params, groups, batch.masks(views=1)
+        )  # features (n, F)
         # Support: the first image of each class is its prototype, so the product below selects rows of features. A class
         # without an image in the minibatch has the helpers' mean prototype.
         helper_mean = (broadcast["helpers"] * exists[:, None, None]).sum(0) / exists.sum().clamp_min(1)

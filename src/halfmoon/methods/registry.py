@@ -196,7 +196,15 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 def with_options(node: Any, values: dict[str, Any]) -> Any:
-    """Replace options of a method and of its objective or inner method; names that it does not have are ignored."""
+    """Replace options of a method and, recursively, of its objective or inner method.
+
+    Args:
+        node: a method or objective, a dataclass.
+        values: the new values by name; names that it does not have are ignored.
+
+    Returns:
+        A copy with the new values.
+    """
     changes: dict[str, Any] = {}
     for each in fields(node):
         value = node.__dict__[each.name]

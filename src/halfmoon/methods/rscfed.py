@@ -155,7 +155,10 @@ class RSCFedClient(MeanTeacherClient):
     def requirements(self) -> UpdateRequirements:
         upload_spec = UploadSpec(aux={"labels": Aux(values="mark")})
         return UpdateRequirements(
-            ("weak", "weak2"), masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=upload_spec
+            views=("weak", "weak2"),
+            masks_padding=True,
+            keep_optimizer=self.options.keep_optimizer,
+            upload_spec=upload_spec,
         )
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -182,7 +185,7 @@ class RSCFedClient(MeanTeacherClient):
         joint = self.task.statistics == "joint"
         groups = (batch.x, batch.u["weak2"])
         (labeled_logits, student_logits), _, moments = forward(
-            self.task.network, params, joint, groups, real=batch.masks(1)
+            self.task.network, params, joint, groups, real=batch.masks(views=1)
         )
         teacher_logits = predict_with_teacher(
             self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real

@@ -241,7 +241,7 @@ class SemiFedClient(ClientUpdate):
         view = batch.u[self.options.view]
         groups = (batch.x, view, batch.u["strong"])
         joint = self.task.statistics == "joint"
-        (labeled, plain, strong), _, moments = forward(network, params, joint, groups, real=batch.masks(2))
+        (labeled, plain, strong), _, moments = forward(network, params, joint, groups, real=batch.masks(views=2))
         target = plain.detach()
         if self.task.labeling == "running":
             with torch.no_grad():

@@ -416,7 +416,7 @@ class SemiFLClient(RoundLabelingClient):
         if options.mix_weight:
             share = batch.mixing["mix"].to(batch.x.dtype)
             images.append(share * weak[0] + (1 - share) * weak[1])
-        real = batch.masks(len(images))
+        real = batch.masks(views=len(images))
         if options.labels == "step" and options.drop_unsure:
             real, images = self._leave_out_unconfident(used > 0, batch, images)
         joint = self.task.statistics == "joint"

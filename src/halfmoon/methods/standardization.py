@@ -41,7 +41,7 @@ class Standardization:
     """
 
     def requirements(self, norm: str) -> Requirements:
-        return Requirements("sum", label_locations=ALL_LABEL_LOCATIONS)
+        return Requirements(aggregation="sum", label_locations=ALL_LABEL_LOCATIONS)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"mean": MeanSums(task), "spread": SpreadSums(task)}

@@ -61,7 +61,7 @@ class TwinSight(ModelAveraging):
 
     uses_class_weights: ClassVar[bool] = True
 
-    method_requirements = Requirements("sum", "", ("some", "clients"))
+    method_requirements = Requirements(aggregation="sum", reason="", label_locations=("some", "clients"))
     contrast_weight: float = 0.5
     gram_weight: float = 1.0
     temperature: float = 0.07
@@ -121,7 +121,7 @@ class TwinSightClient(ClientUpdate):
     @property
     def requirements(self) -> UpdateRequirements:
         return UpdateRequirements(
-            VIEWS, labeled_views=VIEWS, masks_padding=True, keep_optimizer=self.options.keep_optimizer
+            views=VIEWS, labeled_views=VIEWS, masks_padding=True, keep_optimizer=self.options.keep_optimizer
         )
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -150,7 +150,7 @@ class TwinSightClient(ClientUpdate):
         options = self.options
         second = params[SECOND]
         first_view, second_view = (torch.cat([batch.x_views[view], batch.u[view]]) for view in VIEWS)
-        mask = concat(batch.masks(1))
+        mask = concat(batch.masks(views=1))
         logits, features, moments = self.task.network.embed(params, first_view, real=mask)
         view_masks = () if mask is None else (mask, mask)
         hidden, (second_features, _), passes = embed_groups(self.task, second, (first_view, second_view), view_masks)

@@ -48,7 +48,14 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
-        """Load the ledger from its file, and verify the hash chain of its lines."""
+        """Load the ledger from its file, and verify the hash chain of its lines.
+
+        Args:
+            path: The file; it may not exist yet.
+
+        Raises:
+            UserError: If the file is damaged, or cannot be read or written.
+        """
         self.path = path
         self._last_hash = ""  # of the last line
         self.releases: list[Release] = []

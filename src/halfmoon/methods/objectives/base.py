@@ -173,7 +173,7 @@ class Consistency(Objective):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        return UpdateRequirements(("weak", "weak2"), masks_padding=True)
+        return UpdateRequirements(views=("weak", "weak2"), masks_padding=True)
 
     def total_loss(self, task: Task, labeled_loss: Tensor, distance: Tensor) -> Tensor:
         """Add the consistency term, with the weight of this round, to the loss of the labeled images."""
@@ -529,7 +529,7 @@ def forward_weak_and_strong(
         stats,
         train_groups=(batch.x, batch.u["strong"]),
         predict_groups=(batch.u["weak"],),
-        real=batch.masks(2),
+        real=batch.masks(views=2),
     )
     return labeled, strong, weak, moments
 

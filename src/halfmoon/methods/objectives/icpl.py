@@ -91,7 +91,7 @@ class ICPL(ReceivedModelObjective):
         """
         x = batch.x
         weak = batch.u["weak"]
-        logits, features, moments = embed_groups(task, params, (x, batch.u["strong"], weak), batch.masks(2))
+        logits, features, moments = embed_groups(task, params, (x, batch.u["strong"], weak), batch.masks(views=2))
         labeled_logits, strong_logits, weak_logits = logits
         local_weak = weak_logits.detach()
         if task.labeling == "running":
@@ -174,7 +174,7 @@ class ICPL(ReceivedModelObjective):
             The mean over both views, ().
         """
         labeled = len(batch.x)
-        mask = padding.concat(batch.masks(2))
+        mask = padding.concat(batch.masks(views=2))
         head = params["feature_head"]
         embeddings = F.normalize(F.linear(torch.cat(features), head["weight"], head["bias"]), dim=-1)
         proxies = F.normalize(F.linear(params["head"]["weight"], params["proxy_head"]["weight"]), dim=-1)

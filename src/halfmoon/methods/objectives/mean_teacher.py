@@ -60,7 +60,9 @@ class MeanTeacher(Consistency):
         """
         groups = (batch.x, batch.u["weak"])
         joint = task.statistics == "joint"
-        (labeled_logits, student_logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
+        (labeled_logits, student_logits), _, moments = forward(
+            task.network, params, joint, groups, real=batch.masks(views=1)
+        )
         # The teacher has running statistics of its passes, as its weights differ from the student's.
         teacher_stats = aux.get("teacher_stats", {})
         teacher_logits = predict_with_teacher(task, aux["teacher"], teacher_stats, batch.u["weak2"], batch.u_real)

@@ -69,7 +69,7 @@ class MixMatch(Consistency):
         order = batch.mixing["order"]
         sizes = [len(batch.x), len(weak_views[0]), len(weak_views[1])]
         mixtures = torch.split(mix_rows(torch.cat([batch.x, *weak_views]), mix, order), sizes)
-        masks = batch.masks(2)
+        masks = batch.masks(views=2)
         # Five groups: mixtures of labeled images and of both views, then both views once more for the pseudo-labels.
         (labeled, *unlabeled), weak_logits, moments = forward_and_predict(
             task, params, stats, train_groups=mixtures, predict_groups=weak_views, real=(*masks, *masks[1:])

@@ -51,7 +51,7 @@ class PiModel(Consistency):
         groups = (batch.x, batch.u["weak"], batch.u["weak2"])
         joint = task.statistics == "joint"
         (labeled, first_logits, second_logits), _, moments = forward(
-            task.network, params, joint, groups, real=batch.masks(2)
+            task.network, params, joint, groups, real=batch.masks(views=2)
         )
         first = first_logits.softmax(-1)
         second = second_logits.softmax(-1)

@@ -63,11 +63,11 @@ class PseudoLabel(PseudoLabeling, Objective):
         groups = (batch.x, batch.u["weak"])
         if self._needs_separate_pass(task):
             (labeled, logits), (prediction,), moments = forward_and_predict(
-                task, params, stats, train_groups=groups, predict_groups=groups[1:], real=batch.masks(2)
+                task, params, stats, train_groups=groups, predict_groups=groups[1:], real=batch.masks(views=2)
             )
         else:
             joint = task.statistics == "joint"
-            (labeled, logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
+            (labeled, logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(views=1))
             prediction = cached["round_logits"][batch.u_rows] if self.labels == "round" else logits.detach()
         if self.teacher != "local" and self.labels == "step":
             received = predict_with_received(task, cached, batch.u["weak"])

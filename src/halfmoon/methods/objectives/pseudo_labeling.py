@@ -171,7 +171,7 @@ class PseudoLabeling:
         if self.labels == "round" or self.teacher_is_received:
             groups = (batch.x, batch.u["strong"])
             joint = task.statistics == "joint"
-            (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
+            (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(views=1))
             if self.labels == "round":
                 # A lookup in place of a forward pass.
                 weak = cached["round_logits"][batch.u_rows]
@@ -204,7 +204,7 @@ class ReceivedModelObjective(Objective):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        return UpdateRequirements(("weak", "strong"), masks_padding=True)
+        return UpdateRequirements(views=("weak", "strong"), masks_padding=True)
 
     def prepare(self, task: Task, broadcast: Tree, data: ClientData) -> Tree:
         return {"received": {"params": broadcast["params"], "stats": broadcast.get("stats", {})}}

@@ -134,7 +134,7 @@ class ReMixMatch(Objective):
         labeled_targets = targets[: len(labels)]
         unlabeled_targets = targets[len(labels) :]
         ramp = ramp_weight(task, 1.0, self.ramp, self.ramp_shape)
-        unlabeled_mask = concat(batch.masks(len(unlabeled))[1:])
+        unlabeled_mask = concat(batch.masks(views=len(unlabeled))[1:])
         loss = soft_cross_entropy(labeled, labeled_targets, batch.x_real, task.class_weights)
         mixed_loss = soft_cross_entropy(torch.cat(unlabeled), unlabeled_targets, unlabeled_mask)
         loss = loss + ramp * self.unlabeled_weight * mixed_loss
@@ -194,7 +194,7 @@ class ReMixMatch(Objective):
         head = params["rotation"]
         weak = batch.u["weak"]
         if turned is None or task.statistics == "separate":
-            real = batch.masks(len(train_groups))
+            real = batch.masks(views=len(train_groups))
             logits, (weak_logits,), moments = forward_and_predict(task, params, stats, train_groups, (weak,), real)
             if turned is None:
                 return logits, weak_logits, weak.new_zeros(0, 4), moments
@@ -202,7 +202,7 @@ class ReMixMatch(Objective):
             rotations = F.linear(features, head["weight"], head["bias"])
             return logits, weak_logits, rotations, [*moments, turned_moments]
         groups = (*train_groups, turned, weak) if task.labeling == "batch" else (*train_groups, turned)
-        logits, features, moments = embed_groups(task, params, groups, batch.masks(len(groups) - 1))
+        logits, features, moments = embed_groups(task, params, groups, batch.masks(views=len(groups) - 1))
         rotations = F.linear(features[len(train_groups)], head["weight"], head["bias"])
         if task.labeling == "batch":
             weak_logits = logits[-1].detach()
