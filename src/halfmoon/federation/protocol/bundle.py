@@ -37,7 +37,14 @@ class ForeignBundle(ValueError):
 
 
 def render_project(apps: Sequence[str] = APPS) -> str:
-    """Render the bundle's pyproject.toml. Every server has the same one; `flwr run --run-config` passes the paths."""
+    """Render the pyproject.toml of a Flower app bundle, which names the ServerApp and the ClientApp.
+
+    Paths and other options of a server are not part of it, so that every server has the same bundle, of which sites
+    know the hash. `flwr run --run-config` passes these options.
+
+    Args:
+        apps: the ServerApp and the ClientApp, as module:attribute.
+    """
     server_app, client_app = map(toml.format_value, apps)
     return f"""[build-system]
 requires = ["hatchling"]

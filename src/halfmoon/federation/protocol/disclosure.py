@@ -180,7 +180,10 @@ class Disclosure:
         return lines
 
     def _bound_lines(self) -> list[str]:
-        """Describe the limit on the images of a sum, for methods that send sums of features by class."""
+        """Describe the fewest images of a sum or mean of features, for methods that send one for each class.
+
+        Such a sum over one image is the feature vector of that image.
+        """
         if not self.min_class_images:
             return []
         if self.secure:

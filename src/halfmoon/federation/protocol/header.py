@@ -188,7 +188,15 @@ def _parse_tensor_entries(entries: dict[str, Any], size: int) -> TensorSpecs:
 
 
 def _parse_tensor_entry(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype, tuple[int, int]]:
-    """Parse the header's entry of one tensor; return its shape, dtype and byte range (begin, end)."""
+    """Parse the entry of one tensor in a safetensors header, from a sender who may be hostile.
+
+    Args:
+        name: the name of the tensor.
+        entry: {"dtype", "shape", "data_offsets"}, of which anything may be missing or wrong.
+
+    Returns:
+        Shape, dtype, and byte range (begin, end).
+    """
     subject = f"its tensor {name[:MAX_NAME_LENGTH]!r}"
     try:
         dtype = DTYPES[entry["dtype"]]

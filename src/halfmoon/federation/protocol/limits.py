@@ -112,7 +112,11 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
 
 
 def _check_method_option(name: str, value: Any) -> None:
-    """Check an option of the method in terms that a server sent; raise UserError if its value is out of bounds."""
+    """Check the value of an option of a method that a server has sent, before a site computes anything from it.
+
+    Raises:
+        UserError: the value is too large, not finite, or a text that is long or cannot be printed.
+    """
     if isinstance(value, int) and abs(value) > MAX_METHOD_OPTION:
         raise UserError(
             f"the option {name} is {_format_integer(value)}: a federation has {MAX_METHOD_OPTION:,} at most."

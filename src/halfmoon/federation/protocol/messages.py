@@ -207,7 +207,13 @@ class Reply:
 
     @classmethod
     def from_result(cls, request: Request, version: str, result: ClientResult) -> "Reply":
-        """Make the reply to a request from the result of its local update; `version` is the site's halfmoon."""
+        """Make the reply of a site to a request of the server from the result of its local update.
+
+        Args:
+            request: the request, of which the reply repeats the round, the query and so on.
+            version: the version of halfmoon at the site.
+            result: the upload, the metrics and the counts of the update.
+        """
         echoed = {name: getattr(request, name) for name in ECHOED_FIELDS if name != "version"}
         return cls(
             **echoed,
@@ -337,11 +343,11 @@ def write_message(message: Message) -> bytes:
 
 
 def read_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -> M:
-    """Parse a message.
+    """Parse a serialized message with its tensors.
 
     Args:
-        data: the message.
-        kinds: the classes of messages that are expected.
+        data: the serialized message. It may be hostile.
+        kinds: the classes of messages that are expected, such as `Reply` and `Refusal`.
         limit: the most bytes that the message may have.
 
     Raises:

@@ -353,7 +353,7 @@ def open_prepared_folder(folder: Path, decoded_folder: Path, terms: Terms) -> Si
     Args:
         folder: the images.
         decoded_folder: where they may have been decoded to.
-        terms: the terms of a federation, which give the image size.
+        terms: the configuration of a federation, which gives the image size.
 
     Returns:
         The folder, or None if its images are not decoded to the size and preparation of the terms.
@@ -374,7 +374,7 @@ def decode_folder(folder: Path, decoded_folder: Path, terms: Terms) -> PreparedS
     Args:
         folder: the images.
         decoded_folder: where to write them.
-        terms: the terms of a federation.
+        terms: the configuration that the server and all sites of a federation share.
 
     Raises:
         UserError: they do not fit into memory.
@@ -391,7 +391,7 @@ def load_labeled_images(folder: Path, terms: Terms, decoded_folder: Path) -> Ima
 
     Args:
         folder: the images.
-        terms: the terms of a federation.
+        terms: the configuration that the server and all sites of a federation share.
         decoded_folder: where the images are decoded to, unless they are there already.
 
     Raises:
@@ -415,7 +415,7 @@ def map_labels(site: SiteFolder, terms: Terms) -> np.ndarray:
 
     Args:
         site: the folder.
-        terms: the terms of a federation.
+        terms: the configuration that the server and all sites of a federation share.
 
     Returns:
         The labels, int64 (N,); -1 for images without one.

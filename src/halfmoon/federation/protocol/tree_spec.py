@@ -111,7 +111,12 @@ def make_tree_spec(branch: Tree) -> TreeSpec:
 
 
 def build_tree(spec: TreeSpec, make_leaf: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Tree:
-    """Build a tree with this spec; `make_leaf` makes each leaf from its shape and dtype."""
+    """Build a tree (nested dict of tensors) from the names, shapes and dtypes of its leaves.
+
+    Args:
+        spec: (shape, dtype) by path, with "/" between keys; None is a branch without leaves.
+        make_leaf: makes a tensor from its shape and dtype.
+    """
     root: Tree = {}
     for path, leaf_spec in spec.items():
         *parents, name = path.split("/")

@@ -69,6 +69,7 @@ class TrialFederation:
             period = requirements_of(method, task.network.norm).period
             rounds = list(range(TRIAL_ROUNDS))
             if period > TRIAL_ROUNDS:
+                # The last round of each period differs from the others, so the first three of these are run as well.
                 rounds += [period - 1, 2 * period - 1, 3 * period - 1]
             for round in rounds:
                 # There is no learning rate beyond the last round, and shapes do not depend on it.

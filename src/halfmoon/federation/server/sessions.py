@@ -107,7 +107,7 @@ class ClientManager:
 
         Args:
             transport: carries the messages.
-            terms: the terms that sites agree to.
+            terms: the configuration of the federation, which sites agree to.
             version: the server's version of halfmoon.
             timeout: seconds that a site may take for one reply.
             absence: seconds that a site may be disconnected during an exchange.
@@ -439,7 +439,7 @@ class Membership:
 
         Args:
             connection: carries the offers.
-            terms: the terms that are offered.
+            terms: the configuration of the federation, which is offered.
             version: the server's version of halfmoon.
             timeout: seconds that an offer stays valid.
             log: receives events.
@@ -492,7 +492,12 @@ class Membership:
         self._send_offers(nodes, now)
 
     def _send_offers(self, nodes: set[int], now: float) -> None:
-        """Send offers to join to connected nodes that have not joined, and got no offer in the last seconds."""
+        """Send an offer to join to each connected node that has not joined, at most every `RETRY_SECONDS`.
+
+        Args:
+            nodes: the connected nodes that may join.
+            now: the time.
+        """
         members = set(self.nodes.values())
         # Two connected nodes with one site name would otherwise replace each other forever.
         members |= {node for node, name in self._replaced_nodes.items() if name in self.nodes}
@@ -578,7 +583,12 @@ class Membership:
         self._add_member(node, message)
 
     def _add_member(self, node: int, acceptance: Acceptance) -> None:
-        """Record the node and the image counts of a site that joins, and log it if they are new."""
+        """Record the node and the image counts of a site that joins, and log it, unless the same is recorded already.
+
+        Args:
+            node: the site's node.
+            acceptance: its reply to the offer, with its name and image counts.
+        """
         name = acceptance.name
         old_node = self.nodes.get(name)
         old_acceptance = self.acceptances.get(name)

@@ -401,7 +401,14 @@ class SiteClient:
         return reply
 
     def _compute_reply(self, request: Request, terms: Terms, site: SiteRuntime, memory: SiteMemory) -> Reply:
-        """Run a request that was checked. With secure aggregation the upload in the reply is masked."""
+        """Run a request that was checked; with secure aggregation as a participant of a sum, so the upload is masked.
+
+        Args:
+            request: the request.
+            terms: the configuration that the server and all sites of a federation share.
+            site: trains and evaluates on this site's images.
+            memory: the client's state between rounds.
+        """
         if not terms.config.secure_aggregation:
             return site.run_request(request, memory)
         participant = secure_sum.SumParticipant(
@@ -443,7 +450,7 @@ def add_download_specs(site: SiteRuntime, terms: Terms, folder: Path) -> SiteRun
 
     Args:
         site: the site.
-        terms: the terms of the federation.
+        terms: the configuration that the server and all sites of a federation share.
         folder: the federation's folder.
     """
     path = folder / DOWNLOADS_FILE
@@ -469,7 +476,7 @@ def save_final_model(
     Args:
         state_folder: the site's state folder.
         unparsed: the server's message.
-        terms: the terms of the federation.
+        terms: the configuration that the server and all sites of a federation share.
         site: the site.
 
     Returns:
@@ -573,7 +580,11 @@ def describe_request(request: Request, reply: Reply, received_bytes: int, second
 
 
 def _describe_evaluations(request: Request, reply: Reply) -> list[Event]:
-    """Describe the accuracy on test and validation images, as far as a reply has them; one event for each."""
+    """Describe the accuracy of the received model on a site's test and validation images, for the site's log.
+
+    Returns:
+        An event for each set of images that the reply has an evaluation on.
+    """
     if request.client_update:
         # The model was received for training in this round, so it is that after `request.round` finished rounds.
         model = f"the model before round {request.round + 1}"
@@ -592,7 +603,14 @@ def _describe_evaluations(request: Request, reply: Reply) -> list[Event]:
 
 
 def _describe_training(request: Request, reply: Reply, received_bytes: int, seconds: float) -> Event:
-    """Describe a local update: its steps, time and loss, and the size of each section of the upload."""
+    """Describe a local update for the site's log: its steps, time and loss, and the size of each section of the upload.
+
+    Args:
+        request: the request of the update.
+        reply: the reply with the upload.
+        received_bytes: size of the request's message.
+        seconds: how long the update took.
+    """
     steps, labeled, unlabeled, _ = reply.amount
     training = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
     loss = reply.samples.get("loss")

@@ -107,7 +107,12 @@ class DownloadSpecs:
         return differences[closest]
 
     def _find_difference(self, spec: TreeSpec, expected: TreeSpec) -> str | None:
-        """Describe the first tensor that is missing, unexpected, or has another shape or dtype; None if there is none."""
+        """Describe the first tensor that is missing, unexpected, or has another shape or dtype; None if there is none.
+
+        Args:
+            spec: (shape, dtype) by path of the tensors that a server sends.
+            expected: the same of the tensors that the method sends.
+        """
         for path in (*expected, *spec):
             quoted_path = repr(path[:MAX_PATH_LENGTH])
             if path not in spec:

@@ -243,7 +243,7 @@ class SiteRuntime:
         """Set up a site.
 
         Args:
-            terms: the terms of the federation.
+            terms: the configuration that the server and all sites of a federation share.
             number: number of the site.
             images: uint8 (N, H, W, C), in the size of the terms.
             labels: int64 (N,), by the terms' class numbers; -1 for images without one.
@@ -420,7 +420,7 @@ def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: i
     """Check that a site has the labeled and unlabeled images that its method needs.
 
     Args:
-        terms: the terms of the federation.
+        terms: the configuration that the server and all sites of a federation share.
         site_method: the method.
         site_task: its task.
         labeled: the number of labeled images.
@@ -497,7 +497,7 @@ class SiteImages:
         """Decode the images to the size of the terms and set up the site.
 
         Args:
-            terms: the terms of the federation.
+            terms: the configuration that the server and all sites of a federation share.
             name: name of the site.
             version: version of the site's halfmoon.
             log: writes a line to the site's log.
@@ -539,7 +539,7 @@ class SiteImages:
         Decoded images are stored in the state folder, or in a subfolder if it has images of another size already.
 
         Args:
-            terms: the terms of the federation.
+            terms: the configuration that the server and all sites of a federation share.
             log: writes a line to the site's log.
         """
         folder = open_prepared_folder(self.folder, self.state_folder, terms)

@@ -221,7 +221,15 @@ class SumParticipant:
         return {"shares": stack_rows(self._party(request, log).deal())}
 
     def _check_cohort(self, cohort: tuple[int, ...], with_keys: tuple[int, ...]) -> None:
-        """Check that enough sites are in a sum, and that enough of them have keys; raise `RefusalError` if not."""
+        """Check that enough sites are in a secure sum, because the sum of few updates reveals much about each.
+
+        Args:
+            cohort: numbers of the sites that the server asks to take part.
+            with_keys: numbers of those that have announced keys.
+
+        Raises:
+            RefusalError: there are too few.
+        """
         subject = f"the server requests a sum of {len(cohort)} sites"
         if len(cohort) < masking.MIN_PARTIES:
             raise RefusalError(f"{subject}: a sum of fewer than {masking.MIN_PARTIES} hides nothing.")
@@ -263,7 +271,16 @@ class SumParticipant:
         return replace(reply, upload={"sum": torch.from_numpy(masked.view(np.int64))})
 
     def _make_vector(self, request: Request, upload_tree: Tree, clients: int) -> np.ndarray:
-        """Convert an upload to the fixed-point vector that is summed, int64 (n + 1,): changes and weight."""
+        """Convert an upload to the vector that is masked and summed.
+
+        Args:
+            request: the request of the local update, with the parameters before it.
+            upload_tree: the upload in plain.
+            clients: the number of sites of the sum, by which the size of a value is limited.
+
+        Returns:
+            The weighted changes of the n parameters and the weight in fixed point, int64 (n + 1,).
+        """
         context = AggregationContext(
             round=request.round,
             attempt=request.attempt,
@@ -364,7 +381,14 @@ class SumParticipant:
         return masking.Party(secret, self.number, cohort)
 
     def _parse_numbers(self, leaf: Tensor) -> tuple[int, ...]:
-        """Parse site numbers; raise `RefusalError` unless they are valid, ascending and contain this site's."""
+        """Parse the numbers of the sites of a secure sum, from a server that may be hostile.
+
+        Args:
+            leaf: int64, (sites,).
+
+        Raises:
+            RefusalError: they are not ascending, not those of sites, or do not contain the number of this site.
+        """
         numbers = tuple(leaf.tolist())
         count = len(self.sites.names)
         unknown = [number for number in numbers if not 0 <= number < count]

@@ -26,7 +26,11 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Parse HOST:PORT; an IPv6 host is in brackets. Raise `UserError` for other texts."""
+        """Parse HOST:PORT, where HOST is a name, an IPv4 address, or an IPv6 address in brackets.
+
+        Raises:
+            UserError: the text is something else.
+        """
         host, colon, port = text.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]

@@ -55,7 +55,7 @@ def wrap_message(data: bytes) -> RecordDict:
 
 
 def unwrap_message(content: RecordDict) -> bytes:
-    """Unwrap a message of `wrap_message`; b"" if the record contains none."""
+    """Take the serialized message out of a Flower record that `wrap_message` has made; b"" if it contains none."""
     inline = content.config_records.get(NAME, {}).get(BODY)
     if isinstance(inline, bytes):
         return inline

@@ -122,9 +122,17 @@ class MessageList:
     """
 
     def __init__(self, grid: Any, max_reply_bytes: int | None) -> None:
-        """Replace the functions of a Grid's client; `max_reply_bytes` is None for no limit."""
+        """Replace functions of a Grid's client, so that replies are listed and limited before they are fetched.
+
+        Args:
+            grid: Flower's Grid.
+            max_reply_bytes: size that no reply may exceed; None for no limit.
+        """
         self.client = runtime_client(grid)
-        self._max_objects = None if max_reply_bytes is None else MAX_SMALL_OBJECTS + max_reply_bytes // MIN_PIECE_BYTES
+        # Flower does not announce the size of a reply, but the number of its objects, which follows from the size.
+        self._max_objects: int | None = None
+        if max_reply_bytes is not None:
+            self._max_objects = MAX_SMALL_OBJECTS + max_reply_bytes // MIN_PIECE_BYTES
         self._replies: dict[str, tuple[Any, Any]] = {}
         if self.client is not None:
             from flwr.superlink.grid import http_grid

@@ -293,11 +293,20 @@ class _Session:
         self.admission: Admission | None = None
 
     def run(self) -> None:
-        """Run the federation until it is finished."""
+        """Start Flower's SuperLink and submit the run, until the run is finished; restart programs that die.
+
+        Raises:
+            Halted: the federation cannot continue.
+        """
         try:
             self._start()
-            while (outcome := self._submit() or self._watch()) != "finished":
+            while True:
+                # `_submit` returns None if the run was submitted.
+                outcome = self._submit() or self._watch()
+                if outcome == "finished":
+                    break
                 self._restart(outcome)
+            # The ServerApp has written its results. It still has to report its end to Flower.
             self._wait(lambda: not self.processes.is_running(SERVER_APP), CLOSE_SECONDS)
             self.run_id_file.unlink(missing_ok=True)
         finally:

@@ -263,14 +263,14 @@ class _SiteNode:
         self.offer: TermsSummary | None = None  # shown terms, which wait for consent
 
     def run_forever(self) -> None:
-        """Run the node, and restart it whenever it ends."""
+        """Run the node of the site, and restart it whenever it ends, until an exception ends the participation."""
         site = self.site
         self._record(f"{site.name} ({site.images:,} images, {site.labeled:,} labeled) joins {site.server}")
-        first = True
+        is_first_connection = True
         try:
             while True:
-                self._wait_for_server(first)
-                first = False
+                self._wait_for_server(strict=is_first_connection)
+                is_first_connection = False
                 self._run_node()
         finally:
             stop_process(self.node)

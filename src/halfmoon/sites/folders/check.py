@@ -68,7 +68,7 @@ class Survey:
         return bool(self.methods)
 
     def as_json(self) -> dict[str, Any]:
-        """Convert everything to JSON types, except that groups of equal files are tuples of names."""
+        """Convert the survey of a site's folder to JSON types, except that groups of equal files are tuples of names."""
         return {
             "folder": str(self.folder),
             "images": self.images,
@@ -225,7 +225,15 @@ def _read_properties(folder: Path, name: str) -> _ImageProperties:
 
 
 def _compare_classes(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
-    """Compare the site's classes with those of a federation."""
+    """Compare the class names of a site with those of a federation.
+
+    Args:
+        site: the site.
+        classes: the class names of the federation; empty to skip this.
+
+    Returns:
+        Findings about names that only one of the two has. The site cannot take part with a class that is unknown.
+    """
     if not classes:
         return []
     unknown = [f"{name}{suggest_class(name, classes)}" for name in site.classes if name not in classes]
@@ -265,7 +273,17 @@ def _find_test_images(
 
 
 def _find_test_patients(site: SiteFolder, test_site: SiteFolder | None) -> tuple[str, ...]:
-    """Find the site's images whose patient, by labels.csv or DICOM header, has images in the test folder."""
+    """Find the site's images of patients who also have images in the test folder, which makes a test too optimistic.
+
+    Patients are identified by the column "group" of labels.csv, or by DICOM headers.
+
+    Args:
+        site: the site.
+        test_site: the folder of test images; None for none.
+
+    Returns:
+        Paths of the site's images.
+    """
     if test_site is None:
         return ()
     if site.groups or test_site.groups:

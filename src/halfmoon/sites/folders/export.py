@@ -103,7 +103,15 @@ def export_sites(
 
 
 def render_federation_file(config: Config, source: Source, split: Split) -> str:
-    """Render federation.toml: options with which `halfmoon run` creates the same images and the same split."""
+    """Render federation.toml: the options of a federation whose sites are the exported folders.
+
+    `halfmoon run` simulates it with the same images and the same split; `halfmoon serve` runs it.
+
+    Args:
+        config: the options of the data set and the split.
+        source: the data set.
+        split: the images of each client.
+    """
     from halfmoon.methods import registry  # imports torch, which is slow
 
     height, width, channels = source.train.images.shape[1:]
@@ -117,7 +125,8 @@ def render_federation_file(config: Config, source: Source, split: Split) -> str:
         options |= {name: getattr(config, name) for name in PARTITION_OPTIONS}
     if height == width:  # with any network, the simulator then pads images to the size that the sites have
         options["image_size"] = height
-    methods = registry.names_at(find_labels_at(split) if config.split is not None else config.labels_at)
+    labels_at = find_labels_at(split) if config.split is not None else config.labels_at
+    methods = registry.names_at(labels_at)
     options["method"] = Config.method if Config.method in methods else methods[0]
     options["cohort"] = min(Config.cohort, split.clients)
     clients = clients_by_folder(split)

@@ -185,7 +185,11 @@ class _LabelsFile:
 
     @classmethod
     def read(cls, file: Path) -> "_LabelsFile":
-        """Read a file; raise UserError if it is no valid labels.csv."""
+        """Read all lines of a labels.csv, to change some of them; a missing file has only the header.
+
+        Raises:
+            UserError: the file cannot be read or has another header.
+        """
         text, faults, encoding = decode_text_file(file)
         if faults:
             raise UserError(f"{file} cannot be read ({faults[0]}); repair it: its header is path,label.")
@@ -193,7 +197,8 @@ class _LabelsFile:
             return cls(["path", "label"], [])
         separator = detect_separator(text)
         try:
-            lines = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True) if row]
+            reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+            lines = [cells for cells in reader if cells]
         except csv.Error as error:
             raise UserError(f"{file} cannot be read ({error}); repair it: its header is path,label.") from error
         header = lines[0]
