@@ -384,7 +384,7 @@ def supernode_saying(said, folder, monkeypatch, shown, seconds=600.0):
     site = site_process.SiteOptions(Address("127.0.0.1", 9092), "site-00", folder, 3, 2, folder / "home", terms="any")
     site.processes.prepare()
     try:
-        yield site_process._SiteNode(site, EventTail(site.home), shown.append, None), started
+        yield site_process._SiteNode(site, EventTail(site.state_folder), shown.append, None), started
     finally:
         for process in started:
             process.kill()
@@ -431,7 +431,7 @@ def test_a_site_goes_as_soon_as_its_last_answer_is_sent(tmp_path, monkeypatch, l
     monkeypatch.setattr(site_process, "INCOMPLETE_SECONDS", 0.2 if lingers else 600.0)
     monkeypatch.setattr(site_process, "POLL_SECONDS", 0.02)
     with supernode_saying("\n".join(lines), tmp_path, monkeypatch, []) as (member, _):
-        consent.save_end(member.site.home, 0, "finished: the model is here")
+        consent.save_end(member.site.state_folder, 0, "finished: the model is here")
         began = time.monotonic()
         with pytest.raises(site_process.SiteFinished, match="finished: the model is here"):
             member._run_node()

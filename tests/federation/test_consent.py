@@ -148,7 +148,7 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
     home = tmp_path / "home"
     home.mkdir()
     site = site_process.SiteOptions(
-        Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=home, **given
+        Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, state_folder=home, **given
     )
     consent.save_offer(home, TERMS.summary())
     shown: list[str] = []
@@ -161,7 +161,7 @@ def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
     for _ in range(4):
         there._handle_offer()
     assert person.asked == 1
-    assert consent.load_agreed_hashes(there.site.home) == [TERMS.hash]
+    assert consent.load_agreed_hashes(there.site.state_folder) == [TERMS.hash]
     brief = TERMS.summary().brief
     assert tuple(shown[: len(brief)]) == brief
     there._show()
@@ -174,7 +174,7 @@ def test_a_no_ends_the_command(tmp_path: Path):
     there, _ = waiting(tmp_path, Somebody(False))
     with pytest.raises(Declined, match=f"north does not take part on the terms {TERMS.hash[:8]}"):
         there._handle_offer()
-    assert consent.load_agreed_hashes(there.site.home) == []
+    assert consent.load_agreed_hashes(there.site.state_folder) == []
 
 
 def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
@@ -193,7 +193,7 @@ def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given:
     person = Somebody(True) if given else None
     there, shown = waiting(tmp_path, person, **given)
     there._handle_offer()
-    assert consent.load_agreed_hashes(there.site.home) == []
+    assert consent.load_agreed_hashes(there.site.state_folder) == []
     assert tuple(shown) == TERMS.summary().brief
     assert person is None or person.asked == 0
 
@@ -228,7 +228,7 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(from_folder=note))
     monkeypatch.setattr(client_app, "_rehearsal_options", lambda *_: {"name": "north", "folder": "x", "terms": "any"})
-    site = SiteOptions(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=tmp_path)
+    site = SiteOptions(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, state_folder=tmp_path)
     told = replace(site, terms="0123abcd", methods=("fedavg", "feddure"))
     configs = [node_options(each)["config"] for each in (site, told)] + [{"partition-id": 0}]
     for config in configs:

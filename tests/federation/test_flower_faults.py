@@ -103,7 +103,9 @@ def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(EventLog, "record", full)
     monkeypatch.setattr(site_process, "check_server", reach)
-    site = SiteOptions(Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, home=tmp_path / "home")
+    site = SiteOptions(
+        Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, state_folder=tmp_path / "home"
+    )
     shown: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         site_process.join_federation(site, shown.append)

@@ -93,7 +93,12 @@ def test_what_flower_is_told_beside_the_app(tmp_path: Path):
 
 
 def member(folder: Path, **given: object) -> SiteOptions:
-    options: dict = {"server": Address("127.0.0.1", 9092), "name": "site-00", "folder": folder, "home": folder / "home"}
+    options: dict = {
+        "server": Address("127.0.0.1", 9092),
+        "name": "site-00",
+        "folder": folder,
+        "state_folder": folder / "home",
+    }
     return SiteOptions(**{**options, "images": 3, "labeled": 2, **given})
 
 

@@ -325,7 +325,7 @@ def _join(args: argparse.Namespace) -> int:
         args.site,
         images=len(result),
         labeled=int((result.labels >= 0).sum()),
-        home=args.home or args.site / STATE_FOLDER,
+        state_folder=args.home or args.site / STATE_FOLDER,
         ca=args.ca,
         insecure=args.insecure,
         key=args.key,
@@ -339,7 +339,7 @@ def _join(args: argparse.Namespace) -> int:
         site_keys=args.site_keys,
         all=args.all,
     )
-    consent.set_accuracy_sharing(site.home, args.share_accuracy)
+    consent.set_accuracy_sharing(site.state_folder, args.share_accuracy)
     message = f"{args.name} has left; the same command joins again, with its stored state."
     try:
         with exit_on_interrupt(message), interruptible():

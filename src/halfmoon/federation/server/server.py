@@ -552,13 +552,23 @@ def _config_text(plan: FederationPlan) -> str:
 
 
 def defense_warning(config: Config) -> str | None:
-    """Explain what the federation's aggregation cannot defend against one hostile site; None if nothing is known."""
+    """Explain against what the aggregation of a federation does not defend: a site that sends harmful updates.
+
+    Args:
+        config: the configuration; `aggregation` is the mean or a robust rule, such as "cosine".
+
+    Returns:
+        A sentence for the server's log, with the reason and advice; None for a rule that withstands one hostile site.
+    """
     entry = registry.entry(config.method)
     norm = effective_norm(config)
     default = DEFAULT_DEFENSES[0]
     if config.aggregation == "cosine":
-        why = entry.robust_rule_conflict(default, norm)
-        reason = f"with {config.method} {why}" if why else f"its file says aggregation cosine; {default} is the default"
+        conflict = entry.robust_rule_conflict(default, norm)
+        if conflict:
+            reason = f"with {config.method} {conflict}"
+        else:
+            reason = f"its file says aggregation cosine; {default} is the default"
         return (
             "one hostile site can spoil this model, because aggregation cosine does not notice an update that "
             f"concentrates on one class: {reason}, or admit only sites that you trust."
@@ -574,18 +584,17 @@ def defense_warning(config: Config) -> str | None:
     if requirements.aggregation == "sum" and requirements.min_class_images:
         return _describe_sum_checks(config)
     conflicts = [entry.robust_rule_conflict(rule, norm) for rule in DEFAULT_DEFENSES]
-    why = conflicts[-1] if all(conflicts) else ""
-    reasons = {
-        "sums of masked or noised uploads hide who sent what; leave secure_aggregation and dp_clip out": (
-            config.secure_aggregation or config.dp_clip is not None
-        ),
-        f"of fewer than {MIN_COHORT_FOR_DEFENSE} sites a round no rule can tell which one is wrong; have more take part": (
-            config.cohort < MIN_COHORT_FOR_DEFENSE
-        ),
-        f"with {config.method} {why}": bool(why),
-        f"its file says aggregation mean; {default} is the default": True,
-    }
-    reason = next(text for text, applies in reasons.items() if applies)
+    if config.secure_aggregation or config.dp_clip is not None:
+        reason = "sums of masked or noised uploads hide who sent what; leave secure_aggregation and dp_clip out"
+    elif config.cohort < MIN_COHORT_FOR_DEFENSE:
+        reason = (
+            f"of fewer than {MIN_COHORT_FOR_DEFENSE} sites a round no rule can tell which one is wrong; have more take "
+            "part"
+        )
+    elif all(conflicts):
+        reason = f"with {config.method} {conflicts[-1]}"
+    else:
+        reason = f"its file says aggregation mean; {default} is the default"
     return f"one hostile site can spoil this model: {reason}, or admit only sites that you trust."
 
 

@@ -90,7 +90,7 @@ class SiteOptions:
         folder: its images.
         images: the number of images.
         labeled: the number of labeled ones.
-        home: its state folder.
+        state_folder: the folder for files that the site writes.
         ca: certificate of the authority that signed the server's; None for a plain connection.
         insecure: whether a plain connection to another machine is allowed.
         key: the site's private key.
@@ -114,7 +114,7 @@ class SiteOptions:
     folder: Path
     images: int
     labeled: int
-    home: Path
+    state_folder: Path
     ca: Path | None = None
     insecure: bool = False
     key: Path | None = None
@@ -167,7 +167,7 @@ class SiteOptions:
     @property
     def processes(self) -> ProcessFolder:
         """The folder of the site's processes."""
-        return ProcessFolder(self.home / "flower")
+        return ProcessFolder(self.state_folder / "flower")
 
 
 def node_options(site: SiteOptions) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def node_options(site: SiteOptions) -> dict[str, Any]:
         "key": site.key,
         "site-keys": site.site_keys,
         "folder": site.folder,
-        "home": site.home,
+        "home": site.state_folder,
     }
     config = {name: text for name, text in texts.items() if text}
     config |= {name: str(path.absolute()) for name, path in paths.items() if path is not None}
@@ -221,14 +221,14 @@ def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prom
     if site.key is not None:
         load_private_key(site.key)
     folder = site.processes.folder
-    conflict = f"{site.home} is that of a site which takes part already; end that one first."
+    conflict = f"{site.state_folder} is that of a site which takes part already; end that one first."
     with exclusive(folder / "join.lock", conflict):
         site.processes.prepare()
         site.processes.kill_all()  # processes of an earlier command that was killed
         atomic_io.write_atomically(folder / NODE_FILE, atomic_io.json_line(node_options(site)))
-        consent.remove_pending(site.home)  # offers of another server, or of earlier terms
+        consent.remove_pending(site.state_folder)  # offers of another server, or of earlier terms
         site.processes.log(SUPERNODE).write_bytes(b"")
-        tail = EventTail(site.home)
+        tail = EventTail(site.state_folder)
         try:
             _SiteNode(site, tail, show, person).run_forever()
         finally:
@@ -253,7 +253,7 @@ class _SiteNode:
         self.show = show
         self.person = person
         self.processes = site.processes
-        self.log = EventLog(site.home / SITE_LOG)
+        self.log = EventLog(site.state_folder / SITE_LOG)
         self.node: subprocess.Popen[bytes] | None = None
         self.pause = RECONNECT_SECONDS
         self.lost = False
@@ -318,7 +318,7 @@ class _SiteNode:
             self._show()
             self._handle_offer()
             # The end is read before the log, so that the log contains the message that caused the end.
-            end = consent.load_end(self.site.home)
+            end = consent.load_end(self.site.state_folder)
             last_lines = [*last_lines, *self._read_node_log(log)][-MAX_LOG_LINES:]
             if end is not None:
                 transfers = [line for line in last_lines if line in (MESSAGE_RECEIVED, REPLY_SENT)]
@@ -400,7 +400,7 @@ class _SiteNode:
         Raises:
             Declined: the person does not consent.
         """
-        offer = consent.load_offer(self.site.home)
+        offer = consent.load_offer(self.site.state_folder)
         if offer != self.offer:
             self.offer = offer
             if offer is not None:
@@ -415,7 +415,7 @@ class _SiteNode:
             return
         if not consents:
             raise Declined(f"{self.site.name} does not take part on the terms {self.offer.hash[:8]}.")
-        consent.save_agreement(self.site.home, self.offer.hash)
+        consent.save_agreement(self.site.state_folder, self.offer.hash)
         self._record(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
         self.offer = None
 
