@@ -193,11 +193,13 @@ class Disclosure:
                 "A class may have one labeled image here (min_class_images is 1): the server then gets its features."
             ]
         unlabeled = ", and as many unlabeled ones, if any" if self.min_unlabeled_images else ""
-        has_sums = any(tensor.path.startswith("sums/") for tensor in self.tensors)
-        return [
-            f"A site takes part only with {self.min_class_images} labeled images or more of each class that it has{unlabeled}."
-            + (" The server checks each site's sums against its counts." if has_sums else "")
-        ]
+        line = (
+            f"A site takes part only with {self.min_class_images} labeled images or more of each class that it "
+            f"has{unlabeled}."
+        )
+        if any(tensor.path.startswith("sums/") for tensor in self.tensors):
+            line += " The server checks each site's sums against its counts."
+        return [line]
 
 
 def describe_uploads(config: Config, image_spec: ImageSpec) -> Disclosure:

@@ -156,7 +156,16 @@ class FederationServer:
             return summary
 
     def _run(self, folder: RunFolder, transport: Transport, patience: float) -> Row:
-        """Run the remaining rounds, deliver the model to the sites, and finish the run folder."""
+        """Run the remaining rounds, deliver the model to the sites, and finish the run folder.
+
+        Args:
+            folder: the run folder, with the checkpoint of a run that was stopped.
+            transport: carries messages to the sites.
+            patience: seconds to wait for enough sites.
+
+        Returns:
+            The summary of the run.
+        """
         terms = self.plan.terms
         config = self.plan.config
         log = self.log
@@ -179,6 +188,7 @@ class FederationServer:
         if checkpoint:
             log.record("resumed", f"going on after round {checkpoint.round}", round=checkpoint.round)
         manager.wait_for_sites(self.plan.rules.quorum(config.cohort), patience)
+        # Only now is it known which sites have validation images: they report it when they join.
         self._check_patience(manager)
         results = run_rounds(experiment, folder, checkpoint, self._record_round)
         if isinstance(experiment.runtime, RemoteRuntime) and experiment.test is None:
@@ -330,7 +340,8 @@ class FederationServer:
 
         rules = self.plan.rules
         if config.dp_clip is not None:
-            # With a bound on norms, the update of one site would decide which other updates count.
+            # Differential privacy bounds the influence of one site. With a bound on norms relative to the median, its
+            # update would decide which other updates count.
             rules = replace(rules, norm_bound=0.0)
         calls = SiteCalls(
             link=manager,

@@ -226,6 +226,7 @@ class ClientManager:
                     text = f"waiting for {open_names}: {description}"
                     self.log.record("waiting_for_replies", text, whom=open_names, detail=description)
                 self._pause(start, now)
+        # Sites that did not get a request in this exchange remain marked as absent or not.
         absent = {name for name in requests if responses[name].reason.startswith(NOT_CONNECTED)}
         self._absent = (self._absent - set(requests)) | (absent - self.members.nodes.keys())
         return {name: responses[name] for name in requests}
@@ -478,7 +479,7 @@ class Membership:
             return
         self._last_poll = now
         nodes = self.connection.nodes()
-        if nodes is None:
+        if nodes is None:  # the transport fails at the moment
             return
         self.check_keys()
         nodes = self._with_keys(nodes)

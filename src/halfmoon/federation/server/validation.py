@@ -259,6 +259,7 @@ def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:
     """
     if not bound or len(norms) < 3:
         return {}
+    # A norm of NaN could not be sorted; like infinity it counts as very large.
     median = statistics.median_low([norm if math.isfinite(norm) else math.inf for norm in norms.values()])
     faults: dict[str, str] = {}
     for name, norm in norms.items():

@@ -471,7 +471,7 @@ def add_download_specs(site: SiteRuntime, terms: Terms, folder: Path) -> SiteRun
 def save_final_model(
     state_folder: Path, unparsed: UnparsedMessage[FinalModel], terms: Terms, site: SiteRuntime
 ) -> tuple[str, float | None]:
-    """Write the final model and its card into the site's state folder, and test it.
+    """Write the final model of a federation and its card into the site's state folder, and test the model.
 
     Args:
         state_folder: the site's state folder.
@@ -487,17 +487,12 @@ def save_final_model(
         RefusalError: the model or its card is not that of the federation.
     """
     task = site.task
+    # The shapes are checked before any tensor is allocated.
     if unparsed.tree_spec("model") != make_tree_spec(limits.make_meta_model(task.network)):
         raise RefusalError("the server sends a final model that is not the network of the terms.")
     message = unparsed.parse_trees()
     path = state_folder / FINAL_FOLDER / MODEL
-    try:
-        texts = json.loads(message.card)
-        if not isinstance(texts, dict) or not all(isinstance(value, str) for value in texts.values()):
-            raise ValueError("it is no table of texts")
-        card = Card.parse(texts, path)
-    except ValueError as error:
-        raise RefusalError("the card of the final model cannot be read.") from error
+    card = _parse_card(message.card, path)
     image_spec = terms.image_spec
     # The frozen weights, if any, are not sent: they are added here.
     network, model = task.network.full_model(message.model)
@@ -508,18 +503,39 @@ def save_final_model(
     atomic_io.write_atomically(path, data)
     load_model(path, network=terms.config.network)  # fails if the file cannot be used
     evaluation = site.evaluate(message.model)
-    rows = site.local_clients.dataset.split_size(site.number)
-    origin = card_document.ModelProvenance(
-        terms.name, terms.hash, terms.sites, task.rounds, rows.labeled, rows.unlabeled, site.version
+    image_counts = site.local_clients.dataset.split_size(site.number)
+    provenance = card_document.ModelProvenance(
+        name=terms.name,
+        terms=terms.hash,
+        sites=terms.sites,
+        rounds=task.rounds,
+        labeled=image_counts.labeled,
+        unlabeled=image_counts.unlabeled,
+        version=site.version,
     )
     confusion = evaluation["confusion"].numpy() if "confusion" in evaluation else None
-    sections = card_document.build_sections(card, origin, atomic_io.sha256(data), confusion)
+    sections = card_document.build_sections(card, provenance, atomic_io.sha256(data), confusion)
     card_document.write_card(path.parent, f"The model of federation {terms.name}", sections)
     text = f"finished: the model is in {path}"
     if "confusion" not in evaluation:
         return text, None
     accuracy = _accuracy(evaluation)
     return f"{text}, it is right on {accuracy:.2%} of your test images", accuracy
+
+
+def _parse_card(text: str, path: Path) -> Card:
+    """Parse the model card that a server sent, which may be hostile; `path` is the model's file, for errors.
+
+    Raises:
+        RefusalError: the card is invalid.
+    """
+    try:
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+            raise ValueError("it is no table of texts")
+        return Card.parse(fields, path)
+    except ValueError as error:
+        raise RefusalError("the card of the final model cannot be read.") from error
 
 
 def copy_final_model(folder: Path, state_folder: Path, text: str) -> str:

@@ -86,7 +86,7 @@ class Admission:
             self._log_once(
                 f"{', '.join(missing)} of this federation cannot come in: {self.folder} has no key of theirs"
             )
-        self._warn()
+        self._warn_of_expiry()
 
     def poll(self) -> None:
         """Register new keys in the folder and remove deleted ones; does nothing if the last poll is too recent.
@@ -105,7 +105,7 @@ class Admission:
             self._log_once(f"Flower does not say who is registered: {error}")
         except ConnectionError:
             pass  # the session notices a SuperLink that does not reply
-        self._warn()
+        self._warn_of_expiry()
         self._last_poll = self.now()
 
     def _read_keys(self) -> None:
@@ -183,7 +183,7 @@ class Admission:
         except OSError as error:  # the keys are registered all the same
             self._log_once(f"{self.path} cannot be written: {atomic_io.error_reason(error)}")
 
-    def _warn(self) -> None:
+    def _warn_of_expiry(self) -> None:
         """Log keys and certificates that expire soon. The sentence has the number of days, so it is logged once a day."""
         if self.now() - self._last_warning < WARNING_SECONDS:
             return

@@ -235,7 +235,10 @@ class Packet:
 
 
 def pack_message(message: Any) -> Packet:
-    """Turn a message of this process into a packet."""
+    """Turn a message of this process into a packet: the message without content, and its content as a tree of objects.
+
+    This is the form in which Flower transfers messages. An object is identified by the hash of its bytes.
+    """
     from flwr.app.message import remove_content_from_message
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
@@ -268,7 +271,7 @@ def from_frames(frames: Sequence[bytes]) -> Packet:
 
 
 def unpack_message(packet: Packet) -> Any:
-    """Turn a packet into the message; this process may reply to it from then on."""
+    """Turn a packet into the message with its content; this process may reply to it from then on."""
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
     _act_for(packet.message)

@@ -114,7 +114,7 @@ def open_prepared_site(folder: Path, out: Path | None = None, preparation: str |
     Args:
         folder: the site's folder.
         out: the folder of the array; None for `STATE_FOLDER` in `folder`.
-        preparation: the `form` of the `Preparation` that is required; None for any.
+        preparation: the `cache_id` of the `Preparation` that is required; None for any.
 
     Raises:
         UserError: the site was not prepared like this, or has changed since.
@@ -152,7 +152,7 @@ class _Index:
         labels: class index of the images in the array, by path, in the order of its rows.
         stamps: size and time of all images, also of those left out, by path.
         left_out: the reason for each image that cannot be read, by path.
-        preparation: the `form` of the `Preparation`, apart from size and channels.
+        preparation: the `cache_id` of the `Preparation`: crop and window, without size and channels.
     """
 
     folder: Path
@@ -346,17 +346,29 @@ def _decode(
     previous: _Index | None,
     progress: Progress | None,
 ) -> tuple[_Index, int]:
-    """Write the array and its index.
+    """Decode all images of a site into one array on the disk, and write the array's index.
+
+    Args:
+        site: the site.
+        stamps: size and modification time of its image files, by path.
+        shape: height, width and channels of the array's images.
+        preparation: how images are cropped, and which values are black and white.
+        state_folder: the folder of the array, which the caller has locked.
+        previous: the index of an earlier array, from which unchanged images are copied; None for none.
+        progress: receives the number of images done, and of all images.
 
     Returns:
         The index, and the number of images that were decoded (not copied from the previous array).
+
+    Raises:
+        UserError: no image can be read, or the disk has no space for the array.
     """
-    required = len(site) * int(np.prod(shape))
-    free = shutil.disk_usage(state_folder).free
-    if required > free:
+    required_bytes = len(site) * int(np.prod(shape))
+    free_bytes = shutil.disk_usage(state_folder).free
+    if required_bytes > free_bytes:
         raise UserError(
-            f"{state_folder} has room for {free:,} bytes, but the decoded images need {required:,}; give another "
-            "folder by --out or a smaller --size."
+            f"{state_folder} has room for {free_bytes:,} bytes, but the decoded images need {required_bytes:,}; give "
+            "another folder by --out or a smaller --size."
         )
     unchanged = _unchanged_images(previous, stamps, shape)
     content_hash = hashlib.sha256(json.dumps([shape, preparation.cache_id, stamps]).encode()).hexdigest()
@@ -401,6 +413,8 @@ def _decode(
         left_out=left_out,
         preparation=preparation.cache_id,
     )
+    # The index is written after the array that it refers to, and before the previous array is deleted: if the process is
+    # killed in between, the index always refers to a complete array.
     index.write()
     for path in state_folder.iterdir():
         if _ARRAY_FILE.fullmatch(path.name) and path.name != array_file:

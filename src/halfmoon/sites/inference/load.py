@@ -129,6 +129,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
         UserError: there is no model, or it is damaged.
     """
     file = find_model_file(Path(path))
+    # The metadata of the file contain a checksum of its tensors.
     try:
         intact = check_checksum(file.read_bytes())
     except (OSError, ValueError):

@@ -120,6 +120,7 @@ def finish_changes(folder: Path) -> None:
         _create_parents(folder, path.parent)
         os.replace(change / path, folder / path)
         atomic_io.sync_folder((folder / path).parent)
+    # Files are deleted after the record was moved, which no longer refers to them.
     for name in deleted:
         (folder / name).unlink(missing_ok=True)
         with suppress(OSError):  # the folder is not empty
