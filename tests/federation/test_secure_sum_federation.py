@@ -23,7 +23,7 @@ from sum_server import put, take
 from halfmoon.aggregation.secure.masking import Party
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
-from halfmoon.core import tree
+from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import (
     ANNOUNCE_KEYS,
@@ -220,7 +220,7 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
 
 @pytest.mark.parametrize(
     ("method", "network"),
-    [("fedavg", {"norm": "group"}), ("mixture-head", {"network": "efficientnet-lite0", "width": None, "rounds": 1})],
+    [("fedavg", {"norm": "group"}), ("mixture-head", {"network": hubs.MULTILAYER, "width": None, "rounds": 1})],
 )
 def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town, method: str, network: dict[str, Any]) -> None:
     """Client-level privacy: sites clip and weigh 1, the server adds the same noise to the same sum."""

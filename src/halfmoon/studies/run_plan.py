@@ -22,7 +22,16 @@ from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
-from halfmoon.studies.decision import FOLDS, Decision, Fold, cross_validation_folds, decide, head_accuracy, label_draws
+from halfmoon.studies.decision import (
+    FOLDS,
+    Decision,
+    Fold,
+    cross_validation_folds,
+    decide,
+    label_draws,
+    model_accuracy,
+    solve_heads,
+)
 from halfmoon.studies.plan import Plan, PlanStep, single_client_split
 from halfmoon.studies.scan_folder import load_site_source, scan_data
 
@@ -137,14 +146,16 @@ def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
     splits = head_splits.splits
     if len(splits) < 2 or not all(map(len, splits[0])):
         return None
-    labels_only, with_unlabeled = (
-        factory.build_method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair
-    )
+    methods = [factory.build_method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair]
     baseline: list[float] = []
     method: list[float] = []
     for fold in splits:
-        baseline.append(head_accuracy(labels_only, problem.task, head_splits.images, fold))
-        method.append(head_accuracy(with_unlabeled, problem.task, head_splits.images, fold))
+        accuracies = [
+            model_accuracy(problem.task, model, head_splits.images, fold.test)
+            for model in solve_heads(methods, problem.task, head_splits.images, fold)
+        ]
+        baseline.append(accuracies[0])
+        method.append(accuracies[1])
     return decide(method, baseline, head_splits.test_train_ratio, head_splits.test_count)
 
 

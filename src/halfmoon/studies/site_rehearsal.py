@@ -40,6 +40,7 @@ from halfmoon.studies.decision import (
     decide,
     model_accuracy,
     solve_head,
+    solve_heads,
 )
 from halfmoon.studies.label_selection import FolderFeatures, HeadProblem, folder_features, head_problem
 from halfmoon.studies.plan import PRETRAINED
@@ -214,8 +215,9 @@ def estimate_gains(
     strata = np.where(labels >= 0, labels * len(sites) + client, -1)
     results: dict[str, list[tuple[float, float]]] = {}
     for fold in cross_validation_folds(strata, groups):
-        federation_model = solve_head(problem.method, problem.task, problem.data, fold)
-        labels_only_model = solve_head(RidgeHead(), problem.task, problem.data, fold)
+        federation_model, labels_only_model = solve_heads(
+            [problem.method, RidgeHead()], problem.task, problem.data, fold
+        )
         federation_accuracies = (
             model_accuracy(problem.task, federation_model, problem.data, fold.test),
             model_accuracy(problem.task, labels_only_model, problem.data, fold.test),

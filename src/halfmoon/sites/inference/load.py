@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from halfmoon.core import plugins, tree
+from halfmoon.core import hubs, plugins, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data.images import average_pool, pad_to
 from halfmoon.models import Network
+from halfmoon.models.efficientnet import FEATURES as TOP_FEATURES
+from halfmoon.models.modules import ModuleNetwork
 from halfmoon.models.network import Normalize
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io
@@ -109,10 +111,16 @@ class InferenceModel:
 
     @torch.no_grad()
     def represent(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute logits, float64 (N, classes), and features, float32 (N, F), of one batch of uint8 (N, *shape)."""
+        """Compute logits, float64 (N, classes), and features, float32 (N, F), of one batch of uint8 (N, *shape).
+
+        The features are for distances between images. Those of middle blocks are left out: they find unknown objects less
+        often than the top's (results/heads.md).
+        """
         pixels = torch.from_numpy(np.ascontiguousarray(self.prepare(images).transpose(0, 3, 1, 2)))
         x = Normalize(self.card.mean, self.card.std)(pixels.to(self.device))
         logits, features = self.network.represent(self.params, self.stats, x)
+        if isinstance(self.network, ModuleNetwork) and self.network.factory == hubs.MULTILAYER:
+            features = features[:, :TOP_FEATURES]
         return logits.double().cpu().numpy(), features.flatten(1).float().cpu().numpy()
 
 
