@@ -52,8 +52,8 @@ PROTOCOL: dict[str, Any] = {
 
 ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
-    # No confidence reaches 1.5: unlabeled images only pass through batch normalization.
-    "control": {"method": "fedavg-fixmatch", "options": {"threshold": 1.5}},
+    # Unlabeled images only pass through batch normalization (FixMatch whose threshold no confidence reaches).
+    "control": {"method": "fedavg-control"},
     "fixmatch": {"method": "fedavg-fixmatch"},
     "fedmatch": {"method": "fedmatch"},
     "feddure": {"method": "feddure", "preset": "paper"},

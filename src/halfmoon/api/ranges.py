@@ -50,6 +50,7 @@ def at_least(low: int) -> Range:
     return Range(low, math.inf, f"at least {low}", with_high=False)
 
 
+FINITE = Range(-math.inf, math.inf, "a finite number", with_low=False, with_high=False)
 POSITIVE = Range(0, math.inf, "a number above 0", with_low=False, with_high=False)
 SHARE = Range(0, 1, "above 0 and at most 1", with_low=False)
 PROBABILITY = Range(0, 1, "from 0 to 1")

@@ -393,9 +393,12 @@ def explicit_method_options(config: Config, method: str) -> dict[str, Any]:
                 raise error
             hint = _registry().hint(name, declared)
             raise UserError(f"method {method} has no option {name!r}: {hint}")
-    return {
-        name: convert_value(f"option {name} of {method}", declared[name].type, value) for name, value in values.items()
-    }
+    converted: dict[str, Any] = {}
+    for name, value in values.items():
+        converted[name] = convert_value(f"option {name} of {method}", declared[name].type, value)
+        if (limits := _registry().option_range(method, name)) is not None:
+            limits.check(f"option {name} of {method}", converted[name])
+    return converted
 
 
 def count_rounds(config: Config) -> int:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from halfmoon import methods
 from halfmoon.api.method_entry import MethodEntry
+from halfmoon.api.ranges import FINITE, POSITIVE, PROBABILITY, Range, at_least
 from halfmoon.api.requirements import LabelLocation
 from halfmoon.api.types import Method
 from halfmoon.core import plugins
@@ -142,6 +143,36 @@ def core(method: Any) -> Any:
 def options(name: str) -> dict[str, Option]:
     """List a method's hyper-parameters by name, including those of its objective."""
     return options_in(entry(name).method)
+
+
+_PROBABILITY_OPTIONS = frozenset(
+    {
+        *("threshold", "threshold_last", "threshold_most", "threshold_decay", "confidence", "agree", "decay", "ramp"),
+        *("teacher_decay", "server_decay", "target_decay", "prior_decay", "alignment_decay", "server_momentum"),
+    }
+)
+_POSITIVE_OPTIONS = frozenset({"temperature", "concentration"})
+_COUNT_OPTIONS = frozenset({"hidden", "projected"})
+
+
+def option_range(method: str, option: str) -> Range | None:
+    """Return the numbers that a method's option may have; None if any finite number will do, or the option is no number.
+
+    Confidences, shares and decays are from 0 to 1; weights, learning rates and numbers of steps are not negative. Options
+    of methods from other packages have no range here.
+    """
+    if not type(core(entry(method).method)).__module__.startswith("halfmoon."):
+        return None
+    if option in _PROBABILITY_OPTIONS:
+        return PROBABILITY
+    if option in _POSITIVE_OPTIONS:
+        return POSITIVE
+    if option in _COUNT_OPTIONS:
+        return at_least(1)
+    is_size = option.endswith(("_weight", "_lr", "_steps", "_threshold", "_factor"))
+    if is_size or option in ("prox", "rho", "eta", "delta", "entropy", "beta", "beta_labeled", "warmup"):
+        return at_least(0)
+    return FINITE
 
 
 def make(name: str, values: dict[str, Any] | None = None) -> Method:

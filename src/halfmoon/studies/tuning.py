@@ -93,6 +93,11 @@ class Knob:
             if not is_method_option:
                 for choice in choices:
                     settings.parse_option(name, choice)
+            if len(set(choices)) < len(choices) or len(choices) < 2:
+                raise UserError(
+                    f"--knob {text!r}: a search needs two or more different values, or a range such as 1e-4..1e-2; to set "
+                    "one value, give the option itself."
+                )
             return cls(name, choices)
         try:
             low = float(low_text)
