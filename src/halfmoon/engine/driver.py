@@ -539,7 +539,11 @@ def _to_channels_last(batch: Batch) -> Batch:
 def _one_client(padded: ClientData, k: int) -> ClientData:
     """Return the data of client k from stacked data, with its padding."""
     return ClientData(
-        *(leaf[k] for leaf in padded[:5]),
+        x=padded.x[k],
+        y=padded.y[k],
+        u=padded.u[k],
+        labeled=padded.labeled[k],
+        unlabeled=padded.unlabeled[k],
         views=tree.index(padded.views, k),
         real=tree.index(padded.real, k),
     )
@@ -594,7 +598,11 @@ def _initial_pseudo_labels(
     """
     observed: list[ObservedPseudoLabels] = []
     for pseudo_labels in client_update.initial_pseudo_labels(carry, data):
-        unpadded = PseudoLabels(*(leaf[:rows] for leaf in pseudo_labels))
+        unpadded = PseudoLabels(
+            label=pseudo_labels.label[:rows],
+            confidence=pseudo_labels.confidence[:rows],
+            weight=pseudo_labels.weight[:rows],
+        )
         row_numbers = torch.arange(rows, device=unpadded.label.device)
         observed.append(ObservedPseudoLabels(row_numbers, unpadded, models={}))
     return tuple(observed)
