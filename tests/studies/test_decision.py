@@ -9,24 +9,29 @@ import torch
 import halfmoon
 from halfmoon import Config
 from halfmoon.core import hubs, tree
-from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.evaluation import Examples, ModelEvaluation
 from halfmoon.methods.analytic import RidgeHead
 from halfmoon.report.paired import Difference, compare_paired
 from halfmoon.runs import factory
 from halfmoon.studies import decision
 from halfmoon.studies.decision import (
-    DRAWS,
-    FOLDS,
-    REPEATS,
-    Fold,
-    cross_validation_folds,
+    Decision,
     decide,
+    decide_by_evaluations,
     difference_interval,
     estimate_missing_labels,
     head_accuracy,
-    label_draws,
     solve_head,
     solve_heads,
+)
+from halfmoon.studies.fold_solver import FoldSolver
+from halfmoon.studies.folds import DRAWS, FOLDS, REPEATS, Fold, cross_validation_folds, label_draws
+from halfmoon.studies.head_comparison import (
+    PRIOR_ADVANTAGE,
+    PRIOR_DEVIATION,
+    FoldPredictions,
+    decide_by_image,
+    estimate_class_shares,
 )
 from halfmoon.studies.label_selection import LabelingResult, halve_labels
 
@@ -66,7 +71,7 @@ def test_false_alarms_of_cross_validation() -> None:
     At most 5 %, within three standard errors (2.7), are told that one is better; without the correction many more."""
     g, alarms, naive = np.random.default_rng(0), 0, 0
     labels = np.repeat([0, 1], 30)
-    splits = list(cross_validation_folds(labels))
+    splits = list(cross_validation_folds(labels, repeats=3))
     for _ in range(600):
         x = g.normal(size=(60, 2)) + 0.7 * labels[:, None]
         results = []
@@ -81,17 +86,22 @@ def test_false_alarms_of_cross_validation() -> None:
     assert naive > 2 * alarms
 
 
-def test_folds_hold_out_every_label_once_in_each_repeat() -> None:
-    labels = np.array([0] * 12 + [1] * 7 + [2] + [-1] * 9)
+def test_every_fold_leaves_each_class_the_same_number_of_labels() -> None:
+    """A class's frequency among the labels is not a matter of the fold; a class with one label is always in training."""
+    labels = np.array([0] * 12 + [1] * 7 + [2] * 3 + [3] + [-1] * 9)
     made = list(cross_validation_folds(labels))
     assert len(made) == FOLDS * REPEATS
-    held = np.concatenate([fold.test for fold in made])
-    assert (np.bincount(held, minlength=len(labels)) == [REPEATS] * 19 + [0] * 10).all()
     for fold in made:
-        assert set(fold.labeled) | set(fold.test) == set(range(20))
-        assert set(labels[fold.labeled]) == {0, 1, 2}
-        assert list(fold.unlabeled) == list(range(20, 29))
-        assert not set(fold.labeled) & set(fold.test)
+        assert np.bincount(labels[fold.labeled]).tolist() == [10, 6, 2, 1]
+        assert sorted([*fold.labeled, *fold.test]) == list(range(23))
+        assert list(fold.unlabeled) == list(range(23, 32))
+    times = np.bincount(np.concatenate([fold.test for fold in made]), minlength=len(labels))
+    assert times[:22].min() > 0
+    assert times[22:].max() == 0
+    first = [fold.test for fold in made[:FOLDS]]
+    assert (
+        len(np.unique(np.concatenate(first)[labels[np.concatenate(first)] == 0])) == 10
+    )  # no row of a large class twice
 
 
 def test_draws_take_the_labels_of_the_run_and_test_on_others() -> None:
@@ -108,13 +118,13 @@ def test_draws_take_the_labels_of_the_run_and_test_on_others() -> None:
 
 
 def test_a_group_is_on_one_side_of_every_split() -> None:
-    """Neither a label nor an unlabeled image of a held-out group is trained on; every label is held out once."""
+    """Neither a label nor an unlabeled image of a held-out group is trained on; every label is held out by some fold."""
     g = np.random.default_rng(0)
     labels = np.where(g.random(90) < 0.5, g.integers(0, 3, 90), -1)
     groups = [f"p{number}" if number < 12 else "" for number in g.integers(0, 14, 90)]
     names = np.array(groups)
     splits = list(cross_validation_folds(labels, groups))
-    assert sorted(np.concatenate([fold.test for fold in splits[:FOLDS]])) == np.flatnonzero(labels >= 0).tolist()
+    assert set(np.concatenate([fold.test for fold in splits])) == set(np.flatnonzero(labels >= 0))
     for fold in (*splits, *label_draws(np.maximum(labels, 0), [5, 5, 5], groups=groups)):
         others = names[np.concatenate([fold.labeled, fold.unlabeled])]
         assert not (set(names[fold.test]) & set(others)) - {""}
@@ -162,6 +172,15 @@ def test_a_head_in_one_place_is_the_runs_head(
     for name in ("weight", "bias", "center"):
         path = f"{shared.task.network.head}/{name}"
         np.testing.assert_allclose(head[path], whole[path], rtol=0, atol=1e-11)
+    # In the basis of `FoldSolver` the head predicts the same, here for images on which it was not solved.
+    used = torch.from_numpy(np.r_[rows[0], rows[1]])
+    known = torch.where(torch.arange(len(used)) < len(rows[0]), data.labels[used], -1)
+    solver = FoldSolver(shared.task, Examples(data.images[used], known))
+    projected = Fold(np.arange(len(rows[0])), np.arange(len(rows[0]), len(used)), np.arange(0))
+    predicted = solver.predict(made, projected, data.images[train:])
+    assert 100 * (predicted == data.labels[train:].numpy()).mean() == pytest.approx(
+        100 * outcome.summaries[0]["accuracy"]["last"], abs=1e-9
+    )
 
 
 def test_half_of_the_labels_of_each_class_become_unknown():
@@ -183,3 +202,82 @@ def test_half_of_the_labels_of_each_class_become_unknown():
 )
 def test_more_labels_hardly_help_where_two_points_are_ruled_out(gain: tuple[float, float, float], words: str):
     assert LabelingResult(100, 100, 100, 80.0, 70.0, 90.0, *gain).advice.startswith(words)
+
+
+def two_class_predictions(baseline_right: int, method_right: int, differ: float, tested: int = 40) -> FoldPredictions:
+    """Predict `tested` labeled images of two classes, each once, and 1,000 unlabeled ones of which a share differs."""
+    labels = np.r_[np.arange(tested) % 2, np.full(1000, -1)]
+    is_labeled = labels >= 0
+    final = np.zeros(1000, np.int64)
+    final[: round(1000 * differ)] = 1
+
+    def predict(right: int) -> np.ndarray:
+        known = labels[:tested]
+        return np.where(np.arange(tested) < right, known, 1 - known)
+
+    baseline = np.r_[predict(baseline_right), np.zeros(1000, np.int64)][None]
+    method = np.r_[predict(method_right), final][None]
+    return FoldPredictions(labels, is_labeled[None], baseline, method, baseline[0], method[0], 2)
+
+
+def test_the_gain_combines_labels_and_prior_by_their_precisions() -> None:
+    """20 and 30 of 40 images are right, and 40 % of the unlabeled ones differ: the advantage is 0.25 / 0.4 = 0.625."""
+    made = decide_by_image(two_class_predictions(20, 30, 0.4))
+    squares = 10 * (1 - 0.25) ** 2 + 30 * 0.25**2
+    variance = (squares + 5 * 0.5 * 0.4) / (39 + 5) / 40 / 0.4**2
+    precision = 1 / variance + 1 / PRIOR_DEVIATION**2
+    advantage = (0.625 / variance + PRIOR_ADVANTAGE / PRIOR_DEVIATION**2) / precision
+    assert made.difference.mean == pytest.approx(100 * 0.4 * advantage)
+    total = 0.4**2 / precision + 0.4 * 0.6 / 1000 * (advantage**2 + 1 / precision)
+    assert made.difference.high - made.difference.mean == pytest.approx(1.959964 * 100 * total**0.5, rel=1e-6)
+    assert (made.kind, made.base, made.ours, made.prefers_unlabeled) == ("help", 50, 75, True)
+    assert made.mixes[0].labels_only.low < 50 < made.mixes[0].labels_only.high
+
+
+def test_the_prior_by_itself_decides_nothing() -> None:
+    """Four labels that show no difference leave the prior, whose interval includes zero."""
+    assert decide_by_image(two_class_predictions(2, 2, 0.3, tested=4)).kind == "unknown"
+    assert PRIOR_ADVANTAGE < 1.96 * PRIOR_DEVIATION
+    loss = decide_by_image(two_class_predictions(40, 20, 0.5))
+    assert (loss.kind, loss.prefers_unlabeled) == ("harm", False)
+
+
+def test_heads_that_never_differ_are_equally_good() -> None:
+    made = decide_by_image(two_class_predictions(30, 30, 0.0))
+    assert (made.kind, made.difference[:3]) == ("equal", pytest.approx((0, -0.3, 0.3)))
+
+
+def test_no_advice_for_more_labels_than_the_folder_has_images() -> None:
+    noisy = Difference(1.0, -15.0, 17.0, 0.9)
+    common = {
+        "kind": "unknown",
+        "base": 50,
+        "ours": 51,
+        "difference": noisy,
+        "splits": 5,
+        "labels": 20,
+        "missing": 1110,
+    }
+    assert "about 1,110 more labeled images would" in Decision(**common, available=2000).sentence
+    assert "labels for all 80 other images of the folder may not be enough" in Decision(**common, available=80).sentence
+    assert "this folder has no other" in Decision(**common, available=0).sentence
+
+
+def test_balanced_accuracy_decides_where_classes_are_uneven() -> None:
+    """Of 90 and 10 images the method wins five of the small class and loses five of the large one."""
+    ours = ModelEvaluation(torch.tensor([[75, 15], [3, 7]]), 0.0)
+    base = ModelEvaluation(torch.tensor([[80, 10], [8, 2]]), 0.0)
+    made = decide_by_evaluations([ours] * 3, [base] * 3, 0.25, 100, 50, np.array([0.9, 0.1]))
+    assert made.difference.mean == pytest.approx(100 * ((75 / 90 + 0.7) / 2 - (80 / 90 + 0.2) / 2), abs=1e-3)
+    even, folder = made.mixes
+    assert (folder.labels_only.mean, folder.with_unlabeled.mean) == (pytest.approx(82), pytest.approx(82))
+    assert even.with_unlabeled.mean - even.labels_only.mean == pytest.approx(made.difference.mean)
+
+
+def test_class_shares_are_estimated_through_the_confusion_matrix() -> None:
+    """Each class is right in 80 %, so that of 90 : 10 unlabeled images 74 : 26 are predicted."""
+    labels = np.r_[np.arange(400) % 2, np.full(1000, -1)]
+    wrong = np.arange(400) // 2 % 5 == 0
+    method = np.r_[np.where(wrong, 1 - labels[:400], labels[:400]), (np.arange(1000) < 260).astype(np.int64)]
+    predictions = FoldPredictions(labels, (labels >= 0)[None], method[None], method[None], method, method, 2)
+    assert estimate_class_shares(predictions)[1] == pytest.approx(0.1, abs=0.02)

@@ -121,16 +121,49 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
         else:
             print_text("One split is not enough to decide: give more --minutes for several, or label more images.")
         return
+    _print_accuracies(plan, decision)
+    print_text(decision.sentence)
+    _print_model_to_use(plan, decision, root)
+
+
+def _print_accuracies(plan: Plan, decision: Decision) -> None:
+    """Print the accuracy of both methods for each class mix, with 95 % intervals, and the estimated mix."""
+    from halfmoon.methods import registry
+    from halfmoon.studies.decision import ESTIMATED_MIX
+
+    labels_only, with_unlabeled = (registry.entry(name).title for name in plan.pair)
+    splits = f"mean of {decision.splits} splits"
+    if not decision.mixes:
+        cells = [[labels_only, f"{decision.base:.1f}"], [with_unlabeled, f"{decision.ours:.1f}"]]
+        print_table([splits, "right %, test images"], cells)
+        return
+    names = [mix.name for mix in decision.mixes]
+    print_table(
+        [splits, *(f"right % (95 %), {name}" for name in names)],
+        [
+            [labels_only, *(mix.labels_only.text for mix in decision.mixes)],
+            [with_unlabeled, *(mix.with_unlabeled.text for mix in decision.mixes)],
+        ],
+    )
+    estimated = next((mix for mix in decision.mixes if mix.name == ESTIMATED_MIX), None)
+    if estimated is not None:
+        pairs = zip(plan.contents.classes, estimated.shares, strict=True)
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in pairs)
+        print_text(f"{ESTIMATED_MIX}, by the predictions of the unlabeled images: {shares}.")
+
+
+def _print_model_to_use(plan: Plan, decision: Decision, root: Path) -> None:
+    """Print the model that the comparison prefers, and the command that predicts with it."""
     from halfmoon.methods import registry
 
-    baseline, method = (registry.entry(name).title for name in plan.pair)
-    cells = [[baseline, f"{decision.base:.1f}"], [method, f"{decision.ours:.1f}"]]
-    print_table([f"mean of {decision.splits} splits", "right %"], cells)
-    print_text(decision.sentence)
-    # If unlabeled images do not help, the better model is the baseline's, which uses only the labels.
-    labels_only = decision.kind in ("harm", "equal") and plan.pair[0] in plan.config.baselines
-    model = root / "baselines" / plan.pair[0] if labels_only else root
-    print_text(f"use the model: halfmoon predict {shlex.quote(str(model))} FOLDER")
+    preferred = plan.pair[1] if decision.prefers_unlabeled else plan.pair[0]
+    other = plan.pair[0] if decision.prefers_unlabeled else plan.pair[1]
+    model = root if preferred == plan.config.method else root / "baselines" / preferred
+    title = registry.entry(preferred).title
+    reason = f"as good as {registry.entry(other).title}, and simpler"
+    if decision.kind != "equal":
+        reason = f"ahead of {registry.entry(other).title} in this comparison"
+    print_text(f"use the model of {title}, {reason}: halfmoon predict {shlex.quote(str(model))} FOLDER")
 
 
 REHEARSAL_RECIPE: dict[str, Any] = {

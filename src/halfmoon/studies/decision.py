@@ -1,7 +1,7 @@
 """Decide whether unlabeled images help: paired differences over repeated splits, a verdict, and the labels it lacks."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -13,23 +13,13 @@ from halfmoon.api.types import ClientData, ClientUpdate, Federation, Method, Tas
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 from halfmoon.core.tree import Tree
-from halfmoon.data.groups import drop_shared_groups
-from halfmoon.data.partition.primitives import GroupHoldout, named_generator
-from halfmoon.engine.evaluation import Examples, evaluate_model
+from halfmoon.engine.evaluation import Examples, ModelEvaluation, evaluate_model
 from halfmoon.methods.analytic import MeanSums, SumsUpdate
 from halfmoon.report.paired import Difference, compare_paired
+from halfmoon.studies.folds import Fold
 
 MARGIN = 2.0
 """Points of accuracy: if a gain of this size is ruled out, labels only are as good."""
-
-FOLDS = 5
-"""Parts of the labels in a cross-validation."""
-
-REPEATS = 3
-"""Repetitions of the cross-validation, each with another partition into parts."""
-
-DRAWS = 10
-"""Draws of the labels in a folder whose labels are all known."""
 
 EXTRA_DIRECTIONS = 128
 """Directions beyond the span of the images, so that the mixture head finds as many as it requests."""
@@ -44,12 +34,52 @@ JOINING_VERDICTS = ("Joining helps", "Alone is better", "Alone is as good")
 """The sentences for a gain, for a loss, and for a gain below the margin."""
 
 
-class Fold(NamedTuple):
-    """The rows of one split, int64 each."""
+EVEN_MIX = "even class mix"
+"""Name of the mix with the same number of images of each class."""
 
-    labeled: np.ndarray
-    unlabeled: np.ndarray
-    test: np.ndarray
+ESTIMATED_MIX = "estimated class mix"
+"""Name of the mix that the unlabeled images of a folder are estimated to have."""
+
+FOLDER_MIX = "class mix of the test images"
+"""Name of the mix of test images whose labels are all known."""
+
+
+class Accuracy(NamedTuple):
+    """An accuracy in percent with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """The accuracy and its interval, rounded."""
+        return f"{self.mean:.1f} ({self.low:.0f} to {self.high:.0f})"
+
+
+class ClassMix(NamedTuple):
+    """The accuracies of two methods for images with given shares of the classes.
+
+    Attributes:
+        name: the name of the mix.
+        shares: the share of each class, 0 to 1.
+        labels_only: the accuracy of the method with labels only.
+        with_unlabeled: the accuracy of the method with unlabeled images.
+    """
+
+    name: str
+    shares: tuple[float, ...]
+    labels_only: Accuracy
+    with_unlabeled: Accuracy
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the accuracies as JSON-compatible values."""
+        return {
+            "name": self.name,
+            "shares": list(self.shares),
+            "labels_only": self.labels_only._asdict(),
+            "with_unlabeled": self.with_unlabeled._asdict(),
+        }
 
 
 @dataclass(frozen=True)
@@ -58,12 +88,14 @@ class Decision:
 
     Attributes:
         kind: the verdict.
-        base: mean accuracy of labels only, in percent.
-        ours: mean accuracy of the method, in percent.
+        base: mean accuracy of labels only, in percent; of solved heads on an even class mix.
+        ours: mean accuracy of the method, in percent; of solved heads on an even class mix.
         difference: the paired difference in points, with its interval.
         splits: the number of splits.
         labels: the number of different test images.
         missing: about how many more labels would decide, where these cannot.
+        available: the number of images that could be labeled; None if it is not known.
+        mixes: the accuracies for several shares of the classes.
         verdicts: the sentences for "help", "harm" and "equal".
     """
 
@@ -74,6 +106,8 @@ class Decision:
     splits: int
     labels: int
     missing: int = 0
+    available: int | None = None
+    mixes: tuple[ClassMix, ...] = ()
     verdicts: tuple[str, str, str] = UNLABELED_VERDICTS
 
     @property
@@ -84,10 +118,24 @@ class Decision:
         if self.base == self.ours == 100:
             return f"Both are at the ceiling ({points}): no tested image is left that unlabeled images could win."
         if self.kind == "unknown":
-            more = f"about {self.missing:,} more labeled images would" if self.missing else "more would"
-            return f"Cannot tell with so few labels ({points}): {more}."
+            return f"Cannot tell with so few labels ({points}): {self._advise_labels()}."
         verdict = dict(zip(("help", "harm", "equal"), self.verdicts, strict=True))[self.kind]
         return f"{verdict} ({points})."
+
+    @property
+    def prefers_unlabeled(self) -> bool:
+        """Whether to use the method with unlabeled images: it helps, or it is ahead where nothing is certain."""
+        return self.kind == "help" or (self.kind == "unknown" and self.difference.mean > 0)
+
+    def _advise_labels(self) -> str:
+        """State how many more labels would decide, where the folder has so many images."""
+        if not self.missing:
+            return "more would"
+        if self.available is None or self.missing <= self.available:
+            return f"about {self.missing:,} more labeled images would"
+        if not self.available:
+            return "more labeled images would, and this folder has no other"
+        return f"labels for all {self.available:,} other images of the folder may not be enough"
 
     def as_json(self) -> dict[str, Any]:
         """Return the decision as JSON-compatible values."""
@@ -99,6 +147,7 @@ class Decision:
             **self.difference._asdict(),
             "splits": self.splits,
             "missing": self.missing,
+            "class_mixes": [mix.as_json() for mix in self.mixes],
         }
 
 
@@ -108,6 +157,8 @@ def decide(
     test_train_ratio: float,
     labels: int,
     verdicts: tuple[str, str, str] = UNLABELED_VERDICTS,
+    available: int | None = None,
+    mixes: tuple[ClassMix, ...] = (),
 ) -> Decision:
     """Decide by the accuracies of two methods on the same splits.
 
@@ -117,15 +168,11 @@ def decide(
         test_train_ratio: the ratio of test to training images, as in `difference_interval`.
         labels: the number of different test images of all splits.
         verdicts: the sentences for "help", "harm" and "equal".
+        available: the number of images that could be labeled; None if it is not known.
+        mixes: the accuracies for several shares of the classes.
     """
     difference = difference_interval(method, baseline, test_train_ratio, labels)
-    kind: DecisionKind = "unknown"
-    if difference.low > 0:
-        kind = "help"
-    elif difference.high < 0:
-        kind = "harm"
-    elif difference.high < MARGIN:
-        kind = "equal"
+    kind = name_verdict(difference)
     return Decision(
         kind=kind,
         base=float(np.mean(baseline)),
@@ -134,8 +181,66 @@ def decide(
         splits=len(method),
         labels=labels,
         missing=estimate_missing_labels(difference, labels) if kind == "unknown" else 0,
+        available=available,
+        mixes=mixes,
         verdicts=verdicts,
     )
+
+
+def decide_by_evaluations(
+    method: Sequence[ModelEvaluation],
+    baseline: Sequence[ModelEvaluation],
+    test_train_ratio: float,
+    tested: int,
+    available: int,
+    test_shares: np.ndarray,
+) -> Decision:
+    """Decide by the balanced accuracies of two methods on the test images of the same splits.
+
+    Args:
+        method: the evaluation of the method on each split.
+        baseline: the evaluation of the baseline on each split.
+        test_train_ratio: the ratio of test to training images, as in `difference_interval`.
+        tested: the number of different test images of all splits.
+        available: the number of images that could be labeled.
+        test_shares: the share of each class among the test images, (classes,).
+    """
+
+    def interval(evaluations: Sequence[ModelEvaluation], measure: str) -> Accuracy:
+        accuracies = [100 * cast(float, evaluation.row()[measure]) for evaluation in evaluations]
+        # The difference from 0 is the accuracy itself, with the interval of the same test.
+        mean, low, high, _ = difference_interval(accuracies, [0.0] * len(accuracies), test_train_ratio, tested)
+        return Accuracy(mean, max(0.0, low), min(100.0, high))
+
+    even_shares = np.full(len(test_shares), 1 / len(test_shares))
+    mixes = (
+        ClassMix(
+            EVEN_MIX,
+            tuple(even_shares.tolist()),
+            interval(baseline, "balanced_accuracy"),
+            interval(method, "balanced_accuracy"),
+        ),
+        ClassMix(FOLDER_MIX, tuple(test_shares.tolist()), interval(baseline, "accuracy"), interval(method, "accuracy")),
+    )
+    return decide(
+        [100 * evaluation.balanced_accuracy for evaluation in method],
+        [100 * evaluation.balanced_accuracy for evaluation in baseline],
+        test_train_ratio,
+        tested,
+        available=available,
+        mixes=mixes,
+    )
+
+
+def name_verdict(difference: Difference) -> DecisionKind:
+    """Name the verdict of a difference: whether its interval excludes zero, or a gain of `MARGIN` points."""
+    if difference.low > 0:
+        return "help"
+    if difference.high < 0:
+        return "harm"
+    if difference.high < MARGIN:
+        return "equal"
+    return "unknown"
 
 
 def difference_interval(
@@ -170,80 +275,6 @@ def estimate_missing_labels(difference: Difference, labels: int) -> int:
     return max(10, 10 * math.ceil(labels * ((half_width / target) ** 2 - 1) / 10))
 
 
-def cross_validation_folds(labels: np.ndarray, groups: Sequence[str] | None = None) -> Iterator[Fold]:
-    """Yield the folds of `REPEATS` cross-validations of the labeled rows in `FOLDS` parts, stratified by class.
-
-    A class with one label is always in training. A group is in the part of its first row; no row of a test group,
-    labeled or not, is trained on.
-
-    Args:
-        labels: int64 (N,), negative for an unlabeled row.
-        groups: the patient or group of each row; "" for none.
-    """
-    for repeat in range(REPEATS):
-        fold_numbers = _assign_folds(labels, groups, repeat)
-        for number in range(FOLDS):
-            test_rows = np.flatnonzero(fold_numbers == number)
-            labeled = drop_shared_groups(np.flatnonzero((labels >= 0) & (fold_numbers != number)), test_rows, groups)
-            unlabeled = drop_shared_groups(np.flatnonzero(labels < 0), test_rows, groups)
-            if len(test_rows) and len(labeled):
-                yield Fold(labeled, unlabeled, test_rows)
-
-
-def _assign_folds(labels: np.ndarray, groups: Sequence[str] | None, repeat: int) -> np.ndarray:
-    """Assign each labeled row to one of `FOLDS` parts, int64 (N,); -1 for a row that is never tested."""
-    fold_numbers = np.full(len(labels), -1)
-    fold_of_group: dict[str, int] = {}
-    # Each class continues where the last one ended, so that small classes do not all fill the first parts.
-    offset = 0
-    for label in np.unique(labels[labels >= 0]):
-        rows = named_generator(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
-        if len(rows) < 2:
-            continue
-        fold_numbers[rows] = (offset + np.arange(len(rows))) % FOLDS
-        offset += len(rows)
-        if groups is None:
-            continue
-        for row in rows:
-            if group := groups[int(row)]:
-                fold_numbers[row] = fold_of_group.setdefault(group, int(fold_numbers[row]))
-    return fold_numbers
-
-
-def label_draws(
-    labels: np.ndarray,
-    counts: Sequence[int],
-    test_rows: np.ndarray | None = None,
-    groups: Sequence[str] | None = None,
-) -> Iterator[Fold]:
-    """Yield `DRAWS` draws of labels from rows whose labels are all known.
-
-    Args:
-        labels: int64 (N,).
-        counts: labels to draw of each class.
-        test_rows: the rows to test on; None for a fifth of each class, drawn each time, with all rows of their groups.
-        groups: the patient or group of each row; "" for none.
-    """
-    group_names = groups or [""] * len(labels)
-    for number in range(DRAWS):
-        labeled: list[np.ndarray] = []
-        unlabeled: list[np.ndarray] = []
-        tested: list[np.ndarray] = []
-        sides = GroupHoldout()
-        for label, count in enumerate(counts):
-            rows = named_generator(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
-            class_tests = sides.draw(rows, group_names, len(rows) // FOLDS) if test_rows is None else test_rows
-            is_test = np.isin(rows, class_tests)
-            tested.append(rows[is_test])
-            labeled.append(rows[~is_test][:count])
-            unlabeled.append(rows[~is_test][count:])
-        yield Fold(
-            labeled=np.sort(np.concatenate(labeled)),
-            unlabeled=np.sort(np.concatenate(unlabeled)),
-            test=np.sort(np.concatenate(tested)),
-        )
-
-
 def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> float:
     """Solve a head on a fold's training rows and return its accuracy on the test rows, in percent."""
     return model_accuracy(task, solve_head(method, task, data, fold), data, fold.test)
@@ -251,10 +282,14 @@ def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> flo
 
 def model_accuracy(task: Task, model: Tree, data: Examples, rows: np.ndarray) -> float:
     """Return a model's accuracy on rows, int64, in percent."""
+    return 100 * cast(float, evaluate_rows(task, model, data, rows).row()["accuracy"])
+
+
+def evaluate_rows(task: Task, model: Tree, data: Examples, rows: np.ndarray) -> ModelEvaluation:
+    """Evaluate a model on rows, int64."""
     indices = torch.from_numpy(rows)
     examples = Examples(data.images[indices], data.labels[indices])
-    metrics = evaluate_model(task.network, model, task.normalize, examples).row()
-    return 100 * cast(float, metrics["accuracy"])
+    return evaluate_model(task.network, model, task.normalize, examples)
 
 
 def solve_head(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:

@@ -27,15 +27,9 @@ from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.runs.features import load_or_compute_features
 from halfmoon.runs.pools import available_processors
-from halfmoon.studies.decision import (
-    FOLDS,
-    MARGIN,
-    Fold,
-    cross_validation_folds,
-    difference_interval,
-    head_accuracy,
-    solve_head,
-)
+from halfmoon.studies.decision import MARGIN, difference_interval, solve_head
+from halfmoon.studies.fold_solver import FoldSolver
+from halfmoon.studies.folds import Fold, cross_validation_folds
 from halfmoon.studies.plan import head_config, head_task
 from halfmoon.studies.scan_folder import FolderContents, decode_images, scan_images
 
@@ -181,11 +175,16 @@ class HeadProblem:
         splits = [fold._replace(test=fold.test[may_test[fold.test]]) for fold in cross_validation_folds(labels)]
         splits = [fold for fold in splits if len(fold.test)]
 
+        solver = FoldSolver(self.task, self.data)
+
+        def measure_accuracy(fold: Fold, test_rows: np.ndarray) -> float:
+            predicted = solver.predict(self.method, fold)
+            return 100 * float((predicted[test_rows] == labels[test_rows]).mean())
+
         def test_fold(number: int) -> tuple[float, float]:
             fold = splits[number]
-            all_labels = head_accuracy(self.method, self.task, self.data, fold)
-            half_of_labels = head_accuracy(self.method, self.task, self.data, halve_labels(fold, labels, number))
-            return all_labels, half_of_labels
+            half_of_labels = halve_labels(fold, labels, number)
+            return measure_accuracy(fold, fold.test), measure_accuracy(half_of_labels, fold.test)
 
         accuracies: list[float] = []
         half_accuracies: list[float] = []
@@ -197,7 +196,7 @@ class HeadProblem:
         if len(splits) < 2:
             return None
         tested = int(may_test.sum())
-        test_train_ratio = 1 / (FOLDS - 1)
+        test_train_ratio = sum(len(fold.test) / len(fold.labeled) for fold in splits) / len(splits)
         # The difference from 0 is the accuracy itself, with the interval of the same test.
         mean = difference_interval(accuracies, [0.0] * len(accuracies), test_train_ratio, tested)
         gain = difference_interval(accuracies, half_accuracies, test_train_ratio, tested)

@@ -30,7 +30,8 @@ from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.studies.cost import measure_seconds
-from halfmoon.studies.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
+from halfmoon.studies.decision import head_accuracy
+from halfmoon.studies.folds import DRAWS, FOLDS, REPEATS, Fold
 from halfmoon.studies.scan_folder import FolderContents, count_animations, load_site_source, scan_data
 
 EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
@@ -63,6 +64,9 @@ SCRATCH_SPLITS = 5
 
 MAX_CHECK_SECONDS = 5.0
 """Seconds that a plan may take to read all images."""
+
+UNEVEN_RATIO = 2
+"""Ratio of the largest to the smallest class from which on labels are reported as uneven."""
 
 SAMPLE_FILES = 12
 """Files that are decoded to measure the time of one."""
@@ -303,7 +307,7 @@ def head_config(options: Mapping[str, Any], contents: FolderContents) -> tuple[C
     config = _resolve_pair(options, defaults, HEADS)
     label_count = _labels_per_class(config, contents)
     if label_count > MAX_MIXTURE_LABELS:
-        config = settings.resolve({}, {**_set_options(config), "method": HEADS[0], "baselines": ()})
+        config = settings.resolve({}, {**_set_options(config), "method": HEADS[0], "baselines": (HEADS[1],)})
     return config, HEADS, label_count
 
 
@@ -363,7 +367,7 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, seconds_li
         ("images", f"{SIDE} x {SIDE} pixels: {pixels}"),
         ("network", f"{config.network}, from ImageNet: features once, then its head"),
         ("methods", _describe_methods(pair, label_count, limit)),
-        *_other_reasons(config, contents, share),
+        *_other_reasons(config, contents, share, repeats=REPEATS),
     ]
     return Plan(
         config=config,
@@ -437,7 +441,7 @@ def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, sec
         ("images", f"{side} x {side} pixels: from scratch"),
         ("network", network),
         ("methods", _describe_methods(pair, _labels_per_class(config, contents), "")),
-        *_other_reasons(config, contents, 1),
+        *_other_reasons(config, contents, share=1, repeats=1),
     ]
     return Plan(
         config=config,
@@ -515,12 +519,18 @@ def _describe_methods(pair: tuple[str, str], label_count: float, limit: str) -> 
     return f"{labels_only} (labels only); {with_unlabeled}, recommended for {count} a class{limit}"
 
 
-def _other_reasons(config: Config, contents: FolderContents, share: float) -> list[tuple[str, str]]:
-    """Describe labels, test images, mirroring, and the images that are left out."""
+def _other_reasons(config: Config, contents: FolderContents, share: float, repeats: int) -> list[tuple[str, str]]:
+    """Describe labels, test images, mirroring, and the images that are left out.
+
+    Args:
+        config: the run's configuration.
+        contents: the scanned folder.
+        share: the share of the unlabeled images that is used.
+        repeats: the repetitions of the cross-validation of a site's labels.
+    """
     mirroring = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
     grouping = f"; {NO_GROUP_ON_BOTH_SIDES}" if contents.groups is not None else ""
     if contents.site:
-        repeats = REPEATS if share else 1
         labels = f"all {contents.labeled:,}; judged by {repeats} x {FOLDS}-fold cross-validation{grouping}"
         reasons = [("labels", labels)]
     else:
@@ -535,6 +545,8 @@ def _other_reasons(config: Config, contents: FolderContents, share: float) -> li
             ("labels", f"{used}, at {clients}; the others are hidden (--labels N)"),
             ("test", tests),
         ]
+    if uneven := _describe_imbalance(contents):
+        reasons.append(("imbalance", uneven))
     reasons.append(("mirrored", mirroring))
     if share < 1:
         reasons.append(("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)"))
@@ -549,6 +561,19 @@ def _other_reasons(config: Config, contents: FolderContents, share: float) -> li
     if animations := count_animations(contents.folder):
         reasons.append(("animated", f"{animations:,} GIF files with several frames: only the first frame is used"))
     return reasons
+
+
+def _describe_imbalance(contents: FolderContents) -> str:
+    """Describe how unevenly the labels are spread over the classes; "" below a ratio of `UNEVEN_RATIO`."""
+    counts = np.bincount(contents.labels[contents.labels >= 0], minlength=len(contents.classes))
+    fewest = int(counts.argmin())
+    most = int(counts.argmax())
+    if counts[most] < UNEVEN_RATIO * counts[fewest]:
+        return ""
+    return (
+        f"{counts[fewest]:,} labeled images of {contents.classes[fewest]}, {counts[most]:,} of "
+        f"{contents.classes[most]}: the methods are compared by balanced accuracy, in which every class counts the same"
+    )
 
 
 # Measuring this machine

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from halfmoon.api.types import Method
 from halfmoon.config.schema import Config, identity
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
 from halfmoon.data.partition.split import Split
-from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.evaluation import Examples, ModelEvaluation
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory, runner
 from halfmoon.runs.callbacks import Callback, feature_progress
@@ -22,16 +23,10 @@ from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
-from halfmoon.studies.decision import (
-    FOLDS,
-    Decision,
-    Fold,
-    cross_validation_folds,
-    decide,
-    label_draws,
-    model_accuracy,
-    solve_heads,
-)
+from halfmoon.studies.decision import Decision, decide, decide_by_evaluations, evaluate_rows, solve_heads
+from halfmoon.studies.fold_solver import FoldSolver
+from halfmoon.studies.folds import FOLDS, Fold, cross_validation_folds, label_draws
+from halfmoon.studies.head_comparison import decide_by_image, predict_folds
 from halfmoon.studies.plan import Plan, PlanStep, single_client_split
 from halfmoon.studies.scan_folder import load_site_source, scan_data
 
@@ -142,25 +137,51 @@ def _run_site_methods(
 
 def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
     """Compare heads that are solved on every split; None where there are fewer than two splits."""
-    head_splits = _cross_validate_labels(problem) if plan.contents.site else _redraw_labels(plan, problem)
-    splits = head_splits.splits
-    if len(splits) < 2 or not all(map(len, splits[0])):
+    labels_only, with_unlabeled = (
+        factory.build_method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair
+    )
+    if plan.contents.site:
+        return _cross_validate_heads(problem, labels_only, with_unlabeled)
+    return _compare_label_draws(plan, problem, labels_only, with_unlabeled)
+
+
+def _cross_validate_heads(problem: Problem, labels_only: Method, with_unlabeled: Method) -> Decision | None:
+    """Compare two heads by cross-validation of a site's labeled images; None where no class has two labels."""
+    groups = problem.source.train.groups
+    solver = FoldSolver(problem.task, problem.train)
+    predictions = predict_folds(solver, labels_only, with_unlabeled, cross_validation_folds(solver.labels, groups))
+    return None if predictions is None or not (solver.labels < 0).any() else decide_by_image(predictions)
+
+
+def _compare_label_draws(plan: Plan, problem: Problem, labels_only: Method, with_unlabeled: Method) -> Decision | None:
+    """Compare two heads on several draws of the labels of class folders, whose labels are all known.
+
+    Each draw has as many labels of a class as the run. It is tested on the test folders or, without these, on images
+    that it draws from each class. The gain is that in balanced accuracy.
+    """
+    draws = _redraw_labels(plan, problem)
+    if len(draws.splits) < 2 or not all(map(len, draws.splits[0])):
         return None
-    methods = [factory.build_method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair]
-    baseline: list[float] = []
-    method: list[float] = []
-    for fold in splits:
-        accuracies = [
-            model_accuracy(problem.task, model, head_splits.images, fold.test)
-            for model in solve_heads(methods, problem.task, head_splits.images, fold)
-        ]
-        baseline.append(accuracies[0])
-        method.append(accuracies[1])
-    return decide(method, baseline, head_splits.test_train_ratio, head_splits.test_count)
+    baseline: list[ModelEvaluation] = []
+    method: list[ModelEvaluation] = []
+    for fold in draws.splits:
+        models = solve_heads([labels_only, with_unlabeled], problem.task, draws.images, fold)
+        for model, evaluations in zip(models, (baseline, method), strict=True):
+            evaluations.append(evaluate_rows(problem.task, model, draws.images, fold.test))
+    first = draws.splits[0]
+    test_counts = np.bincount(draws.images.labels[torch.from_numpy(first.test)].numpy())
+    return decide_by_evaluations(
+        method,
+        baseline,
+        test_train_ratio=draws.test_train_ratio,
+        tested=draws.test_count,
+        available=len(first.unlabeled),
+        test_shares=test_counts / test_counts.sum(),
+    )
 
 
-class _HeadSplits(NamedTuple):
-    """The splits on which two heads are compared.
+class _LabelDraws(NamedTuple):
+    """The draws of the labels on which two heads are compared.
 
     Attributes:
         images: the images that the rows of the splits number, and their labels.
@@ -176,23 +197,8 @@ class _HeadSplits(NamedTuple):
     test_count: int
 
 
-def _cross_validate_labels(problem: Problem) -> _HeadSplits:
-    """Split a site's folder, of which only some labels are known, by cross-validation of the labeled images."""
-    train = problem.source.train
-    return _HeadSplits(
-        images=problem.train,
-        splits=list(cross_validation_folds(train.labels, train.groups)),
-        test_train_ratio=1 / (FOLDS - 1),
-        test_count=int((train.labels >= 0).sum()),
-    )
-
-
-def _redraw_labels(plan: Plan, problem: Problem) -> _HeadSplits:
-    """Draw again which images of class folders are labeled, so that methods are compared on more than one split.
-
-    All labels of such folders are known. Each draw has as many labels of a class as the run. It is tested on the test
-    folders or, without these, on images that it draws from each class.
-    """
+def _redraw_labels(plan: Plan, problem: Problem) -> _LabelDraws:
+    """Draw again which images of class folders are labeled, so that methods are compared on more than one split."""
     source = problem.source
     assert problem.test is not None, "class folders have test images"
     images, labels = (torch.cat(pair) for pair in zip(problem.train, problem.test, strict=True))
@@ -211,7 +217,7 @@ def _redraw_labels(plan: Plan, problem: Problem) -> _HeadSplits:
     used_labels = source.train.labels[problem.split.labeled & (problem.split.client != -1)]
     labels_per_class = np.bincount(used_labels, minlength=len(plan.contents.classes)).tolist()
     splits = list(label_draws(labels.numpy(), labels_per_class, test_rows, groups))
-    return _HeadSplits(Examples(images, labels), splits, test_train_ratio, test_count)
+    return _LabelDraws(Examples(images, labels), splits, test_train_ratio, test_count)
 
 
 def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], watch: Callback) -> Decision | None:
@@ -222,7 +228,7 @@ def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], w
     results: list[dict[str, float]] = []
     folds: list[Fold | None]
     if plan.contents.site:
-        folds = list[Fold | None](cross_validation_folds(train.labels, train.groups))[:FOLDS]
+        folds = list[Fold | None](cross_validation_folds(train.labels, train.groups, repeats=1))
     else:
         results.append({row["method"]: _last_accuracy(row) for row in runs})
         folds = [None] * (plan.splits - 1)
@@ -239,7 +245,8 @@ def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], w
         return None
     baseline, method = ([row[name] for row in results] for name in plan.pair)
     if plan.contents.site:
-        return decide(method, baseline, 1 / (FOLDS - 1), int((train.labels >= 0).sum()))
+        available = int((train.labels < 0).sum())
+        return decide(method, baseline, 1 / (FOLDS - 1), int((train.labels >= 0).sum()), available=available)
     test_count = len(problem.source.test)
     return decide(method, baseline, test_count / len(train.labels), test_count)
 

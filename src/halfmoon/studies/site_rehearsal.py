@@ -30,20 +30,20 @@ from halfmoon.runs.factory import image_preparation
 from halfmoon.runs.runner import run_in_folder
 from halfmoon.sites.folders import SiteFolder, read_site
 from halfmoon.studies.decision import (
-    FOLDS,
     JOINING_VERDICTS,
-    REPEATS,
     UNLABELED_VERDICTS,
     Decision,
-    Fold,
-    cross_validation_folds,
     decide,
     model_accuracy,
     solve_head,
     solve_heads,
 )
+from halfmoon.studies.folds import FOLDS, Fold, cross_validation_folds
 from halfmoon.studies.label_selection import FolderFeatures, HeadProblem, folder_features, head_problem
 from halfmoon.studies.plan import PRETRAINED
+
+REPEATS = 3
+"""Repetitions of the cross-validation of a federation, whose sites are solved one by one."""
 
 TEST_STRIDE = 3
 """One of so many labeled images of each class and site is a test image."""
@@ -214,7 +214,7 @@ def estimate_gains(
     # Folds are stratified by class and site: each pair of them is a stratum of its own.
     strata = np.where(labels >= 0, labels * len(sites) + client, -1)
     results: dict[str, list[tuple[float, float]]] = {}
-    for fold in cross_validation_folds(strata, groups):
+    for fold in cross_validation_folds(strata, groups, repeats=REPEATS):
         federation_model, labels_only_model = solve_heads(
             [problem.method, RidgeHead()], problem.task, problem.data, fold
         )

@@ -1,0 +1,132 @@
+"""Split images into labeled, unlabeled and test rows: folds of a cross-validation, and draws of the labels."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from halfmoon.data.groups import drop_shared_groups
+from halfmoon.data.partition.primitives import GroupHoldout, named_generator
+
+FOLDS = 5
+"""Folds of a cross-validation."""
+
+REPEATS = 10
+"""Repetitions of a cross-validation, each with other folds."""
+
+DRAWS = 10
+"""Draws of the labels in a folder whose labels are all known."""
+
+
+class Fold(NamedTuple):
+    """The rows of one split, int64 each."""
+
+    labeled: np.ndarray
+    unlabeled: np.ndarray
+    test: np.ndarray
+
+
+def cross_validation_folds(
+    labels: np.ndarray, groups: Sequence[str] | None = None, repeats: int | None = None
+) -> Iterator[Fold]:
+    """Yield the folds of repeated cross-validations of the labeled rows, stratified by class.
+
+    Each class holds out the same number of labels in every fold: a fifth of them, rounded down, and at least one. So no
+    fold changes how frequent a class is among the labels, beyond this rounding. A class of fewer labels than folds holds
+    out some of them twice in a repetition; of a class whose number of labels is no multiple of the folds, another
+    remainder stays in training in every repetition. A class with one label is always in training.
+
+    A row takes its whole group along: no row of a test group, labeled or not, is trained on.
+
+    Args:
+        labels: int64 (N,), negative for an unlabeled row.
+        groups: the patient or group of each row; "" for none.
+        repeats: the number of repetitions; None for `REPEATS`.
+    """
+    for repeat in range(REPEATS if repeats is None else repeats):
+        orders = _shuffle_classes(labels, repeat)
+        fold_of_group: dict[str, int] = {}
+        for number in range(FOLDS):
+            held_out = [_select_block(order, number) for order in orders]
+            test_rows = np.sort(np.concatenate(held_out)) if held_out else np.arange(0)
+            if groups is not None:
+                test_rows = _keep_groups_together(test_rows, labels, groups, fold_of_group, number)
+            is_labeled = labels >= 0
+            is_labeled[test_rows] = False
+            labeled = drop_shared_groups(np.flatnonzero(is_labeled), test_rows, groups)
+            unlabeled = drop_shared_groups(np.flatnonzero(labels < 0), test_rows, groups)
+            if len(test_rows) and len(labeled):
+                yield Fold(labeled, unlabeled, test_rows)
+
+
+def _shuffle_classes(labels: np.ndarray, repeat: int) -> list[np.ndarray]:
+    """Shuffle the labeled rows of each class that has two or more, int64 each."""
+    orders: list[np.ndarray] = []
+    for label in np.unique(labels[labels >= 0]):
+        rows = np.flatnonzero(labels == label)
+        if len(rows) > 1:
+            orders.append(named_generator(0, "folds", str(repeat), str(label)).permutation(rows))
+    return orders
+
+
+def _select_block(order: np.ndarray, number: int) -> np.ndarray:
+    """Select the block of a class's rows that fold `number` holds out; it continues at the start after the last row."""
+    size = max(1, len(order) // FOLDS)
+    return order[np.arange(number * size, (number + 1) * size) % len(order)]
+
+
+def _keep_groups_together(
+    test_rows: np.ndarray, labels: np.ndarray, groups: Sequence[str], fold_of_group: dict[str, int], number: int
+) -> np.ndarray:
+    """Move whole groups into the fold that first holds out one of their rows.
+
+    Args:
+        test_rows: the rows that fold `number` holds out, int64.
+        labels: int64 (N,), negative for an unlabeled row.
+        groups: the patient or group of each row; "" for none.
+        fold_of_group: the fold of each group of this repetition so far; updated in place.
+        number: the fold.
+
+    Returns:
+        The labeled rows to hold out: those without a group, and all of the groups of this fold.
+    """
+    for row in test_rows.tolist():
+        if groups[row]:
+            fold_of_group.setdefault(groups[row], number)
+    single = [row for row in test_rows.tolist() if not groups[row]]
+    members = [row for row in np.flatnonzero(labels >= 0).tolist() if fold_of_group.get(groups[row], -1) == number]
+    return np.array(sorted({*single, *members}), np.int64)
+
+
+def label_draws(
+    labels: np.ndarray,
+    counts: Sequence[int],
+    test_rows: np.ndarray | None = None,
+    groups: Sequence[str] | None = None,
+) -> Iterator[Fold]:
+    """Yield `DRAWS` draws of labels from rows whose labels are all known.
+
+    Args:
+        labels: int64 (N,).
+        counts: labels to draw of each class.
+        test_rows: the rows to test on; None for a fifth of each class, drawn each time, with all rows of their groups.
+        groups: the patient or group of each row; "" for none.
+    """
+    group_names = groups or [""] * len(labels)
+    for number in range(DRAWS):
+        labeled: list[np.ndarray] = []
+        unlabeled: list[np.ndarray] = []
+        tested: list[np.ndarray] = []
+        sides = GroupHoldout()
+        for label, count in enumerate(counts):
+            rows = named_generator(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
+            class_tests = sides.draw(rows, group_names, len(rows) // FOLDS) if test_rows is None else test_rows
+            is_test = np.isin(rows, class_tests)
+            tested.append(rows[is_test])
+            labeled.append(rows[~is_test][:count])
+            unlabeled.append(rows[~is_test][count:])
+        yield Fold(
+            labeled=np.sort(np.concatenate(labeled)),
+            unlabeled=np.sort(np.concatenate(unlabeled)),
+            test=np.sort(np.concatenate(tested)),
+        )

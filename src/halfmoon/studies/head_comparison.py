@@ -1,0 +1,282 @@
+"""Compare two heads by their predictions of held-out labeled images: the gain with its interval, and accuracies.
+
+The gain is estimated as a product: the share of images on which the heads differ, which the unlabeled images show
+precisely, and the advantage, which is the share of these images on which only the one head is right minus the share on
+which only the other is. The labeled images estimate the advantage, and so do other image sets, by a normal prior. So
+30 labeled images, of which the heads differ on eight, are not the only evidence.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from halfmoon.api.types import Method
+from halfmoon.report.paired import CONFIDENCE_LEVEL, Difference
+from halfmoon.studies.decision import ESTIMATED_MIX, EVEN_MIX, MARGIN, Accuracy, ClassMix, Decision, name_verdict
+from halfmoon.studies.fold_solver import FoldSolver
+from halfmoon.studies.folds import Fold
+
+PRIOR_ADVANTAGE = 0.25
+"""Mean advantage of the mixture head over the ridge head on the image sets of results/decisions.md."""
+
+PRIOR_DEVIATION = 0.15
+"""Standard deviation of the advantage over image sets and draws of the labels. The prior by itself decides nothing:
+0.25 is less than 1.96 times 0.15."""
+
+PRIOR_IMAGES = 5
+"""Images that the prior of the variance counts as."""
+
+DISAGREEMENT_VARIANCE = 0.5
+"""Prior variance of an image's difference, in units of its mean square disagreement: the heads are both wrong on some
+of the images on which they differ."""
+
+SHARE_ITERATIONS = 50
+"""Iterations of the estimate of the class shares. Few: more fit the noise of a confusion matrix of few images."""
+
+NORMAL_QUANTILE = float(special.ndtri((1 + CONFIDENCE_LEVEL) / 2))
+
+
+@dataclass(frozen=True, eq=False)
+class FoldPredictions:
+    """Predictions of two heads for N images in S folds.
+
+    Attributes:
+        labels: int64 (N,), negative for an unlabeled image.
+        tested: whether a fold holds out an image, bool (S, N).
+        baseline: classes that the head of labels only predicts, int64 (S, N).
+        method: classes that the head of labels and unlabeled images predicts, int64 (S, N).
+        final_baseline: the same with all labels, int64 (N,).
+        final_method: the same with all labels, int64 (N,).
+        classes: the number of classes.
+    """
+
+    labels: np.ndarray
+    tested: np.ndarray
+    baseline: np.ndarray
+    method: np.ndarray
+    final_baseline: np.ndarray
+    final_method: np.ndarray
+    classes: int
+
+    def mean_correct(self, predictions: np.ndarray) -> np.ndarray:
+        """Compute how often each image is predicted correctly by the folds that hold it out, (N,); NaN if none does."""
+        correct = (predictions == self.labels) & self.tested
+        counts = self.tested.sum(0)
+        return np.where(counts > 0, correct.sum(0) / np.maximum(counts, 1), np.nan)
+
+    @property
+    def tested_rows(self) -> np.ndarray:
+        """The images that some fold holds out, int64."""
+        return np.flatnonzero(self.tested.any(0))
+
+    @property
+    def final_disagreement(self) -> float:
+        """The share of the comparison rows on which the heads with all labels differ."""
+        rows = self.comparison_rows
+        return float((self.final_method[rows] != self.final_baseline[rows]).mean())
+
+    @property
+    def comparison_rows(self) -> np.ndarray:
+        """The images on which the heads' disagreement is measured: the unlabeled ones, or those tested if none is."""
+        unlabeled = np.flatnonzero(self.labels < 0)
+        return unlabeled if len(unlabeled) else self.tested_rows
+
+
+def predict_folds(
+    solver: FoldSolver, baseline: Method, method: Method, folds: Iterable[Fold]
+) -> FoldPredictions | None:
+    """Solve two heads on every fold and on all labels, and predict all images.
+
+    Args:
+        solver: the projected features of all images.
+        baseline: the head of labels only.
+        method: the head of labels and unlabeled images.
+        folds: the folds of a cross-validation.
+
+    Returns:
+        None where there is no fold.
+    """
+    labels = solver.labels
+    tested: list[np.ndarray] = []
+    baseline_predictions: list[np.ndarray] = []
+    method_predictions: list[np.ndarray] = []
+    for fold in folds:
+        tested.append(np.isin(np.arange(len(labels)), fold.test))
+        baseline_predictions.append(solver.predict(baseline, fold))
+        method_predictions.append(solver.predict(method, fold))
+    if not tested:
+        return None
+    all_labels = Fold(labeled=np.flatnonzero(labels >= 0), unlabeled=np.flatnonzero(labels < 0), test=np.arange(0))
+    return FoldPredictions(
+        labels=labels,
+        tested=np.stack(tested),
+        baseline=np.stack(baseline_predictions),
+        method=np.stack(method_predictions),
+        final_baseline=solver.predict(baseline, all_labels),
+        final_method=solver.predict(method, all_labels),
+        classes=solver.task.network.classes,
+    )
+
+
+def decide_by_image(predictions: FoldPredictions) -> Decision:
+    """Decide by the predictions of held-out images whether unlabeled images help, on an even class mix.
+
+    Args:
+        predictions: the predictions of both heads on every fold.
+    """
+    difference = estimate_gain(predictions)
+    kind = name_verdict(difference)
+    tested = len(predictions.tested_rows)
+    missing = 0
+    if kind == "unknown":
+        prior_deviation = 100 * predictions.final_disagreement * PRIOR_DEVIATION
+        missing = _estimate_missing_labels(difference, tested, prior_deviation)
+    even = np.full(predictions.classes, 1 / predictions.classes)
+    even_mix = measure_class_mix(predictions, even, EVEN_MIX)
+    return Decision(
+        kind=kind,
+        base=even_mix.labels_only.mean,
+        ours=even_mix.with_unlabeled.mean,
+        difference=difference,
+        splits=len(predictions.tested),
+        labels=tested,
+        missing=missing,
+        available=int((predictions.labels < 0).sum()),
+        mixes=(even_mix, measure_class_mix(predictions, estimate_class_shares(predictions), ESTIMATED_MIX)),
+    )
+
+
+def estimate_gain(predictions: FoldPredictions) -> Difference:
+    """Estimate the gain in points of the method with all labels, on an even class mix, with its interval.
+
+    The gain is the product of the disagreement of the two final heads and their advantage (`_estimate_advantage`). The
+    errors of both are independent, and the variance is that of a product.
+    """
+    advantage, advantage_variance = _estimate_advantage(predictions)
+    disagreement = predictions.final_disagreement
+    count = len(predictions.comparison_rows)
+    disagreement_variance = disagreement * (1 - disagreement) / count
+    variance = disagreement**2 * advantage_variance
+    variance += disagreement_variance * (advantage**2 + advantage_variance)
+    mean = 100 * disagreement * advantage
+    if variance == 0:
+        # None of so many images differs: up to 3 / n of all images may (the rule of three).
+        return Difference(mean, mean - 300 / count, mean + 300 / count, 1.0)
+    error = 100 * math.sqrt(variance)
+    p_value = float(2 * special.ndtr(-abs(mean) / error))
+    half_width = NORMAL_QUANTILE * error
+    return Difference(mean, max(-100.0, mean - half_width), min(100.0, mean + half_width), p_value)
+
+
+def _estimate_advantage(predictions: FoldPredictions) -> tuple[float, float]:
+    """Estimate the advantage of the method on images on which the heads differ, and the variance of this estimate.
+
+    The mean difference of the tested images, over the disagreement of the folds' heads, is combined with the prior by
+    their precisions. Of the tested images each class has the same weight. The variance of an image's difference is that
+    of all tested images, shrunk to what the disagreement on unlabeled images lets expect: six images may be equal by
+    chance.
+    """
+    rows = predictions.tested_rows
+    correct = predictions.mean_correct(predictions.method) - predictions.mean_correct(predictions.baseline)
+    differences = correct[rows]
+    weights = _class_weights(predictions.labels[rows])
+    differs = (predictions.method != predictions.baseline)[:, predictions.comparison_rows]
+    fold_disagreement = float(differs.mean())
+    if fold_disagreement == 0:
+        return PRIOR_ADVANTAGE, PRIOR_DEVIATION**2
+    mean = float(weights @ differences)
+    expected_variance = DISAGREEMENT_VARIANCE * float((differs.mean(0) ** 2).mean())
+    squares = float(((differences - mean) ** 2).sum())
+    image_variance = (squares + PRIOR_IMAGES * expected_variance) / (len(rows) - 1 + PRIOR_IMAGES)
+    variance = image_variance * float((weights**2).sum()) / fold_disagreement**2
+    precision = 1 / variance + 1 / PRIOR_DEVIATION**2
+    posterior = (mean / fold_disagreement / variance + PRIOR_ADVANTAGE / PRIOR_DEVIATION**2) / precision
+    return posterior, 1 / precision
+
+
+def _class_weights(labels: np.ndarray) -> np.ndarray:
+    """Compute weights of images that sum to 1, with the same sum for each class; `labels` is int64 (n,)."""
+    classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    return 1 / (len(classes) * counts[inverse])
+
+
+def _estimate_missing_labels(difference: Difference, labels: int, prior_deviation: float) -> int:
+    """Estimate how many more labels would decide: until the half width is the mean, or `MARGIN` if that is larger.
+
+    The precision of the labels grows in proportion to their number, and that of the prior does not.
+
+    Args:
+        difference: the present estimate.
+        labels: the present number of tested labels.
+        prior_deviation: the standard deviation of the gain by the prior, in points.
+    """
+    prior_precision = 1 / max(prior_deviation, 1e-9) ** 2
+    deviation = (difference.high - difference.mean) / NORMAL_QUANTILE
+    label_precision = max(1 / deviation**2 - prior_precision, 1e-9) / labels
+    target = max(abs(difference.mean), MARGIN) / NORMAL_QUANTILE
+    needed = (1 / target**2 - prior_precision) / label_precision - labels
+    return max(10, 10 * math.ceil(needed / 10))
+
+
+def measure_class_mix(predictions: FoldPredictions, shares: np.ndarray, name: str) -> ClassMix:
+    """Estimate the accuracies of both heads for images with given shares of the classes, in percent.
+
+    Args:
+        predictions: the predictions of both heads on every fold.
+        shares: the share of each class, (classes,). A class without a tested label is left out.
+        name: the name of the mix.
+    """
+    return ClassMix(
+        name=name,
+        shares=tuple(shares.tolist()),
+        labels_only=_mix_accuracy(predictions, predictions.baseline, shares),
+        with_unlabeled=_mix_accuracy(predictions, predictions.method, shares),
+    )
+
+
+def _mix_accuracy(predictions: FoldPredictions, predicted: np.ndarray, shares: np.ndarray) -> Accuracy:
+    """Estimate the accuracy of one head for class shares, in percent, with a normal interval.
+
+    The standard error is that of the classes' binomial shares. One success and one failure are added to each class, so
+    that a class of two correct images does not count as certain (Agresti and Caffo 2000).
+    """
+    correct = predictions.mean_correct(predicted)
+    mean = 0.0
+    variance = 0.0
+    tested_share = 0.0
+    for label in np.unique(predictions.labels[predictions.tested_rows]):
+        class_correct = correct[(predictions.labels == label) & ~np.isnan(correct)]
+        count = len(class_correct)
+        smoothed = (class_correct.sum() + 1) / (count + 2)
+        mean += float(shares[label] * class_correct.mean())
+        variance += float(shares[label] ** 2 * smoothed * (1 - smoothed) / count)
+        tested_share += float(shares[label])
+    if tested_share == 0:
+        return Accuracy(0.0, 0.0, 100.0)
+    mean *= 100 / tested_share
+    half_width = 100 * NORMAL_QUANTILE * math.sqrt(variance) / tested_share
+    return Accuracy(mean, max(0.0, mean - half_width), min(100.0, mean + half_width))
+
+
+def estimate_class_shares(predictions: FoldPredictions) -> np.ndarray:
+    """Estimate the share of each class among the unlabeled images, (classes,).
+
+    By EM for the mixture of classes of which the head with all labels predicts the unlabeled images: the held-out
+    images show which class is predicted for which (Saerens et al. 2002, Adjusting the outputs of a classifier to new a
+    priori probabilities, with a confusion matrix in place of probabilities).
+    """
+    classes = predictions.classes
+    confusion = np.full((classes, classes), 1 / classes)  # rows: true classes; one pseudo-image for each
+    for fold, predicted in zip(predictions.tested, predictions.method, strict=True):
+        np.add.at(confusion, (predictions.labels[fold], predicted[fold]), 1 / predictions.tested[:, fold].sum(0))
+    confusion /= confusion.sum(1, keepdims=True)
+    predicted_counts = np.bincount(predictions.final_method[predictions.comparison_rows], minlength=classes)
+    shares = np.full(classes, 1 / classes)
+    for _ in range(SHARE_ITERATIONS):
+        by_class = shares[:, None] * confusion
+        by_class /= by_class.sum(0)
+        shares = by_class @ predicted_counts / predicted_counts.sum()
+    return shares
