@@ -229,6 +229,14 @@ RESULTS: dict[str, Small] = {
             "ROWS": dict.fromkeys(("fedavg", "fedavg-soft-labels", "fedavg-fixmatch-global", "mixture-head")),
         },
     ),
+    "decisions": (
+        "--data-dir {data} --features {out}/features --out {out}/decisions.csv --sets digits --decisions 1 --unlabeled 30",
+        {"IMAGES": 100},
+    ),
+    "open_set": (
+        "--runs {out}/open --seeds 0 --sets digits --methods fedavg-soft-labels",
+        {"SHARES": (0.3,), "TRAINED": {"rounds": 1}},
+    ),
     "own_images": ("--data-dir {data} --out {out}/photos --images 20", {}),
     "collect": ("smoke {run}", {}),
 }

@@ -131,6 +131,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "labeled_clients": {"labels_at": "some", "labeled_clients": 2},
     "classes_per_client": {"clients": 10, "setting": "semifl-shards", "classes_per_client": 3},
     "unlabeled_share": {"unlabeled_share": 0.5},
+    "unknown_classes": {"unknown_classes": 2},
+    "unknown_share": {"unknown_classes": 3, "unknown_share": 0.3},
     "stages": {"stages": 2},
     "min_size": {"dirichlet_alpha": 0.3, "min_size": 18},
     "split_seed": {"split_seed": 1},

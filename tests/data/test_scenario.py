@@ -311,3 +311,31 @@ def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are() -> None:
     np.testing.assert_array_equal(half.labeled, whole.labeled)
     np.testing.assert_array_equal(half.client[half.labeled], whole.client[whole.labeled])
     np.testing.assert_array_equal(sizes(half, False), np.round(sizes(whole, False) / 2))
+
+
+def test_unknown_classes_replace_a_share_of_each_clients_unlabeled_rows() -> None:
+    """No client has more rows than without, none of the unknown ones is labeled, and a larger share has the smaller one's."""
+    labels = np.repeat(np.arange(5), 100)
+    hidden = np.where(labels < 3, labels, -1)
+    scenario = Scenario("iid-dir", 6, labels_per_class=2, seed=3)
+    closed = scenario.split_open_set(hidden, ["a", "b", "c"])
+    assert (closed.client[hidden < 0] == -1).all()
+    alone = scenario.split(labels[:300], 3)
+    assert (closed.client[:300] == alone.client).all()
+    shares = {}
+    for share in (0.1, 0.3, 0.5):
+        split = replace(scenario, unknown_share=share).split_open_set(hidden, ["a", "b", "c"])
+        assert (split.labeled == closed.labeled).all()
+        for client in range(6):
+            rows = split.rows(client, labeled=False)
+            assert len(rows) == len(closed.rows(client, labeled=False))
+            assert (hidden[rows] < 0).mean() == pytest.approx(share, abs=0.5 / len(rows) + 1e-9)
+        shares[share] = set(np.flatnonzero((split.client >= 0) & (hidden >= 0)))
+    assert shares[0.5] < shares[0.3] < shares[0.1]
+    with pytest.raises(UserError, match=r"unknown_share 0.9 needs 23\d images of the unknown classes, which have 200"):
+        replace(scenario, unknown_share=0.9).split_open_set(hidden, ["a", "b", "c"])
+
+
+def test_origins_without_unknown_classes_are_those_of_earlier_versions() -> None:
+    scenario = Scenario("iid-iid", 5)
+    assert "unknown_share" not in scenario.split(CIFAR[:500], 10).origin.scenario

@@ -303,7 +303,15 @@ def test_a_file_from_before_stages_is_read(tmp_path: Path) -> None:
     """Such a file has three columns and an origin without the newer fields."""
     scenario = Scenario("iid-iid", 5)
     split = scenario.split(CIFAR[:500], 10)
-    newer = ("labels", "labels_at", "labeled_clients", "classes_per_client", "stages", "unlabeled_share")
+    newer = (
+        "labels",
+        "labels_at",
+        "labeled_clients",
+        "classes_per_client",
+        "stages",
+        "unlabeled_share",
+        "unknown_share",
+    )
     older = {name: value for name, value in asdict(scenario).items() if name not in newer}
     assert len(older) == 9
     replace(split, origin=replace(split.origin, scenario=older)).save(tmp_path / "old.parquet")

@@ -19,7 +19,7 @@ from PIL import Image
 from scripts import script
 
 from halfmoon.core.errors import UserError
-from halfmoon.data import Images, Source, hold_out, load, pad_source, pad_to, shrink, take_share
+from halfmoon.data import Images, Source, hide_last_classes, hold_out, load, pad_source, pad_to, shrink, take_share
 from halfmoon.data.images import average_pool, channel_statistics
 from halfmoon.data.readers import cache as decoded
 
@@ -654,3 +654,17 @@ def test_validation_leaves_every_class_something_to_train_on():
     source = take_share(load("digits"), 0.01)
     with pytest.raises(UserError, match=r"validation_share 0\.6 leaves no training image of class"):
         hold_out(source, 0.6)
+
+
+def test_the_last_classes_are_hidden_and_not_tested() -> None:
+    source = load("digits")
+    hidden = hide_last_classes(source, 3)
+    assert hidden.classes == source.classes[:7]
+    assert len(hidden.train) == len(source.train)
+    assert ((hidden.train.labels == -1) == (source.train.labels >= 7)).all()
+    assert (len(hidden.test), hidden.test.labels.max()) == (int((source.test.labels < 7).sum()), 6)
+    assert hide_last_classes(source, 0) is source
+    with pytest.raises(UserError, match="unknown_classes 9 leaves 1 of 10 classes to learn"):
+        hide_last_classes(source, 9)
+    with pytest.raises(UserError, match="leave unknown_classes out"):
+        hide_last_classes(hidden, 1)

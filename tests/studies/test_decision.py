@@ -27,6 +27,7 @@ from halfmoon.studies.decision import (
 from halfmoon.studies.fold_solver import FoldSolver
 from halfmoon.studies.folds import DRAWS, FOLDS, REPEATS, Fold, cross_validation_folds, label_draws
 from halfmoon.studies.head_comparison import (
+    DRAW_VARIANCE,
     PRIOR_ADVANTAGE,
     PRIOR_DEVIATION,
     FoldPredictions,
@@ -224,21 +225,25 @@ def test_the_gain_combines_labels_and_prior_by_their_precisions() -> None:
     """20 and 30 of 40 images are right, and 40 % of the unlabeled ones differ: the advantage is 0.25 / 0.4 = 0.625."""
     made = decide_by_image(two_class_predictions(20, 30, 0.4))
     squares = 10 * (1 - 0.25) ** 2 + 30 * 0.25**2
-    variance = (squares + 5 * 0.5 * 0.4) / (39 + 5) / 40 / 0.4**2
+    of_draw = DRAW_VARIANCE / 40
+    variance = (squares + 5 * 0.5 * 0.4) / (39 + 5) / 40 / 0.4**2 + of_draw
     precision = 1 / variance + 1 / PRIOR_DEVIATION**2
     advantage = (0.625 / variance + PRIOR_ADVANTAGE / PRIOR_DEVIATION**2) / precision
     assert made.difference.mean == pytest.approx(100 * 0.4 * advantage)
-    total = 0.4**2 / precision + 0.4 * 0.6 / 1000 * (advantage**2 + 1 / precision)
+    total = 0.4**2 * (1 / precision + of_draw) + 0.4 * 0.6 / 1000 * (advantage**2 + 1 / precision + of_draw)
     assert made.difference.high - made.difference.mean == pytest.approx(1.959964 * 100 * total**0.5, rel=1e-6)
     assert (made.kind, made.base, made.ours, made.prefers_unlabeled) == ("help", 50, 75, True)
     assert made.mixes[0].labels_only.low < 50 < made.mixes[0].labels_only.high
+    assert made.by_labels is not None
+    assert made.by_labels.mean == pytest.approx(25)
+    assert made.by_labels.high > made.difference.high
 
 
-def test_the_prior_by_itself_decides_nothing() -> None:
-    """Four labels that show no difference leave the prior, whose interval includes zero."""
-    assert decide_by_image(two_class_predictions(2, 2, 0.3, tested=4)).kind == "unknown"
-    assert PRIOR_ADVANTAGE < 1.96 * PRIOR_DEVIATION
-    loss = decide_by_image(two_class_predictions(40, 20, 0.5))
+def test_few_labels_do_not_decide_by_the_prior() -> None:
+    """Six labels that show no difference: the interval includes zero. Labels that show a loss overcome the prior."""
+    few = decide_by_image(two_class_predictions(3, 3, 0.3, tested=6))
+    assert (few.kind, few.missing > 0) == ("unknown", True)
+    loss = decide_by_image(two_class_predictions(200, 100, 0.5, tested=200))
     assert (loss.kind, loss.prefers_unlabeled) == ("harm", False)
 
 

@@ -144,13 +144,66 @@ def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: N
     assert make_plan({**flags, "resize": 16}, found, 1e3).config.resize == 16
 
 
+def test_a_slow_computer_gets_the_same_plan_of_heads(
+    tmp_path: Path, pretrained: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time limit that is too short for all images, on computers that take 1 ms and 10 s for an image."""
+    written(tmp_path / "photos", 45)
+    contents = scan_folder(tmp_path / "photos")
+    assert contents is not None
+    options = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 1.0}
+    plans = []
+    for seconds in (1e-3, 10.0):
+        monkeypatch.setattr(planning.features, "measure_seconds_per_image", lambda *_, seconds=seconds: seconds)
+        monkeypatch.setattr(planning, "_measure_decoding", lambda *_, seconds=seconds: seconds)
+        plans.append(make_plan(options, contents, minutes=0.13))
+    fast, slow = plans
+    assert 0 < fast.config.data_share < 1
+    assert (fast.config, fast.share, fast.splits) == (slow.config, slow.share, slow.splits)
+    assert slow.seconds > 100 * fast.seconds
+    assert "time" not in dict(fast.reasons)
+    assert "this computer is slower at present" in dict(slow.reasons)["time"]
+
+
+def test_a_slow_computer_gets_the_same_model(tmp_path: Path, scratch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "photos", 20)
+    measure = planning.measure_round_cost
+    models = []
+    for name, factor in (("fast", 1e-3), ("slow", 1e3)):
+
+        def measure_scaled(*arguments, factor=factor):
+            cost = measure(*arguments)
+            return cost._replace(round_seconds=factor * cost.round_seconds)
+
+        monkeypatch.setattr(planning, "measure_round_cost", measure_scaled)
+        words = "--minutes 0.05 --resize 8 --network small --width 4 --steps 1 --clients 2 --labels-per-class 2 --json"
+        assert main(["run", "--data", "photos", "--run-dir", name, *words.split()]) == 0
+        models.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
+def test_uneven_labels_are_reported(tmp_path: Path, scratch: None) -> None:
+    written(tmp_path / "photos", 12)
+    for number in range(7):
+        (tmp_path / "photos" / "1" / f"{number}.png").unlink()
+    contents = scan_folder(tmp_path / "photos")
+    tiny = {"data": "photos", "resize": 8, "network": "small", "width": 4, "steps": 1}
+    reasons = dict(make_plan(tiny, contents).reasons)
+    assert reasons["imbalance"].startswith(
+        "5 labeled images of 1, 12 of 0: the methods are compared by balanced accuracy"
+    )
+
+
 def test_one_command_plans_plays_and_decides(tmp_path, pretrained, monkeypatch, capsys):
     for module in (folds, planning):
         monkeypatch.setattr(module, "DRAWS", 3)
     written(tmp_path / "photos", 15)
     assert main(["run", "--data", "photos", "--clients", "3", "--labels-per-class", "1", "--run-dir", "run"]) == 0
     decision = json.loads((tmp_path / "run" / "decision.json").read_text())
-    assert decision["sentence"] in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert decision["sentence"] in printed
+    preferred = "Mixture head" if decision["prefers_unlabeled"] else "Ridge head"
+    assert f"use the model of {preferred}" in " ".join(printed.split())
     assert decision["splits"] == 3
     assert (tmp_path / "run" / "baselines" / "ridge-head" / "model.safetensors").exists()
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from halfmoon.api.ranges import POSITIVE, SHARE, Range, at_least
+from halfmoon.api.ranges import BELOW_ONE, POSITIVE, SHARE, Range, at_least
 from halfmoon.api.requirements import LabelLocation
 
 # With a larger concentration, the gamma variates from which a Dirichlet variate is computed overflow.
@@ -42,6 +42,9 @@ class SplitOptions:
         int, "portions of each client's unlabeled images, which become available one after the other", at_least(1)
     ] = 1
     unlabeled_share: Annotated[float, "share of its unlabeled images that each client uses", SHARE] = 1.0
+    unknown_share: Annotated[
+        float, "with unknown_classes: share of each client's unlabeled images that are of these classes", BELOW_ONE
+    ] = 0.0
     min_size: Annotated[
         int | None, "fewest labeled, and unlabeled, images of a client; none: a fifth of the mean, 1 to 10", at_least(0)
     ] = None

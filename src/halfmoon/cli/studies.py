@@ -123,6 +123,12 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
         return
     _print_accuracies(plan, decision)
     print_text(decision.sentence)
+    if decision.by_labels is not None:
+        mean, low, high, _ = decision.by_labels
+        print_text(
+            f"This rests on {decision.labels:,} labels and on other image sets; by these labels only: {mean:+.1f} points, "
+            f"95 % {low:+.1f} to {high:+.1f}."
+        )
     _print_model_to_use(plan, decision, root)
 
 

@@ -51,7 +51,7 @@ EXECUTION_OPTIONS = {
 }
 """Options for where and how a run is computed. They are not part of its identity."""
 
-ADDED_OPTIONS = ("patience", "class_weights")
+ADDED_OPTIONS = ("patience", "class_weights", "unknown_classes", "unknown_share")
 """Options of later versions, which at their default are not part of the identity: runs of earlier versions resume."""
 
 DEFAULT_LABELS_PER_CLASS = 0.5

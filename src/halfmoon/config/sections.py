@@ -42,6 +42,11 @@ class DataOptions:
     data_dir: Annotated[Path | None, "the folder of named data sets; none: the Hugging Face hub"] = None
     cache: Annotated[Path | None, "a folder for decoded images, or off; none: the user's cache, for large sets"] = None
     data_share: Annotated[float, "share of the training images of each class that is used", SHARE] = 1.0
+    unknown_classes: Annotated[
+        int,
+        "open set: the last so many classes have no label; their images are unlabeled (unknown_share) and not tested",
+        at_least(0),
+    ] = 0
     validation_share: Annotated[
         float, "share of the training images of each class held out to choose a round by; 0: none", BELOW_ONE
     ] = 0.0

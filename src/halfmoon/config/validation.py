@@ -77,6 +77,11 @@ def _check_exclusive_options(config: Any) -> None:
         raise UserError(
             f"labeled_clients is {config.labeled_clients}, but labels_at is {config.labels_at!r}: set it to 'some'."
         )
+    if config.unknown_share and not config.unknown_classes:
+        raise UserError(
+            f"unknown_share is {toml.format_text(config.unknown_share)}, but unknown_classes is 0, so that no image is of "
+            "an unknown class: set unknown_classes, or leave unknown_share out."
+        )
     # With a saved split, its file has the number of clients, and `clients` is not used.
     if config.split is None:
         check_cohort(config.cohort, config.clients)

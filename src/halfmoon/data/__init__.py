@@ -1,6 +1,6 @@
 """Data: load images, partition them among clients, and describe the partition."""
 
-from halfmoon.data.images import Images, Source, hold_out, pad_source, pad_to, shrink, take_share
+from halfmoon.data.images import Images, Source, hide_last_classes, hold_out, pad_source, pad_to, shrink, take_share
 from halfmoon.data.partition.heterogeneity import summarize
 from halfmoon.data.partition.scenario import Scenario
 from halfmoon.data.partition.split import SERVER, Split
@@ -12,6 +12,7 @@ __all__ = [
     "Scenario",
     "Source",
     "Split",
+    "hide_last_classes",
     "hold_out",
     "list_datasets",
     "load",

@@ -246,6 +246,36 @@ def take_share(source: Source, share: float) -> Source:
     return replace(source, train=source.train.rows(rows))
 
 
+def hide_last_classes(source: Source, count: int) -> Source:
+    """Make the last `count` classes unknown: no label names them, and their images are not tested (an open set).
+
+    Their training images remain, with the label `UNKNOWN`.
+
+    Raises:
+        UserError: If fewer than two classes would remain, or images without a label may be of any class already.
+    """
+    if not count:
+        return source
+    known_count = len(source.classes) - count
+    if known_count < 2:
+        raise UserError(
+            f"{source.name}: unknown_classes {count} leaves {max(0, known_count)} of {len(source.classes)} classes to "
+            "learn; choose a number that leaves two or more."
+        )
+    if (source.train.labels == UNKNOWN).any():
+        raise UserError(
+            f"{source.name} has images without a label, which may be of any class already; leave unknown_classes out."
+        )
+    labels = np.where(source.train.labels < known_count, source.train.labels, UNKNOWN)
+    is_known_test = source.test.labels < known_count
+    return replace(
+        source,
+        train=replace(source.train, labels=labels),
+        test=source.test.rows(is_known_test),
+        classes=source.classes[:known_count],
+    )
+
+
 def hold_out(source: Source, share: float) -> Source:
     """Move a share of the training images of every class, at least one image, to validation.
 

@@ -27,9 +27,11 @@ from halfmoon.report.study import (
 from halfmoon.storage import atomic_io, toml
 
 DATA_OPTIONS = (
-    *("data", "data_share", "validation_share", "validation_part", "image_size", "shrink", "pixel_mean", "pixel_std"),
+    *("data", "data_share", "unknown_classes", "validation_share", "validation_part", "image_size", "shrink"),
+    *("pixel_mean", "pixel_std"),
     *("clients", "setting", "dirichlet_alpha", "labels_per_class", "label_ratio", "labels", "labels_at"),
-    *("labeled_clients", "classes_per_client", "stages", "unlabeled_share", "min_size", "split", "split_seed"),
+    *("labeled_clients", "classes_per_client", "stages", "unlabeled_share", "unknown_share", "min_size", "split"),
+    "split_seed",
 )
 """Options of the data and the split. Runs that differ in one of them are in different columns."""
 

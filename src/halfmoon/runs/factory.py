@@ -38,7 +38,18 @@ from halfmoon.core.optim import (
     StepSchedule,
 )
 from halfmoon.core.user_cache import user_cache
-from halfmoon.data import Images, Scenario, Source, Split, hold_out, memory, pad_source, shrink, take_share
+from halfmoon.data import (
+    Images,
+    Scenario,
+    Source,
+    Split,
+    hide_last_classes,
+    hold_out,
+    memory,
+    pad_source,
+    shrink,
+    take_share,
+)
 from halfmoon.data import load as load_source
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.preparation import Preparation
@@ -298,11 +309,12 @@ def load_images(config: DataOptions) -> Source:
     if config.validation_part and config.validation_share:
         raise UserError("validation_part and validation_share both select validation images; leave one of them out.")
     load = partial(load_source, config.data, config.data_dir, cache=config.cache, preparation=image_preparation(config))
-    data = take_share(load(), config.data_share)
+    data = hide_last_classes(take_share(load(), config.data_share), config.unknown_classes)
     if config.validation_part and data.selection_note:
         raise UserError(f"validation_part needs images apart from the test, but {data.selection_note}.")
     if config.validation_part:
-        return replace(data, validation=load(test="validation").test)
+        validation = hide_last_classes(load(test="validation"), config.unknown_classes).test
+        return replace(data, validation=validation)
     return hold_out(data, config.validation_share)
 
 
@@ -393,6 +405,8 @@ def get_split(config: Config, data: Source, split: Split | None = None) -> Split
     if split is not None:
         split.check(data)
         return split
+    if config.unknown_classes:
+        return build_scenario(config).split_open_set(data.train.labels, data.classes, data.name)
     if memory.is_memory_name(config.data):
         # Data of a Python program may have known clients, and images without a label.
         return build_scenario(config).split_partially_labeled(

@@ -1,18 +1,138 @@
-"""Estimate the cost of a recipe on this machine: time one round of each row, and multiply by the rounds of its runs."""
+"""Estimate costs: of a recipe on this machine, by the time of a round; of a plan, by a table of a reference computer.
+
+What a plan trains on comes from the table, so that the same command gives the same model however busy a computer is. The
+speed of this computer is measured only to predict minutes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfmoon.config.schema import Config, count_rounds, identity
 from halfmoon.runs import runner
 from halfmoon.runs.factory import Problem
 from halfmoon.storage import atomic_io
-from halfmoon.storage.checkpoints import TIMINGS
+from halfmoon.storage.checkpoints import METRICS, TIMINGS
 from halfmoon.studies.grid import RecipeCell
 from halfmoon.studies.recipe import Recipe
+
+UNKNOWN_PRODUCTS = 10**8
+"""Multiplications of a forward pass that are assumed for a network that does not count them."""
+
+SECONDS_PER_FILE = 5e-4
+"""Time to open an image file on the reference computer: one core of an AMD EPYC, with the versions of results/own_images.md."""
+
+SECONDS_PER_PIXEL = 1.5e-8
+"""Time to decode a pixel of a JPEG there."""
+
+SECONDS_PER_PRODUCT = 5e-11
+"""Time of one multiplication and addition there, in a convolutional network in float32. Measured: 5.1 ms for the features
+of EfficientNet-Lite0 at 112 pixels, and 0.28 s for 960 passes of ResNet-9 of width 8 at 32 pixels."""
+
+HEAD_SECONDS = 0.5
+"""Time to solve a ridge head and a mixture head on 1,280 features there, without the time for each image."""
+
+HEAD_SECONDS_PER_IMAGE = 3e-4
+"""Time of both heads there for each image."""
+
+FOLD_SECONDS = 0.04
+"""Time of both heads on one fold there, in a basis of `FOLD_BASIS` vectors (`halfmoon.studies.fold_solver`)."""
+
+FOLD_SECONDS_PER_IMAGE = 2e-5
+"""Time of both heads on one fold there for each image."""
+
+FOLD_BASIS = 128
+"""Size of the basis for which the times of a fold were measured."""
+
+
+class SolvingCost(NamedTuple):
+    """Seconds to solve both heads once: a constant, and for each image."""
+
+    fixed: float
+    per_image: float
+
+    def seconds(self, images: float) -> float:
+        """Return the seconds for so many images."""
+        return self.fixed + self.per_image * images
+
+    def times(self, factor: float) -> "SolvingCost":
+        """Return the cost on a computer that takes `factor` times as long."""
+        return SolvingCost(factor * self.fixed, factor * self.per_image)
+
+
+SOLVING_COST = SolvingCost(HEAD_SECONDS, HEAD_SECONDS_PER_IMAGE)
+"""The cost of both heads on all features, on the reference computer."""
+
+
+def reference_fold_cost(basis: int) -> SolvingCost:
+    """Estimate the cost of both heads on one fold on the reference computer.
+
+    Args:
+        basis: the number of vectors of the basis.
+    """
+    # Between the square and the cube, with which products and eigenvectors of small matrices grow.
+    factor = max(1.0, basis / FOLD_BASIS) ** 1.5
+    return SolvingCost(FOLD_SECONDS * factor, FOLD_SECONDS_PER_IMAGE * factor)
+
+
+def reference_decoding_seconds(sizes: Mapping[tuple[int, int], int]) -> float:
+    """Estimate the seconds to decode an image on the reference computer.
+
+    Args:
+        sizes: how many images have each (height, width).
+    """
+    pixels = sum(height * width * count for (height, width), count in sizes.items()) / sum(sizes.values())
+    return SECONDS_PER_FILE + SECONDS_PER_PIXEL * pixels
+
+
+def reference_network_seconds(products: int | None, images: float) -> float:
+    """Estimate the seconds of a network's forward passes on the reference computer.
+
+    Args:
+        products: the multiplications of one forward pass; None if they are not known (`UNKNOWN_PRODUCTS`).
+        images: the number of forward passes; a backward pass counts as two.
+    """
+    return SECONDS_PER_PRODUCT * (UNKNOWN_PRODUCTS if products is None else products) * images
+
+
+class RoundCost(NamedTuple):
+    """The cost of a round and of an evaluation.
+
+    Attributes:
+        reference_seconds: seconds of a round on the reference computer, by its forward and backward passes.
+        round_seconds: seconds of a round on this computer.
+        evaluation_seconds: seconds of an evaluation on this computer.
+    """
+
+    reference_seconds: float
+    round_seconds: float
+    evaluation_seconds: float
+
+    def run_seconds(self, rounds: int, evaluate_every: int) -> float:
+        """Return the seconds of a run on this computer."""
+        return rounds * self.round_seconds + rounds // evaluate_every * self.evaluation_seconds
+
+
+def measure_round_cost(config: Config, shared: Problem) -> RoundCost:
+    """Run three rounds in a temporary folder: count the passes of a round, and measure its seconds.
+
+    The first round warms up, the second trains, the third trains and is evaluated.
+    """
+    short = replace(config, rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        runner.run_in_folder(short, path, shared=shared)
+        seconds = [float(row["seconds"]) for row in atomic_io.read_rows(path / TIMINGS)]
+        cost = atomic_io.read_rows(path / METRICS)[-1]["cost"]
+    products = shared.task.network.count_products(tuple(shared.train.images.shape[1:]))
+    passes = (cost["forward"] + 2 * cost["backward"]) / short.rounds
+    return RoundCost(
+        reference_seconds=reference_network_seconds(products, passes),
+        round_seconds=seconds[1],
+        evaluation_seconds=max(0.0, seconds[2] - seconds[1]),
+    )
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,10 @@ class Decision:
 
     Attributes:
         kind: the verdict.
-        base: mean accuracy of labels only, in percent; of solved heads on an even class mix.
-        ours: mean accuracy of the method, in percent; of solved heads on an even class mix.
+        base: mean accuracy of labels only, in percent, on an even class mix where `mixes` are given.
+        ours: mean accuracy of the method, in percent, on an even class mix where `mixes` are given.
         difference: the paired difference in points, with its interval.
+        by_labels: the same by the labels of this folder only, where `difference` also rests on other image sets.
         splits: the number of splits.
         labels: the number of different test images.
         missing: about how many more labels would decide, where these cannot.
@@ -108,6 +109,7 @@ class Decision:
     missing: int = 0
     available: int | None = None
     mixes: tuple[ClassMix, ...] = ()
+    by_labels: Difference | None = None
     verdicts: tuple[str, str, str] = UNLABELED_VERDICTS
 
     @property
@@ -145,8 +147,10 @@ class Decision:
             "labels_only": self.base,
             "with_unlabeled": self.ours,
             **self.difference._asdict(),
+            "by_labels": self.by_labels and self.by_labels._asdict(),
             "splits": self.splits,
             "missing": self.missing,
+            "prefers_unlabeled": self.prefers_unlabeled,
             "class_mixes": [mix.as_json() for mix in self.mixes],
         }
 

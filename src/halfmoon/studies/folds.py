@@ -12,7 +12,13 @@ FOLDS = 5
 """Folds of a cross-validation."""
 
 REPEATS = 10
-"""Repetitions of a cross-validation, each with other folds."""
+"""Repetitions of a cross-validation of few labels, each with other folds."""
+
+MANY_LABELS = 300
+"""Labels above which `FEW_REPEATS` suffice: one repetition tests as many images as ten of 30 labels, and takes longer."""
+
+FEW_REPEATS = 3
+"""Repetitions of a cross-validation of many labels."""
 
 DRAWS = 10
 """Draws of the labels in a folder whose labels are all known."""
@@ -41,9 +47,10 @@ def cross_validation_folds(
     Args:
         labels: int64 (N,), negative for an unlabeled row.
         groups: the patient or group of each row; "" for none.
-        repeats: the number of repetitions; None for `REPEATS`.
+        repeats: the number of repetitions; None for `count_repeats`.
     """
-    for repeat in range(REPEATS if repeats is None else repeats):
+    labeled_count = int((labels >= 0).sum())
+    for repeat in range(count_repeats(labeled_count) if repeats is None else repeats):
         orders = _shuffle_classes(labels, repeat)
         fold_of_group: dict[str, int] = {}
         for number in range(FOLDS):
@@ -57,6 +64,11 @@ def cross_validation_folds(
             unlabeled = drop_shared_groups(np.flatnonzero(labels < 0), test_rows, groups)
             if len(test_rows) and len(labeled):
                 yield Fold(labeled, unlabeled, test_rows)
+
+
+def count_repeats(labeled: int) -> int:
+    """Choose the repetitions of a cross-validation of so many labels."""
+    return min(REPEATS, FEW_REPEATS) if labeled > MANY_LABELS else REPEATS
 
 
 def _shuffle_classes(labels: np.ndarray, repeat: int) -> list[np.ndarray]:

@@ -3,12 +3,14 @@
 The gain is estimated as a product: the share of images on which the heads differ, which the unlabeled images show
 precisely, and the advantage, which is the share of these images on which only the one head is right minus the share on
 which only the other is. The labeled images estimate the advantage, and so do other image sets, by a normal prior. So
-30 labeled images, of which the heads differ on eight, are not the only evidence.
+30 labeled images, of which the heads differ on eight, are not the only evidence. `Decision.by_labels` has the estimate
+without the prior.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
@@ -19,12 +21,15 @@ from halfmoon.studies.decision import ESTIMATED_MIX, EVEN_MIX, MARGIN, Accuracy,
 from halfmoon.studies.fold_solver import FoldSolver
 from halfmoon.studies.folds import Fold
 
-PRIOR_ADVANTAGE = 0.25
+PRIOR_ADVANTAGE = 0.36
 """Mean advantage of the mixture head over the ridge head on the image sets of results/decisions.md."""
 
-PRIOR_DEVIATION = 0.15
-"""Standard deviation of the advantage over image sets and draws of the labels. The prior by itself decides nothing:
-0.25 is less than 1.96 times 0.15."""
+PRIOR_DEVIATION = 0.12
+"""Standard deviation of the mean advantage over these image sets."""
+
+DRAW_VARIANCE = 0.5
+"""Variance of the advantage over draws of the labels of one image set, times the number of labels. Measured there: 0.13 is
+the standard deviation with 30 labels, and 0.3 with 6."""
 
 PRIOR_IMAGES = 5
 """Images that the prior of the variance counts as."""
@@ -35,6 +40,9 @@ of the images on which they differ."""
 
 SHARE_ITERATIONS = 50
 """Iterations of the estimate of the class shares. Few: more fit the noise of a confusion matrix of few images."""
+
+MAX_LABELS = 1_000_000
+"""Number of labels up to which the labels that are missing are estimated."""
 
 NORMAL_QUANTILE = float(special.ndtri((1 + CONFIDENCE_LEVEL) / 2))
 
@@ -121,19 +129,40 @@ def predict_folds(
     )
 
 
+class Advantage(NamedTuple):
+    """The estimated advantage of the method on images on which the heads differ.
+
+    Attributes:
+        mean: the estimate by labels and prior.
+        labels_mean: the estimate by the labels only.
+        unit_variance: the variance of `labels_mean`, times the number of labels.
+        labels: the number of tested labels.
+    """
+
+    mean: float
+    labels_mean: float
+    unit_variance: float
+    labels: int
+
+    def variance(self, labels: int) -> float:
+        """Return the variance of the advantage of heads with so many labels: of the image set's mean, and of a draw."""
+        precision = labels / self.unit_variance + 1 / PRIOR_DEVIATION**2
+        return 1 / precision + DRAW_VARIANCE / labels
+
+
 def decide_by_image(predictions: FoldPredictions) -> Decision:
     """Decide by the predictions of held-out images whether unlabeled images help, on an even class mix.
 
     Args:
         predictions: the predictions of both heads on every fold.
     """
-    difference = estimate_gain(predictions)
+    advantage = estimate_advantage(predictions)
+    difference = estimate_gain(predictions, advantage.mean, advantage.variance(advantage.labels))
+    labels_variance = advantage.unit_variance / advantage.labels + DRAW_VARIANCE / advantage.labels
     kind = name_verdict(difference)
-    tested = len(predictions.tested_rows)
     missing = 0
     if kind == "unknown":
-        prior_deviation = 100 * predictions.final_disagreement * PRIOR_DEVIATION
-        missing = _estimate_missing_labels(difference, tested, prior_deviation)
+        missing = _estimate_missing_labels(difference.mean, 100 * predictions.final_disagreement, advantage)
     even = np.full(predictions.classes, 1 / predictions.classes)
     even_mix = measure_class_mix(predictions, even, EVEN_MIX)
     return Decision(
@@ -141,21 +170,26 @@ def decide_by_image(predictions: FoldPredictions) -> Decision:
         base=even_mix.labels_only.mean,
         ours=even_mix.with_unlabeled.mean,
         difference=difference,
+        by_labels=estimate_gain(predictions, advantage.labels_mean, labels_variance),
         splits=len(predictions.tested),
-        labels=tested,
+        labels=advantage.labels,
         missing=missing,
         available=int((predictions.labels < 0).sum()),
         mixes=(even_mix, measure_class_mix(predictions, estimate_class_shares(predictions), ESTIMATED_MIX)),
     )
 
 
-def estimate_gain(predictions: FoldPredictions) -> Difference:
+def estimate_gain(predictions: FoldPredictions, advantage: float, advantage_variance: float) -> Difference:
     """Estimate the gain in points of the method with all labels, on an even class mix, with its interval.
 
-    The gain is the product of the disagreement of the two final heads and their advantage (`_estimate_advantage`). The
-    errors of both are independent, and the variance is that of a product.
+    The gain is the product of the disagreement of the two final heads and their advantage. The errors of both are
+    independent, and the variance is that of a product.
+
+    Args:
+        predictions: the predictions of both heads.
+        advantage: the estimated advantage of the method.
+        advantage_variance: the variance of the advantage.
     """
-    advantage, advantage_variance = _estimate_advantage(predictions)
     disagreement = predictions.final_disagreement
     count = len(predictions.comparison_rows)
     disagreement_variance = disagreement * (1 - disagreement) / count
@@ -171,8 +205,8 @@ def estimate_gain(predictions: FoldPredictions) -> Difference:
     return Difference(mean, max(-100.0, mean - half_width), min(100.0, mean + half_width), p_value)
 
 
-def _estimate_advantage(predictions: FoldPredictions) -> tuple[float, float]:
-    """Estimate the advantage of the method on images on which the heads differ, and the variance of this estimate.
+def estimate_advantage(predictions: FoldPredictions) -> Advantage:
+    """Estimate the advantage of the method on images on which the heads differ.
 
     The mean difference of the tested images, over the disagreement of the folds' heads, is combined with the prior by
     their precisions. Of the tested images each class has the same weight. The variance of an image's difference is that
@@ -184,41 +218,40 @@ def _estimate_advantage(predictions: FoldPredictions) -> tuple[float, float]:
     differences = correct[rows]
     weights = _class_weights(predictions.labels[rows])
     differs = (predictions.method != predictions.baseline)[:, predictions.comparison_rows]
-    fold_disagreement = float(differs.mean())
-    if fold_disagreement == 0:
-        return PRIOR_ADVANTAGE, PRIOR_DEVIATION**2
+    disagreement = max(float(differs.mean()), 1 / differs.size)  # heads that never differ show no advantage
     mean = float(weights @ differences)
     expected_variance = DISAGREEMENT_VARIANCE * float((differs.mean(0) ** 2).mean())
     squares = float(((differences - mean) ** 2).sum())
     image_variance = (squares + PRIOR_IMAGES * expected_variance) / (len(rows) - 1 + PRIOR_IMAGES)
-    variance = image_variance * float((weights**2).sum()) / fold_disagreement**2
-    precision = 1 / variance + 1 / PRIOR_DEVIATION**2
-    posterior = (mean / fold_disagreement / variance + PRIOR_ADVANTAGE / PRIOR_DEVIATION**2) / precision
-    return posterior, 1 / precision
+    variance = image_variance * float((weights**2).sum()) / disagreement**2 + DRAW_VARIANCE / len(rows)
+    prior_precision = 1 / PRIOR_DEVIATION**2
+    labels_mean = mean / disagreement
+    combined = (labels_mean / variance + PRIOR_ADVANTAGE * prior_precision) / (1 / variance + prior_precision)
+    return Advantage(combined, labels_mean, variance * len(rows), len(rows))
+
+
+def _estimate_missing_labels(gain: float, scale: float, advantage: Advantage) -> int:
+    """Estimate how many more labels would decide: until the half width is the gain, or `MARGIN` if that is larger.
+
+    Args:
+        gain: the estimated gain in points.
+        scale: the disagreement of the heads in points, the factor from the advantage to the gain.
+        advantage: the estimated advantage.
+
+    Returns:
+        A multiple of ten.
+    """
+    target = max(abs(gain), MARGIN)
+    labels = advantage.labels
+    while NORMAL_QUANTILE * scale * math.sqrt(advantage.variance(labels)) > target and labels < MAX_LABELS:
+        labels = math.ceil(1.05 * labels)
+    return max(10, 10 * math.ceil((labels - advantage.labels) / 10))
 
 
 def _class_weights(labels: np.ndarray) -> np.ndarray:
     """Compute weights of images that sum to 1, with the same sum for each class; `labels` is int64 (n,)."""
     classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     return 1 / (len(classes) * counts[inverse])
-
-
-def _estimate_missing_labels(difference: Difference, labels: int, prior_deviation: float) -> int:
-    """Estimate how many more labels would decide: until the half width is the mean, or `MARGIN` if that is larger.
-
-    The precision of the labels grows in proportion to their number, and that of the prior does not.
-
-    Args:
-        difference: the present estimate.
-        labels: the present number of tested labels.
-        prior_deviation: the standard deviation of the gain by the prior, in points.
-    """
-    prior_precision = 1 / max(prior_deviation, 1e-9) ** 2
-    deviation = (difference.high - difference.mean) / NORMAL_QUANTILE
-    label_precision = max(1 / deviation**2 - prior_precision, 1e-9) / labels
-    target = max(abs(difference.mean), MARGIN) / NORMAL_QUANTILE
-    needed = (1 / target**2 - prior_precision) / label_precision - labels
-    return max(10, 10 * math.ceil(needed / 10))
 
 
 def measure_class_mix(predictions: FoldPredictions, shares: np.ndarray, name: str) -> ClassMix:

@@ -1,7 +1,7 @@
 """Plan a run on a user's image folder: the data used, the methods and the reasons, and the time that each step takes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,16 +22,23 @@ from halfmoon.data.readers.class_folders import (
     list_images,
 )
 from halfmoon.data.sources import NESTED_NOTE
-from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
-from halfmoon.models.efficientnet import SIDE
+from halfmoon.methods.analytic import MixtureHead
+from halfmoon.models.efficientnet import FEATURES, SIDE
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
-from halfmoon.studies.cost import measure_seconds
-from halfmoon.studies.decision import head_accuracy
-from halfmoon.studies.folds import DRAWS, FOLDS, REPEATS, Fold
+from halfmoon.studies.cost import (
+    SOLVING_COST,
+    RoundCost,
+    SolvingCost,
+    measure_round_cost,
+    reference_decoding_seconds,
+    reference_fold_cost,
+    reference_network_seconds,
+)
+from halfmoon.studies.folds import DRAWS, FOLDS, count_repeats
 from halfmoon.studies.scan_folder import FolderContents, count_animations, load_site_source, scan_data
 
 EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
@@ -58,12 +65,21 @@ SMALL_SIDE = 32
 LARGE_SIDE = 64
 """The same where images have at least this size and the minutes allow it."""
 
+LARGE_SIDE_FACTOR = (LARGE_SIDE / SMALL_SIDE) ** 2
+"""Factor of the time of a round for images of `LARGE_SIDE`."""
+
 MAX_ROUNDS = 500
 MIN_ROUNDS = 100
 SCRATCH_SPLITS = 5
 
 MAX_CHECK_SECONDS = 5.0
 """Seconds that a plan may take to read all images."""
+
+MIN_SHARE = 0.05
+"""Smallest share of the images without a label that a plan uses."""
+
+SLOW_FACTOR = 1.3
+"""Ratio of the expected to the given minutes from which on a plan reports that this computer is slow."""
 
 UNEVEN_RATIO = 2
 """Ratio of the largest to the smallest class from which on labels are reported as uneven."""
@@ -176,8 +192,8 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
     )
     options = _fit_clients(options, contents, use_heads)
     if use_heads:
-        return _plan_heads(options, contents, 60 * minutes)
-    return _plan_from_scratch(options, contents, 60 * minutes)
+        return _plan_heads(options, contents, minutes)
+    return _plan_from_scratch(options, contents, minutes)
 
 
 def _check_images(plan: Plan) -> Plan:
@@ -311,74 +327,179 @@ def head_config(options: Mapping[str, Any], contents: FolderContents) -> tuple[C
     return config, HEADS, label_count
 
 
-def _plan_heads(options: Mapping[str, Any], contents: FolderContents, seconds_limit: float) -> Plan:
+def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: float) -> Plan:
     """Plan to train heads on features of a pretrained network; leave images out if all take longer than the limit."""
     config, pair, label_count = head_config(options, contents)
-    image_spec = _image_spec(config, contents)
-    head, task, normalize = head_task(config, image_spec)
-    reading_seconds = _measure_decoding(config, contents)
-    feature_seconds = features.measure_seconds_per_image(
-        head, torch.zeros(1, *image_spec.image, dtype=torch.uint8), normalize
-    )
-    if contents.site:
-        train_count = len(contents.paths)
-        test_count = contents.labeled
-        splits = FOLDS * REPEATS
-    elif contents.tests:
-        train_count = len(contents.paths)
-        test_count = contents.tests
-        splits = DRAWS
-    else:
-        train_count = round(0.8 * len(contents.paths))
-        test_count = len(contents.paths) - train_count
-        splits = DRAWS
-    costs = _measure_heads(task, len(image_spec.classes))
-    image_seconds = reading_seconds + feature_seconds
-
-    def solving_seconds(images: float) -> float:
-        return sum(fixed + each * images for fixed, each in costs.values()) * (splits + 1)
-
-    # Where all images take too long, a share of those that may be left out is used: the time is linear in their number.
-    optional_count = train_count - contents.labeled if contents.site else train_count
-    share = 1.0
-    total_seconds = image_seconds * (train_count + test_count) + solving_seconds(train_count)
-    if total_seconds > seconds_limit and optional_count:
-        solving_per_image = sum(each for _, each in costs.values()) * (splits + 1)
-        slope = image_seconds * optional_count + solving_per_image * optional_count
-        share = float(np.clip(1 - (total_seconds - seconds_limit) / slope, 0.05, 1))
+    counts = _count_images(contents)
+    reference, measured = _head_costs(config, contents)
+    share = _choose_share(reference, counts, 60 * minutes)
     if not contents.site:
         share = _enlarge_share(config, contents, share)
         share *= config.data_share
         config = replace(config, data_share=share)
-    images = train_count - optional_count * (1 - share)
-    files = images + (0 if contents.site else test_count)  # a site's test images are among its training images
-    steps = [
-        PlanStep(f"read {files:,.0f} images", reading_seconds * files),
-        PlanStep("features (kept for the next time)", feature_seconds * (images + test_count)),
-    ]
-    for name in (config.method, *config.baselines):
-        fixed, each = costs[name]
-        steps.append(PlanStep(registry.entry(name).title, 1 + 1.3 * (fixed + each * images)))
-    split_seconds = sum(fixed + each * images for fixed, each in costs.values())
-    steps.append(PlanStep(f"{splits} splits", splits * split_seconds))
+    steps = _head_steps(config, measured, counts, share)
     pixels = "a quarter of the time of 224" if contents.side > SIDE else "what the network takes"
     limit = f" (pays up to about {MAX_MIXTURE_LABELS})" if label_count <= MAX_MIXTURE_LABELS else ""
     reasons = [
         ("images", f"{SIDE} x {SIDE} pixels: {pixels}"),
         ("network", f"{config.network}, from ImageNet: features once, then its head"),
         ("methods", _describe_methods(pair, label_count, limit)),
-        *_other_reasons(config, contents, share, repeats=REPEATS),
+        *_other_reasons(config, contents, share, repeats=count_repeats(contents.labeled)),
+        *_slowness_reasons(steps, minutes),
     ]
     return Plan(
         config=config,
         contents=contents,
         pair=pair,
         heads=True,
-        splits=splits,
+        splits=counts.splits,
         share=share,
         reasons=tuple(reasons),
         steps=tuple(steps),
     )
+
+
+class _ImageCounts(NamedTuple):
+    """Numbers of images of a plan with heads.
+
+    Attributes:
+        train: training images.
+        optional: training images that can be left out.
+        test: test images; those of a site are among its training images.
+        test_files: test images that are read besides the training images.
+        splits: the splits on which the heads are compared.
+    """
+
+    train: int
+    optional: int
+    test: int
+    test_files: int
+    splits: int
+
+    def used(self, share: float) -> float:
+        """Return the number of training images with a share of the optional ones."""
+        return self.train - self.optional * (1 - share)
+
+
+def _count_images(contents: FolderContents) -> _ImageCounts:
+    """Count the training and test images of a folder, and the splits that its labels are compared on."""
+    count = len(contents.paths)
+    if contents.site:
+        splits = FOLDS * count_repeats(contents.labeled)
+        return _ImageCounts(count, count - contents.labeled, contents.labeled, 0, splits)
+    if contents.tests:
+        return _ImageCounts(count, count, contents.tests, contents.tests, DRAWS)
+    train = round((1 - HELD_OUT_SHARE) * count)
+    return _ImageCounts(train, train, count - train, count - train, DRAWS)
+
+
+@dataclass(frozen=True)
+class _HeadCosts:
+    """Seconds of the work of a plan with heads.
+
+    Attributes:
+        reading: to decode one image.
+        features: to compute the features of one image.
+        solving: to solve both heads on all labels.
+        split: to solve both heads on one split.
+    """
+
+    reading: float
+    features: float
+    solving: SolvingCost
+    split: SolvingCost
+
+    def total(self, counts: _ImageCounts, share: float) -> float:
+        """Return the seconds of a plan that uses a share of the optional images."""
+        images = counts.used(share)
+        return (
+            self.reading * (images + counts.test_files)
+            + self.features * (images + counts.test)
+            + self.solving.seconds(images)
+            + counts.splits * self.split.seconds(images)
+        )
+
+
+def _head_costs(config: Config, contents: FolderContents) -> tuple[_HeadCosts, _HeadCosts]:
+    """Look up the costs of heads on the reference computer, and measure those of this computer.
+
+    The heads are not measured: they are assumed to be as much slower than on the reference computer as the features.
+    """
+    image_spec = _image_spec(config, contents)
+    head, _, normalize = head_task(config, image_spec)
+    products = factory.build_task(config, image_spec).network.count_products(image_spec.image)
+    feature_count = _count_features(head)
+    # Products of matrices, whose sides are the number of features, take most of the time.
+    solving_cost = SOLVING_COST.times((feature_count / FEATURES) ** 2)
+    split_cost = solving_cost
+    if contents.site:
+        split_cost = reference_fold_cost(min(feature_count, MixtureHead.directions + contents.labeled))
+    reference = _HeadCosts(
+        reading=reference_decoding_seconds(contents.sizes),
+        features=reference_network_seconds(products, 1),
+        solving=solving_cost,
+        split=split_cost,
+    )
+    features_seconds = features.measure_seconds_per_image(
+        head, torch.zeros(1, *image_spec.image, dtype=torch.uint8), normalize
+    )
+    slowdown = max(1.0, features_seconds / reference.features)
+    measured = _HeadCosts(
+        reading=_measure_decoding(config, contents),
+        features=features_seconds,
+        solving=solving_cost.times(slowdown),
+        split=split_cost.times(slowdown),
+    )
+    return reference, measured
+
+
+def _count_features(head: FeatureHead) -> int:
+    """Count the features of an image that a head classifies."""
+    with torch.device("meta"):
+        parameters = tree.flatten(head.init(torch.Generator()))
+    return parameters[f"params/{head.head}/weight"].shape[1]
+
+
+def _choose_share(costs: _HeadCosts, counts: _ImageCounts, seconds_limit: float) -> float:
+    """Choose the share of the optional images that fits the time limit; the time is linear in their number."""
+    excess = costs.total(counts, 1) - seconds_limit
+    if excess <= 0 or not counts.optional:
+        return 1.0
+    saved_without_them = costs.total(counts, 1) - costs.total(counts, 0)
+    return float(np.clip(1 - excess / saved_without_them, MIN_SHARE, 1))
+
+
+def _head_steps(config: Config, costs: _HeadCosts, counts: _ImageCounts, share: float) -> list[PlanStep]:
+    """List the steps of a plan with heads, with their times on this computer."""
+    images = counts.used(share)
+    files = images + counts.test_files
+    steps = [
+        PlanStep(f"read {files:,.0f} images", costs.reading * files),
+        PlanStep("features (kept for the next time)", costs.features * (images + counts.test)),
+    ]
+    methods = (config.method, *config.baselines)
+    for name in methods:
+        # A run also writes its folder, and evaluates the head: a second, and a third of the time.
+        seconds = 1 + 1.3 * costs.solving.seconds(images) / len(methods)
+        steps.append(PlanStep(registry.entry(name).title, seconds))
+    steps.append(PlanStep(f"{counts.splits} splits", counts.splits * costs.split.seconds(images)))
+    return steps
+
+
+def _slowness_reasons(steps: Sequence[PlanStep], minutes: float) -> list[tuple[str, str]]:
+    """Report that this computer needs clearly more time than the limit: the plan is that of a reference computer."""
+    expected = sum(step.seconds for step in steps) / 60
+    if expected < SLOW_FACTOR * minutes:
+        return []
+    less = minutes**2 / expected
+    return [
+        (
+            "time",
+            f"this computer is slower at present than the one that plans are made for: about {expected:.0f} minutes in "
+            f"place of {minutes:g}. The plan does not depend on it, so that the same command gives the same model; "
+            f"--minutes {less:.1g} plans less",
+        )
+    ]
 
 
 def _scratch_config(
@@ -396,41 +517,25 @@ def _scratch_config(
     return _resolve_pair(options, defaults, pair), pair, defaults
 
 
-def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, seconds_limit: float) -> Plan:
+def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, minutes: float) -> Plan:
+    """Plan to train a network from scratch: rounds, splits and the size of images that fit the time limit."""
     config, pair, defaults = _scratch_config(options, contents)
-    round_costs = {name: _measure_round(replace(config, method=name, baselines=()), contents) for name in pair}
-    splits = FOLDS if contents.site else SCRATCH_SPLITS
-
-    def training_seconds(rounds: int, runs: int, slowdown: float = 1) -> float:
-        evaluations = rounds // (config.evaluate_every or 1)
-        pair_seconds = sum(rounds * one_round + evaluations * one for one_round, one in round_costs.values())
-        return runs * slowdown * pair_seconds
-
-    reading_seconds = _measure_decoding(config, contents) * (len(contents.paths) + contents.tests)
-    seconds_left = seconds_limit - reading_seconds
-    seconds_per_round = training_seconds(10, 1) / 10
-    enough_rounds = seconds_left / seconds_per_round / splits >= MIN_ROUNDS
-    runs = 1 + splits if contents.site or enough_rounds else 1
-    if not contents.site:
-        # A folder with test images is its own first split; without time for more it is the only one.
-        splits = splits if runs > 1 else 1
-        runs = splits
-    slowdown = 1.0
-    rounds = options.get("rounds") or int(np.clip(seconds_left / seconds_per_round / runs, 10, MAX_ROUNDS)) // 10 * 10
-    if (
-        "resize" not in options
-        and contents.side >= LARGE_SIDE
-        and training_seconds(MAX_ROUNDS, runs, 4) <= seconds_left
-    ):
-        slowdown = 4.0  # four times as many pixels
+    costs = {name: _measure_round(replace(config, method=name, baselines=()), contents) for name in pair}
+    files = len(contents.paths) + contents.tests
+    seconds_left = 60 * minutes - files * reference_decoding_seconds(contents.sizes)
+    seconds_per_round = sum(cost.reference_seconds for cost in costs.values())
+    splits, runs = _choose_splits(contents, seconds_left / seconds_per_round)
+    rounds = options.get("rounds") or _choose_rounds(seconds_left / seconds_per_round / runs)
+    pixel_factor = 1.0
+    large_seconds = runs * MAX_ROUNDS * LARGE_SIDE_FACTOR * seconds_per_round
+    if "resize" not in options and contents.side >= LARGE_SIDE and large_seconds <= seconds_left:
+        pixel_factor = LARGE_SIDE_FACTOR
         defaults["resize"] = LARGE_SIDE
     server_average = {} if rounds < MIN_ROUNDS else {"server_ema": 0.9}
     config = _resolve_pair({**server_average, **options}, {**defaults, "rounds": rounds}, pair)
-    steps = [PlanStep(f"read {len(contents.paths) + contents.tests:,} images", reading_seconds)]
-    for name in pair:
-        one_round, one_evaluation = round_costs[name]
-        evaluations = rounds // (config.evaluate_every or 1)
-        run_seconds = slowdown * (rounds * one_round + evaluations * one_evaluation)
+    steps = [PlanStep(f"read {files:,} images", files * _measure_decoding(config, contents))]
+    for name, cost in costs.items():
+        run_seconds = pixel_factor * cost.run_seconds(rounds, config.evaluate_every or 1)
         steps.append(PlanStep(f"{registry.entry(name).title}, {runs} x {rounds} rounds", runs * run_seconds))
     network = f"{factory.network_name(config)} from scratch"
     if "network" not in options:
@@ -442,6 +547,7 @@ def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, sec
         ("network", network),
         ("methods", _describe_methods(pair, _labels_per_class(config, contents), "")),
         *_other_reasons(config, contents, share=1, repeats=1),
+        *_slowness_reasons(steps, minutes),
     ]
     return Plan(
         config=config,
@@ -453,6 +559,27 @@ def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, sec
         reasons=tuple(reasons),
         steps=tuple(steps),
     )
+
+
+def _choose_splits(contents: FolderContents, affordable_rounds: float) -> tuple[int, int]:
+    """Choose the number of splits that methods are compared on, and the number of runs of each method.
+
+    A site's folder is trained on as a whole, and once for each fold. Class folders have test images, so they are their
+    first split; they are the only one unless each of several splits gets `MIN_ROUNDS`.
+
+    Args:
+        contents: the scanned folder.
+        affordable_rounds: the rounds of both methods that fit the time limit.
+    """
+    if contents.site:
+        return FOLDS, 1 + FOLDS
+    splits = SCRATCH_SPLITS if affordable_rounds / SCRATCH_SPLITS >= MIN_ROUNDS else 1
+    return splits, splits
+
+
+def _choose_rounds(affordable_rounds: float) -> int:
+    """Choose the rounds of a run: a multiple of ten, from 10 to `MAX_ROUNDS`."""
+    return int(np.clip(affordable_rounds, 10, MAX_ROUNDS)) // 10 * 10
 
 
 def _resolve_pair(options: Mapping[str, Any], defaults: Mapping[str, Any], pair: tuple[str, str]) -> Config:
@@ -617,45 +744,12 @@ def head_task(config: Config, image_spec: ImageSpec) -> tuple[FeatureHead, Task,
     return head, head_only, task.normalize
 
 
-def _measure_heads(task: Task, classes: int) -> dict[str, tuple[float, float]]:
-    """Measure the seconds of each head: (fixed, for each image).
-
-    Processor time is measured, and scaled by the ratio of wall time to processor time on this machine now.
-    """
-    few_images = 100
-    many_images = 400
-    generator = torch.Generator().manual_seed(0)
-    with torch.device("meta"):
-        head = tree.flatten(task.network.init(torch.Generator()))
-    feature_count = head[f"params/{task.network.head}/weight"].shape[1]
-    values = torch.rand(many_images + classes, 1, 1, feature_count, generator=generator)
-    data = Examples(values, torch.arange(many_images + classes) % classes)
-    costs: dict[str, tuple[float, float]] = {}
-    wall_start = time.perf_counter()
-    processor_start = time.process_time()
-    for name in HEADS:
-        method = registry.make(name)
-        seconds: list[float] = []
-        # The very first call warms up; its time is not used.
-        counts = (few_images, many_images) if costs else (few_images, few_images, many_images)
-        for count in counts:
-            rows = np.arange(count + classes)
-            start = time.process_time()
-            head_accuracy(method, task, data, Fold(rows[:classes], rows[classes:], rows[:classes]))
-            seconds.append(time.process_time() - start)
-        each = max(0.0, seconds[-1] - seconds[-2]) / (many_images - few_images)
-        costs[name] = (max(0.0, seconds[-2] - few_images * each), each)
-    slowdown = (time.perf_counter() - wall_start) / (time.process_time() - processor_start)
-    return {name: (slowdown * fixed, slowdown * each) for name, (fixed, each) in costs.items()}
-
-
-def _measure_round(config: Config, contents: FolderContents) -> tuple[float, float]:
-    """Measure the seconds of a round and of an evaluation, on blank images with the folder's labels."""
-    short = replace(config, rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
-    # The first round warms up, the second trains, the third trains and is evaluated.
-    _, round_seconds, evaluated_round_seconds = measure_seconds(short, _blank_problem(short, contents))
+def _measure_round(config: Config, contents: FolderContents) -> RoundCost:
+    """Measure the cost of a round and of an evaluation, on blank images with the folder's labels."""
+    problem = _blank_problem(config, contents)
+    cost = measure_round_cost(config, problem)
     test_scale = max(1.0, _count_tests(contents) / SYNTHETIC_IMAGES)
-    return round_seconds, max(0.0, evaluated_round_seconds - round_seconds) * test_scale
+    return cost._replace(evaluation_seconds=cost.evaluation_seconds * test_scale)
 
 
 def _count_tests(contents: FolderContents) -> int:

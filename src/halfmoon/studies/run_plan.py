@@ -1,7 +1,7 @@
 """Run a plan: train the two methods, compare them on repeated splits, and decide whether unlabeled images help."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
-from halfmoon.studies.decision import Decision, decide, decide_by_evaluations, evaluate_rows, solve_heads
+from halfmoon.studies.decision import Decision, decide_by_evaluations, evaluate_rows, solve_heads
 from halfmoon.studies.fold_solver import FoldSolver
 from halfmoon.studies.folds import FOLDS, Fold, cross_validation_folds, label_draws
 from halfmoon.studies.head_comparison import decide_by_image, predict_folds
@@ -224,31 +224,62 @@ def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], w
     """Compare runs on other splits, each in its folder below `root`; None where there are fewer than two splits."""
     if plan.splits < 2:
         return None
-    train = problem.source.train
-    results: list[dict[str, float]] = []
-    folds: list[Fold | None]
     if plan.contents.site:
-        folds = list[Fold | None](cross_validation_folds(train.labels, train.groups, repeats=1))
-    else:
-        results.append({row["method"]: _last_accuracy(row) for row in runs})
-        folds = [None] * (plan.splits - 1)
-    for number, fold in enumerate(folds, start=1):
+        return _compare_fold_runs(plan, problem, root, watch)
+    return _compare_split_runs(plan, problem, root, runs, watch)
+
+
+def _compare_fold_runs(plan: Plan, problem: Problem, root: Path, watch: Callback) -> Decision | None:
+    """Compare runs on the folds of one cross-validation of a site's labels."""
+    train = problem.source.train
+    results: list[dict[str, ModelEvaluation]] = []
+    for number, fold in enumerate(cross_validation_folds(train.labels, train.groups, repeats=1), start=1):
         config = replace(plan.config, run_dir=root / "splits" / str(number))
-        if fold is None:
-            config = replace(config, split_seed=plan.config.split_seed + number)
-            split_problem = replace(problem, split=factory.get_split(config, problem.source))
-        else:
-            split_problem = _fold_problem(problem, fold)
-        rows = _start_or_resume(config, watch, split_problem).summaries
-        results.append({row["method"]: _last_accuracy(row) for row in rows})
+        results.append(_evaluate_runs(_start_or_resume(config, watch, _fold_problem(problem, fold)).summaries))
+    return _decide_by_results(plan, results, problem.source.test, 1 / (FOLDS - 1), int((train.labels < 0).sum()))
+
+
+def _compare_split_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], watch: Callback) -> Decision | None:
+    """Compare runs on other draws of the labels of class folders; the finished `runs` are those of the first draw."""
+    train = problem.source.train
+    results = [_evaluate_runs(runs)]
+    for number in range(1, plan.splits):
+        config = replace(plan.config, run_dir=root / "splits" / str(number), split_seed=plan.config.split_seed + number)
+        split_problem = replace(problem, split=factory.get_split(config, problem.source))
+        results.append(_evaluate_runs(_start_or_resume(config, watch, split_problem).summaries))
+    test = problem.source.test
+    hidden = int((~problem.split.labeled).sum())
+    return _decide_by_results(plan, results, test, len(test) / len(train.labels), hidden)
+
+
+def _decide_by_results(
+    plan: Plan,
+    results: Sequence[Mapping[str, ModelEvaluation]],
+    test: Images,
+    test_train_ratio: float,
+    available: int,
+) -> Decision | None:
+    """Decide by the evaluations of each split; None where there are fewer than two.
+
+    Args:
+        plan: the plan.
+        results: the evaluation of each method on each split, by the method's name.
+        test: the test images of all splits.
+        test_train_ratio: the ratio of test to training images of a split.
+        available: the number of images that could be labeled.
+    """
     if len(results) < 2:
         return None
-    baseline, method = ([row[name] for row in results] for name in plan.pair)
-    if plan.contents.site:
-        available = int((train.labels < 0).sum())
-        return decide(method, baseline, 1 / (FOLDS - 1), int((train.labels >= 0).sum()), available=available)
-    test_count = len(problem.source.test)
-    return decide(method, baseline, test_count / len(train.labels), test_count)
+    baseline, method = ([result[name] for result in results] for name in plan.pair)
+    test_counts = np.bincount(test.labels, minlength=len(plan.contents.classes))
+    return decide_by_evaluations(
+        method,
+        baseline,
+        test_train_ratio=test_train_ratio,
+        tested=len(test),
+        available=available,
+        test_shares=test_counts / test_counts.sum(),
+    )
 
 
 def _start_or_resume(config: Config, watch: Callback, problem: Problem) -> RunResult:
@@ -282,7 +313,11 @@ def _fold_problem(problem: Problem, fold: Fold) -> Problem:
     )
 
 
-def _last_accuracy(row: Row) -> float:
-    if row["accuracy"] is None:
-        raise UserError(f"{row['title']} was tested on no image.")
-    return 100 * row["accuracy"]["last"]
+def _evaluate_runs(rows: Sequence[Row]) -> dict[str, ModelEvaluation]:
+    """Read the evaluation of the last model of each run from its summary, by the method's name."""
+    evaluations: dict[str, ModelEvaluation] = {}
+    for row in rows:
+        if row["accuracy"] is None:
+            raise UserError(f"{row['title']} was tested on no image.")
+        evaluations[row["method"]] = ModelEvaluation(torch.tensor(row["confusion"]), loss=0.0)
+    return evaluations

@@ -27,6 +27,7 @@ SPLIT_OPTIONS = (
         "shrink",
         "image_size",
         "data_share",
+        "unknown_classes",
         "skip_unreadable",
     ),
     *("validation_share", "validation_part", *settings.PARTITION_OPTIONS, "split"),
@@ -100,7 +101,7 @@ def _describe_data(
 
 def _refuse_split_options(requested: Mapping[str, Any], contents: FolderContents) -> None:
     """Raise UserError if the user requests a split of a site's folder, whose labels.csv says which images are labeled."""
-    for name in ("data_share", *settings.PARTITION_OPTIONS, "split", "png", "save"):
+    for name in ("data_share", "unknown_classes", *settings.PARTITION_OPTIONS, "split", "png", "save"):
         if requested.get(name) is not None:
             raise UserError(
                 f"--{name.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, with "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 EXPORT_OPTIONS = (
-    *("data_dir", "cache", "data_share", "image_size", "shrink", *settings.IMAGE_OPTIONS),
+    *("data_dir", "cache", "data_share", "unknown_classes", "image_size", "shrink", *settings.IMAGE_OPTIONS),
     *(name for name in PARTITION_OPTIONS if name != "clients"),
     "split",
 )

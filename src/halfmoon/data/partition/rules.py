@@ -375,3 +375,33 @@ def reduce_unlabeled(
         retained = max(1, round(share * len(unlabeled_rows)))
         reduced[unlabeled_rows[retained:]] = -1
     return reduced
+
+
+def replace_by_unknown(
+    client: np.ndarray, labeled: np.ndarray, is_unknown: np.ndarray, share: float, generator: np.random.Generator
+) -> np.ndarray:
+    """Replace a share of each client's unlabeled rows by random rows of unknown classes; at least one row remains.
+
+    Args:
+        client: The client of each row, int64 (N,), -1 for rows of unknown classes.
+        labeled: The labeled rows, bool (N,).
+        is_unknown: The rows of unknown classes, bool (N,).
+        share: The share of unlabeled rows to replace.
+        generator: The generator of the orders of both kinds of rows.
+
+    Returns:
+        The client of each row, int64 (N,), with -1 for replaced rows and for rows of unknown classes that are not needed.
+
+    Raises:
+        UserError: If there are too few rows of unknown classes.
+    """
+    reduced = reduce_unlabeled(client, labeled, 1 - share, generator)
+    removed_from = client[(client >= 0) & (reduced < 0)]
+    unknown_rows = generator.permutation(np.flatnonzero(is_unknown))
+    if len(removed_from) > len(unknown_rows):
+        raise UserError(
+            f"unknown_share {share:g} needs {len(removed_from):,} images of the unknown classes, which have "
+            f"{len(unknown_rows):,}; choose a smaller share, or more unknown_classes."
+        )
+    reduced[unknown_rows[: len(removed_from)]] = removed_from
+    return reduced

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
@@ -67,6 +67,7 @@ class Scenario(SplitOptions):
     stages: number of stages into which the unlabeled rows of every client are divided at random
     unlabeled_share: share of every client's unlabeled rows that is used, at least one row; the rest is unused
         (FedLoKe, CIKM 2023, Figure 7)
+    unknown_share: share of every client's unlabeled rows that are of unknown classes, see `split_open_set`
 
     In fedloke and fedloke-balanced with labels at clients there is no pool: int(label_ratio * rows) random rows of a
     labeled client are labeled, or labels_per_class * classes; some classes may have no label.
@@ -114,7 +115,7 @@ class Scenario(SplitOptions):
         if self.unlabeled_share < 1:
             generator = named_generator(self.seed, "split", "share")
             client = rules.reduce_unlabeled(client, labeled, self.unlabeled_share, generator)
-        origin = SplitOrigin(asdict(self), source, hash_labels(labels))
+        origin = SplitOrigin(_origin_fields(self), source, hash_labels(labels))
         return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
 
     def split_partially_labeled(
@@ -153,7 +154,36 @@ class Scenario(SplitOptions):
         if self.unlabeled_share < 1:
             generator = named_generator(self.seed, "split", "share")
             client = rules.reduce_unlabeled(client, labeled, self.unlabeled_share, generator)
-        origin = SplitOrigin(asdict(self), source, hash_labels(labels))
+        origin = SplitOrigin(_origin_fields(self), source, hash_labels(labels))
+        return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
+
+    def split_open_set(self, labels: np.ndarray, classes: Sequence[str], source: str = "") -> Split:
+        """Draw the split of a data set in which some images are of no known class, and give these out without a label.
+
+        The known rows are split as by `split`. Then a share of every client's unlabeled rows, `unknown_share`, is
+        replaced by random rows of unknown classes, so that no client has more unlabeled rows than before (Oliver et al.,
+        NeurIPS 2018, Realistic evaluation of deep semi-supervised learning algorithms, section 4.4). The replaced rows,
+        and unknown rows that are not needed, are at no client.
+
+        Args:
+            labels: The label of each row, int (N,), -1 if its class is unknown.
+            classes: The names of the known classes.
+            source: The name of the data set, stored in the split.
+
+        Raises:
+            UserError: If the data set is too small for the request, or has too few rows of unknown classes.
+        """
+        known_rows = np.flatnonzero(labels != UNKNOWN)
+        known_split = self.split(labels[known_rows], classes)
+        client = np.full(len(labels), -1, np.int64)
+        client[known_rows] = known_split.client
+        labeled = np.zeros(len(labels), bool)
+        labeled[known_rows] = known_split.labeled
+        if self.unknown_share:
+            generator = named_generator(self.seed, "split", "unknown")
+            is_unknown = labels == UNKNOWN
+            client = rules.replace_by_unknown(client, labeled, is_unknown, self.unknown_share, generator)
+        origin = SplitOrigin(_origin_fields(self), source, hash_labels(labels))
         return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
 
     def _draw_partially_labeled(self, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -331,6 +361,14 @@ _SETTING_RULES: dict[str, _SettingRules] = {
 
 SETTINGS = tuple(_SETTING_RULES)
 """The settings of this package. Others are my_module:rule, or entry points of installed packages."""
+
+
+def _origin_fields(scenario: Scenario) -> dict[str, Any]:
+    """Return the fields of a scenario for the origin of its splits, without options of later versions at their default."""
+    values = asdict(scenario)
+    if not scenario.unknown_share:
+        del values["unknown_share"]
+    return values
 
 
 def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:

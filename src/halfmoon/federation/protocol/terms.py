@@ -39,7 +39,7 @@ FLOAT32_BYTES = 4
 SHA256_LENGTH = 64  # hexadecimal digits
 
 LOCAL_OPTIONS = {
-    "baselines", "data", "data_share", "validation_share", "validation_part", "image_size", "resize", "channels",
+    "baselines", "data", "data_share", "unknown_classes", "validation_share", "validation_part", "image_size", "resize", "channels",
     "shrink", "pixel_mean", "pixel_std", "split", "client_dropout", "confidence_threshold", "evaluate_every",
     "client_models", "server_ema", "patience", "class_weights", *PARTITION_OPTIONS, *EXECUTION_OPTIONS, *ATTACK_OPTIONS,
 } - {"labels_at"}  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from halfmoon.config.schema import FEDERATION_TABLE, PARTITION_OPTIONS, PIXEL_OPTIONS, Config
+from halfmoon.config.schema import ADDED_OPTIONS, FEDERATION_TABLE, PARTITION_OPTIONS, PIXEL_OPTIONS, Config
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import Images, Source
 from halfmoon.data.partition.split import SERVER, Split
@@ -117,12 +117,16 @@ def render_federation_file(config: Config, source: Source, split: Split) -> str:
     height, width, channels = source.train.images.shape[1:]
     options = {
         name: getattr(config, name)
-        for name in ("data", "data_dir", "data_share", "image_size", "shrink", *PIXEL_OPTIONS)
+        for name in ("data", "data_dir", "data_share", "unknown_classes", "image_size", "shrink", *PIXEL_OPTIONS)
     }
     if config.split is not None:
         options["split"] = SPLIT_FILE
     else:
         options |= {name: getattr(config, name) for name in PARTITION_OPTIONS}
+    # Options of later versions are written only where they are set, so that older versions read the file.
+    options = {
+        name: value for name, value in options.items() if name not in ADDED_OPTIONS or value != getattr(Config, name)
+    }
     if height == width:  # with any network, the simulator then pads images to the size that the sites have
         options["image_size"] = height
     labels_at = find_labels_at(split) if config.split is not None else config.labels_at
