@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {
     "unknown_classes": UNKNOWN_CLASSES, "clients": 5, "cohort": 5, "labels_per_class": 2.0, "setting": "iid-iid",
     "executor": "loop", "threads": 1, "processes": 1,
 }  # fmt: skip
-TRAINED: dict[str, Any] = {"network": "small", "width": 16, "rounds": 40, "steps": 10, "lr": 3e-3}
+TRAINED: dict[str, Any] = {"network": "small", "width": 16, "rounds": 20, "steps": 10, "lr": 3e-3}
 """Options of the methods that train by steps, from scratch."""
 
 SOLVED: dict[str, Any] = {"network": "efficientnet-lite0", "tune": "head", "rounds": 11, "budget": "none"}
