@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 from halfmoon import Config, UserError
@@ -18,6 +19,8 @@ from halfmoon.data import load
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.studies import decision, site_rehearsal
+from halfmoon.studies.label_selection import FolderFeatures
+from halfmoon.studies.scan_folder import scan_folder
 
 
 def site(place: Path, labels: int, count: int) -> Path:
@@ -194,3 +197,39 @@ def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> 
         command._federation_folders([tmp_path / "nroth", tmp_path / "south"], table, file)
     with pytest.raises(UserError, match=r"has no folder east, which is a site of wards\.toml"):
         command._federation_folders([tmp_path], {**table, "sites": ["north", "east"]}, file)
+
+
+def test_copies_at_other_sites_are_reported_and_not_on_both_sides(tmp_path: Path) -> None:
+    """Half of the second site's images are the first one's: none of them is in train and in test."""
+    folders = [site(tmp_path / "a", 18, 24), site(tmp_path / "bb", 18, 24)]
+    for number in range(12):
+        (folders[1] / f"{number:03d}.png").write_bytes((folders[0] / f"{number:03d}.png").read_bytes())
+    told: list[str] = []
+    rows = site_rehearsal._write_data_set(Config(validation_share=0.3), folders, tmp_path / "data", told.append)
+    source = load(str(tmp_path / "data"))
+    assert source.validation is not None or (tmp_path / "data" / "validation.parquet").exists()
+    hashes = {}
+    for name in ("train", "test", "validation"):
+        images = pq.read_table(tmp_path / "data" / f"{name}.parquet")["image"].to_pylist()
+        hashes[name] = {image["bytes"] for image in images}
+    assert not hashes["train"] & hashes["test"]
+    assert not hashes["train"] & hashes["validation"]
+    assert not hashes["test"] & hashes["validation"]
+    assert "12 images are at more than one site (equal pixels)." in told
+    left_out = [line for line in told if "copies of images to test on" in line]
+    assert left_out
+    assert len(source.train) == len(rows.client) == len(rows.labeled)
+
+
+def test_copies_at_several_sites_are_one_group_of_the_folds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [site(tmp_path / "a", 12, 12), site(tmp_path / "bb", 12, 12)]
+    (folders[1] / "003.png").write_bytes((folders[0] / "005.png").read_bytes())
+    contents = scan_folder(folders[0])
+    assert contents is not None
+    features = FolderFeatures(contents, torch.zeros(12, 1, 1, 4), np.arange(12))
+    monkeypatch.setattr(site_rehearsal, "folder_features", lambda *_: features)
+    monkeypatch.setattr(site_rehearsal, "head_problem", lambda *_: None)
+    sites = [site_rehearsal.read_site(folder) for folder in folders]
+    _, _, groups = site_rehearsal._pool_features(sites, None, NullCallback())
+    assert groups[5] == groups[12 + 3] != ""
+    assert [group for number, group in enumerate(groups) if number not in (5, 15)] == [""] * 22

@@ -6,9 +6,12 @@ other labels of each class chooses the round and is not trained on. The table ha
 labels in one place, a federation with labels only, with unlabeled images as well, and with fewer labels.
 """
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.data.class_names import find_near_equal, sort_class_names
-from halfmoon.data.groups import drop_shared_groups
+from halfmoon.data.groups import drop_shared_groups, merge_equal_images
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.partition.split import Split
@@ -258,6 +261,7 @@ def _pool_features(
     labels: list[int] = []
     client: list[int] = []
     groups: list[str] = []
+    hashes: list[bytes] = []
     for number, site in enumerate(sites):
         watch.say(f"features of {len(site):,} images of {site.folder.resolve().name}, kept for the next time")
         folder = folder_features(site.folder, site.paths, lambda *_: None)
@@ -267,10 +271,14 @@ def _pool_features(
             labels.append(classes.index(site.classes[label]) if label >= 0 else -1)
             # Patients of two sites may have one number: they are different patients.
             groups.append(f"{number} {site_groups[row]}" if site_groups[row] else "")
+            content = (site.folder / site.paths[row]).read_bytes()
+            hashes.append(hashlib.blake2b(content, digest_size=16).digest())
         client += [number] * len(folder.rows)
         site_features.append(folder)
     values = torch.cat([folder.values for folder in site_features])
     pooled = replace(site_features[0], values=values, rows=np.arange(len(values)))
+    # Copies at several sites are one group, so that no head is tested on an image that it was solved for.
+    groups = merge_equal_images(groups, hashes) or groups
     return head_problem(pooled, np.array(labels), classes), np.array(client), groups
 
 
@@ -299,9 +307,7 @@ def _write_data_set(
     classes = _merge_classes(sites)
     decoding = image_preparation(config)
     decoding = replace(decoding, channels=decoding.channels or 3)
-    encoded: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
-    client: list[int] = []
-    labeled: list[bool] = []
+    decoded: list[_EncodedImage] = []
     for number, site in enumerate(sites):
         if not (site.labels >= 0).any():
             check = f"`halfmoon site check {site.folder}`"
@@ -319,14 +325,19 @@ def _write_data_set(
             label = int(site.labels[row])
             class_number = classes.index(site.classes[label]) if label >= 0 else None
             try:
-                image = encode_png(decode_prepared((site.folder / path).read_bytes(), path, decoding))
+                png = encode_png(decode_prepared((site.folder / path).read_bytes(), path, decoding))
             except (UserError, OSError) as error:
                 report(f"{site.folder.name}: left out: {error}")
                 continue
-            encoded[subsets[row]].append((image, class_number))
-            if subsets[row] == "train":
-                client.append(number)
-                labeled.append(label >= 0)
+            decoded.append(_EncodedImage(number, str(subsets[row]), png, class_number))
+    names = tuple(site.folder.resolve().name for site in sites)
+    used = _leave_out_copies(decoded, names, report)
+    encoded: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
+    for image in used:
+        encoded[image.subset].append((image.png, image.label))
+    training = [image for image in used if image.subset == "train"]
+    client = [image.site for image in training]
+    labeled = [image.label is not None for image in training]
     if not encoded["test"] or not any(labeled):
         raise UserError(
             f"too few images have labels: each site needs {TEST_STRIDE} or more of a class to be tested on one."
@@ -343,9 +354,51 @@ def _write_data_set(
         client=np.array(client, np.int64),
         labels=labels,
         labeled=np.array(labeled, bool),
-        names=tuple(site.folder.resolve().name for site in sites),
+        names=names,
         tests=len(encoded["test"]),
     )
+
+
+class _EncodedImage(NamedTuple):
+    """An image of a site; equal pixels have equal PNG files."""
+
+    site: int
+    subset: str  # "train", "test" or "validation"
+    png: bytes
+    label: int | None  # None for an unlabeled image
+
+
+def _leave_out_copies(
+    images: Sequence[_EncodedImage], names: Sequence[str], report: Callable[[str], None]
+) -> list[_EncodedImage]:
+    """Leave out training and validation images that are copies of test images, and training ones of validation images.
+
+    Args:
+        images: the images of all sites.
+        names: the names of the sites.
+        report: receives a line about copies at several sites, and a line for each site with images that are left out.
+    """
+    sites_with: dict[bytes, set[int]] = {}
+    for image in images:
+        sites_with.setdefault(image.png, set()).add(image.site)
+    shared_count = sum(len(sites) > 1 for sites in sites_with.values())
+    if shared_count:
+        have = "image is" if shared_count == 1 else "images are"
+        report(f"{shared_count:,} {have} at more than one site (equal pixels).")
+    tests = {image.png for image in images if image.subset == "test"}
+    validation = {image.png for image in images if image.subset == "validation"}
+    used: list[_EncodedImage] = []
+    left_out: Counter[int] = Counter()
+    for image in images:
+        is_copy = image.subset != "test" and image.png in tests
+        if is_copy or (image.subset == "train" and image.png in validation):
+            left_out[image.site] += 1
+        else:
+            used.append(image)
+    for site, count in sorted(left_out.items()):
+        copies = "image is" if count == 1 else "images are"
+        report(f"{names[site]}: {count:,} {copies} left out: copies of images to test on (equal pixels).")
+    return used
 
 
 def _merge_classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
