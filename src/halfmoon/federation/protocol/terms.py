@@ -231,12 +231,15 @@ class Terms:
         plural = "s" if channels > 1 else ""
         rounds = settings.count_rounds(config)
         title = registry.entry(config.method).title
-        active_defenses = {
-            "the server sees only the sum of many sites (secure aggregation)": config.secure_aggregation,
-            "noise hides what one site contributes (differential privacy)": config.dp_clip is not None,
-            f"uploads are checked against hostile sites ({config.aggregation})": config.aggregation != "mean",
-        }
-        defenses = "; ".join(defense for defense, active in active_defenses.items() if active)
+        defenses = []
+        if config.secure_aggregation:
+            defenses.append("the server sees only the sum of many sites (secure aggregation)")
+        if config.dp_clip is not None:
+            defenses.append("noise hides what one site contributes (differential privacy)")
+        if config.aggregation != "mean":
+            defenses.append(f"uploads are checked against hostile sites ({config.aggregation})")
+        if not defenses:
+            defenses.append("only encryption; a trained network can reveal something about the images")
         # A method that personalizes models also sends models of few sites, from which more can be learned.
         personal = requirements_of(build_method(config), effective_norm(config)).personal
         shared = "averages, and models or sums made of few sites' uploads," if personal else "the average"
@@ -249,7 +252,7 @@ class Terms:
             "What is never sent: image files, and names of files and folders.",
             f"To whom: the federation's server, which sends {shared} to all sites.",
             f"For how long: {rounds} rounds, {config.cohort} of {len(self.sites)} sites in each, then it ends.",
-            f"Defenses: {defenses or 'only encryption; a trained network can reveal something about the images'}.",
+            f"Defenses: {'; '.join(defenses)}.",
             f"Code from outside halfmoon: {plugins or 'none'}.",
             f"Ctrl-C ends it at any time. All options: --all, or halfmoon site terms. Hash: {self.hash}",
         )
@@ -319,6 +322,7 @@ def _check_image_spec(image_spec: ImageSpec) -> None:
     """
     image = image_spec.image
     classes = image_spec.classes
+    # A server sends JSON, so that the types are not those of the annotations either.
     if not all(isinstance(value, tuple) for value in (image, classes, image_spec.mean, image_spec.std)):
         raise UserError("image, classes, mean and std must be lists.")
     if type(image_spec.mirror) is not bool:
@@ -331,14 +335,20 @@ def _check_image_spec(image_spec: ImageSpec) -> None:
     names_are_texts = all(type(name) is str and name for name in classes)
     if len(classes) < 2 or not names_are_texts or len(set(classes)) < len(classes):
         raise UserError(f"classes is {toml.format_text(classes)}: it must name two classes or more, each once.")
-    channels = image[0]
-    for name, values in {"mean": image_spec.mean, "std": image_spec.std}.items():
-        all_finite = all(isinstance(value, float) and math.isfinite(value) for value in values)
-        valid = len(values) == channels and all_finite
-        if not valid or (name == "std" and min(values) <= 0):
-            raise UserError(
-                f"{name} is {toml.format_text(values)}: it must be one number for each of {channels} channels."
-            )
+    _check_channel_values("mean", image_spec.mean, channels=image[0])
+    _check_channel_values("std", image_spec.std, channels=image[0])
+
+
+def _check_channel_values(name: str, values: tuple[Any, ...], channels: int) -> None:
+    """Check a mean or standard deviation to normalize by: one finite number a channel, and a positive one for "std".
+
+    Raises:
+        UserError: it is something else.
+    """
+    all_finite = all(isinstance(value, float) and math.isfinite(value) for value in values)
+    valid = len(values) == channels and all_finite
+    if not valid or (name == "std" and min(values) <= 0):
+        raise UserError(f"{name} is {toml.format_text(values)}: it must be one number for each of {channels} channels.")
 
 
 def image_spec_name(terms: Terms) -> str:

@@ -59,7 +59,14 @@ def check_schema(
 def _find_schema_faults(
     upload: Any, samples: Any, pattern: TreeSpec | None, upload_spec: UploadSpec | None
 ) -> Iterator[str]:
-    """Yield each fault that `check_schema` looks for, as text. The arguments come from a site and may be anything."""
+    """Yield each fault that `check_schema` looks for, as text.
+
+    Args:
+        upload: the tree of the upload, from a site that may be hostile, so it may be anything.
+        samples: the metrics, from the site as well.
+        pattern: names, shapes and dtypes that the upload must have; None to skip this.
+        upload_spec: the sections that the client update declares to send; None to skip this.
+    """
     if not isinstance(upload, dict) or not isinstance(samples, dict):
         yield "it is not a tree of tensors"
         return
@@ -178,7 +185,14 @@ def check_counts(
 def _find_impossible_counts(
     reply: Reply, max_amount: Amount, image_count: int, upload_spec: UploadSpec | None
 ) -> Iterator[str]:
-    """Yield each fault that `check_counts` looks for, as text."""
+    """Yield each count of a site's reply that is impossible, as text.
+
+    Args:
+        reply: the reply with its upload.
+        max_amount: the longest update that the site may have run.
+        image_count: the number of images at the site.
+        upload_spec: the sections that the client update declares to send; None to skip the values in the upload.
+    """
     for name, count, limit in zip(Amount._fields, reply.amount, max_amount, strict=True):
         if not 0 <= count <= limit:
             unit = "" if name in ("steps", "epochs") else " images a step"
@@ -212,10 +226,11 @@ def _find_values_out_of_range(upload: Upload, upload_spec: UploadSpec, image_cou
     checks += [(name, upload.aux[name], math.inf) for name in upload_spec.names("count") if name in upload.aux]
     for name, values, limit in checks:
         numbers = [number for leaf in tree.leaves({"": values}) for number in leaf.flatten().tolist()]
-        wrong = [number for number in numbers if not 0 <= number <= limit]
-        if wrong:
+        # "not (0 <= number)" is also true for NaN.
+        wrong = next((number for number in numbers if not 0 <= number <= limit), None)
+        if wrong is not None:
             valid_range = f"between 0 and {limit}" if limit < math.inf else "0 or more"
-            yield f"its {name} is {wrong[0]:g}, not {valid_range}, the most for {image_count} images"
+            yield f"its {name} is {wrong:g}, not {valid_range}, the most for {image_count} images"
 
 
 def update_norm(upload: Upload, received: Tree, upload_spec: UploadSpec) -> float:
