@@ -231,6 +231,9 @@ def lasting_keys(acceptances: Mapping[str, Acceptance]) -> dict[str, bytes]:
 def sum_layout(upload: TreeSpec) -> dict[str, Tensor]:
     """List the tensors of an upload that a secure sum adds up: its floating-point parameters.
 
+    Args:
+        upload: (shape, dtype) of each tensor of a plain upload by path; None is a branch without tensors.
+
     Returns:
         Tensors without data (on the meta device), by path.
     """

@@ -90,7 +90,10 @@ def _has_not_joined(data: bytes) -> bool:
 
 
 class ClientManager:
-    """Sends requests to the connected sites of a federation and collects their replies."""
+    """Sends requests to the connected sites of a federation and collects their replies, over an unreliable transport.
+
+    Sites may connect late, disconnect, restart or reply too late.
+    """
 
     def __init__(
         self,
@@ -252,8 +255,10 @@ class ClientManager:
             pending: requests that were sent, by message id.
             send_count: how often each site was sent its request.
         """
+        # The transport addresses nodes (Flower's ids of connected processes), not the names of sites.
         names_by_node = {self.members.nodes[name]: name for name in waiting if name in self.members.nodes}
         messages_by_node = {node: requests[name] for node, name in names_by_node.items()}
+        # A reply after the timeout is still received, so that the log shows that the site is only slow.
         valid_seconds = TIMEOUTS_ALIVE * self.timeout
         message_ids = self.connection.send(messages_by_node, valid_seconds, is_offer=False)
         for node, message_id in message_ids.items():
@@ -559,7 +564,7 @@ class Membership:
         """Process a node's reply to an offer: it becomes a member, unless it refuses or must not use the site's name.
 
         Args:
-            node: the node.
+            node: the node, which is Flower's id of a connected process.
             data: the serialized reply; None if there is none.
         """
         if data is None:
@@ -587,7 +592,7 @@ class Membership:
         """Record the node and the image counts of a site that joins, and log it, unless the same is recorded already.
 
         Args:
-            node: the site's node.
+            node: the site's node, which is Flower's id of its connected process.
             acceptance: its reply to the offer, with its name and image counts.
         """
         name = acceptance.name
@@ -599,6 +604,7 @@ class Membership:
         if old_node == node and old_acceptance == acceptance:
             # It got several offers before it could reply to the first one.
             return
+        # A site that joins from another node replaces the earlier one, which may still be connected.
         self._replaced_nodes.pop(node, None)
         again = ""
         if old_node is not None and old_node != node:

@@ -157,9 +157,16 @@ class _LabelsFile:
     """
 
     def __init__(self, header: list[str], rows: list[list[str]], separator: str = ",", encoding: str = "utf-8") -> None:
-        """Index the lines by image."""
+        """Index the lines of a file by image.
+
+        Args:
+            header: the titles of the columns, as the file has them.
+            rows: the cells of the other lines.
+            separator: the separator of the cells.
+            encoding: the encoding of the file.
+        """
         self.header = normalize_header(header)
-        # Titles of the user, such as file_name, remain.
+        # A title that the user has chosen, such as file_name, remains; one that differs in case only is normalized.
         titles = [title.strip().strip('"').strip() for title in header]
         self.titles = [
             name if title.lower() == name else title for name, title in zip(self.header, titles, strict=True)

@@ -226,9 +226,14 @@ def suggest_class(name: str, classes: Iterable[str]) -> str:
 def _drop_missing_labels(table: LabelTable, folder: Path) -> LabelTable:
     """Replace labels that mean a missing value, such as NaN, by "", unless they are classes of classes.txt.
 
+    Args:
+        table: the rows of labels.csv.
+        folder: the site's folder, which may have a classes.txt.
+
     Returns:
-        The table with the new labels, and a remark that counts the replaced ones.
+        The table with the new labels, and a note that counts the replaced ones.
     """
+    # A class of classes.txt may be called "None" on purpose.
     text, _, _ = decode_text_file(folder / CLASSES_FILE)
     classes = {normalize_class_name(line) for line in (text or "").splitlines()}
     missing = Counter(label for _, label, _ in table.rows if is_missing_label(label) and label not in classes)
@@ -349,7 +354,12 @@ def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
 
 
 def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """List images, other files, and folders that cannot be opened; hidden files, tables and models are left out.
+    """List the images of a site, other files, and folders that cannot be opened.
+
+    Hidden files, tables of labels or classes, and the folder of a federation's model are left out.
+
+    Args:
+        folder: the site's folder.
 
     Returns:
         Three sorted lists of paths relative to `folder`, with forward slashes.
@@ -367,7 +377,8 @@ def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
         relative = Path(current).relative_to(folder).as_posix()
         prefix = "" if relative == "." else f"{relative}/"
         # os.walk does not follow links to folders, which could form circles or leave the site.
-        other_files += [_printable(prefix + name) for name in subfolders if os.path.islink(os.path.join(current, name))]
+        linked_folders = [name for name in subfolders if os.path.islink(os.path.join(current, name))]
+        other_files += [_printable(prefix + name) for name in linked_folders]
         for name in names:
             path = prefix + name
             is_table = path.lower() == LABELS_FILE or path in (CLASSES_FILE, METADATA_FILE)
