@@ -1,7 +1,11 @@
 """Errors of users: options are written as flags on the command line and as keywords in Python."""
 
+import ast
 import doctest
 import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +45,46 @@ def test_an_error_survives_pickling() -> None:
     assert (error.options, error.value, error.hint) == (("clip",), 3, "use {clip=1}.")
     assert str(error) == "--clip is 3: wrong; use --clip 1."
     assert error.in_python() == "clip is 3: wrong; use clip=1."
+
+
+SOURCE = Path(errors.__file__).parents[1]
+COMMAND_LINE_ONLY = ("cli/", "federation/transport/", "sites/keys/", "studies/tuning.py", "studies/site_rehearsal.py")
+"""Modules whose errors only a user of the command line sees."""
+
+COMMANDS = re.compile(r"`halfmoon [^`]*`|halfmoon (?:data|federation)[^;.]*|ray start --[a-z]+")
+FLAG = re.compile(r"(?<![\w{-])--[a-z][a-z-]+")
+PLACEHOLDER = re.compile(r"{([a-z_]+)(?:=[^{}]*)?}")
+DOUBLED = re.compile(r"{{[a-z_]+(?:=[^{}]*)?}}")
+
+
+def raised_errors() -> Iterator[tuple[str, list[str], set[str]]]:
+    """Yield each call of an error class in the source: its location, the texts in it, and the names in `option`."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(("Error", "FolderInUse")):
+                continue
+            options = {keyword.arg: keyword.value for keyword in call.keywords}.get("option")
+            names = {leaf.value for leaf in ast.walk(options) if isinstance(leaf, ast.Constant)} if options else set()
+            leaves = [leaf for part in (*call.args, *call.keywords) for leaf in ast.walk(part)]
+            texts = [leaf.value for leaf in leaves if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)]
+            yield f"{path.relative_to(SOURCE).as_posix()}:{call.lineno}", texts, names
+
+
+def test_errors_that_python_users_see_name_no_flags() -> None:
+    """An option in a message is a placeholder, which each side renders in its own way."""
+    flags = []
+    for location, texts, _ in raised_errors():
+        # A command that the user is to run is the same for both; X stands for the values in it.
+        text = COMMANDS.sub("", "X".join(texts))
+        if not location.startswith(COMMAND_LINE_ONLY) and FLAG.search(text):
+            flags.append(f"{location}: {text}")
+    assert flags == []
+
+
+def test_every_option_in_a_message_is_declared() -> None:
+    """A placeholder that `option` does not list would be printed with its braces."""
+    found = [(location, set(PLACEHOLDER.findall(" ".join(texts))), names) for location, texts, names in raised_errors()]
+    undeclared = {location: names - declared for location, names, declared in found if names - declared}
+    assert undeclared == {}
+    assert not [location for location, texts, _ in raised_errors() if DOUBLED.search(" ".join(texts))]
+    assert sum(bool(declared) for _, _, declared in found) > 60

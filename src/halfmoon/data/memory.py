@@ -80,7 +80,8 @@ class ImageCollection:
             if image.shape != images.shape[1:]:
                 raise UserError(
                     f"{self.name}: image {row} is {_describe_shape(image.shape)}, but image 0 is "
-                    f"{_describe_shape(images.shape[1:])}; give --resize N and --channels 1 or 3."
+                    f"{_describe_shape(images.shape[1:])}; give {{resize=N}} and {{channels=1}} or 3.",
+                    option=("channels", "resize"),
                 )
             images[row] = image
         assert images is not None, "a collection has at least one image"
@@ -175,7 +176,9 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
     if data.test is not None:
         test = Images(data.test.load(preparation), data.test.labels)
         if test.images.shape[3] != train.images.shape[3]:
-            raise UserError("data and test have different numbers of channels; give --channels 1 or 3.")
+            raise UserError(
+                "data and test have different numbers of channels; give {channels=1} or 3.", option="channels"
+            )
     else:
         is_test = _draw_test_rows(data.train)
         selection_note = (

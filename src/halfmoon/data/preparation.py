@@ -147,7 +147,8 @@ def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, locati
     if window is None and (pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535):
         raise UserError(
             f"{location}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
-            "values are black and white (--window LOW HIGH)."
+            "values are black and white ({window=LOW HIGH}).",
+            option="window",
         )
     black, white = estimate_window([pixels], pixels.size) if window is None else window
     gray = np.empty(pixels.shape, np.uint8)

@@ -223,7 +223,9 @@ def _find_folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> 
     if data_dir is None:
         return Path(name) if info is None and Path(name).is_dir() else None
     if not data_dir.is_dir():
-        raise UserError(f"{data_dir}: there is no such folder; --data-dir is the folder that contains {name}.")
+        raise UserError(
+            f"{data_dir}: there is no such folder; {{data_dir}} is the folder that contains {name}.", option="data_dir"
+        )
     if info:
         folder = data_dir / name if (data_dir / name).is_dir() else data_dir
         # An official archive may have been unpacked into a folder of its own inside.

@@ -423,7 +423,8 @@ def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
         line = valid.index(False) + 1 if False in valid else len(rows)
         raise UserError(
             f"{folder.path / METRICS}, line {line}: the rows are not those of rounds 1 to {loaded.round}; restore the "
-            "file, or start the run again in another --run-dir."
+            "file, or start the run again in another {run_dir}.",
+            option="run_dir",
         )
 
 

@@ -266,8 +266,9 @@ class RidgeHead:
         head = task.network.head
         if flat.keys() != {f"{head}/{name}" for name in ("weight", "bias", "center")}:
             raise UserError(
-                "the head is solved on the features of a frozen backbone that ends in a centered layer: add --network "
-                f"{hubs.MULTILAYER} --tune head."
+                "the head is solved on the features of a frozen backbone that ends in a centered layer: add "
+                f"{{network={hubs.MULTILAYER}}} {{tune=head}}.",
+                option=("network", "tune"),
             )
         values = {name: flat[f"{head}/{name}"].double() for name in ("weight", "bias", "center")}
         return {"params": model["params"], "stats": model["stats"], "head": values}

@@ -75,13 +75,18 @@ def open_site_to_label(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
         return site
     if file.exists():
         if list(site.classes) != list(classes):
-            raise UserError(f"{file} names other classes ({', '.join(site.classes)}): leave --classes out.")
+            raise UserError(
+                f"{file} names other classes ({', '.join(site.classes)}): leave {{classes}} out.", option="classes"
+            )
         return site
     missing = [name for name in site.classes if name not in classes]
     if missing:
-        raise UserError(f"{folder} has labels of the class {missing[0]!r}, which --classes does not name; add it.")
+        raise UserError(
+            f"{folder} has labels of the class {missing[0]!r}, which {{classes}} does not name; add it.",
+            option="classes",
+        )
     if len(set(classes)) < len(classes) or not all(name.strip() == name and name for name in classes):
-        raise UserError("--classes names a class twice, or has a name with blanks at its ends.")
+        raise UserError("{classes} names a class twice, or has a name with blanks at its ends.", option="classes")
     try:
         atomic_io.write_atomically(file, "".join(f"{name}\n" for name in classes).encode())
     except OSError as error:
@@ -296,8 +301,9 @@ def serve_label_page(
     """
     if not (site.classes or classes):
         raise UserError(
-            f"{site.folder} has no classes: give them by --classes NAME ..., or write a {CLASSES_FILE} with one name "
-            "a line."
+            f"{site.folder} has no classes: give them by {{classes=NAME ...}}, or write a {CLASSES_FILE} with one name "
+            "a line.",
+            option="classes",
         )
     prediction = BackgroundPrediction(load, site.folder, site.paths) if load is not None else None
     page = LabelPage(site, classes, prediction, options)

@@ -221,7 +221,8 @@ def open_socket(port: int | None) -> socket.socket:
     except OSError as error:
         sock.close()
         raise UserError(
-            f"--port {port}: it cannot be used ({error.strerror or error}); leave --port out, or choose another."
+            f"{{port}} {port}: it cannot be used ({error.strerror or error}); leave {{port}} out, or choose another.",
+            option="port",
         ) from error
     return sock
 

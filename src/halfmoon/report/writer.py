@@ -33,7 +33,8 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
             atomic_io.write_atomically(file, text.encode(errors="replace"))
         except OSError as error:
             raise UserError(
-                f"{file} cannot be written ({atomic_io.error_reason(error)}); choose another --out."
+                f"{file} cannot be written ({atomic_io.error_reason(error)}); choose another {{out}}.",
+                option="out",
             ) from error
     return files, [note for study in studies for note in list_missing(study)]
 
@@ -41,8 +42,12 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
 def check_output_path(out: Path) -> None:
     """Check that a page can be written at `out`; raises `UserError`."""
     if out.is_dir():
-        raise UserError(f"--out {out} is a folder; name a file, such as {out / 'page.html'}.")
+        raise UserError(f"{{out}} {out} is a folder; name a file, such as {out / 'page.html'}.", option="out")
     if out.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--out {out} does not end in .html; name a page, such as {out.with_suffix('.html')}.")
+        raise UserError(
+            f"{{out}} {out} does not end in .html; name a page, such as {out.with_suffix('.html')}.", option="out"
+        )
     if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}; make it first, or choose another.")
+        raise UserError(
+            f"{{out}} {out}: there is no folder {out.parent}; make it first, or choose another.", option="out"
+        )

@@ -416,7 +416,8 @@ def get_split(config: Config, data: Source, split: Split | None = None) -> Split
     if unknown_labels:
         raise UserError(
             f"{data.name}: {unknown_labels:,} training images have no label, which no split rule can deal; say who holds them "
-            "with --split."
+            "with {split}.",
+            option="split",
         )
     return build_scenario(config).split(data.train.labels, data.classes, data.name)
 

@@ -99,7 +99,8 @@ def parse_jobs(plan: bytes, root: Path) -> list[Job]:
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{root / COMPARISON} was changed or damaged ({error}); restore it, or start the comparison again in "
-            "another --run-dir."
+            "another {run_dir}.",
+            option="run_dir",
         ) from error
     return jobs
 

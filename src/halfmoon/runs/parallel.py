@@ -120,7 +120,8 @@ def _read_result(future: Future[Row | RunFailure]) -> Row | RunFailure:
     except BrokenProcessPool as error:
         raise UserError(
             "a process that trained a run was killed, or the memory is full: go on with the run folder, or choose "
-            "fewer --processes."
+            "fewer {processes}.",
+            option="processes",
         ) from error
 
 

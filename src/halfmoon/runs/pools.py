@@ -78,7 +78,8 @@ def call_packed(function: bytes, item: bytes) -> bytes:
         reason = f"{type(error).__name__}: {error}"
         import_error = UserError(
             f"clients cannot train in separate processes, where the method is not known ({reason}): put it into a "
-            "module that can be imported, or choose --workers 1."
+            "module that can be imported, or choose {workers=1}.",
+            option="workers",
         )
         return pack(CallResult(error=import_error))
     try:

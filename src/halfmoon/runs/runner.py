@@ -133,7 +133,8 @@ def compare(
         atomic_io.write_atomically(root / COMPARISON, plan)
     except OSError as error:
         raise UserError(
-            f"{root}: the run folder cannot be made ({atomic_io.error_reason(error)}); choose another --run-dir."
+            f"{root}: the run folder cannot be made ({atomic_io.error_reason(error)}); choose another {{run_dir}}.",
+            option="run_dir",
         ) from error
     return _run_all(root, jobs, shared, watch)
 
@@ -440,7 +441,8 @@ def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
         atomic_io.write_atomically(root / SKIPPED, text.getvalue().encode("utf-8", "surrogateescape"))
     except OSError as error:
         raise UserError(
-            f"{root}: it cannot be written ({atomic_io.error_reason(error)}); choose another --run-dir."
+            f"{root}: it cannot be written ({atomic_io.error_reason(error)}); choose another {{run_dir}}.",
+            option="run_dir",
         ) from error
 
 
@@ -592,7 +594,8 @@ def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
         which = "this" if is_same_plan(stored_plan, plan) else "another"
         raise UserError(
             f"{root} holds a comparison of {which} configuration; `{resume_command(root)}` continues it, "
-            "or choose another --run-dir."
+            "or choose another {run_dir}.",
+            option="run_dir",
         )
     RunFolder.check_unused(root, run_identity)
 
@@ -614,7 +617,8 @@ def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
         if folder.identity != run_identity:
             raise UserError(
                 f"{path} holds a run of another configuration ({folder.identity[:8]}, not {run_identity[:8]}); "
-                "choose another --run-dir."
+                "choose another {run_dir}.",
+                option="run_dir",
             )
     else:
         folder = RunFolder.create(path, to_toml(config), run_identity)

@@ -47,8 +47,9 @@ def connect_ray(ray: Any, address: str | None) -> bool:
         location = f" at {address}" if address else ""
         reason = " ".join(str(error).split())
         raise UserError(
-            f"no Ray cluster responds{location} ({reason}); start one with ray start --head, or check --ray-address and "
-            "RAY_ADDRESS."
+            f"no Ray cluster responds{location} ({reason}); start one with ray start --head, or check {{ray_address}} and "
+            "RAY_ADDRESS.",
+            option="ray_address",
         ) from error
     return True
 
@@ -79,8 +80,9 @@ class RayWorkers(Pool):
         if not available:
             self.close()
             raise UserError(
-                f"no machine of the Ray cluster has {threads} processors; choose fewer --threads, or start one "
-                "with: ray start --address=..."
+                f"no machine of the Ray cluster has {threads} processors; choose fewer {{threads}}, or start one "
+                "with: ray start --address=...",
+                option="threads",
             )
         super().__init__(min(number, available), threads)
         self._remote_call = ray.remote(num_cpus=threads, max_retries=0)(_call_in_ray)

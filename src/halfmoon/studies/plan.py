@@ -186,7 +186,9 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
     network = options.get("network")
     head_only = options.get("tune") in (None, "auto", "head") and options.get("features") is not False
     if network in hubs.PRETRAINED and not head_only:
-        raise UserError(f"a plan for {network} trains its head on features: name a --method to train more of it.")
+        raise UserError(
+            f"a plan for {network} trains its head on features: name a {{method}} to train more of it.", option="method"
+        )
     use_heads = network in hubs.PRETRAINED or (
         network is None and hubs.is_installed(PRETRAINED) and "weights" not in options
     )
@@ -739,7 +741,9 @@ def head_task(config: Config, image_spec: ImageSpec) -> tuple[FeatureHead, Task,
     task = factory.build_task(config, image_spec)
     head = feature_head(task.network)
     if head is None:
-        raise UserError(f"network {config.network} has no head that can be trained on features: name a --method.")
+        raise UserError(
+            f"network {config.network} has no head that can be trained on features: name a {{method}}.", option="method"
+        )
     head_only = replace(task, network=head, normalize=FirstView(), rounds=config.rounds)
     return head, head_only, task.normalize
 

@@ -341,7 +341,10 @@ def decode_images(
         try:
             image = contents.decode(row, preparation)
             if images and image.shape != images[0].shape:
-                raise UserError(f"{path}: it is {image.shape[1]}x{image.shape[0]}, the others are not; give --resize.")
+                raise UserError(
+                    f"{path}: it is {image.shape[1]}x{image.shape[0]}, the others are not; give {{resize}}.",
+                    option="resize",
+                )
         except (UserError, OSError) as error:
             report(f"left out: {error}")
             skipped.append(SkippedImage(row, str(path), str(error).removeprefix(f"{path}: ")))

@@ -110,7 +110,8 @@ class Ledger:
         if missing is not None:
             raise UserError(
                 f"{self.path} has no line of round {missing + 1}, but the run has completed {rounds}: restore the "
-                "file, or restart the run in another --run-dir; without it epsilon is not known."
+                "file, or restart the run in another {run_dir}; without it epsilon is not known.",
+                option="run_dir",
             )
 
     def _load_line(self, number: int, line: bytes) -> None:
@@ -139,7 +140,8 @@ class Ledger:
         ):
             raise UserError(
                 f"{self.path}, line {number}: it was changed or damaged: restore the file, or restart the run in "
-                "another --run-dir; without it epsilon is not known."
+                "another {run_dir}; without it epsilon is not known.",
+                option="run_dir",
             )
         self._last_hash = line_hash
         self.releases.append(release)

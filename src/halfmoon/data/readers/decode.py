@@ -45,7 +45,8 @@ def decode_image(data: bytes, location: str) -> np.ndarray:
         image = convert_channels(image, location, 1)
     if image.mode not in MODES:
         raise UserError(
-            f"{location}: the image has mode {image.mode}; give --channels 1 (gray) or 3 (RGB), and all are converted."
+            f"{location}: the image has mode {image.mode}; give {{channels=1}} (gray) or 3 (RGB), and all are converted.",
+            option="channels",
         )
     pixels = np.asarray(_apply_orientation(image) if "exif" in image.info else image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
@@ -361,7 +362,8 @@ def _decode_same_shape(
         if pixels.shape != shape:
             raise UserError(
                 f"{location}: the image is {_describe_shape(pixels.shape)}, but {first} is {_describe_shape(shape)}; "
-                "all images need one size and one mode: give them --resize N, --channels 1 or 3, or both."
+                "all images need one size and one mode: give them {resize=N}, {channels=1} or 3, or both.",
+                option=("channels", "resize"),
             )
         yield pixels
     if len(skipped) == count:

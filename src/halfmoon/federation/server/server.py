@@ -248,8 +248,9 @@ class FederationServer:
         if not server_has_images and not site_has_images:
             raise UserError(
                 f"patience is {self.plan.config.patience}, but neither the server nor a site that joined has validation "
-                "images: set validation in the table [federation], have a site join with --validation, or leave "
-                "patience out."
+                "images: set validation in the table [federation], have a site join with {validation}, or leave "
+                "patience out.",
+                option="validation",
             )
 
     def _record_round(self, row: Row) -> None:
@@ -386,7 +387,8 @@ class FederationServer:
         if folder.identity != terms.hash:
             raise UserError(
                 f"{self.path} holds a run of other terms ({folder.identity[:8]}, these are {terms.hash[:8]}): undo the "
-                "change of the configuration, or choose another --run-dir."
+                "change of the configuration, or choose another {run_dir}.",
+                option="run_dir",
             )
         return folder
 

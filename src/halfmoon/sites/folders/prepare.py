@@ -309,7 +309,8 @@ def _choose_shape(
         (height, width), count = sizes.most_common(1)[0]
         raise UserError(
             f"{site.folder}: its images have {len(sizes):,} sizes, most of them ({count:,}) {height}x{width}; give one "
-            f"by --size HxW."
+            f"by {{size=HxW}}.",
+            option="size",
         )
     height, width = size or next(iter(sizes))
     image_channels = 1 if all_gray else 3
@@ -333,7 +334,8 @@ def _lock_state_folder(state_folder: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise UserError(
-            f"{state_folder} cannot be written ({atomic_io.error_reason(error)}); give another folder by --out."
+            f"{state_folder} cannot be written ({atomic_io.error_reason(error)}); give another folder by {{out}}.",
+            option="out",
         ) from error
 
 
@@ -368,7 +370,8 @@ def _decode(
     if required_bytes > free_bytes:
         raise UserError(
             f"{state_folder} has room for {free_bytes:,} bytes, but the decoded images need {required_bytes:,}; give "
-            "another folder by --out or a smaller --size."
+            "another folder by {out} or a smaller {size}.",
+            option=("size", "out"),
         )
     unchanged = _unchanged_images(previous, stamps, shape)
     content_hash = hashlib.sha256(json.dumps([shape, preparation.cache_id, stamps]).encode()).hexdigest()

@@ -160,7 +160,7 @@ def export_onnx(model: InferenceModel, path: Path, real: np.ndarray | None = Non
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise UserError(f"--onnx needs {error.name}: {install_command('onnx')}.") from error
+        raise UserError(f"{{onnx}} needs {error.name}: {install_command('onnx')}.", option="onnx") from error
     with _suppress_torch_messages():
         example = (_random_images(model, 2),)
         dynamic = {"images": {0: "batch"}}

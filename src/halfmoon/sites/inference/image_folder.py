@@ -273,7 +273,8 @@ def predict_folder(
             text.detach()
     except OSError as error:
         raise UserError(
-            f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."
+            f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another {{out}}.",
+            option="out",
         ) from error
     return PredictionResult(
         out=out,
@@ -344,4 +345,4 @@ def iterate_predictions(
 def check_confidence(min_confidence: float) -> None:
     """Raise UserError for a probability that is not from 0 to 1."""
     if not 0 <= min_confidence <= 1:
-        raise UserError(f"--sure is {min_confidence:g}: it must be a probability, from 0 to 1.")
+        raise UserError(f"{{sure}} is {min_confidence:g}: it must be a probability, from 0 to 1.", option="sure")

@@ -296,7 +296,8 @@ def write_evaluation(metrics: Scores, unreadable: Sequence[UnreadableImage], out
             atomic_io.write_atomically(out / name, text.encode())
     except OSError as error:
         raise UserError(
-            f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."
+            f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another {{out}}.",
+            option="out",
         ) from error
     return [out / name for name in files]
 
