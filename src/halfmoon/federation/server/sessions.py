@@ -26,7 +26,7 @@ MIN_PAUSE_SECONDS = 0.1
 """Shortest pause between two polls for replies."""
 
 MAX_PAUSE_SECONDS = 0.5
-"""Longest pause between two polls for replies, unless the poll itself takes longer.
+"""Longest pause between two polls for replies.
 
 A poll costs Flower, and the processes on its machine, a hundredth of a second. A reply that takes a minute may be noticed
 half a second late.
@@ -282,7 +282,7 @@ class ClientManager:
             poll_start: when the last poll began.
         """
         now = self.clock.now()
-        # A poll also costs the sites time, so at most half of the time is spent on polls.
+        # A poll also costs the sites time, so the pause is as long as the poll, up to the limit.
         seconds = max(PAUSE_SHARE * (now - start), now - poll_start)
         self.clock.sleep(max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds)))
 

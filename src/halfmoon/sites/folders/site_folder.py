@@ -175,7 +175,7 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
                 unknown_labels[path] = ", ".join(f"{name}{suggest_class(name, classes)}" for name in names)
     typos = []
     if not (folder / CLASSES_FILE).exists():
-        typos = [*_find_near_equal_names(labels, classes), *_find_likely_typos(labels, classes)]
+        typos = [*_find_similar_names(labels, classes), *_find_likely_typos(labels, classes)]
     table_name = table.file if table.file == METADATA_FILE else LABELS_FILE
     remedy = f"correct {table_name}" if table.file is not None else "move their images into one folder"
     findings = [
@@ -247,7 +247,7 @@ def _drop_missing_labels(table: LabelTable, folder: Path) -> LabelTable:
     return table._replace(rows=rows, oddities=oddities)
 
 
-def _find_near_equal_names(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
+def _find_similar_names(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
     """Describe class names that differ only in case, blanks, dashes, underscores, or in the form of a number.
 
     Args:
@@ -281,7 +281,7 @@ def _find_likely_typos(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
     for rare_index, rare in enumerate(classes):
         for frequent_index, frequent in enumerate(classes):
             if rare_index == frequent_index or find_near_equal((rare, frequent)):
-                continue  # nearly equal names are reported by `_find_near_equal_names`
+                continue  # nearly equal names are reported by `_find_similar_names`
             rare_count = counts[rare_index]
             frequent_count = counts[frequent_index]
             max_rare_count = max(1, frequent_count // MIN_TYPO_RATIO)

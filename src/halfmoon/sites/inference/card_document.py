@@ -34,7 +34,7 @@ _LIMITS = (
 
 @dataclass(frozen=True)
 class ModelProvenance:
-    """The training that a model comes from.
+    """The federation and the images that a model was trained with.
 
     Attributes:
         name: the federation's name.
@@ -62,7 +62,7 @@ def build_sections(
 
     Args:
         card: the metadata of the model's file.
-        origin: the training that the model comes from.
+        origin: the federation and the images that the model was trained with.
         sha256: the hash of the model's file.
         confusion: counts of this site's test images, (true class, predicted class); None without test images.
 

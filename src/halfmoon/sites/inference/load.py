@@ -130,8 +130,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     Args:
         path: the folder of a finished run, or a model file.
         device: the device for its tensors.
-        network: MODULE:FUNCTION of a network that is not part of halfmoon. No code is imported unless it is named here,
-            whatever the file contains.
+        network: MODULE:FUNCTION of a network from another package. No code is imported unless it is named here,
+            even if the file requests it.
 
     Raises:
         UserError: there is no model, or it is damaged.

@@ -363,7 +363,7 @@ def calibrate_model(path: Path, folder: Path, device: str = "cpu", network: str 
         path: the folder of a finished run, or a model file.
         folder: labeled images that the model was not trained on.
         device: the device to compute on.
-        network: MODULE:FUNCTION of a network that is not part of halfmoon.
+        network: MODULE:FUNCTION of a network from another package.
 
     Raises:
         UserError: the model or the images cannot be used, or the file cannot be written.

@@ -44,7 +44,7 @@ def create_authority(days: int, now: datetime) -> KeyPair:
     key = ec.generate_private_key(ec.SECP384R1())
     serial = x509.random_serial_number()
     name = _common_name(f"federation authority {serial:x}"[:40])
-    builder = _builder(name, name, key, serial, now, now + timedelta(days=days), ca=True)
+    builder = _build_certificate(name, name, key, serial, now, now + timedelta(days=days), ca=True)
     return KeyPair(_pem(key), builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
@@ -69,7 +69,7 @@ def create_server_certificate(issuer: KeyPair, hosts: Sequence[str], days: int, 
     issuer_key = _load_private_key(issuer.key)
     key = ec.generate_private_key(ec.SECP384R1())
     end = min(now + timedelta(days=days), issuer_certificate.not_valid_after_utc)
-    builder = _builder(
+    builder = _build_certificate(
         issuer=issuer_certificate.subject,
         subject=_common_name("federation server"),
         key=key,
@@ -150,7 +150,7 @@ def key_matches(key: bytes, certificate: bytes) -> bool:
     return _load_private_key(key).public_key() == x509.load_pem_x509_certificate(certificate).public_key()
 
 
-def _builder(
+def _build_certificate(
     issuer: x509.Name,
     subject: x509.Name,
     key: ec.EllipticCurvePrivateKey,

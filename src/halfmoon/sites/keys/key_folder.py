@@ -2,7 +2,7 @@
 
 The record lists the sites that may join and the fingerprints of their keys. Changes are atomic: files are first written
 to a subfolder `.next`, which is renamed to `.ready` when it is complete; only then are they moved to their locations. A
-process that is killed in between leaves either nothing or a `.ready` folder, which the next process finishes.
+process that is killed in between leaves either no change or a `.ready` folder, which the next process finishes.
 """
 
 import json

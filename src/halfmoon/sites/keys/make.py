@@ -124,7 +124,7 @@ _HOST = re.compile(rf"(?=.{{1,253}}$)({_HOST_LABEL}\.)*(?=[a-z0-9-]*[a-z]){_HOST
 
 @dataclass(frozen=True)
 class KeyChange:
-    """The result of a change of a folder of keys. Nothing in it is secret.
+    """The result of a change of a folder of keys. It contains no secrets.
 
     Attributes:
         summary: the folder, and fingerprints of the certificates and of the sites concerned; for JSON.
@@ -358,7 +358,7 @@ def parse_host(text: str) -> str:
     except ValueError:
         address = None
     if address is not None:
-        # 0.0.0.0 and ::, multicast addresses, and IPv6 addresses with a zone, which means nothing on another machine.
+        # 0.0.0.0 and ::, multicast addresses, and IPv6 addresses with a zone, which is valid on one machine only.
         if address.is_unspecified or address.is_multicast or "%" in unbracketed:
             raise UserError(f"--host {text} is no address that a site can call: give the one that this machine has.")
         return str(address)
@@ -436,7 +436,7 @@ def _server_files(server: certificates.KeyPair) -> dict[str, FileContent]:
 def _add_to_record(
     record: AccessRecord, name: str, public_key: bytes | None, ca: bytes, now: datetime
 ) -> tuple[AccessRecord, dict[str, FileContent]]:
-    """Add a site to the record of a federation, or replace the key of a site. Nothing is written.
+    """Add a site to the record of a federation, or replace the key of a site. No file is written.
 
     Args:
         record: the present record.
@@ -593,7 +593,7 @@ def _summarize(folder: Path, record: AccessRecord, *names: str) -> dict[str, Any
 
 
 def _advise_to_send_keys(folder: Path, name: str, key_made_here: bool) -> str:
-    """Tell the operator how to send a site its files, which are secret only if its private key was made here."""
+    """Advise the operator how to send a site its files, which are secret only if its private key was made here."""
     site_folder = folder / paths.site_path(name)
     if key_made_here:
         return (
