@@ -21,15 +21,15 @@ from halfmoon.studies.decision import ESTIMATED_MIX, EVEN_MIX, MARGIN, Accuracy,
 from halfmoon.studies.fold_solver import FoldSolver
 from halfmoon.studies.folds import Fold
 
-PRIOR_ADVANTAGE = 0.36
+PRIOR_ADVANTAGE = 0.5
 """Mean advantage of the mixture head over the ridge head on the image sets of results/decisions.md."""
 
-PRIOR_DEVIATION = 0.12
+PRIOR_DEVIATION = 0.2
 """Standard deviation of the mean advantage over these image sets."""
 
 DRAW_VARIANCE = 0.4
 """Variance of the advantage over draws of the labels of one image set, times the number of labels. Measured there: the
-standard deviation is 0.08 to 0.14 with 30 labels, and 0.25 to 0.31 with 6."""
+standard deviation is 0.11 to 0.15 with 30 labels, and 0.35 with 6."""
 
 PRIOR_IMAGES = 5
 """Images that the prior of the variance counts as."""
