@@ -46,7 +46,7 @@ from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.pools import retain_freed_memory
 
 METHODS = ("fedavg-soft-labels", "fedavg-fixmatch", "feddure")
-RULES = ("mean", "cosine", "cosine-trimmed")
+RULES = ("mean", "cosine", "cosine-trimmed", "cosine-nnm")
 SETTINGS = ("iid-dir", "uneven")
 ROUNDS = 15
 STEPS = 6

@@ -207,7 +207,7 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
     assert furthest(played.server, mean) < 1e-12
 
 
-@pytest.mark.parametrize("rule", ["clip", "cosine", "cosine-trimmed", "median", "trimmed", "krum"])
+@pytest.mark.parametrize("rule", ["clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum"])
 def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
     made, shared, simulation = scene(
         "fedavg", "both", aggregators=[HostileClients("nan", [1], 0), RobustAggregator(rule, 0.2)]
@@ -220,7 +220,9 @@ def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
     assert met
 
 
-@pytest.mark.parametrize(("rule", "least", "most"), [("mean", 0.0, 0.2), ("cosine-trimmed", 0.7, 1.0)])
+@pytest.mark.parametrize(
+    ("rule", "least", "most"), [("mean", 0.0, 0.2), ("cosine-trimmed", 0.7, 1.0), ("cosine-nnm", 0.7, 1.0)]
+)
 def test_one_of_five_that_flips_its_signs_does_not_decide(rule: Any, least: float, most: float, tmp_path: Path):
     """Four times its update with the sign turned destroys the mean's model in 10 rounds, and not the default's."""
     config = Config(
@@ -238,7 +240,7 @@ def test_a_mean_of_no_numbers_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(words.split()) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"the upload of client {bad} in round 1 (train) is not finite" in said
-    assert "--aggregation cosine-trimmed, cosine, clip, median, trimmed or krum" in said
+    assert "--aggregation cosine-trimmed, cosine-nnm, cosine, clip, median, trimmed or krum" in said
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 

@@ -26,6 +26,7 @@ from halfmoon.aggregation.robust import (
     compute_trimmed_mean,
     count_tolerated,
     find_finite_clients,
+    mix_nearest,
     replace_extremes,
     select_by_krum,
 )
@@ -39,7 +40,7 @@ from halfmoon.runs.factory import build_aggregators, build_method
 from halfmoon.storage.checkpoints import METRICS
 from halfmoon.storage.state_store import StateView, TreeStore
 
-RULES: tuple[Rule, ...] = ("clip", "cosine", "cosine-trimmed", "median", "trimmed", "krum")
+RULES: tuple[Rule, ...] = ("clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum")
 EVERY = pytest.mark.parametrize("rule", RULES)
 ONE: tuple[Rule, ...] = ("median", "trimmed", "krum")  # the rules that make one aggregate
 ROUNDS = range(2)
@@ -177,11 +178,11 @@ def test_trimmed_leaves_out_a_share_at_both_ends():
 
 def test_extremes_of_each_coordinate_become_the_weighted_mean_of_the_others():
     """Five clients of weights 1 to 5. First coordinate (7, 8, 6, 9, 90): 6 and 90 become (7 * 1 + 8 * 2 + 9 * 4) / 7 =
-    59 / 7. Second (8, 6, 7, 9, 9): of the two 9 the later one is the highest, and it and 6 become (8 * 1 + 7 * 3 +
-    9 * 4) / 8 = 65 / 8. The lengths, 10.6 to 11.7 without a coordinate of 90, are below 1.5 medians."""
+    59 / 7. Second (8, 6, 7, 9, 9): of the two 9 that of the smaller weight 4 is replaced, and it and 6 become (8 * 1 +
+    7 * 3 + 9 * 5) / 9 = 74 / 9. The lengths, 10.6 to 11.7 without a coordinate of 90, are below 1.5 medians."""
     new, row = ruled("cosine-trimmed", [[7, 8], [8, 6], [6, 7], [9, 9], [90, 9]])
-    a, b = 59 / 7, 65 / 8
-    assert new == [pytest.approx(each) for each in ([7, 8], [8, b], [a, 7], [9, 9], [a, b])]
+    a, b = 59 / 7, 74 / 9
+    assert new == [pytest.approx(each) for each in ([7, 8], [8, b], [a, 7], [9, b], [a, 9])]
     assert (row["trimmed"], row["counted"], row["clipped"]) == (2, 5, 0)
     # The weighted mean is the weighted trimmed mean: the method's mean sees the extremes no more.
     weights = np.arange(1, 6)
@@ -195,6 +196,51 @@ def test_a_change_of_one_bias_passes_the_directions_and_not_the_trimming():
     assert ruled("cosine", values)[0][4][2] == pytest.approx(7 * 7.5 / 74**0.5)
     new, _ = ruled("cosine-trimmed", values)
     assert [each[2] for each in new] == [0, 0, 0, 0, 0]
+
+
+def test_each_update_becomes_the_weighted_mean_of_its_nearest():
+    """Values (0, 1, 2, 3, 100) of weights 1 to 5, each with its three nearest: the first four have the mean
+    (0 + 1 * 2 + 2 * 3 + 3 * 4) / 10 = 2, and the last one (1 * 2 + 2 * 3 + 3 * 4 + 100 * 5) / 14."""
+    change = {"params/w": torch.tensor([[0.0], [1], [2], [3], [100]])}
+    weight = torch.arange(1.0, 6)
+    new = mix_nearest(weight, change, range(5), 1, ("stats",))
+    assert new["params/w"].flatten().tolist() == pytest.approx([2, 2, 2, 2, 520 / 14])
+    assert change["params/w"].flatten().tolist() == [0, 1, 2, 3, 100]
+    assert mix_nearest(weight, change, range(5), 0, ("stats",))["params/w"].equal(change["params/w"])
+
+
+def test_parameters_and_statistics_have_their_own_neighbors():
+    """The last client is far away in its parameters, the first one in its statistics. Client 3 has no weight."""
+    change = {
+        "params/w": torch.tensor([[0.0], [0], [3], [7], [90]]),
+        "params/b": torch.tensor([[1.0, 1], [1, 1], [1, 1], [7, 7], [1, 1]]),
+        "stats/mean": torch.tensor([[50.0], [1], [2], [7], [3]]),
+    }
+    new = mix_nearest(torch.tensor([1.0, 1, 1, 0, 1]), change, [0, 1, 2, 4], 1, ("stats",))
+    assert new["params/w"].flatten().tolist() == pytest.approx([1, 1, 1, 7, 31])
+    assert new["params/b"].tolist() == [[1, 1], [1, 1], [1, 1], [7, 7], [1, 1]]
+    assert new["stats/mean"].flatten().tolist() == pytest.approx([55 / 3, 2, 2, 7, 2])
+
+
+def test_mixing_in_chunks_of_columns_has_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    change = {"params/w": torch.randn(5, 3, 7, generator=torch.Generator().manual_seed(0))}
+    whole = mix_nearest(torch.ones(5), change, range(5), 1, ())["params/w"]
+    monkeypatch.setattr("halfmoon.aggregation.robust.CHUNK", 4)
+    assert mix_nearest(torch.ones(5), change, range(5), 1, ())["params/w"].equal(whole)
+
+
+def test_a_change_of_one_bias_passes_neither_mixing_nor_trimming():
+    """The update with 7 in its last coordinate is the farthest of all others: only its own mean has it."""
+    values = [[3, 4, 0], [3, 4, 0], [4, 3, 0], [4, 3, 0], [3, 4, 7]]
+    new, row = ruled("cosine-nnm", values)
+    assert [each[2] for each in new] == [0, 0, 0, 0, 0]
+    assert (row["trimmed"], row["counted"]) == (2, 5)
+    # The first four are the weighted mean of four, weights 1 to 4: of the first coordinate (3 + 6 + 12 + 16) / 10.
+    assert new[0][0] == pytest.approx(3.7)
+
+
+def test_three_clients_are_not_mixed():
+    assert ruled("cosine-nnm", [[2], [3], [4]])[0] == [[2], [3], [4]]
 
 
 def test_two_of_ten_are_trimmed_and_of_four_one_is():
@@ -443,6 +489,7 @@ def test_the_methods_that_a_rule_cannot_stand_before(rule: Rule):
 PLAYED: dict[Rule, tuple[str, ...]] = {
     "clip": ("feddb", "fedmatch", "semifed", "fml"),
     "cosine": ("feddb", "fedmatch"),
+    "cosine-nnm": ("feddb", "feddure"),
     "cosine-trimmed": ("feddb", "fedavg-fixmatch"),
     "median": ("fedavg-fixmatch", "feddb", "fedrgd"),
     "trimmed": ("fedavg-fixmatch", "feddb"),

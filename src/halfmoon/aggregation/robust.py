@@ -7,6 +7,12 @@ All rules process updates, the differences between uploaded and downloaded value
 - "cosine" removes clients that point away from the rest (`halfmoon.aggregation.agreement`), and scales the remaining
   updates down to `COSINE_MAX_NORM` times the median norm. A tighter bound would shorten honest updates that are only a
   little longer.
+- "cosine-nnm" removes the same clients as "cosine". Then it replaces each update by the weighted mean of this update and
+  its nearest others, all but the expected number of hostile clients: nearest-neighbor mixing (Allouah et al. 2023,
+  "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity").
+  Then it trims and scales down as "cosine-trimmed" does. If sites have different classes, the honest values of a
+  coordinate differ so much that trimming alone removes honest ones. After the mixing they differ less, and an update that
+  is far from all others is in no mean but its own, which the trimming removes.
 - "cosine-trimmed", the default of federations, removes the same clients as "cosine". Then it trims each coordinate: the
   lowest and the highest values are replaced by the mean of the values between them, weighted like the method's mean.
   Last, it scales updates down as "cosine" does. A direction over all coordinates tells little about a single one: a
@@ -24,11 +30,11 @@ weight 0, which had no data and returned what they received.
 
 Values other than an update:
 
-- Image counts ("weight") remain each client's. They matter under "clip", "cosine" and "cosine-trimmed"
-  only.
+- Image counts ("weight") remain each client's. They matter under "clip", "cosine", "cosine-trimmed" and
+  "cosine-nnm" only.
 - FedDB's mean predictions ("appu") remain too. Under "clip" they determine the weights as usual; if all clients have the
-  same aggregate, FedDB's debiased averaging has no effect. "cosine" and "cosine-trimmed" also compare auxiliary sums and
-  means.
+  same aggregate, FedDB's debiased averaging has no effect. The rules with "cosine" in their names also compare
+  auxiliary sums and means.
 - FedRGD averages its groups as usual; with a single aggregate, all groups change by the same amount.
 - FedMatch, SemiFed and HeteroFL need the models of single clients: only "clip" and "cosine" are possible. SemiFL
   and HeteroFL also compute statistics in a separate query (`methods.static`), which is no update and would pass
@@ -44,6 +50,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.agreement import (
+    CHUNK,
     MIN_CLIENTS,
     Change,
     compute_inner_products,
@@ -63,10 +70,10 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 
-Rule = Literal["clip", "cosine", "cosine-trimmed", "median", "trimmed", "krum"]
+Rule = Literal["clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum"]
 
 COSINE_MAX_NORM = 1.5
-"""Largest norm of an update under "cosine" and "cosine-trimmed", in multiples of the cohort's median norm."""
+"""Largest norm of an update under the rules with "cosine" in their names, in multiples of the cohort's median norm."""
 
 
 class RobustAggregator(Aggregator):
@@ -77,7 +84,7 @@ class RobustAggregator(Aggregator):
 
     Args:
         rule: The rule.
-        byzantine: The share of hostile clients that "trimmed", "cosine-trimmed" and "krum" expect.
+        byzantine: The share of hostile clients that "trimmed", "cosine-trimmed", "cosine-nnm" and "krum" expect.
     """
 
     def __init__(self, rule: Rule, byzantine: float) -> None:
@@ -104,7 +111,7 @@ class RobustAggregator(Aggregator):
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *not_finite})
             context, upload, change = select_clients(indices, context, upload, change)
         cut = count_trimmed_values(self.byzantine, int((upload.weight > 0).sum()))
-        if self.rule in ("cosine", "cosine-trimmed"):
+        if self.rule.startswith("cosine"):
             outliers = find_outliers(context, upload, change)
             if outliers:
                 self._row["outside"] = [*self._row.get("outside", ()), *outliers.values()]
@@ -114,7 +121,10 @@ class RobustAggregator(Aggregator):
                 indices = [indices[index] for index in inliers]
         voters = (upload.weight > 0).nonzero().flatten().tolist()
         if change and voters:
-            if self.rule == "cosine-trimmed":
+            if self.rule == "cosine-nnm":
+                change = mix_nearest(upload.weight, change, voters, cut, context.upload_spec.statistics)
+                upload = replace_update(upload, context, change)
+            if self.rule in ("cosine-nnm", "cosine-trimmed"):
                 upload, metrics = trim_and_clip(context, upload, change, voters, cut)
             else:
                 upload, metrics = self._apply_rule(context, upload, change, voters)
@@ -179,7 +189,7 @@ class FiniteCheck(Aggregator):
         indices = find_finite_clients(list(tree.leaves(upload.tree)))
         not_finite = [client for index, client in enumerate(context.clients) if index not in indices]
         if not_finite:
-            advice = "leave it out with --aggregation cosine-trimmed, cosine, clip, median, trimmed or krum"
+            advice = "leave it out with --aggregation cosine-trimmed, cosine-nnm, cosine, clip, median, trimmed or krum"
             if not self.robust:
                 advice = (
                     "an aggregation that would leave it out cannot be combined with secure_aggregation or dp_clip; run "
@@ -290,10 +300,61 @@ def trim_and_clip(
     return upload, {"trimmed": 2 * cut, **metrics}
 
 
-def count_trimmed_values(byzantine: float, count: int) -> int:
-    """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces in each coordinate.
+def mix_nearest(
+    weight: Tensor, change: Change, voters: Sequence[int], hostile: int, statistics: Sequence[str]
+) -> Change:
+    """Replace each update by the weighted mean of itself and its nearest others: nearest-neighbor mixing.
 
-    This is the expected number of hostile clients, and 1 or more: of four clients a fifth is less than one client.
+    Distances are Euclidean. Parameters and statistics have separate neighbors.
+
+    Args:
+        weight: The weights (k,) of the clients.
+        change: The updates.
+        voters: The indices of the clients that are compared; the updates of all others remain unchanged.
+        hostile: f, the number of hostile clients to expect: the f updates that are farthest from an update are not in
+            its mean. 0 for no mixing.
+        statistics: The first components of the paths that are statistics.
+
+    Returns:
+        The new updates, {path: (k, ...)}.
+    """
+    hostile = min(hostile, (len(voters) - 1) // 2)
+    if not hostile:
+        return change
+    rows = list(voters)
+    voter_weight = weight[rows].double().cpu()
+    new = {path: leaf.clone() for path, leaf in change.items()}
+    for paths in split_paths(change, statistics).values():
+        if not paths:
+            continue
+        squared = compute_squared_distances({path: change[path][rows] for path in paths})
+        # -1 puts each update first in its sorted row. Equal distances are in the order of the clients.
+        order = squared.fill_diagonal_(-1.0).sort(dim=1, stable=True).indices
+        share = torch.zeros_like(squared)
+        share.scatter_(1, order[:, : len(rows) - hostile], 1.0)
+        share *= voter_weight
+        share /= share.sum(1, keepdim=True)
+        for path in paths:
+            leaf = change[path][rows]
+            columns = [_average_rows(part, share.to(leaf.device)) for part in leaf.flatten(1).split(CHUNK, 1)]
+            new[path][rows] = torch.cat(columns, 1).reshape(leaf.shape)
+    return new
+
+
+def _average_rows(leaf: Tensor, share: Tensor) -> Tensor:
+    """Compute the averages (k, n) of the rows of a leaf (k, n) with the shares (k, k), in float64.
+
+    Rows are added one after the other, because the bits of a matrix product may depend on the number of threads.
+    """
+    leaf_float64 = leaf.double()
+    return torch.stack([(row[:, None] * leaf_float64).sum(0) for row in share]).to(leaf.dtype)
+
+
+def count_trimmed_values(byzantine: float, count: int) -> int:
+    """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces.
+
+    "cosine-nnm" also leaves so many of the farthest updates out of each mean. This is the expected number of hostile
+    clients, and 1 or more: of four clients a fifth is less than one client.
     Cohorts that are too small for outliers are not trimmed either.
 
     Args:
@@ -308,7 +369,8 @@ def count_trimmed_values(byzantine: float, count: int) -> int:
 def replace_extremes(leaf: Tensor, cut: int, weight: Tensor) -> Tensor:
     """Replace the smallest and largest values of each coordinate by the weighted mean of the values between them.
 
-    The weighted mean of the result is the weighted trimmed mean. Equal values are in the order of the clients.
+    The weighted mean of the result is the weighted trimmed mean. Of equal values those with the smallest weights are
+    replaced, so that the order of the clients does not matter: after `mix_nearest` many values are equal.
 
     Args:
         leaf: The values of k clients, (k, ...).
@@ -318,13 +380,16 @@ def replace_extremes(leaf: Tensor, cut: int, weight: Tensor) -> Tensor:
     Returns:
         The new values (k, ...).
     """
-    ordered, order = leaf.sort(dim=0, stable=True)
-    inner = slice(cut, len(leaf) - cut)
-    inner_weight = weight.to(leaf.device, torch.float64)[order[inner]]
+    by_weight = weight.to(leaf.device).argsort(stable=True)
+    sorted_by_weight = leaf[by_weight]
+    is_extreme = torch.zeros_like(leaf, dtype=torch.bool)
+    for values in (sorted_by_weight, -sorted_by_weight):
+        smallest = values.sort(dim=0, stable=True).indices[:cut]
+        is_extreme.scatter_(0, by_weight[smallest], True)
+    inner_weight = torch.where(is_extreme, 0.0, align_with_leaf(weight.double(), leaf.double()))
     # Divide the weights first: the product of a large value and a large count may overflow.
-    mean = (ordered[inner].double() * (inner_weight / inner_weight.sum(0))).sum(0).to(leaf.dtype)
-    extremes = torch.cat([order[:cut], order[len(leaf) - cut :]])
-    return leaf.scatter(0, extremes, mean.expand_as(extremes))
+    mean = (leaf.double() * (inner_weight / inner_weight.sum(0))).sum(0).to(leaf.dtype)
+    return torch.where(is_extreme, mean, leaf)
 
 
 def compute_trimmed_mean(leaf: Tensor, cut: int) -> Tensor:
@@ -354,7 +419,7 @@ def select_by_krum(change: Change, hostile: int, statistics: Sequence[str] = ())
 
 
 def compute_squared_distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
-    """Compute the squared distances (k, k), in float64, between the parameters of the updates."""
+    """Compute the squared distances (k, k), in float64, between the updates without the sections `statistics`."""
     # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b needs (k, k) numbers only, not (k, k, n). Rounding may make it negative.
     inner_products = compute_inner_products([change[path] for path in split_paths(change, statistics)["parameters"]])
     squared_norms = inner_products.diagonal()

@@ -253,12 +253,13 @@ class AggregationOptions:
     """Aggregation of uploads by the server, and attacks of hostile clients in a simulation."""
 
     aggregation: Annotated[
-        Literal["mean", "clip", "cosine", "cosine-trimmed", "median", "trimmed", "krum"],
+        Literal["mean", "clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum"],
         "how the server aggregates uploads; clip: to the cohort's median norm; cosine: also leave out updates that "
-        "point away from the others; cosine-trimmed: also trim coordinates, the default of a federation",
+        "point away from the others; cosine-trimmed: also trim coordinates, the default of a federation; "
+        "cosine-nnm: average each with its neighbors before it trims",
     ] = "mean"
     byzantine: Annotated[
-        float, "share of a cohort that trimmed, cosine-trimmed and krum expect to be hostile", BELOW_HALF
+        float, "share of a cohort that trimmed, cosine-trimmed, cosine-nnm and krum expect to be hostile", BELOW_HALF
     ] = 0.2
     upload_precision: Annotated[
         Literal["float32", "float16", "int8"],
