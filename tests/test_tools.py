@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,22 @@ def test_the_lock_fits_what_the_package_asks_for() -> None:
         found = versions.get(plain(each.name))
         assert found, f"{each.name} is not locked: run python tools/lock.py"
         assert all(each.specifier.contains(version) for version in found), each
+
+
+def test_the_tools_of_a_release_are_locked_by_checksum() -> None:
+    """`pip install build` took whatever version the index had on that day, and pip fetched the build backend by itself."""
+    text = (ROOT / "requirements" / "release.txt").read_text()
+    packages = [block for block in re.split(r"^(?=[\w-])", text, flags=re.MULTILINE) if not block.startswith("#")]
+    assert all(re.match(r"[\w-]+==\S+", each) and "--hash=sha256:" in each for each in packages)
+    versions = dict(re.findall(r"^([\w-]+)==(\S+)", text, re.MULTILINE))
+    for tool in map(Requirement, script("tools/lock.py").RELEASE_TOOLS):
+        assert tool.specifier.contains(versions[tool.name]), f"{tool} is not locked: run python tools/lock.py"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert {Requirement(each).name for each in project["build-system"]["requires"]} <= set(versions)
+    release = (ROOT / ".ci" / "release").read_text()
+    installed = re.findall(r'tools/bin/python" -m pip install (.*)', release)
+    assert installed == ['-q --require-hashes -r "$temporary/source/requirements/release.txt"']
+    assert re.findall(r"-m build .*", release)[0].split(" >")[0].endswith("--no-isolation")
 
 
 def test_the_notes_of_a_tag_are_its_section() -> None:

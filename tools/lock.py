@@ -1,4 +1,6 @@
-"""Write requirements/ci.txt, every version and checksum that CI installs: `python tools/lock.py`.
+"""Write requirements/ci.txt, every version and checksum that CI installs, and release.txt, the same for the build tools.
+
+    python tools/lock.py
 
 The list holds what the extra `dev` needs on Python 3.11 and later, and what PyTorch needs. PyTorch itself is in
 requirements/torch.txt, with the checksums of its builds on PyPI and of the wheels in PIP_FIND_LINKS: CPU builds of
@@ -13,6 +15,7 @@ import subprocess
 import tempfile
 import tomllib
 import urllib.request
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +27,12 @@ HEADER = """\
 # Every version and checksum that CI installs; written by `python tools/lock.py`, do not edit.
 # PyTorch is in torch.txt.
 """
+RELEASE = """\
+# Every version and checksum of the tools of .ci/release; written by `python tools/lock.py`, do not edit.
+"""
+RELEASE_TOOLS = ("build", "cyclonedx-bom>=7", "hatchling", "pip-audit")
+"""Programs that build, list and audit a release. hatchling is the build backend of pyproject.toml."""
+
 TORCH = """\
 # The builds of PyTorch that CI may install; written by `python tools/lock.py`, do not edit.
 # pip install --require-hashes --no-deps -r requirements/torch.txt
@@ -67,18 +76,24 @@ def torch() -> str:
 
 
 def main() -> None:
-    """Resolve for every platform and Python 3.11 and later at once, and write the file."""
+    """Write the files."""
+    LOCK.parent.mkdir(exist_ok=True)
+    LOCK.with_name("torch.txt").write_text(TORCH + torch(), encoding="utf-8")
+    LOCK.write_text(HEADER + resolve([*wanted(), *of_torch()]), encoding="utf-8")
+    LOCK.with_name("release.txt").write_text(RELEASE + resolve(RELEASE_TOOLS), encoding="utf-8")
+
+
+def resolve(requirements: Iterable[object]) -> str:
+    """Resolve requirements for every platform and Python 3.11 and later at once; return the lines with checksums."""
     with tempfile.TemporaryDirectory() as folder:
-        listed, locked = Path(folder) / "ci.in", Path(folder) / "ci.txt"
-        listed.write_text("\n".join(str(each) for each in [*wanted(), *of_torch()]), encoding="utf-8")
+        listed, locked = Path(folder) / "listed.in", Path(folder) / "locked.txt"
+        listed.write_text("\n".join(str(each) for each in requirements), encoding="utf-8")
         without = Path(folder) / "without.txt"  # other packages may need PyTorch, too
         without.write_text("torch ; python_version < '3'\n", encoding="utf-8")
         how = ["--overrides", str(without), "--quiet", "--universal", "--python-version", "3.11"]
         how += ["--generate-hashes", "--no-header", "--no-annotate"]
         subprocess.run(["uv", "pip", "compile", *how, "--output-file", str(locked), str(listed)], check=True)
-        LOCK.parent.mkdir(exist_ok=True)
-        LOCK.with_name("torch.txt").write_text(TORCH + torch(), encoding="utf-8")
-        LOCK.write_text(HEADER + locked.read_text(encoding="utf-8"), encoding="utf-8")
+        return locked.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
