@@ -578,7 +578,14 @@ def _advise_after_renewal(folder: Path, record: AccessRecord, new_authority: boo
         steps.append(
             f"Hand {folder / paths.CA} to every site ({names}): none gets in with the old one. Their keys stay valid."
         )
-    steps.append(f"Restart halfmoon serve, and let nginx read the certificate: {nginx_command(folder)} -s reload.")
+    reload = f"{nginx_command(folder)} -s reload"
+    if new_authority:
+        steps.append(f"Restart halfmoon serve, and let nginx read the certificate: {reload}.")
+    else:
+        steps.append(
+            f"Let nginx read the certificate: {reload}. A running halfmoon serve needs no restart before its old certificate "
+            "expires."
+        )
     if new_hosts and names:
         steps.append(f"Inform the sites ({names}) that they now join --server {record.address}, as in each join.txt.")
     elif not new_authority:
