@@ -11,6 +11,7 @@ from PIL import Image
 
 import halfmoon
 from halfmoon.core import hubs
+from halfmoon.core.errors import UserError
 from halfmoon.notebook.data_types import convert_images
 from halfmoon.storage.atomic_io import read_rows
 
@@ -459,3 +460,10 @@ def test_images_that_cannot_be_predicted_are_one_sentence(images: Any, sentence:
 def test_images_that_cannot_be_measured_are_one_sentence(images: Any, sentence: str, model: halfmoon.Model) -> None:
     with pytest.raises(halfmoon.UserError, match=sentence):
         model.evaluate(images)
+
+
+def test_sweep_refuses_data_in_memory_by_name() -> None:
+    """A recipe names its data; the sentence names the call that takes arrays."""
+    images = np.zeros((4, 8, 8), np.uint8)
+    with pytest.raises(UserError, match=r"a recipe names its data sets.*compare\(methods, data=\.\.\., seeds=\.\.\.\)"):
+        halfmoon.sweep("feddure-table1", data=(images, np.zeros(4, int)))

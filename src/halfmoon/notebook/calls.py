@@ -245,7 +245,7 @@ def sweep(
         options: options that change no number, such as threads.
 
     Raises:
-        UserError: there is no such recipe, axis, value or scale, or an option changes numbers.
+        UserError: there is no such recipe, axis, value or scale, or an option changes numbers; so does data in memory.
     """
     plan = recipe.load(str(name))
     size = plan.scale(scale) if scale else None
@@ -254,6 +254,11 @@ def sweep(
         for value in [values] if isinstance(values, str) else values:
             selections.append(f"{axis}={value}")
     numbers = list(range(seeds)) if isinstance(seeds, int) else seeds
+    if "data" in options:
+        raise UserError(
+            "sweep: a recipe names its data sets, so it takes no data=; compare(methods, data=..., seeds=...) trains methods "
+            "on data in memory."
+        )
     changing = sorted(options.keys() - schema.EXECUTION_OPTIONS)
     if changing:
         raise UserError(f"{changing[0]} changes a sweep's numbers: it belongs into the recipe.")
