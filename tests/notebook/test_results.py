@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 import halfmoon
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.notebook import progress
+from halfmoon.report.run_reader import StoredRun
 from halfmoon.storage.atomic_io import read_rows
 
 SMALL = {"rounds": 2, "clients": 4, "cohort": 2, "data_share": 0.3, "steps": 2, "threads": 1}
@@ -250,6 +251,20 @@ def test_plots_are_figures_and_files(pair: halfmoon.Results, tmp_path: Path) -> 
     assert len(pseudo.lines) == 1  # labels only has no pseudo-labels
     with pytest.raises(halfmoon.UserError, match="no run has values of 'epsilon': accuracy, "):
         pair.plot("epsilon")
+
+
+def test_pseudo_labels_without_hidden_labels_have_their_used_share(
+    pair: halfmoon.Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the true labels of unlabeled images are unknown, their accuracy is too: one axis is drawn, not an error."""
+    series = StoredRun.series
+    monkeypatch.setattr(
+        StoredRun,
+        "series",
+        lambda run, group, name: {} if (group, name) == ("pseudo", "accuracy") else series(run, group, name),
+    )
+    (used,) = pair.plot("pseudo_labels").axes
+    assert used.get_title("left") == "used share (%)"
 
 
 def test_each_client_is_a_dot(pair: halfmoon.Results) -> None:

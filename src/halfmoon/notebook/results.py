@@ -145,8 +145,8 @@ class Results:
         """Draw results with a color for each method, and return the figure of Matplotlib.
 
         Args:
-            kind: "accuracy" on test images, "pseudo_labels" (accuracy, and share that is used), or another metric of
-                `to_frame`, by round: the mean over seeds in a band from the smallest to the largest. "clients": the
+            kind: "accuracy" on test images, "pseudo_labels" (accuracy if it is known, and share that is used), or another
+                metric of `to_frame`, by round: the mean over seeds in a band from the smallest to the largest. "clients": the
                 accuracy of the final model at each client.
             axes: axes to draw into, for kinds with one; None for a new figure.
             path: a file to write: PNG, PDF or SVG, by its suffix.
@@ -171,11 +171,10 @@ class Results:
             draw_client_accuracies(runs, client_axes)
             figure = cast("Figure", client_axes.figure.figure)  # of a figure in a figure, the outer one
         else:
-            keys = [_metric_key(metric) for metric in metrics]
-            for key in keys:
-                group, name, _ = frame.METRICS[key]
-                if not any(run.series(group, name) for run in self._stored_runs):
-                    raise UserError(f"no run has values of {kind!r}: {', '.join(self._list_metrics())} have some.")
+            # Without hidden true labels the accuracy of pseudo-labels is unknown, but the share that is used is not.
+            keys = [key for key in map(_metric_key, metrics) if self._has_values(key)]
+            if not keys:
+                raise UserError(f"no run has values of {kind!r}: {', '.join(self._list_metrics())} have some.")
             all_axes = [axes] if axes is not None else _make_axes(len(keys))
             for key, each in zip(keys, all_axes, strict=True):
                 draw_metric(self._stored_runs, key, each)
@@ -183,6 +182,11 @@ class Results:
         if path is not None:
             save_figure(figure, Path(path))
         return figure
+
+    def _has_values(self, key: str) -> bool:
+        """Check whether a run has values of a metric of `frame.METRICS`."""
+        group, name, _ = frame.METRICS[key]
+        return any(run.series(group, name) for run in self._stored_runs)
 
     def _list_metrics(self) -> list[str]:
         """List the metrics by round that a run has."""

@@ -14,14 +14,14 @@ DISTINCT_STYLES = 60
 """Number of styles that differ in marker or dashes, which are distinguishable without color."""
 
 _METHODS_IN_ORDER = (
-    *("feddure", "fedavg", "fedavg-fixmatch", "fedavg-sl", "feddb", "semifl", "fedmatch"),
+    *("feddure", "fedavg", "fedavg-fixmatch", "fedavg-sl", "feddb", "semifl", "fedavg-soft-labels"),
     *("fedavg-control", "fedloke", "fedrgd"),
     *("fedavg-uda", "semifed", "fedprox-fixmatch", "fedprox-uda", "fedprox-sl", "fml", "heterofl"),
     *("feddure-without-creg", "feddure-without-freg", "fixmatch-feddpl", "semifl-feddpl", "fedmatch-feddpl"),
     *("fedmatch-semifl", "fedrgd-feddpl", "supervised", "partially-supervised", "fixmatch", "uda", "mixmatch"),
     *("remixmatch", "mean-teacher", "pseudo-label", "pi-model"),
     *("fedavg-fixmatch-global", "fixmatch-proxy-tuning", "sage", "proxyfl", "protofssl", "cbafed", "fl2"),
-    *("fedavg-soft-labels",),
+    *("fedmatch",),
 )
 """Methods with fixed styles. The first ones are compared often, so they differ in color, dashes and marker."""
 
