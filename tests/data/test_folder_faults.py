@@ -1,6 +1,7 @@
 """Faults of a user's images: unreadable files, copies, images in subfolders."""
 
 import csv
+import os
 from pathlib import Path
 
 import numpy as np
@@ -344,3 +345,20 @@ def test_data_shows_a_folder_that_is_too_small_for_the_usual_clients(
     assert main(["data", str(tmp_path)]) == 0
     assert "clients, " in capsys.readouterr().out
     assert main(["data", str(tmp_path), "--clients", "20"]) == 2
+
+
+def test_a_class_folder_whose_name_is_not_utf8_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended in a traceback, as did any accent where the locale is plain ASCII."""
+    write_classes(tmp_path, 6)
+    os.rename(os.fsencode(tmp_path / "cat"), os.fsencode(tmp_path) + b"/caf\xe9")
+    assert main(["run", "--data", str(tmp_path), "--plan", "--network", "small"]) == 2
+    assert "the class folder b'caf\\xe9' has a name that is not UTF-8; rename it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_files_whose_names_are_not_utf8_are_read(cached: bool, tmp_path: Path) -> None:
+    """The names are hashed where images are copies of others, and for the cache."""
+    write_classes(tmp_path / "in", 12, copies=2)
+    os.rename(os.fsencode(tmp_path / "in" / "cat" / "0-0.png"), os.fsencode(tmp_path / "in" / "cat") + b"/\xff.png")
+    source = load(str(tmp_path / "in"), cache=tmp_path / "cache" if cached else None)
+    assert len(source.train) + len(source.test) == 48

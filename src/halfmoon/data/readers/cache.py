@@ -147,7 +147,8 @@ def cache_key(files: Sequence[Path], cache_id: str = "") -> str:
     digest = hashlib.sha256(f"{READER_VERSION}{cache_id}".encode())
     for path in files:
         status = _status(path)
-        digest.update(f"\0{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode())
+        text = f"\0{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}"
+        digest.update(os.fsencode(text))  # names may contain bytes that are no UTF-8
     return digest.hexdigest()[:16]
 
 

@@ -132,7 +132,7 @@ def _draw_without_copies(
         return None
     paths = [path for group in classes.values() for path in group]
     # An unreadable image is equal to no other one.
-    merged = merge_equal_images(groups, [hashes.get(path, str(path).encode()) for path in paths])
+    merged = merge_equal_images(groups, [hashes.get(path, os.fsencode(path)) for path in paths])
     return _hold_out(classes, merged, copies=True)
 
 
@@ -354,6 +354,14 @@ def list_classes(part: Path) -> dict[str, list[Path]]:
     folders = _list_folders(part)
     if not folders:
         raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
+    for folder in folders:
+        try:
+            folder.name.encode()
+        except UnicodeEncodeError:  # Python reads bytes that are no UTF-8 as surrogates
+            raise UserError(
+                f"{part}: the class folder {os.fsencode(folder.name)!r} has a name that is not UTF-8; rename it, or set "
+                "LANG=C.UTF-8."
+            ) from None
     _refuse_near_equal(part, [folder.name for folder in folders])
     folder_of = {normalize_class_name(folder.name): folder for folder in folders}
     paths_of = {name: _list_class_images(folder_of[name]) for name in sort_class_names(folder_of)}
