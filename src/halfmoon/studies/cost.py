@@ -126,7 +126,8 @@ def measure_round_cost(config: Config, shared: Problem) -> RoundCost:
         runner.run_in_folder(short, path, shared=shared)
         seconds = [float(row["seconds"]) for row in atomic_io.read_rows(path / TIMINGS)]
         cost = atomic_io.read_rows(path / METRICS)[-1]["cost"]
-    products = shared.task.network.count_products(tuple(shared.train.images.shape[1:]))
+    channels, height, width = shared.train.images.shape[1:]
+    products = shared.task.network.count_products((channels, height, width))
     passes = (cost["forward"] + 2 * cost["backward"]) / short.rounds
     return RoundCost(
         reference_seconds=reference_network_seconds(products, passes),

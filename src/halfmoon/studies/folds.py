@@ -102,11 +102,13 @@ def _keep_groups_together(
     Returns:
         The labeled rows to hold out: those without a group, and all of the groups of this fold.
     """
-    for row in test_rows.tolist():
+    held_out: list[int] = test_rows.tolist()
+    for row in held_out:
         if groups[row]:
             fold_of_group.setdefault(groups[row], number)
-    single = [row for row in test_rows.tolist() if not groups[row]]
-    members = [row for row in np.flatnonzero(labels >= 0).tolist() if fold_of_group.get(groups[row], -1) == number]
+    single = [row for row in held_out if not groups[row]]
+    labeled: list[int] = np.flatnonzero(labels >= 0).tolist()
+    members = [row for row in labeled if fold_of_group.get(groups[row], -1) == number]
     return np.array(sorted({*single, *members}), np.int64)
 
 
