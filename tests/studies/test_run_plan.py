@@ -16,12 +16,12 @@ from halfmoon import UserError
 from halfmoon.cli.main import main
 from halfmoon.cli.studies import print_plan_result
 from halfmoon.core import hubs
+from halfmoon.data.readers import class_folders
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory
 from halfmoon.sites.folders import read_site
 from halfmoon.studies import folds
 from halfmoon.studies import plan as planning
-from halfmoon.studies import scan_folder as folder_scan
 from halfmoon.studies.label_selection import folder_features, head_problem
 from halfmoon.studies.plan import make_plan
 from halfmoon.studies.run_plan import PlanResult
@@ -302,7 +302,7 @@ def test_images_of_other_formats_are_left_out_with_a_word(
     tmp_path: Path, scratch: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a telephone writes would be missing in silence. Hidden folders and other files are not counted."""
-    monkeypatch.setattr(folder_scan, "SUFFIXES", (".png", ".jfif", ".gif"))  # as without pillow-heif
+    monkeypatch.setattr(class_folders, "SUFFIXES", (".png", ".jfif", ".gif"))  # as without pillow-heif
     written(tmp_path / "photos", 12)
     for name in ("0/one.HEIC", "0/two.heic", "1/three.ppm", "1/notes.txt", ".trash/four.ppm"):
         (tmp_path / "photos" / name).parent.mkdir(exist_ok=True)
