@@ -28,7 +28,7 @@ from halfmoon.studies.head_comparison import decide_by_image, predict_folds
 from halfmoon.studies.plan import HEADS, PRETRAINED, head_task
 
 SETS = ("cifar10", "fashion_mnist", "pneumonia_mnist", "digits")
-IMAGES = 4000
+IMAGES = 3000
 """Images of a set that get features, drawn at random."""
 
 HEAD_OPTIONS = {"network": PRETRAINED, "method": HEADS[1], "clients": 2, "cohort": 2, "rounds": 11, "budget": "none"}
