@@ -112,8 +112,8 @@ def load(name: str, kind: Kind) -> Any:
         if not hasattr(plugin, attribute):
             raise UserError(f"{kind} {name}: module {module} has no {path}.")
         # vars() returns a function of a class as it was written, without binding it.
-        attributes: dict[str, Any] = vars(plugin)
-        plugin = cast(Any, attributes[attribute] if attribute in attributes else getattr(plugin, attribute))
+        attributes = cast("dict[str, Any]", vars(plugin))
+        plugin = attributes[attribute] if attribute in attributes else getattr(plugin, attribute)
     return plugin
 
 

@@ -72,12 +72,12 @@ def with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
     Returns:
         The content of the new file.
     """
-    header, end = _parse_header(data)
+    header, tensors_start = _parse_header(data)
     del header["__metadata__"]
     text = json.dumps({"__metadata__": meta, **header}).encode()
     text += b" " * (-len(text) % 8)  # the format aligns tensors to 8 bytes
     # The file: the length of the header in 8 bytes, the header, and the tensors.
-    return len(text).to_bytes(8, "little") + text + data[end:]
+    return len(text).to_bytes(8, "little") + text + data[tensors_start:]
 
 
 def with_checksum(data: bytes, meta: dict[str, str]) -> bytes:

@@ -99,11 +99,14 @@ def spread_evenly(labels: np.ndarray, clients: int, generator: np.random.Generat
 
 
 def rows_by_client(client: np.ndarray, clients: int) -> list[np.ndarray]:
-    """Group rows by client: the sorted rows, int64, of each client.
+    """List the rows of each client.
 
     Args:
         client: The client of each row, (N,); negative for rows without a client.
         clients: The number of clients.
+
+    Returns:
+        For each client the numbers of its rows, int64, ascending.
     """
     # One sort for all clients; a search for each client would cost clients * N.
     order = np.argsort(client, kind="stable")

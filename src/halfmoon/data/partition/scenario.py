@@ -463,7 +463,19 @@ def _class_totals(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) 
 
 
 def _count_labeled_pool(scenario: Scenario, totals: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Compute the number of labeled rows of each class, int64 (classes,); raise UserError if a class is too small."""
+    """Compute how many images of each class are labeled, from a share of labels or a number of labels.
+
+    Args:
+        scenario: The scenario; one of its label_ratio, labels and labels_per_class is set.
+        totals: The number of images of each class, (classes,).
+        names: The class names.
+
+    Returns:
+        The number of labeled images of each class, int64 (classes,).
+
+    Raises:
+        UserError: If a class has too few images, or would have no label.
+    """
     clients = scenario.clients
     smallest_class = int(totals.argmin())
     smallest_total = int(totals[smallest_class])

@@ -286,7 +286,7 @@ def count_nested(classes: Mapping[str, Sequence[Path]], part: Path) -> int:
 
 
 def _find_collections(classes: Sequence[Path]) -> list[Path]:
-    """Find folders that contain class folders, and are probably no classes themselves.
+    """Find folders that look like data sets of several sites, each with class folders, and not like classes.
 
     These are two or more folders without images of their own whose subfolders have names in common, such as
     `hospital1/cat` and `hospital2/cat`. Names of digits (`cat/2023`, `dog/2023`) are no classes.
