@@ -1,23 +1,29 @@
 """Every page under axe-core in a real browser: contrast, headings, names, keyboard; wide, narrow, light and dark."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from browsers import needs_browser, serving, sized, until
+from browsers import needs_browser, press, serving, sized, until
 from page_scenes import write_run, write_sweep
 from PIL import Image
 
 from halfmoon.pages.label import LabelOptions, LabelPage
+from halfmoon.pages.label_order import Predictions
+from halfmoon.pages.review import ReviewPage
 from halfmoon.pages.watch import WatchPage
 from halfmoon.report.gather import gather_studies
 from halfmoon.report.page import render_html
 from halfmoon.sites.folders import read_site
+from halfmoon.storage.events import EventLog
 
 axe = pytest.importorskip(
     "axe_core_python.selenium", reason="axe-core-python is not installed: pip install -e '.[dev]'"
@@ -74,6 +80,52 @@ def site(path: Path) -> Path:
 def test_labeling_is_accessible(browser: Any, tmp_path: Path) -> None:
     with serving(LabelPage(read_site(site(tmp_path)), (), None, LabelOptions()).app()) as address:
         check(browser, address, lambda: browser.find_element("id", "path").text)
+
+
+def test_selected_images_are_accessible(browser: Any, tmp_path: Path) -> None:
+    """The wall of the labeling page with the classes for all selected images."""
+    with serving(LabelPage(read_site(site(tmp_path)), (), None, LabelOptions()).app()) as address:
+
+        def selected() -> Any:
+            if not browser.find_element("id", "path").text:
+                return False
+            press(browser, "w", "a")
+            return browser.find_element("id", "bulk").is_displayed()
+
+        check(browser, address, selected)
+
+
+def test_review_is_accessible(browser: Any, tmp_path: Path) -> None:
+    """The wall with selected images, and the quality."""
+    probabilities = np.array([[0.8, 0.2], [0.6, 0.4], [0.3, 0.7], [0.1, 0.9]])
+    predictions = Predictions(probabilities, np.zeros((4, 1)), ("cat", "dog"))
+    done = SimpleNamespace(result=predictions, classes=("cat", "dog"), count=4, total=4, error="")
+    page = ReviewPage("a model", read_site(site(tmp_path)), done)  # pyright: ignore[reportArgumentType]
+    with serving(page.app()) as address:
+
+        def selected() -> Any:
+            if not browser.find_elements("css selector", "#wall .cell"):
+                return False
+            press(browser, "a")
+            return browser.find_element("id", "bulk").is_displayed()
+
+        check(browser, address, selected)
+        press(browser, "q")
+        until(lambda: browser.find_elements("css selector", "#confusion button"))
+        assert violations(browser) == []
+
+
+def test_watch_of_a_federation_with_alarms_is_accessible(browser: Any, tmp_path: Path) -> None:
+    for seed in range(2):
+        write_run(tmp_path / str(seed), 1, seed, finished=False, config="rounds = 20\n")
+        os.utime(tmp_path / str(seed) / "metrics.jsonl", (1, 1))  # nothing for years: an alarm
+        os.utime(tmp_path / str(seed) / "timings.jsonl", (1, 1))
+    joined = {"site": "west", "labeled": 4, "unlabeled": 40}
+    EventLog(tmp_path / "serve.log").record("site_joined", "west is there", **joined)
+    EventLog(tmp_path / "serve.log").record("reply_late", "east was late", site="east")
+    with serving(WatchPage(tmp_path).app()) as address:
+        check(browser, address, lambda: browser.find_elements("css selector", "#alarms li li"))
+        assert len(browser.find_elements("css selector", "#sites tbody tr")) == 2
 
 
 @pytest.fixture(scope="module")
