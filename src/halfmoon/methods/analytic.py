@@ -18,7 +18,8 @@ at the server. Here the server adds it once, to the sum, so clients need not hav
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from importlib import import_module
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +58,9 @@ class SumsUpdate(ClientUpdate):
     The server sends zeros, and the sums are the update of these. So they can be masked and clipped like any update.
 
     Attributes:
-        precomputed: whether images are the vectors q (n, F), float64, for a simulation that has all features in one
-            process and computes them once. They may be expressed in an orthonormal basis, which changes no sum of
-            products.
+        precomputed: whether images are the vectors that are summed, q in `MeanSums` and h in the others, (n, F), float64,
+            for a simulation that has all features in one process and computes them once. They may be expressed in an
+            orthonormal basis, which changes no sum of products.
     """
 
     precomputed: bool = False
@@ -124,6 +125,8 @@ class SumsUpdate(ClientUpdate):
 
     def unit(self, broadcast: Tree, images: Tensor) -> Tensor:
         """Compute h (n, F), float64."""
+        if self.precomputed and len(images):
+            return images
         q = self.roots(broadcast, images) - broadcast["head"]["center"]
         return q if isinstance(self.task.network, LinearClassifier) else F.normalize(q, dim=1)
 
@@ -536,15 +539,14 @@ def principal_directions(second: Tensor, count: int) -> Tensor:
     Raises:
         UserError: if a moment is not finite.
     """
-    from scipy.linalg import eigh  # slow to import
-
+    linalg: Any = import_module("scipy.linalg")  # slow to import, and without types
     if not bool(second.isfinite().all()):
         raise UserError(NO_SOLUTION)
     side = len(second)
     # SciPy computes these eigenvectors only, in a third of the time of all. Eigenvalues ascend.
     first = max(0, side - count)
-    _, vectors = eigh(second.cpu().numpy(), subset_by_index=(first, side - 1), check_finite=False)
-    return torch.from_numpy(vectors[:, ::-1].copy()).to(second.device)
+    _, vectors = linalg.eigh(second.cpu().numpy(), subset_by_index=(first, side - 1), check_finite=False)
+    return torch.as_tensor(vectors[:, ::-1].copy(), device=second.device)
 
 
 def upper_triangle(matrix: Tensor) -> Tensor:

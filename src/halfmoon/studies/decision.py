@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import ClientData, ClientUpdate, Federation, Method, Task
@@ -376,12 +377,23 @@ class _SingleClientFederation:
         self.cohort = torch.zeros(1, dtype=torch.int64)
         self.responders = self.cohort
         self._shared_sums: dict[str, Tree] = {}
+        self._centered_data: ClientData | None = None
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Compute the sums of the only client: they are the average."""
         sums = self._shared_sums.get(client_update)
         if sums is None:
-            sums = self.updates[client_update].begin(broadcast, {}, self.data)
+            data = self.data if client_update == "mean" else self._center_data(broadcast["head"]["center"])
+            sums = self.updates[client_update].begin(broadcast, {}, data)
         if client_update in SHARED_SUMS:
             self._shared_sums[client_update] = sums
         return Upload({"sums": sums}, torch.ones(1))
+
+    def _center_data(self, center: Tensor) -> ClientData:
+        """Convert the vectors q to h once: all methods and rounds have the same center, the mean of all images."""
+        if self._centered_data is None:
+            self._centered_data = self.data._replace(
+                x=F.normalize(self.data.x - center, dim=1),
+                u=F.normalize(self.data.u - center, dim=1),
+            )
+        return self._centered_data
