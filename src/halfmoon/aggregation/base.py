@@ -5,7 +5,7 @@ uploads before the method: it may drop some, change them, or replace every uploa
 weighted mean that the method computes equals that aggregate. Methods and aggregators do not depend on each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -119,7 +119,7 @@ def compute_update(upload: Upload, context: AggregationContext) -> dict[str, Ten
     }
 
 
-def replace_update(upload: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
+def replace_update(upload: Upload, context: AggregationContext, change: Mapping[str, Tensor]) -> Upload:
     """Replace the update of every client by the downloaded values plus `change`.
 
     Args:
