@@ -86,7 +86,8 @@ def compute_digest(content: bytes) -> str:
     """Compute the digest of an app bundle, which a Flower server sends to the sites before they run it.
 
     A bundle may contain Python files. Those of this library contain none, so a bundle with any other file than
-    pyproject.toml and Flower's list of files is not accepted.
+    pyproject.toml and Flower's list of files (`CONTENT_FILE`) is not accepted. The digest is that of the parsed
+    settings, not of the bytes, because Flower may pack equal settings into different bytes.
 
     Args:
         content: the bundle, a zip file in memory. It may be hostile.
@@ -126,8 +127,11 @@ def check_bundle(content: bytes, apps: tuple[str, ...] = APPS) -> None:
 def describe_program(plugins: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Describe the program that the server and the sites run.
 
+    The server's description is part of its terms, the configuration that the sites agree to. A site compares it with
+    its description, and does not join a server that runs other code.
+
     Args:
-        plugins: SHA-256 of each plugin that the terms need, by name.
+        plugins: SHA-256 of each plugin (Python file with a method of the user) that the terms need, by name.
 
     Returns:
         {"halfmoon": version, "bundle": digest, "plugins": `plugins`}.

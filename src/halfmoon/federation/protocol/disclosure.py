@@ -129,32 +129,40 @@ class Disclosure:
     def transmitted(self) -> tuple[SentTensor, ...]:
         """List the tensors as they are sent.
 
-        With secure aggregation each client update sends one masked int64 vector of all its parameters and the weight.
+        With secure aggregation each client update sends one masked int64 vector of all its parameters and the weight
+        with which the site enters the average. Integer tensors are not averaged, so they are not in the vector.
         """
         if not self.secure:
             return self.tensors
-        lengths: dict[str, int] = {}  # of the vector of each client update
+        lengths: dict[str, int] = {}  # of the vector of each client update, by its name
         for tensor in self.tensors:
             lengths.setdefault(tensor.client_update, 1)  # the weight
             if tensor.path != "weight" and tensor.dtype.is_floating_point:
                 lengths[tensor.client_update] += math.prod(tensor.shape)
-        return tuple(SentTensor(name, MASKED, (length,), torch.int64) for name, length in lengths.items())
+        return tuple(
+            SentTensor(client_update, MASKED, shape=(length,), dtype=torch.int64)
+            for client_update, length in lengths.items()
+        )
 
     def lines(self) -> tuple[str, ...]:
-        """Describe for the people at a site what it sends and what that reveals: a line for each group of tensors."""
+        """Describe for the people at a site what it sends and what that reveals: a line for each group of tensors.
+
+        The tensors are those of a trial run of the method (`describe_uploads`); there are none if it cannot be run.
+        """
         if not self.tensors:
             return ("What is sent: it cannot be computed in advance, because the method's rounds cannot be tried.",)
         total = format_bytes(sum(tensor.nbytes for tensor in self.transmitted()))
-        updates = dict.fromkeys(tensor.client_update for tensor in self.tensors)
-        queries = "in one reply" if len(updates) == 1 else f"in {len(updates)} kinds of replies"
+        updates = dict.fromkeys(tensor.client_update for tensor in self.tensors)  # a set that keeps the order
+        # A method has one local update or several, and a site's reply contains the tensors of one of them.
+        replies = "in one reply" if len(updates) == 1 else f"in {len(updates)} kinds of replies"
         if self.secure:
             heading = (
-                f"What is sent: {total} {queries}, under masks. The server can read only the sum over all sites of a "
+                f"What is sent: {total} {replies}, under masks. The server can read only the sum over all sites of a "
                 "round, not this site's part of it. In the sum are:"
             )
         else:
             heading = (
-                f"What is sent: {total} {queries} (a round may need several), and what it tells about a single image:"
+                f"What is sent: {total} {replies} (a round may need several), and what it tells about a single image:"
             )
         lines = [heading]
         for update in updates:
@@ -182,7 +190,7 @@ class Disclosure:
     def _bound_lines(self) -> list[str]:
         """Describe the fewest images of a sum or mean of features, for methods that send one for each class.
 
-        Such a sum over one image is the feature vector of that image.
+        Such a sum over one image is the feature vector of that image. `min_class_images` is 0 for other methods.
         """
         if not self.min_class_images:
             return []
@@ -192,12 +200,16 @@ class Disclosure:
             return [
                 "A class may have one labeled image here (min_class_images is 1): the server then gets its features."
             ]
+        # A method has one option for both limits, so `min_unlabeled_images` is either the same number or 0.
         unlabeled = ", and as many unlabeled ones, if any" if self.min_unlabeled_images else ""
         line = (
             f"A site takes part only with {self.min_class_images} labeled images or more of each class that it "
             f"has{unlabeled}."
         )
-        if any(tensor.path.startswith("sums/") for tensor in self.tensors):
+        sends_sums = any(
+            tensor.path.startswith("sums/") for tensor in self.tensors
+        )  # of features by class, with counts
+        if sends_sums:
             line += " The server checks each site's sums against its counts."
         return [line]
 
@@ -213,7 +225,8 @@ def describe_uploads(config: Config, image_spec: ImageSpec) -> Disclosure:
         The tensors, with their largest shapes; none if the rounds cannot be run.
     """
     site_task = build_task(config, image_spec)
-    # Sites may compress their uploads. The server decompresses them, so its rounds are run with uploads in float32.
+    # Sites may compress their uploads, and the server decompresses them before its method gets them. So one probe finds
+    # the shapes and dtypes in float32, with which the server's rounds are run, and another those that a site sends.
     server_task = replace(site_task, upload_precision="float32")
     image_views = build_views(config, image_spec)
     server_probe = UploadProbe(server_task, image_views, image_spec.image, config.seed)
@@ -275,10 +288,12 @@ def check_class_counts(class_counts: Sequence[int], unlabeled: int, requirements
     Raises:
         UserError: a sum or a mean is of too few images.
     """
+    # Secure aggregation computes sums over sites. A method that needs each site's mean cannot be run with it.
     can_be_secure = requirements.aggregation == "sum"
+    secure_advice = ", or have the federation use secure_aggregation" if can_be_secure else ""
     advice = (
-        f"label more of them or remove these labels{', or have the federation use secure_aggregation' * can_be_secure}; the "
-        "option min_class_images of its method lowers the limit for all sites"
+        f"label more of them or remove these labels{secure_advice}; the option min_class_images of its method lowers the "
+        "limit for all sites"
     )
     quantity = "sum" if can_be_secure else "mean"
     minimum = requirements.min_class_images

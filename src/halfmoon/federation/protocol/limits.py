@@ -68,8 +68,9 @@ MIN_FREE_BYTES = 2**28
 def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
     """Check that terms do not demand more of a site than any federation needs.
 
-    All option values are checked before anything is computed from them, and the network's parameters are counted
-    without allocating the network.
+    Terms are the configuration that a server sends and the sites agree to. The server may be hostile. So all option
+    are checked before anything is computed from them, and the network's parameters are counted without allocating the
+    network.
 
     Args:
         config: the options of the terms.
@@ -101,8 +102,9 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
         batch_size = getattr(config, name)
         if isinstance(batch_size, int) and batch_size * math.prod(image_spec.image) > MAX_STEP_VALUES:
             raise UserError(_describe_large_step(f"{name} is {batch_size:,}", image_spec.image))
-    # FedDure's regulator is a second network; its size follows from the method's option `hidden`.
     network_parameters, _ = count_trained_and_frozen(config, image_spec)
+    # The method FedDure trains a second network, the regulator, with one hidden layer. Each hidden unit has a weight for
+    # each class probability, a bias, and a weight of the output. Other methods have no option `hidden`.
     regulator_parameters = (class_count + 2) * options.get("hidden", 0)
     parameters = network_parameters + regulator_parameters
     if parameters > MAX_PARAMETERS:
@@ -143,6 +145,8 @@ def count_parameters(network: Network) -> int:
 def count_trained_and_frozen(config: Config, image_spec: ImageSpec) -> tuple[int, int]:
     """Count a network's trained values, which are sent each round, and the values of its frozen pretrained weights.
 
+    Values are parameters, and means and variances of batch normalization.
+
     The network is built without memory for its values, so that even a huge one can be counted.
 
     Args:
@@ -158,7 +162,9 @@ def count_trained_and_frozen(config: Config, image_spec: ImageSpec) -> tuple[int
         return hubs.count_numbers(config.network, channels, len(image_spec.classes), (height, width)), 0
     network = build_task(config, image_spec).network
     trained = count_parameters(network)
-    _, complete_model = network.full_model(make_meta_model(network))
+    # The tensors without memory (device "meta") of the trained model; `full_model` adds those of the frozen layers.
+    trained_model = make_meta_model(network)
+    _, complete_model = network.full_model(trained_model)
     return trained, tree.numel(complete_model) - trained
 
 
@@ -172,16 +178,18 @@ def find_update_fault(client_update: ClientUpdate, amount: Amount, image: tuple[
     """Check that one local update is not too large for a site: the images of a step, and those of all steps.
 
     Args:
-        client_update: the local update.
+        client_update: the local update. Its requirements name the augmented views of unlabeled images that a step
+            needs, and in `second_batch` the views of a second minibatch of the same size, if it draws one.
         amount: its steps, and labeled and unlabeled images a step.
         image: channels, height and width.
 
     Returns:
         The limit that is exceeded, as a sentence; None if there is none.
     """
-    # Each unlabeled image is used in several augmented views.
-    views_per_image = max(1, len(client_update.requirements.views) + len(client_update.requirements.second_batch))
-    step_images = amount.labeled + views_per_image * amount.unlabeled
+    # Each view is a tensor of `amount.unlabeled` images, whichever minibatch it is of.
+    requirements = client_update.requirements
+    view_count = max(1, len(requirements.views) + len(requirements.second_batch))
+    step_images = amount.labeled + view_count * amount.unlabeled
     if step_images * math.prod(image) > MAX_STEP_VALUES:
         return _describe_large_step(f"a step has {step_images:,} images", image)
     if amount.steps * step_images > MAX_UPDATE_IMAGES:

@@ -195,7 +195,11 @@ class Reply:
     evaluation: Tree = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the counts and the names of the metrics, which come from a site that may be hostile."""
+        """Check the counts and the fields of the metrics in a reply of a site, which may be hostile.
+
+        `amount` counts the steps and the images of a step, `traffic` bytes received and sent, and `images_outside_steps`
+        images that were only classified. `samples` has for each metric its sum, sum of squares and count.
+        """
         right_lengths = len(self.amount) == len(Amount._fields) and len(self.traffic) == 2
         counts = [*self.amount, *self.traffic, self.images_outside_steps, self.memory_bytes]
         # `type(...) is`, not isinstance: bool is a subclass of int.

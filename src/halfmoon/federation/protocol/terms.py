@@ -68,6 +68,9 @@ class Terms:
     ) -> "Terms":
         """Make the terms of a federation from options, and validate them.
 
+        The options become a `Config`, like those of a simulation. It needs values for `data`, which each site gives
+        itself, and for `clients`, the number of sites.
+
         Args:
             name: name of the federation.
             sites: names of the sites.
@@ -80,7 +83,7 @@ class Terms:
         """
         _check_names(name, sites)
         _check_image_spec(image_spec)
-        hubs.check_portable(str(values.get("network", "")))
+        hubs.check_portable(str(values.get("network", "")))  # it must not name a folder of the server's machine
         weights = values.get("weights")
         if weights is not None and not (isinstance(weights, str) and weight_files.NAME.fullmatch(weights)):
             raise UserError("weights must be named by their SHA-256 in the terms of a federation.")
@@ -89,7 +92,7 @@ class Terms:
         implied = {"data": f"federation {name}", "clients": len(sites)}
         config = settings.resolve({**defaults, **values, **implied}, {}, file)
         entry = registry.entry(config.method)
-        if entry.pooled:
+        if entry.pooled:  # a baseline that trains on the images of all sites together
             raise UserError(
                 f"method {entry.name} needs all images on one machine: it cannot run in a federation of sites."
             )
@@ -118,7 +121,8 @@ class Terms:
             )
         try:
             record = header.parse_json(text)
-            image_fields = {field.name: _list_to_tuple(record["form"][field.name]) for field in fields(ImageSpec)}
+            image_record = record["form"]
+            image_fields = {field.name: _list_to_tuple(image_record[field.name]) for field in fields(ImageSpec)}
             # None is the default. A configuration file has no None, so `from_options` would reject it.
             method_options = {option: value for option, value in record["options"].items() if value is not None}
             values = {**record["config"], "options": method_options}
@@ -126,6 +130,7 @@ class Terms:
             name = record["name"]
             sites = tuple(record["sites"])
             server_program = record["program"]
+            # Compares versions only. Which plugins the terms need is known once their method is.
             difference = bundle.describe_difference(server_program)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"the server's terms cannot be read ({type(error).__name__}).") from error
@@ -134,7 +139,7 @@ class Terms:
         if difference is not None:
             raise UserError(f"the server's terms are for another program: {difference}.")
         terms = cls.from_options(name, sites, ImageSpec(**image_fields), values, "the terms")
-        if terms.program != server_program:
+        if terms.program != server_program:  # versions are equal, so a plugin differs
             plugin_difference = _describe_plugins(terms.config, server_program["plugins"])
             raise UserError(
                 f"the server's terms are for another program: {plugin_difference}; install the same version."
@@ -384,7 +389,12 @@ def decode_folder(folder: Path, decoded_folder: Path, terms: Terms) -> PreparedS
     Args:
         folder: the images.
         decoded_folder: where to write them.
-        terms: the configuration that the server and all sites of a federation share.
+        terms: the configuration that the server and all sites of a federation share. Its options decide whether an
+            image is cropped to the shape (otherwise it is stretched), and which values of images of more than 8 bits
+            (window) become black and white.
+
+    Returns:
+        The decoded images, and the images that could not be read.
 
     Raises:
         UserError: they do not fit into memory.

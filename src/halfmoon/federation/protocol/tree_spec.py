@@ -39,7 +39,7 @@ class UploadProbe:
     """
 
     def __init__(self, task: Task, views: Views, image: tuple[int, int, int], seed: int) -> None:
-        """Generate the random images.
+        """Generate the random images, for a federation of one client that has a label for the first half of them.
 
         Args:
             task: the federation's task.
@@ -51,23 +51,28 @@ class UploadProbe:
         self.seed = seed
         # Augmentations change neither shapes nor dtypes. Plain views are fast and accept any number of images.
         self.views = Views(Plain(), {name: Plain() for name in views.unlabeled})
-        generator = rng.generator(seed, "pattern")
+        generator = rng.generator(seed, "pattern")  # the stream's name keeps these draws apart from those of training
         images = torch.randint(0, 256, (2 * PROBE_IMAGES, *image), generator=generator, dtype=torch.uint8)
         labels = torch.arange(2 * PROBE_IMAGES) % task.network.classes
-        clients = np.zeros(2 * PROBE_IMAGES, np.int64)
-        labeled = np.arange(2 * PROBE_IMAGES) < PROBE_IMAGES
-        self.dataset = FederatedDataset(Examples(images, labels), Split(clients, labeled, 1))
+        client_of_image = np.zeros(2 * PROBE_IMAGES, np.int64)
+        has_label = np.arange(2 * PROBE_IMAGES) < PROBE_IMAGES
+        split = Split(client_of_image, has_label, 1)
+        self.dataset = FederatedDataset(Examples(images, labels), split)
         self.metrics: set[str] = set()  # names of the measures that the updates reported
+        # What `find_spec` has computed: the client update, the spec of its download and that of its upload. It is a
+        # list, because specs are dicts, which cannot be keys.
         self._cache: list[tuple[ClientUpdate, TreeSpec, TreeSpec | None]] = []
 
     def find_spec(self, context: ClientContext, broadcast: Tree) -> TreeSpec | None:
         """Find names, shapes and dtypes of the upload that an honest site sends, by running its update on random images.
 
-        Results are cached by client update and by the shapes of the download.
+        Results are cached by client update and by the shapes of the download. The client update (the method's code that
+        a client runs) is used with the probe's task, which is that of round 0: otherwise each learning rate of a
+        schedule would be another entry of the cache, although shapes do not depend on it.
 
         Args:
             context: the client update and its round.
-            broadcast: a download of this client update; only its structure matters.
+            broadcast: the tree that the server sends to a client, the download; only its structure matters.
 
         Returns:
             The spec, or None if the loss of the probe is not finite.
@@ -89,13 +94,22 @@ class UploadProbe:
         """
         cpu = torch.device("cpu")
         batching = Batching(PROBE_IMAGES, PROBE_IMAGES, steps=1)
-        memories = StateView(TreeStore(), "client/", cpu)
-        local_clients = LocalClients(self.dataset, self.views, Training(batching, Budget()), self.seed, memories)
+        empty_memories = StateView(TreeStore(), "client/", cpu)  # the client's state between rounds: none so far
+        training = Training(batching, Budget())  # the default budget does not shorten the one step
+        local_clients = LocalClients(self.dataset, self.views, training, self.seed, empty_memories)
         context = replace(context, views=self.views, seed=self.seed)
-        quality = Quality(self.task.network.classes, 1.0, cpu)
+        # `update` counts correct pseudo-labels in this object. The counts are not used, so any threshold will do.
+        unused_quality = Quality(self.task.network.classes, threshold=1.0, device=cpu)
         zeros = tree.zeros_like(broadcast)
         try:
-            (result,) = local_clients.update(context, [0], None, zeros, {}, quality)
+            (result,) = local_clients.update(
+                context,
+                clients=[0],  # the only client of the dataset
+                stage=None,  # all images are there from the start
+                broadcast=zeros,
+                per_client={},  # the zeros contain the values for this client too
+                quality=unused_quality,
+            )
         except Diverged:
             return None
         self.metrics.update(result.samples)

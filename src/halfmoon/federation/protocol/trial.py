@@ -54,6 +54,9 @@ class TrialFederation:
     def run_rounds(self, method: Method, task: Task) -> None:
         """Run the server's part of some rounds, to record the tensors that it sends and receives.
 
+        The method gets this object as its federation: it calls `query` for uploads and reads the attributes set here,
+        such as `labeled` (the server's labeled images: none) and `size` (of the cohort: all clients).
+
         Args:
             method: the method.
             task: its task.
@@ -66,7 +69,9 @@ class TrialFederation:
         self.size = self.clients
         try:
             server = method.start(task, task.network.init(rng.generator(self.seed, "model")))
-            period = requirements_of(method, task.network.norm).period
+            period = requirements_of(
+                method, task.network.norm
+            ).period  # a method may do something else every few rounds
             rounds = list(range(TRIAL_ROUNDS))
             if period > TRIAL_ROUNDS:
                 # The last round of each period differs from the others, so the first three of these are run as well.
@@ -87,6 +92,9 @@ class TrialFederation:
     ) -> Upload:
         """Record the shapes of a query's downloads and uploads, and return uploads of ones.
 
+        Sites may compress what they send (`transmission`). What they send is recorded; what the method receives is
+        decompressed, so it has the shapes and dtypes of `probe`.
+
         Args:
             client_update: name of the client update.
             broadcast: the tree that all clients receive.
@@ -99,7 +107,7 @@ class TrialFederation:
         Raises:
             TrialFailed: the shapes of an upload cannot be found.
         """
-        self.responders = self.cohort if clients is None else clients
+        self.responders = self.cohort if clients is None else clients  # read by the method: all clients reply
         server_specs: list[TreeSpec] = []
         for index in range(len(self.responders)):
             download = {**broadcast, **tree.index(per_client or {}, index)}

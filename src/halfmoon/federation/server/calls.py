@@ -257,7 +257,13 @@ class SiteCalls:
         return usable_replies
 
     def plain_spec(self, context: ClientContext, received: Tree) -> TreeSpec:
-        """Find names, shapes and dtypes of the uploads that a secure sum hides; raise UserError if they are unknown.
+        """Find names, shapes and dtypes of a site's upload before it is masked for a secure sum.
+
+        The site sends it as one masked vector, which has no shapes. So they are computed, by running the client update
+        on random images (`inspection.upload_probe`).
+
+        Raises:
+            UserError: there is no probe, or its loss is not finite.
 
         Args:
             context: the client update.
@@ -326,12 +332,13 @@ class SiteCalls:
         """Compute the size of the largest reply that an honest site can send, so that larger ones are not read.
 
         Args:
-            context: the client update; None if the spec of its upload is not known.
+            context: the client update; None if the upload is masked, so that its spec is not that of the client update,
+                or if only an evaluation is requested.
             request: the request.
             received: the tree that the site receives.
             network: the network that the federation trains.
         """
-        upload_probe = self.inspection.upload_probe
+        upload_probe = self.inspection.upload_probe  # runs the update on random images; None: uploads are not checked
         if upload_probe is None:
             return messages.MAX_MESSAGE_BYTES
         upload_spec = None if context is None else upload_probe.find_spec(context, received)
@@ -416,6 +423,7 @@ class SiteCalls:
                 replies[site] = reply
         # The norm of a masked upload is set to 0, so this check does not reject any of them.
         norms = {site: reply.norm for site, reply in replies.items()}
+        # In multiples of the cohort's median. The operator's bound of 0 means no check; then the method's is not used.
         bound = min(self.rules.norm_bound, context.client_update.max_norm_ratio)
         too_large = check_norm(norms, bound)
         for site, fault in too_large.items():
@@ -482,10 +490,13 @@ class SiteCalls:
             context: the client update.
             received: the tree that the site received.
         """
-        if self.inspection.keys is None:
+        has_secure_sums = self.inspection.keys is not None
+        if not has_secure_sums:
+            # What the method declares about the sections of an upload, and the exact shapes and dtypes of its tensors.
             upload_spec = context.client_update.requirements.upload_spec
             tree_spec = upload_probe.find_spec(context, received)
         else:
+            # A masked vector has no sections; only its length can be checked.
             upload_spec = None
             plain_spec = self.plain_spec(context, received)
             tree_spec = sum_spec(sum_layout(plain_spec))
@@ -508,9 +519,10 @@ class SiteCalls:
     def weight_scale(self, replies: Mapping[int, CheckedReply], upload_spec: UploadSpec) -> dict[int, float]:
         """Compute the factor by which each client's weight is multiplied so that it does not exceed the cap.
 
-        An upload that is a mean is capped by the weight that it reports. An upload that is a sum over images has no
-        weight, so it is capped by the number of images that its site declared, and also by that of labeled images: a
-        client with far more labels than the others would determine a classifier head that is solved from sums.
+        The cap is a multiple of the cohort's median (`Rules.weight_cap`). An upload that is a mean is capped by the
+        weight that it reports. An upload that is a sum over images has no weight, so it is capped by the number of
+        images that its site declared, and also by that of labeled images: a client with far more labels than the others
+        would determine a classifier head that the server computes from these sums (least squares).
 
         Args:
             replies: the accepted replies by client number.
@@ -532,6 +544,7 @@ class SiteCalls:
         image_counts = [float(size.labeled + size.unlabeled) for size in sizes]
         label_counts = [float(size.labeled) for size in sizes]
         scale = cap.scale(clients, image_counts)
+        # `cap.scale` would also report the clients as capped in the metrics. `compute_caps` only computes.
         label_limits = compute_caps(label_counts, cap.factor)
         for index, (label_count, limit) in enumerate(zip(label_counts, label_limits, strict=True)):
             if label_count > limit:

@@ -153,14 +153,16 @@ class CohortSampler:
 
         Args:
             names: the sites, in the order of their client numbers.
-            settings: cohort size and seed. With `cohort_secret` cohorts depend on it instead of the seed, because every
-                site knows the seed.
+            settings: cohort size and seed. With `cohort_secret` cohorts depend on it instead of the seed: every site
+                knows the seed, and differential privacy counts on cohorts that nobody can predict.
             quarantine: the sites to leave out.
         """
         self.names = tuple(names)
         self.settings = settings
         self.quarantine = quarantine
-        self.attempt = 0
+        self.attempt = 0  # earlier attempts at this round, which had too few replies
+        # Of the last cohort: its clients that have not failed, the number of all its clients, and whether it is a uniform
+        # sample of the sites, which differential privacy needs.
         self.remaining: set[int] = set()
         self.size = 0
         self.uniform = True

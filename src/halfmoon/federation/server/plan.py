@@ -53,7 +53,10 @@ class Rules:
     ] = None
 
     def __post_init__(self) -> None:
-        """Check that each value is in its range; raise UserError for the first one that is not."""
+        """Check that each of these options of the server is in its range; raise UserError for the first one that is not.
+
+        The annotation of each field of the class describes the option.
+        """
         if self.images is not None and min(self.images, default=0) < 1:
             raise UserError(
                 f"{FEDERATION_TABLE}.images is {toml.format_text(self.images)}: it must have a number from 1 for each site."
@@ -191,6 +194,9 @@ def _resolve_folder(folder: Path | None, base: Path) -> Path | None:
 def _term_values(path: Path, raw: Mapping[str, Any], file_config: Config) -> dict[str, Any]:
     """Collect the options that all sites must agree on, in a form that means the same on every machine.
 
+    Sites have no file of the server's machine. So a split file (which image each client has, and which have a label) is
+    replaced by where it has labels (`labels_at`: at the clients or the server), and "auto" by the chosen network.
+
     Args:
         path: the configuration file.
         raw: its options, without the table [federation].
@@ -202,10 +208,10 @@ def _term_values(path: Path, raw: Mapping[str, Any], file_config: Config) -> dic
     values = {name: raw[name] for name in raw if name in shared_options() or name == "options"}
     values.setdefault("aggregation", default_aggregation(file_config, registry.entry))
     if file_config.split is not None:
-        # The split decides where the labels are; an option cannot contradict it.
         split_file = settings.resolve_paths(raw, path.parent)["split"]
         values["labels_at"] = find_labels_at(Split.load(split_file))
-    # "auto" depends on the data, which no two sites share. Without data it must not mean that of the embedded digits.
+    # "auto" depends on the data, which no two sites share. Without the option `data` it would mean the small network of
+    # the default data set, 8x8 digits; sites have larger images.
     if file_config.network == "auto":
         values["network"] = network_name(file_config) if "data" in raw else "resnet9"
     return values | _portable_names(settings.resolve_paths(values, path.parent))
@@ -237,8 +243,12 @@ def _make_terms(path: Path, table: FederationTable, values: Mapping[str, Any]) -
 def _portable_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Name the network and the weight file by their content, because a path of this machine does not exist at a site.
 
+    A network of another package, such as timm or transformers, has a name "package:model" and may have published weights
+    on this machine. Its name is replaced by one without a folder. Each weight file is registered, which copies nothing
+    and returns its name: a prefix and the SHA-256.
+
     Args:
-        values: the options. "network" may name a model of a hub, and "weights" a file.
+        values: the options. "network" may name a model of such a package, and "weights" a file.
 
     Returns:
         New values of "network" and "weights", as far as they change.

@@ -51,7 +51,7 @@ class RemoteRuntime(ServerRuntime):
         store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
     ) -> None:
-        """Prepare to train.
+        """Prepare to train. The base class runs the method's rounds; this class sends its queries to real sites.
 
         Args:
             method: the method.
@@ -63,23 +63,29 @@ class RemoteRuntime(ServerRuntime):
             store: stores state between rounds; None for memory.
             aggregators: uploads pass through them before the method gets them.
         """
-        settings = replace(settings, clients=len(calls.names), confidence_threshold=1.0, client_dropout=0.0)
+        settings = replace(
+            settings,
+            clients=len(calls.names),
+            confidence_threshold=1.0,  # only for diagnostics of pseudo-labels, which sites do not send
+            client_dropout=0.0,
+        )
         super().__init__(method, task, views, settings, store, aggregators)
         self.calls = calls
         self.names = tuple(calls.names)
         self.cohorts = CohortSampler(self.names, settings, calls.quarantine)
-        # A round that is retried must see the state from before it, so changes are staged until the round ends.
+        # A round that is retried must see the state from before it, so changes are staged until the round ends. They
+        # concern the method's state (`state_store`), and the state of the server's local training (its memories).
         staged_state = StagedStore(StateView(self.store, "state/", self.device))
-        self._stores = [staged_state]
+        self._stores = [staged_state]  # all stores with staged changes
         self.state_store: StateStore = staged_state
         self.server = server
         if server is not None:
             staged_memories = StagedStore(server.memories)
             self._stores.append(staged_memories)
             self.server = replace(server, memories=staged_memories)
-        self._versions = MemoryVersions(self.store)
-        self._model: Tree = {}  # to evaluate with the next query
-        self._evaluations: Evaluations | None = None
+        self._versions = MemoryVersions(self.store)  # for each site, the local update that its state is from
+        self._model: Tree = {}  # the model that sites evaluate with the next query, besides training
+        self._evaluations: Evaluations | None = None  # the sites' evaluations of the current round
 
     @property
     def labeled(self) -> int:
@@ -91,12 +97,13 @@ class RemoteRuntime(ServerRuntime):
     def open(self, round: int) -> None:
         """Begin an attempt at a round: drop the state of an earlier attempt, and sample the cohort.
 
-        The first attempt has the cohort that a simulation with the same seed samples.
+        The first attempt has the cohort that a simulation with the same seed samples. A later one avoids sites that
+        failed, so its cohort is no uniform sample, and differential privacy does not count on sampling in it.
         """
         super().open(round)
         self._model = {}
         self._evaluations = None
-        self._versions.discard_new()
+        self._versions.discard_new()  # which update the state of each site is from
         for store in self._stores:
             store.changes.clear()
         self.cohort = self.cohorts.draw(round)
@@ -105,11 +112,14 @@ class RemoteRuntime(ServerRuntime):
     def retry_round(self, few: TooFewReplies) -> None:
         """Prepare another attempt at a round that had too few replies, and wait until enough sites are connected.
 
+        Args:
+            few: the error with which the last attempt ended.
+
         Raises:
             TooFewReplies: `few`, if the last allowed attempt has failed or every site is in quarantine.
         """
-        self.cohorts.attempt += 1
-        self._attempt = self.cohorts.attempt
+        self.cohorts.attempt += 1  # another attempt has another cohort
+        self._attempt = self.cohorts.attempt  # the base class reports it to the aggregators
         all_quarantined = len(self.calls.quarantine.sites) == self.clients
         if self._attempt >= self.calls.rules.attempts or all_quarantined:
             raise few
@@ -151,18 +161,19 @@ class RemoteRuntime(ServerRuntime):
     def close(self) -> RoundReport:
         """End the round: make its changes of state final, and report its metrics and the cost of the run so far.
 
-        To the report of a simulation it adds the clients whose weight was capped, the site names of outliers, and the
-        sites' evaluation of the model from before the round.
+        To the report of a simulation it adds the clients whose weight was capped, the site names of outliers (clients
+        whose update a robust aggregation rule left out), and the sites' evaluation of the model from before the round.
         """
-        self._commit()
+        self._commit()  # writes the staged changes of this round to the store
         self._attempt = 0
         self.cohorts.end_round()
         report = super().close()
         weight_cap = self.calls.inspection.cap
-        cap_row = None if weight_cap is None else weight_cap.row()
+        cap_row = None if weight_cap is None else weight_cap.row()  # the capped clients and the largest share
         if cap_row:
             report = report._replace(aggregator={**cap_row, **(report.aggregator or {})})
-        for outlier in (report.aggregator or {}).get("outside", ()):
+        outliers = (report.aggregator or {}).get("outside", ())
+        for outlier in outliers:
             outlier["site"] = self.names[outlier["client"]]
         if self._evaluations is None:
             return report
@@ -304,7 +315,9 @@ class RemoteRuntime(ServerRuntime):
             cohort=len(clients),
             random_cohort=True,
         )
-        # All uploads have the same shapes, so one client's download is enough to find them.
+        # The mean is a change, to which `mean_uploads` adds the values that each client received. It uses only these
+        # values and the clients of `aggregation`. All uploads have the same shapes, so one client's download is enough
+        # to find them.
         spec = self.calls.plain_spec(context, {**broadcast, **tree.index(per_client, rows[0])})
         uploads = mean_uploads(aggregation, spec, total, sum_layout(spec))
         for client, upload in zip(responders, uploads, strict=True):
@@ -315,6 +328,9 @@ class RemoteRuntime(ServerRuntime):
         self, site: str, round: int, query: int, client_update: str, broadcast: Tree, evaluation: Tree
     ) -> Request:
         """Build the request for one site; an empty tree or name asks for no update or no evaluation.
+
+        `latest` and `oldest` refer to the state that a site stores between rounds: the site continues from that of the
+        update `latest`, and may delete those from before `oldest`, the update in the older checkpoint of the server.
 
         Args:
             site: the site.

@@ -67,7 +67,8 @@ class MaskedSum:
         """Run the first two exchanges of secure aggregation (Bonawitz et al. 2017): public keys and secret shares.
 
         Each site announces signed public keys of this sum. The server passes them to all sites; each site encrypts
-        one share of its secrets for every other site, and the server stores these until the masks are removed.
+        one share of its secrets for every other site, and the server stores these until the masks are removed. With the
+        shares of enough sites it can remove the masks of a site that drops out.
 
         Returns:
             The requests for masked updates, by site.
@@ -80,8 +81,8 @@ class MaskedSum:
         # Keys of different curves differ in length; padding on the left makes them rows of one tensor.
         long_term_keys = [self.keys[site].rjust(POINT_BYTES, b"\0") for site in names]
         announcements = {
-            "asked": torch.tensor(cohort.members),
-            "sites": torch.tensor(cohort.numbers),
+            "asked": torch.tensor(cohort.members),  # numbers of all sites of the sum
+            "sites": torch.tensor(cohort.numbers),  # of those with valid keys, in the order of the rows below
             "keys": stack_rows(cohort.keys),
             "signatures": stack_rows(signatures),
             "lasting": stack_rows(long_term_keys),
@@ -93,11 +94,14 @@ class MaskedSum:
         dealers = [site for site in names if site in replies]
         self._shares = {site: split_rows(replies[site].upload["shares"]) for site in dealers}
         self._masking = masking.Masking(cohort, self._client_numbers(dealers))
-        mask = {MASK_UPDATE: {"sites": torch.tensor(self._masking.numbers)}}
-        return {site: replace(self.requests[site], masks=mask) for site in dealers}
+        # The field `masks` of a request has the tensors of one stage of the protocol, below the name of the stage.
+        stage = {MASK_UPDATE: {"sites": torch.tensor(self._masking.numbers)}}
+        return {site: replace(self.requests[site], masks=stage) for site in dealers}
 
     def _collect_keys(self, sites: Sequence[str]) -> tuple[masking.Cohort, list[str], list[bytes]]:
-        """Collect the signed public keys that the sites generate for this sum.
+        """Collect the public keys that the sites generate for this sum, signed with their long-term keys.
+
+        Keys and signatures travel as uint8 tensors; `stack_rows` and `split_rows` convert rows of bytes.
 
         Args:
             sites: the sites in the order of their client numbers.
@@ -135,7 +139,12 @@ class MaskedSum:
                 names.append(site)
                 keys.append(site_keys)
                 signatures.append(signature)
-        cohort = masking.Cohort(sum_id, self._client_numbers(sites), self._client_numbers(names), tuple(keys))
+        cohort = masking.Cohort(
+            sum_id,
+            self._client_numbers(sites),  # all sites of the sum
+            self._client_numbers(names),  # those with valid keys
+            tuple(keys),
+        )
         self._require(len(names), "whose keys are signed keys", max(masking.MIN_PARTIES, cohort.threshold))
         return cohort, names, signatures
 
@@ -258,6 +267,9 @@ def mean_uploads(
 ) -> list[Upload]:
     """Make an upload for each client of a secure sum, as if all had sent the mean of the updates.
 
+    Methods expect one upload from each client, with a weight. These uploads have equal weights, so that their average is
+    that mean.
+
     Args:
         context: the query and its clients.
         upload_spec: names, shapes and dtypes of a plain upload.
@@ -266,7 +278,7 @@ def mean_uploads(
     """
     mean_change, weight_sum = decode_mean(total, layout)
     client_count = len(context.clients)
-    # An expanded scalar needs no memory for its copies.
+    # Only the structure of the uploads matters here. An expanded scalar needs no memory for its copies.
     zeros = build_tree(upload_spec, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(client_count, *shape))
     stacked = replace_by_mean(Upload.from_tree(zeros), context, mean_change, weight_sum)
     return [stacked.at(index) for index in range(client_count)]

@@ -130,7 +130,8 @@ class FederationServer:
         """Run the rounds that the run folder does not contain yet, from its last checkpoint.
 
         If the run is finished, send its model to the sites that do not have it, provided that the delivery record in
-        the run folder requests this.
+        the run folder requests this. `deliver_model` writes this JSON file: "lacks" are the sites without the model;
+        `halfmoon serve` sets "again" if it is started once more.
 
         Args:
             transport: carries messages to the sites.
@@ -239,7 +240,7 @@ class FederationServer:
         """Check that early stopping (option `patience`) has validation images, at the server or at a site that joined.
 
         Raises:
-            UserError: if there are none.
+            UserError: if there are none. It replaces {validation} in its text by the option as the user writes it.
         """
         if self.plan.config.patience is None:
             return
@@ -269,6 +270,8 @@ class FederationServer:
     def _redeliver(self, site_names: Sequence[str], transport: Transport, patience: float) -> None:
         """Load the model of a finished run and deliver it to the sites that do not have it.
 
+        It is sent as at the end of the run: only trained layers, whose paths are those of a model without memory.
+
         Args:
             site_names: the sites.
             transport: carries messages to the sites.
@@ -276,12 +279,13 @@ class FederationServer:
         """
         terms = self.plan.terms
         saved = load_model(self.path / MODEL, network=terms.config.network)
-        # The saved model also has frozen layers. Only the trained ones are sent, as at the end of the run.
         network = factory.build_task(terms.config, terms.image_spec).network
         trained_paths = tree.flatten(limits.make_meta_model(network)).keys()
         saved_leaves = tree.flatten({"params": saved.params, "stats": saved.stats})
         trained = tree.unflatten({path: saved_leaves[path].contiguous() for path in trained_paths})
-        message = self._final_message(saved.card, {"params": {}, "stats": {}, **trained})
+        # A message needs both keys, even if no statistics are trained.
+        model = {"params": {}, "stats": {}, **trained}
+        message = self._final_message(saved.card, model)
         deliver_model(self._manager(transport), site_names, message, self.path, patience)
 
     def _final_message(self, card: Card, model: Tree) -> bytes:
@@ -375,10 +379,11 @@ class FederationServer:
         return assembly.build_experiment(config, model_inputs.task, runtime, test, validation)
 
     def _open_folder(self) -> RunFolder:
-        """Open the run folder of this federation, or create it.
+        """Open the run folder of this federation, or create it. Its first write locks it for other processes.
 
         Raises:
-            UserError: if the folder contains a run of a federation with other terms, or is in use.
+            UserError: if the folder contains a run of a federation with other terms (its identity is their hash), or is
+                in use. It replaces {run_dir} in its text by the option as the user writes it.
         """
         terms = self.plan.terms
         if not RunFolder.exists(self.path):
@@ -433,7 +438,9 @@ class FederationServer:
 
 
 def _weight_cap(plan: FederationPlan, log: EventRecorder) -> WeightCap | None:
-    """Create the cap on the weights with which sites enter the average.
+    """Create the cap on the weights with which sites enter the average, a multiple of the median weight of a round.
+
+    A site whose image count the server knows may have that weight, even if it is above the cap.
 
     Args:
         plan: the federation. Its rules have the cap, and the image counts that the server knows.
@@ -441,7 +448,7 @@ def _weight_cap(plan: FederationPlan, log: EventRecorder) -> WeightCap | None:
 
     Returns:
         The cap; None with secure aggregation, where the server cannot see the weight of a single site, and with
-        differential privacy, where all weights are 1.
+        differential privacy, where all weights are 1 so that the influence of each site is bounded.
     """
     if plan.config.secure_aggregation or plan.config.dp_clip is not None:
         return None
@@ -524,12 +531,14 @@ def _summarize_accuracy(folder: RunFolder, final_evaluation: ModelEvaluation, re
     Args:
         folder: the run folder. Its rows have the evaluations of earlier rounds.
         final_evaluation: the evaluation of the saved model.
-        results: the results of the rounds. "chosen" is the round with the best validation accuracy, or None.
+        results: the results of the rounds. "chosen" has the round with the best validation accuracy, and this accuracy;
+            it is None without validation images. "concluded" is then the evaluation of the model of the last round.
 
     Returns:
         {"last", "best", "best_round"}; with a chosen round also {"chosen", "chosen_round", "validation"}.
     """
     rows = folder.rows()
+    # Sites evaluate a model at the start of the next round. Each evaluation names the number of rounds of its model.
     evaluations = [row["evaluation"] for row in rows if row.get("evaluation")]
     saved_accuracy = final_evaluation.row()["accuracy"]
     chosen_row = results["chosen"]
@@ -566,6 +575,9 @@ def _config_text(plan: FederationPlan) -> str:
 
 def defense_warning(config: Config) -> str | None:
     """Explain against what the aggregation of a federation does not defend: a site that sends harmful updates.
+
+    `DEFAULT_DEFENSES` are the robust rules that a federation uses by default: the first one that its method allows.
+    `entry.robust_rule_conflict` returns the reason why the method does not allow a rule, or "".
 
     Args:
         config: the configuration; `aggregation` is the mean or a robust rule, such as "cosine".

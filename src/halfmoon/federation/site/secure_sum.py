@@ -304,6 +304,10 @@ class SumParticipant:
     def _reveal_shares(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
         """Decrypt the shares that remove the masks, for one set of sites only; erase the secret of the sum.
 
+        The sums of two different sets would reveal their difference. So what was requested is stored with
+        `log.record_once`, which raises `RefusalError` if another value is stored already; and a repeated request gets
+        the stored reply.
+
         Args:
             request: the request.
             log: this site's earlier replies in the sum.
@@ -313,7 +317,7 @@ class SumParticipant:
         Returns:
             {"shares": uint8, (n, bytes)}: the decrypted shares.
         """
-        if not log.has(_VECTOR):
+        if not log.has(_VECTOR):  # the hash of the masked update, once it is sent
             raise RefusalError("the server requests shares before this site has sent anything under masks.")
         dealers = log.get(MASK_UPDATE)
         survivors = sorted(masks["survived"].tolist())
@@ -324,14 +328,15 @@ class SumParticipant:
         request_summary = [survivors, atomic_io.sha256(b"".join(shares.values()))]
         if not log.has(REVEAL_SHARES):
             if log.has(_SURVIVORS):
-                # An earlier session of this client update revealed a sum: this one must be of the same sites.
+                # The server has begun this sum a second time, with new keys (another session), after an earlier session
+                # revealed it. It must be of the same sites; this is checked before anything is decrypted.
                 log.record_once(_SURVIVORS, survivors)
             decrypted = self._party(request, log).reveal(shares, frozenset(survivors))
-            log.record_once(_SURVIVORS, survivors)
+            log.record_once(_SURVIVORS, survivors)  # only after `reveal` has accepted the shares
             hex_shares = [decrypted[number].to_bytes(masking.ELEMENT_BYTES, "big").hex() for number in dealers]
             log.record_once(REVEAL_SHARES, {"asked": request_summary, "answer": hex_shares})
         recorded = log.get(REVEAL_SHARES)
-        # This refuses a second request that differs from the first.
+        # This refuses a second request that differs from the first: its summary differs from the stored one.
         log.record_once(REVEAL_SHARES, {**recorded, "asked": request_summary})
         # The reply to a repeated request is read from the log. The shares in it are sent to the server, so they are no
         # secret; all secrets are erased before they are sent.
