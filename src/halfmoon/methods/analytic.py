@@ -107,7 +107,14 @@ class SumsUpdate(ClientUpdate):
         return labeled + unlabeled
 
     def roots(self, broadcast: Tree, images: Tensor) -> Tensor:
-        """Compute q (n, F), float64."""
+        """Compute q (n, F), float64: the square roots of the frozen backbone's features, before they are centered.
+
+        Features of an image network are means after a ReLU. Their square roots vary less with the few largest ones.
+
+        Args:
+            broadcast: the tree that the server sent; "head" has the "center" (F,), which gives shape and dtype here.
+            images: images, or with `precomputed` already the vectors q.
+        """
         center = broadcast["head"]["center"]
         network = self.task.network
         if not len(images):
@@ -116,9 +123,12 @@ class SumsUpdate(ClientUpdate):
             return images
         features: list[Tensor] = []
         for chunk in split_into_chunks(images):
-            features.append(network.represent(broadcast["params"], {}, self.task.normalize(chunk))[1])
+            # The backbone is frozen and includes its batch-normalization statistics: none are passed.
+            _, chunk_features = network.represent(broadcast["params"], stats={}, x=self.task.normalize(chunk))
+            features.append(chunk_features)
         # float64 from here on: sums of squares over all images are solved as a linear system.
         q = torch.cat(features).to(center.dtype)
+        # A `LinearClassifier` has standardized vectors, of any sign, instead of non-negative features.
         if not isinstance(network, LinearClassifier):
             q = q.clamp_min(0).sqrt()
         return q
@@ -163,25 +173,44 @@ class MomentSums(SumsUpdate):
     """
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
-        x = self.unit(broadcast, data.x)
-        u = self.unit(broadcast, data.u)
-        y = F.one_hot(data.y, self.task.network.classes).to(x.dtype)
-        labeled_second_moment = x.T @ x
+        """Compute the sums from which the server solves the head, float64.
+
+        An image's h (F,) is its feature vector minus the mean of all clients' images, scaled to length 1.
+
+        Args:
+            broadcast: the tree that the server sent, with the frozen network and the mean.
+            data: the client's labeled images x with labels y, and its unlabeled images u.
+
+        Returns:
+            Over all images "count" (), "h" (F,) and "hh" (the sum of h h'); over the labeled ones alone "label_counts"
+            (K,), "label_h" (F,), "label_hh", and "label_hy" (F, K), the sum of h of each class.
+        """
+        labeled_h = self.unit(broadcast, data.x)
+        unlabeled_h = self.unit(broadcast, data.u)
+        one_hot_labels = F.one_hot(data.y, self.task.network.classes).to(labeled_h.dtype)
+        labeled_second_moment = labeled_h.T @ labeled_h
         return {
-            "count": (data.labeled + data.unlabeled).to(x.dtype),
-            "h": x.sum(0) + u.sum(0),
-            "hh": upper_triangle(labeled_second_moment + u.T @ u),
-            "label_counts": y.sum(0),
-            "label_h": x.sum(0),
+            "count": (data.labeled + data.unlabeled).to(labeled_h.dtype),
+            "h": labeled_h.sum(0) + unlabeled_h.sum(0),
+            "hh": upper_triangle(labeled_second_moment + unlabeled_h.T @ unlabeled_h),
+            "label_counts": one_hot_labels.sum(0),
+            "label_h": labeled_h.sum(0),
             "label_hh": upper_triangle(labeled_second_moment),
-            "label_hy": x.T @ y,
+            "label_hy": labeled_h.T @ one_hot_labels,
         }
 
     def faults(self, sums: Tree, labeled: int, unlabeled: int) -> Iterator[str]:
-        """Compare the sums with the counts: every h has norm 1, so that no sum of vectors is longer than its count.
+        """Yield each reason why a client's sums cannot be those of so many images.
 
-        Second moments minus those of the means are positive semidefinite, with a trace of the count at most; this bounds
-        every entry (Cauchy-Schwarz).
+        An image's h (F,) is its centered feature vector of norm 1, so no sum of vectors is longer than its count. Second
+        moments minus those of the means are positive semidefinite, with a trace of the count at most; this bounds every
+        entry (Cauchy-Schwarz).
+
+        Args:
+            sums: "h" and "hh" (upper triangle) are the sums of h and h h' over all images, names with "label" those
+                over labeled images; "label_hy" (F, K) has the sum of h of each class.
+            labeled: number of labeled images that the client has declared.
+            unlabeled: number of unlabeled ones.
         """
         count = float(sums["count"])
         label_counts = sums["label_counts"]
@@ -202,10 +231,13 @@ class MomentSums(SumsUpdate):
         side = len(sums["h"])
         label_hh = symmetric_matrix(sums["label_hh"], side)
         unlabeled_hh = symmetric_matrix(sums["hh"] - sums["label_hh"], side)
-        means = sums["label_hy"] / label_counts.clamp_min(1e-9).sqrt()
-        yield from moment_faults("label_hh", label_hh, means, label_count)
-        mean = unlabeled_h[:, None] / max(unlabeled_count, 1e-9) ** 0.5
-        yield from moment_faults("hh without label_hh", unlabeled_hh, mean, unlabeled_count)
+        # A group's sum s of n vectors has the second moment s s' / n: divided by the root of n, it is an outer product.
+        class_means = sums["label_hy"] / label_counts.clamp_min(1e-9).sqrt()
+        yield from moment_faults("label_hh", moments=label_hh, means=class_means, count=label_count)
+        unlabeled_mean = unlabeled_h[:, None] / max(unlabeled_count, 1e-9) ** 0.5
+        yield from moment_faults(
+            "hh without label_hh", moments=unlabeled_hh, means=unlabeled_mean, count=unlabeled_count
+        )
 
 
 @dataclass(frozen=True)
@@ -260,7 +292,13 @@ class RidgeHead:
         return {"mean": MeanSums(task), "moments": MomentSums(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Add the head in float64 to the model.
+        """Build the server's initial state: the model, and in "head" a float64 copy of its head, which rounds solve.
+
+        A centered head is a linear layer on features minus their mean: its parameters are weight, bias and center.
+
+        Args:
+            task: settings that all methods share, with the network.
+            model: "params", of which frozen ones are not part, and "stats".
 
         Raises:
             UserError: if the network is not a frozen backbone with a centered head.
@@ -284,14 +322,16 @@ class RidgeHead:
         return {**server, "head": {**server["head"], **solve(sums, self.strength)}}
 
     def statistics(self, task: Task, server: Tree, federation: Federation) -> tuple[Tree, Tree]:
-        """Query the mean and the moments of all clients.
+        """Query all clients, and the server if it has images, for the mean feature vector, then for moments around it.
 
         Returns:
-            The server's tree with the mean as its center, and the sums of all moments.
+            The server's tree with the mean as its head's center; and the sums of `MomentSums`, in which h is a centered
+            feature vector, with "hh" and "label_hh" as full matrices.
 
         Raises:
             UserError: if there is no labeled image.
         """
+        # `serving`: images at the server count, too.
         sums = sum_over_clients(MeanSums(task), "mean", server, federation, serving=True)
         center = sums["q"] / sums["count"].clamp_min(1)
         server = {**server, "head": {**server["head"], "center": center}}
@@ -348,36 +388,50 @@ class MixtureHead(RidgeHead):
         return self._em_step(task.round - 1, server, sums)
 
     def _start_em(self, server: Tree, sums: Tree) -> Tree:
-        """Start EM from the ridge head; store the moments that do not change.
+        """Start EM on a mixture of Gaussians from the ridge head, and store the moments that stay the same.
 
         The ridge head's intercept contains the labels' class frequencies. They are removed, as those of the unlabeled
-        images may differ.
+        images may differ. The mixture is fitted in `directions` principal directions only, as a covariance of all F
+        features would have F (F + 1) / 2 entries to estimate.
+
+        Args:
+            server: the server's tree.
+            sums: sums of h, the centered feature vector of length 1, and of h h' ("hh"): over all images, and with the
+                prefix "label_" over the labeled ones; "label_hy" (F, K) is the sum of h of each class.
+
+        Returns:
+            The server's tree with "head" (for the next round's soft labels), "ridge", "moments", and "correction" (K,),
+            which EM adds to the biases of classes that soft labels favor too much or too little.
         """
         n = sums["count"]
         prior = sums["label_counts"] / sums["label_counts"].sum()
-        moments = {"first": sums["h"] / n, "second": sums["hh"] / n}
+        all_moments = {"first": sums["h"] / n, "second": sums["hh"] / n}
         ridge = solve(sums, self.strength)
-        ridge = unit_spread({"weight": ridge["weight"], "bias": ridge["bias"] - prior}, moments)
-        basis = principal_directions(moments["second"], self.directions)
-        # Names without "label" are of the unlabeled images: all images minus the labeled ones.
-        moments |= {
+        # Regression outputs have no scale as logits: give them spread 1 over the images, then a chosen sharpness.
+        ridge = unit_spread({"weight": ridge["weight"], "bias": ridge["bias"] - prior}, all_moments)
+        head = {**server["head"], **tree.map(lambda leaf: SHARPNESS[0] * leaf, ridge)}
+        basis = principal_directions(all_moments["second"], self.directions)
+        unlabeled_hh = sums["hh"] - sums["label_hh"]
+        moments = {
+            **all_moments,
             "basis": basis,
-            "scatter": basis.T @ (sums["hh"] - sums["label_hh"]) @ basis,
+            "scatter": basis.T @ unlabeled_hh @ basis,  # of the unlabeled images
             "label_scatter": basis.T @ sums["label_hh"] @ basis,
             "label_sums": sums["label_hy"].T @ basis,
             "label_counts": sums["label_counts"],
-            "unlabeled": n - sums["label_counts"].sum(),
+            "unlabeled": n - sums["label_counts"].sum(),  # number of unlabeled images
         }
-        head = {**server["head"], **tree.map(lambda leaf: SHARPNESS[0] * leaf, ridge)}
         return {**server, "head": head, "ridge": ridge, "moments": moments, "correction": torch.zeros_like(prior)}
 
     def _em_step(self, step: int, server: Tree, sums: Tree) -> Tree:
-        """Take the M step of EM: fit the mixture, and mix its logits with the ridge head's.
+        """Take the M step of EM: fit a Gaussian to each class, and mix their logits with the ridge head's.
 
         Args:
             step: number of the step, from 0.
-            server: the server's tree.
-            sums: sums over the unlabeled images with soft labels, see `SoftSums`.
+            server: the server's tree: "moments" are sums over images in the principal directions "basis" (F, D),
+                "scatter" of the unlabeled and "label_scatter" of the labeled ones; "ridge" is the head of labels alone.
+            sums: over the unlabeled images, with each image's soft labels r (E step): "r" (K,), and "rh" (K, F), the sum
+                of r h', with h the image's centered feature vector.
 
         Returns:
             The server's tree with the new head.
@@ -394,7 +448,7 @@ class MixtureHead(RidgeHead):
         label_weight = trust / (1 - trust) * moments["unlabeled"] / counts.sum()
         mass = r + label_weight * counts
         means = (sums["rh"] @ basis + label_weight * moments["label_sums"]) / mass[:, None]
-        # The shared covariance: all second moments minus those of the class means.
+        # The covariance that all classes share: all second moments minus those of the class means.
         between = (means * mass[:, None]).T @ means
         covariance = (moments["scatter"] + label_weight * moments["label_scatter"] - between) / mass.sum()
         identity = torch.eye(len(covariance), dtype=r.dtype, device=r.device)
@@ -403,6 +457,7 @@ class MixtureHead(RidgeHead):
         # Linear discriminant analysis: weight S^-1 mu_c, bias -mu_c' S^-1 mu_c / 2, without class priors.
         slopes = solve_linear(covariance, means.T)
         mixture = {"weight": (basis @ slopes).T, "bias": -0.5 * (means.T * slopes).sum(0)}
+        # `unit_spread` scales both heads' logits to mean square 1 over all images, so that `trust` mixes equals.
         mixture = unit_spread(mixture, moments)
         combined = tree.map(lambda a, b: trust * a + (1 - trust) * b, server["ridge"], mixture)
         combined = unit_spread(combined, moments)
@@ -419,11 +474,14 @@ class MixtureHead(RidgeHead):
 def sum_over_clients(
     update: SumsUpdate, query: str, server: Tree, federation: Federation, serving: bool = False
 ) -> Tree:
-    """Query all clients, and add their sums.
+    """Have all clients compute sums over their images, and add these up.
+
+    The server sends zeros in "sums" and each client's sums are their update, so secure aggregation and clipping treat
+    them like a model.
 
     Args:
-        update: the client update, for the shapes of its sums.
-        query: name of the client update.
+        update: the client update, from which only the shapes of the sums are taken.
+        query: name of the client update, by which clients know what to compute.
         server: the server's tree.
         federation: the clients.
         serving: also add the sums over the server's images.
@@ -515,19 +573,23 @@ def length_faults(name: str, vectors: Tensor, counts: Tensor) -> Iterator[str]:
 
 
 def moment_faults(name: str, moments: Tensor, means: Tensor, count: float) -> Iterator[str]:
-    """Yield a fault if second moments (F, F) are of no `count` vectors of norm 1 with these means.
+    """Yield a fault, a clause about the site that sent them, if second moments are impossible.
+
+    They are possible if `count` vectors of norm 1 with the given means can have them: the trace is then the count, and
+    the moments minus those of the means, which are the scatter within groups, are positive semidefinite.
 
     Args:
-        name: name of the moments.
-        moments: sum of h h'.
-        means: sums of groups of the vectors (F, n), each divided by the root of the group's size.
+        name: name of the moments, for the message.
+        moments: sum of h h' over the vectors h, (F, F).
+        means: sums of n groups of the vectors (F, n), each divided by the root of the group's size.
         count: number of vectors.
     """
-    allowed = TOLERANCE * max(1.0, count)
+    allowed = TOLERANCE * max(1.0, count)  # rounding error
     trace = float(moments.trace())
     if trace > count + allowed:
         yield f"its {name} has the trace {trace:g}, of {count:g} vectors of length 1"
     within = moments - means @ means.T
+    # Rounding can turn an eigenvalue 0 slightly negative.
     within = within + allowed * torch.eye(len(within), dtype=within.dtype, device=within.device)
     if not is_positive_definite(within):
         yield f"its {name} are no second moments of vectors with the sums that it sends"

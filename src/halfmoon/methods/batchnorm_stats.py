@@ -63,12 +63,16 @@ class BatchNormStatistics(ClientUpdate):
 def statistics_requirements(norm: str, over: Over) -> Requirements:
     """State what a method with static batch normalization needs from aggregation and from the labels' location.
 
+    Static batch normalization (sBN): clients train without running statistics, and upload those of the averaged model
+    afterwards. Secure aggregation, which shows the server only sums of uploads, cannot be used for that.
+
     Args:
         norm: normalization of the network: "batch", "group" or "none".
-        over: clients on whose images batch-normalization statistics are estimated.
+        over: clients on whose images the statistics are estimated; "server": on the server's images, without a query.
 
     Returns:
-        Requirements that each client's upload be available alone if clients upload statistics, else only their sum.
+        The requirement "individual" (the default), with its reason as the end of a sentence, if clients upload statistics;
+        else "sum".
     """
     if norm != "batch" or over == "server":
         return Requirements(aggregation="sum", reason="", label_locations=LABEL_LOCATIONS)

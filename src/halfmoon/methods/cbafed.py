@@ -267,13 +267,15 @@ class CBAFedClient(RoundLabelingClient):
 
         Args:
             params: parameters of the network, in which the loss is differentiated.
-            carry: state of the client update, with the pseudo-labels of all images.
+            carry: state of the client update, with the pseudo-labels of all images, predicted when it began; "weight" is
+                1 for accepted ones and 0 for others.
             batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The loss (), and (batch statistics of the pass, the minibatch's pseudo-labels).
         """
         groups = (batch.x, batch.u["weak"])
+        # "joint": labeled and unlabeled images share a forward pass, and so their batch statistics.
         joint = self.task.statistics == "joint"
         (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(views=1))
         pseudo = PseudoLabels(

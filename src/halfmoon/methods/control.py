@@ -62,7 +62,8 @@ class SupervisedWithUnlabeledStatistics(Objective):
     ) -> tuple[Tensor, StepResult]:
         """Compute the labeled images' cross-entropy, with unlabeled images in the same forward pass.
 
-        They have no loss: they only contribute to the batch statistics that normalize the labeled images.
+        These have no loss: they only contribute to the batch statistics that normalize the labeled images. As a control
+        of FixMatch, its passes are the same: strong views, and weak views if labels were predicted in each "step".
 
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.

@@ -77,7 +77,7 @@ class LocalTraining(ClientUpdate):
         return {**super().begin(broadcast, memory, data), **shared_state, **local_state, "cached": cached}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step on the objective, with FedProx's proximal term if `prox` is set.
+        """Take one optimizer step on the objective (the clients' loss), with FedProx's proximal term if `prox` is set.
 
         Args:
             broadcast: the model that the server sent; the proximal term pulls towards it.
@@ -94,6 +94,8 @@ class LocalTraining(ClientUpdate):
             gradient = tree.map(
                 lambda g, new, old: add_proximal(g, new - old), gradient, carry["params"], broadcast["params"]
             )
+        # `result` has the pass's batch statistics (moments), and new state of the objective (aux), such as thresholds.
+        # `consume`: the optimizer may overwrite the gradient and the old state, which are not used again.
         new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
         # For example the mean teacher, which follows the new parameters.
         objective_state = self.objective.after_step(carry, new["params"])
@@ -102,7 +104,8 @@ class LocalTraining(ClientUpdate):
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Return the upload (model and shared state of the objective, weighted by images), and the memory to store.
 
-        With a mean teacher its batch-normalization statistics are estimated here, on all images of the client.
+        If the objective uploads a mean teacher, the running average of the model (`counts_teacher_stats`), the teacher's
+        batch-normalization statistics are estimated here, on all images of the client.
 
         Args:
             broadcast: the tree that the server sent.

@@ -135,9 +135,11 @@ class FedDure(ModelAveraging):
 
     @property
     def pseudo_labeling(self) -> PseudoLabeling:
-        """Build the object that computes the pseudo-labels of FedDure's Eq. 1.
+        """The rule of FedDure's Eq. 1, by which a client predicts labels of its unlabeled images.
 
         The fine-grained regulator weighs every image, so a confidence threshold applies only without it (`fine` False).
+        With `debias` predictions are divided by their mean over the client's images; `labels` is whether labels are
+        predicted in each "step" or once a "round".
         """
         threshold_options: dict[str, Any] = {}
         if not self.fine:
@@ -225,7 +227,8 @@ def build_coarse_student(task: Task, params: Tree, batch: Batch) -> Student:
     network = task.network
     strong_images = batch.u["strong"]
     mask = batch.u_real
-    # The recorded activations (`tape`) serve the tangent below: a forward-mode pass without another forward pass.
+    # `linearize` returns the logits, and as `tape` the activations: the tangent below is then a forward-mode pass
+    # without another forward pass.
     logits, backward, tape = vjp(lambda params: network.linearize(params, strong_images, mask), params)
 
     def tangent(direction: Tree) -> Tensor:
@@ -252,6 +255,10 @@ def build_local_student(
         logits: those of labeled images (B, classes) and of strong views (b, classes).
         backward: computes the gradient of that pass in the parameters, from gradients in both logits.
         labels_of_round: whether the weak views were not part of the pass, because labels are computed once a round.
+
+    Returns:
+        What the fine-grained regulator trains through: the logits of the strong views, with functions for their gradient
+        and for their derivative along a direction of the parameters.
     """
     network = task.network
     labeled_logits, strong_logits = logits
@@ -261,6 +268,7 @@ def build_local_student(
     if task.statistics == "joint":
         # Batch statistics depend on all images of the pass: repeat them in the same order.
         images_before_strong = len(batch.x)
+        # "running": pseudo-labels are predicted in another pass, under running statistics.
         weak_separate = labels_of_round or task.labeling == "running"
         views = (batch.x, *views) if weak_separate else (batch.x, *views, batch.u["weak"])
         mask = padding.concat(batch.masks(views=len(views) - 1))
@@ -376,13 +384,17 @@ class FedDureClient(ClientUpdate):
         return memory
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        """Build the state of a client update (`carry`): the local model, C-reg, F-reg, and data of pseudo-labeling.
+        """Build the state of a client update (`carry`): the local model, both regulators, and data of pseudo-labeling.
+
+        F-reg, the fine-grained regulator, is an MLP that weighs pseudo-labeled images, and stays at its client. C-reg,
+        the coarse-grained one, is a copy of the classifier that tests whether the pseudo-labels lower the labeled loss.
 
         Args:
             broadcast: the model that the server sent, in "params" and "stats".
             memory: the state that the client stored after its last update.
             data: the client's images and labels.
         """
+        # What is predicted once, on all images, before the first step.
         cached = self.options.pseudo_labeling.prepare(self.task, broadcast, data)
         carry = {**super().begin(broadcast, memory, data), "cached": cached}
         carry |= self.options.pseudo_labeling.begin(self.task, memory, data, cached)
@@ -398,6 +410,7 @@ class FedDureClient(ClientUpdate):
         if self.options.reward_baseline is not None:
             carry["baseline"] = memory["baseline"]
         if self.options.judge_prior:
+            # Added to the logits in the labeled loss, so that it does not reward the client's frequent classes.
             model_leaf = next(tree.leaves(broadcast["params"]))
             carry["label_log_shares"] = compute_log_shares(data, self.task.network.classes).to(model_leaf.dtype)
         if self.options.labeled_first:
@@ -484,29 +497,35 @@ class FedDureClient(ClientUpdate):
         return upload, {**memory, **{name: carry[name] for name in stored_names}}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        """Count the images that one step of FedDure sends forward and backward through the classifier.
+        """Count the images that one step of FedDure sends forward and backward through networks of the classifier's size.
 
-        Counted are the passes of the local model, of C-reg (a copy of it), of the forward-mode tangent and of the
-        labeled losses before and after C-reg's step. The tangent uses C-reg's recorded activations: it counts as one
-        forward pass, although it needs two convolutions a layer. Without C-reg the activations must be computed again,
-        so the tangent counts twice.
+        The student is the network on which the regulators train: the coarse-grained regulator C-reg, a copy of the
+        classifier, or without it the local model. The fine-grained regulator F-reg is a small MLP and is not counted,
+        but its gradient needs a labeled loss, and a tangent (forward-mode derivative) of the student.
 
         Args:
             labeled: number of labeled images of the step.
             unlabeled: number of unlabeled images of the step.
         """
+        # The local model: predicting pseudo-labels, and its training step.
         forward, backward = self.options.pseudo_labeling.passes(self.task, labeled, unlabeled)
         if self.options.coarse:
-            tangent = student_backward = unlabeled
-            forward += unlabeled + 2 * labeled
-            backward += unlabeled
+            strong_views = unlabeled
+            labeled_losses = 2 * labeled  # before and after C-reg's step, whose difference is the reward
+            forward += strong_views + labeled_losses
+            backward += unlabeled  # C-reg's step
+            # The tangent uses the activations of C-reg's pass, so it counts once, with two convolutions a layer.
+            tangent = unlabeled
+            student_backward = unlabeled
         elif self.task.statistics == "joint":
+            # All images share a batch normalization. Twice: the activations must be computed again for the tangent.
             tangent = 2 * backward
             student_backward = backward
         else:
             tangent = 2 * unlabeled
             student_backward = labeled + unlabeled
         if self.options.fine:
+            # `student_backward` is F-reg's virtual step of the student, `labeled` the labeled loss after it.
             forward += tangent + labeled
             backward += student_backward + labeled
         return Passes(forward, backward)
@@ -623,6 +642,10 @@ class FedDureClient(ClientUpdate):
 
     def _labeled_loss(self, params: Tree, carry: Tree, batch: Batch) -> Tensor:
         """Compute the cross-entropy () of the labeled images of a minibatch under `params` (FedDure, Eq. 3 and 5).
+
+        By this loss the regulators are judged, before and after a step on pseudo-labels. The option `judging` selects the
+        batch-normalization statistics: the "running" ones or those of these images. With `judge_prior` the logits are
+        adjusted by the logarithms of the client's class shares.
 
         Args:
             params: parameters of the network to evaluate.

@@ -150,10 +150,14 @@ class FedIRMClient(MeanTeacherClient):
     def _loss(self, params: Tree, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute FedIRM's loss: cross-entropy, distance to a mean teacher, and matching of class relations.
 
+        Row c of a relation matrix (classes, classes) is the softmax of the mean logits of images of class c: which
+        classes the model confuses with c. Predicted classes stand for the labels of unlabeled images.
+
         Args:
             params: parameters of the network, in which the loss is differentiated.
-            broadcast: with "relation" (classes, classes), the mean relation matrix of clients with labels.
-            carry: state of the client update, with the mean teacher.
+            broadcast: with "relation", the mean relation matrix of clients with labels; "related" is 0 before there is
+                one.
+            carry: state of the client update, with the mean teacher; "gate" is 0 in the warm-up, else 1.
             batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
@@ -172,7 +176,7 @@ class FedIRMClient(MeanTeacherClient):
         relation = compute_relations(logits, predicted_classes, options.temperature)
         # Without a relation of labeled clients the target is this client's, so that value and gradient are 0.
         target = torch.where(broadcast["related"] > 0, broadcast["relation"], relation.detach())
-        # KL(R | S) + KL(S | R) = sum (R - S) (log R - log S).
+        # Mean over classes of (KL(R | S) + KL(S | R)) / 2, whose sum is that of (R - S) (log R - log S).
         divergence = ((target - relation) * (target.log() - relation.log())).sum() / 2 / classes
         teacher_logits = predict_with_teacher(
             self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real
@@ -181,6 +185,7 @@ class FedIRMClient(MeanTeacherClient):
         unlabeled_weight = carry["gate"] * ramp_weight(self.task, options.unlabeled_weight, options.ramp, "sigmoid")
         labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real, self.task.class_weights)
         loss = labeled_loss + unlabeled_weight * (distance_to_teacher + divergence)
+        # For the upload: the server averages these matrices to the next round's "relation".
         true_classes = one_hot(batch.y, classes, labeled)
         if batch.x_real is not None:
             true_classes = true_classes * batch.x_real[:, None]

@@ -137,6 +137,10 @@ class FedLoKeClient(ClientUpdate):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of both models, each on its labels and on the other's predictions (FedLoKe, Eq. 9 to 14).
 
+        The local model stays at the client. Only predictions with a low entropy are used, and their weight grows over
+        the rounds. Without the options `local` or `global_labels` (ablations), the global model teaches itself, or the
+        local one learns from labels only.
+
         Args:
             broadcast: the model that the server sent (unused: `carry` has it).
             carry: the global and the local model, each with its optimizer's state.
@@ -152,6 +156,7 @@ class FedLoKeClient(ClientUpdate):
         # own teacher.
         global_outputs = self._run_model(carry["global"], batch, strong_view)
         local_outputs = self._run_model(carry["local"], batch, weak_view) if options.local else global_outputs
+        # 1 for predictions whose entropy is low enough for the other model to learn from.
         used = {
             "global": mutual.select_low_entropy(global_outputs.prediction, options.delta),
             "local": mutual.select_low_entropy(local_outputs.prediction, options.delta),

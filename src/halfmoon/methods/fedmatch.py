@@ -164,8 +164,9 @@ class FedMatch:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Run a round of FedMatch (ICLR 2021): average sigma, learned from labels, and psi, from pseudo-labels.
 
-        If the server has labels it first trains sigma on them. Every few rounds, clients also get the psi of the
-        clients with the most similar models ("helpers").
+        The network's parameters are sigma + psi. If the server has labels it first trains sigma on them ("serve"). Every
+        few rounds, clients also get the psi of the clients with the most similar models ("helpers"): models are similar
+        if their predictions on one noise image, the uploaded embeddings, are.
 
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.
@@ -190,7 +191,7 @@ class FedMatch:
         sigma_of_labeled = Upload({"sigma": upload.update["sigma"]}, weight=upload.aux["labels"])
         sigma = average_uploads(sigma_of_labeled, broadcast)
         psi_and_stats = {name: upload.update[name] for name in ("psi", "stats")}
-        return {**sigma, **average_uploads(upload._replace(update=psi_and_stats))}
+        return {**sigma, **average_uploads(upload._replace(update=psi_and_stats))}  # weight 1 for each client
 
     def solution(self, task: Task, server: Tree) -> Tree:
         params = add_halves(server["sigma"], zero_small_entries(server["psi"], self.l1_threshold))
@@ -287,10 +288,11 @@ class FedMatchClient(ClientUpdate):
     def requirements(self) -> UpdateRequirements:
         """Data that FedMatch's client needs from the engine, and the content of its upload.
 
-        Besides the model it uploads an embedding, by which the server finds similar clients, whether it has labels, and
-        the number of entries that changed.
+        Besides the model (sigma + psi) it uploads an embedding, by which the server finds similar clients, a mark whether
+        it has labels, and the number of entries that changed, of which the cost of sparse communication is counted.
         """
         options = self.options
+        # The mean prediction of all images is needed to debias, and by some rules of the confidence threshold.
         predicts_all_rows = options.debias or options.rule.needs_all_rows
         aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
         upload_spec = UploadSpec(update=("sigma", "psi", "stats"), weight="one", aux=aux)
@@ -324,13 +326,18 @@ class FedMatchClient(ClientUpdate):
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         """Build the state of a client update: the received halves, their optimizers, and the thresholds.
 
-        With sparse communication the received model is the one that the client stores, with the entries replaced that
-        differ by more than `delta_threshold`.
+        FedMatch's parameters are sigma, trained on labels, plus psi, trained on pseudo-labels. With sparse communication
+        the received model is the one that the client stores, with the entries replaced that differ by more than
+        `delta_threshold`.
 
         Args:
             broadcast: "sigma", "psi" and "stats" of the server.
-            memory: the state that the client stored after its last update.
+            memory: the state that the client stored after its last update; "met" is 0 before the first one.
             data: the client's images.
+
+        Returns:
+            The carry, with the number of entries that the client was sent in "changed", and with "prior", the mean
+            prediction of all its images, if an option needs it.
         """
         received = {name: broadcast[name] for name in ("sigma", "psi")}
         # A first contact sends all entries: the threshold -1 counts each of them as changed.
@@ -388,8 +395,9 @@ class FedMatchClient(ClientUpdate):
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Build the upload and the state that the client stores.
 
-        The upload has the trained halves (entries that changed by at most `delta_threshold` as they were received), the
-        prediction on a fixed noise image as the client's embedding, and the number of entries that were sent each way.
+        The parameters are sigma + psi (halves). The upload has both as trained, but with entries that changed by at most
+        `delta_threshold` as they were received; the prediction on a fixed noise image as the client's embedding, by which
+        the server compares clients; and the number of entries that were sent down to the client and up from it.
 
         Args:
             broadcast: the tree that the server sent, with the helpers' psi in rounds with helpers.
@@ -464,6 +472,9 @@ class FedMatchClient(ClientUpdate):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute FedMatch's unlabeled loss: divergence from helpers, cross-entropy on voted labels, penalties on psi.
 
+        Helpers are models of similar clients, which the server sent in this round. On the label of an image the client's
+        prediction on the plain view and theirs vote; the strong view is trained on it. The network is sigma + psi.
+
         Args:
             psi: the half of the parameters in which the loss is differentiated.
             carry: state of the client update; sigma is a constant here, so that unlabeled images do not train it.
@@ -480,6 +491,7 @@ class FedMatchClient(ClientUpdate):
         (label, confidence, used), thresholds = options.rule.pseudo_label(
             target.softmax(-1), batch.u_rows, carry["thresholds"], batch.u_real
         )
+        # `used` is 1 for images whose confidence passes the threshold, else 0.
         image_losses = torch.zeros_like(used)
         if helper_logits is not None and helper_exists is not None:
             share = helper_exists / helper_exists.sum().clamp_min(1)

@@ -88,11 +88,15 @@ class WeightedLoss:
             logits: (n, classes).
             pseudo_labels: (n,) int64.
             kind: transform of the logits that F-reg gets as its input.
-            gradient_path: whether gradients also pass through F-reg's input.
+            gradient_path: whether gradients also pass through F-reg's input ("product") or not ("detached").
             mask: (n,) bool, False for padding rows; None if no row is padding.
+
+        Returns:
+            The object whose methods compute derivatives for given parameters of F-reg, which are not needed here.
         """
         log_probabilities = logits.log_softmax(-1)
         loss = -log_probabilities.gather(-1, pseudo_labels[:, None])[:, 0]
+        # softmax - one-hot, the gradient of the cross-entropy in the logits.
         probability_error = log_probabilities.exp() - F.one_hot(pseudo_labels, logits.shape[-1])
         count: Tensor | int = len(loss)
         if mask is not None:
@@ -110,32 +114,38 @@ class WeightedLoss:
         )
 
     def logit_gradient(self, regulator: Tree) -> Tensor:
-        """Compute the gradient of the weighted pseudo-label loss in the logits, (n, classes).
+        """Compute the gradient in the logits of the pseudo-label loss mean_i w_i c_i, (n, classes).
+
+        The MLP F-reg computes an image's weight w from its logits z, and c is the cross-entropy. By the product rule the
+        gradient is w dc/dz + c dw/dz; with the gradient path "detached" the second term is left out.
 
         Args:
-            regulator: parameters of the MLP that weighs the images; {} if all weights are 1.
+            regulator: F-reg's parameters; {} if all weights are 1.
         """
         if not regulator:
             return self.probability_error / self.count
         hidden, weights = _forward(regulator, self.inputs)
         gradient = weights[:, None] * self.probability_error
         if self.gradient_path == "product":
-            score_gradient = self.loss * weights * (1 - weights)
+            score_gradient = self.loss * weights * (1 - weights)  # through the sigmoid
             hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
             input_gradient = hidden_gradient @ regulator["hidden"]["weight"]
             gradient = gradient + self._input_transform(input_gradient)
         return gradient / self.count
 
     def regulator_gradient(self, regulator: Tree, logit_tangent: Tensor) -> Tree:
-        """Compute the gradient, in F-reg's parameters, of the loss's directional derivative D L.
+        """Compute the gradient, in F-reg's parameters, of the weighted loss's derivative along a tangent, D L.
 
-        Times the negative learning rate of the virtual step, it is the hypergradient in Eq. 5 of FedDure (AAAI 2024), if
-        `logit_tangent` is the derivative of the logits along the gradient of the labeled loss. The module's docstring has
-        the formulas; comments below name their terms.
+        F-reg is an MLP: image i has the score a_i and the weight H_i = sigmoid(a_i) of its cross-entropy c_i, and
+        L = mean_i H_i c_i. So D L = mean_i (H_i Dc_i + c_i H'_i Da_i), where D is the derivative along the tangent, and
+        H' = H (1 - H). With the gradient path "detached" F-reg's input is a constant: Da = 0.
+
+        Times the negative learning rate of the virtual step, the result is the hypergradient in Eq. 5 of FedDure (AAAI
+        2024), if the tangent is along the gradient of the labeled loss.
 
         Args:
             regulator: F-reg's parameters.
-            logit_tangent: direction in which the logits move, (n, classes).
+            logit_tangent: Dz, the direction in which the logits z move, (n, classes).
 
         Returns:
             A tree like `regulator`.
@@ -143,7 +153,7 @@ class WeightedLoss:
         hidden, weights = _forward(regulator, self.inputs)
         sigmoid_slope = weights * (1 - weights) / self.count  # H' / n
         loss_tangent = (self.probability_error * logit_tangent).sum(-1)  # Dc
-        score_gradient = sigmoid_slope * loss_tangent
+        score_gradient = sigmoid_slope * loss_tangent  # d(D L)/da without the term of Da
         if self.gradient_path == "detached":
             hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
             return _as_tree(
@@ -152,12 +162,13 @@ class WeightedLoss:
                 out_weight=score_gradient @ hidden,
                 out_bias=score_gradient.sum(),
             )
-        # The tangent also moves F-reg's input, and with it the hidden layer and the score: the terms in brackets.
+        # The tangent also moves F-reg's input, and with it the hidden layer and the score: Da is not 0.
         input_tangent = self._input_transform(logit_tangent)
         hidden_tangent = torch.where(hidden > 0, F.linear(input_tangent, regulator["hidden"]["weight"]), 0.0)
         score_tangent = hidden_tangent @ regulator["out"]["weight"][0]  # Da
         score_tangent_gradient = self.loss * sigmoid_slope  # d(D L)/dDa
-        full_score_gradient = score_gradient + score_tangent_gradient * (1 - 2 * weights) * score_tangent  # d(D L)/da
+        # d(D L)/da: the second derivative of the sigmoid is H' (1 - 2 H).
+        full_score_gradient = score_gradient + score_tangent_gradient * (1 - 2 * weights) * score_tangent
         hidden_gradient = _backward_through_relu(full_score_gradient, regulator, hidden)
         hidden_tangent_gradient = _backward_through_relu(score_tangent_gradient, regulator, hidden)
         # A layer's weight acts on its input and on the input's tangent, so its gradient has a term for each.

@@ -119,6 +119,9 @@ class FL2(ModelAveraging):
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Run a round of (FL)^2: clients train, the server steps to their average, then trains on its labels.
 
+        "train" and "fine-tune" name client updates. Static batch normalization: training leaves the running statistics
+        as they are, and those of the new model are then estimated on the images of the clients that `sbn` selects.
+
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.
             server: the server's state: model and momentum.
@@ -233,9 +236,11 @@ class FL2Client(RoundLabelingClient):
 
         Args:
             broadcast: the tree that the server sent.
-            carry: state of the client update after its last step, with the mean confidence ("status").
+            carry: state of the client update after its last step; "status" is the mean confidence on all images, which is
+                low for a client that learned less. Without `status_aware` all have the weight 1.
             data: the client's images and labels.
         """
+        # The unlabeled images that steps could draw, (U,) bool: those whose confidence passes the threshold; None: all.
         drawable = self.drawable_rows(carry, data)
         has_trained = torch.ones_like(carry["status"])
         if drawable is not None:

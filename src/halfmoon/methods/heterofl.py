@@ -129,6 +129,9 @@ class HeteroFL(ModelAveraging):
     def _add_uploads(self, upload: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
         """Add the parameters of narrow networks to the sums over clients, in place.
 
+        A small client trains the leading channels of each layer, so its leaf is the leading block of the full one. With
+        `masked`, a client counts in the head only for the classes of which it has images ("present").
+
         Args:
             upload: parameters, leaves (k, ...), of k clients with the same width.
             total: for each parameter of the full network, by path, the sum; the leading channels are added to.
@@ -139,6 +142,7 @@ class HeteroFL(ModelAveraging):
             weight = upload.weight.to(leaf.dtype)[:, None]
             if path.startswith("head/") and self.masked:
                 weight = weight * upload.aux["present"].to(leaf.dtype)
+            # Broadcast over the input dimensions.
             weight = weight.reshape(*weight.shape, *[1] * (leaf.dim() - 2))
             leading = tuple(slice(size) for size in leaf.shape[1:])
             total[path][leading] += (leaf * weight).sum(0)

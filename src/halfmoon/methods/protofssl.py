@@ -98,10 +98,14 @@ class ProtoFSSL:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Run a round of ProtoFSSL: average models and class prototypes, and select the next round's helpers.
 
+        A class's prototype is the mean feature vector of a client's labeled images of it. Helpers are clients of this
+        round whose prototypes label unlabeled images at all clients in the next one.
+
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.
-            server: the server's state: model, mean prototypes, helpers' prototypes.
-            federation: the clients of this round.
+            server: the server's state: the model; "mean" prototypes (classes, F), and "known" (classes,), 1 for classes
+                that have one; "helpers" (H, classes, F), and "there" (H,), 1 for those that exist.
+            federation: the clients of this round, which upload their prototypes as "own".
 
         Returns:
             The server's new state.
@@ -115,6 +119,7 @@ class ProtoFSSL:
         class_present = (present.sum(0) > 0)[:, None]
         # A class without an image in this cohort retains its prototype of an earlier round.
         mean = torch.where(class_present, (client_share[..., None] * prototypes).sum(0), server["mean"])
+        # Classes that a client lacks get the mean prototype.
         filled = torch.where(present[..., None] > 0, prototypes, mean)
         # The first clients of the cohort with images are the helpers: the cohort is drawn at random.
         indices = (upload.weight > 0).nonzero().flatten()[: self.helpers]

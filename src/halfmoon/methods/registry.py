@@ -91,8 +91,9 @@ def ceilings() -> list[str]:
 def entry(name: str) -> MethodEntry:
     """Look up a method in the catalog, by its name on the command line.
 
-    An installed plug-in either supplies its entry, or the entry is built from its class: the class name, the first line
-    of its docstring, and its attributes `all_labels` and `pooled`, if it has them.
+    Listed methods are shown in the catalog; unlisted ones need a network with a head on frozen features. An installed
+    plug-in either supplies its entry, or the entry is built from its class: the class name, the first line of its
+    docstring, and its attributes `all_labels` and `pooled`, if it has them.
 
     Raises:
         UserError: the name is unknown; the message suggests the most similar known one.
@@ -108,7 +109,10 @@ def entry(name: str) -> MethodEntry:
 
 
 def row(name: str, plugin: Any) -> MethodEntry:
-    """Build the catalog entry of a plug-in. An objective becomes FedAvg with that objective.
+    """Build the catalog entry of a plug-in, from what it supplies.
+
+    A `MethodEntry` is used as it is, under the plug-in's name. A method (with `round`) is described by its class. An
+    objective, the loss of a client, becomes FedAvg with that objective.
 
     Args:
         name: the plug-in's name on the command line.
@@ -117,14 +121,14 @@ def row(name: str, plugin: Any) -> MethodEntry:
     Raises:
         UserError: the plug-in is none of these.
     """
-    method = instance(name, plugin)
+    method = instance(name, plugin)  # calls a class or function
     if isinstance(method, MethodEntry):
         plugins.check_method(name, method.method)
         return replace(method, name=name)
     if isinstance(method, Objective):
         method = FedAvg(method)
     plugins.check_method(name, method)
-    # FedAvg with a custom objective is described by the objective's class.
+    # `core` is the objective of FedAvg, and else the method: its class has the docstring and the attributes.
     described_class = cast("type[Any]", type(core(method)))
     return MethodEntry(name=name, method=method, **plugins.catalog_fields(described_class))
 
@@ -156,10 +160,10 @@ _COUNT_OPTIONS = frozenset({"hidden", "projected"})
 
 
 def option_range(method: str, option: str) -> Range | None:
-    """Return the numbers that a method's option may have; None if any finite number will do, or the option is no number.
+    """Return the numbers that a numeric option of a method of halfmoon may have, so that a typing error is refused.
 
-    Confidences, shares and decays are from 0 to 1; weights, learning rates and numbers of steps are not negative. Options
-    of methods from other packages have no range here.
+    Confidences, shares and decays are from 0 to 1; weights, learning rates and numbers of steps are not negative; others
+    may be any finite number. The option's name decides. None, which checks nothing, for methods of other packages.
     """
     if not type(core(entry(method).method)).__module__.startswith("halfmoon."):
         return None

@@ -121,6 +121,7 @@ class RSCFed(ModelAveraging):
     def compute_group_weights(self, models: Tree, rows: Tensor, labels: Tensor) -> Tensor:
         """Weigh the models of a group, less the farther they are from the group's mean (RSCFed's distance-reweighting).
 
+        The server averages random groups of clients by these weights, so that a model of noisy pseudo-labels counts less.
         A model's weight is n_k / n * exp(-beta * distance_k / rows_k), where n_k is its number of images, times
         `labeled_factor` for clients with labels, and distance_k the sum over leaves of the Euclidean distances.
 
@@ -139,6 +140,7 @@ class RSCFed(ModelAveraging):
         distance = tree.sum_scalars(
             euclidean_norm((leaf - mean).flatten(1).double(), -1).to(sizes.device) for leaf, mean in pairs
         )
+        # Another beta if the group has a client with labels.
         beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
         # In logarithms, and relative to the largest: all exp(-beta ...) may underflow to 0.
         log_weights = (sizes / sizes.sum()).log() - beta * distance / rows.double().clamp_min(1)

@@ -229,9 +229,12 @@ class SemiFedClient(ClientUpdate):
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute SemiFed's loss: cross-entropy of labeled and accepted images, and consistency of the others.
 
+        An unlabeled image is accepted, with a permanent label, once enough clients' models agree on it. Of the others
+        ("open") the prediction on the strong view is drawn to that on the view `plain`.
+
         Args:
             params: parameters of the network, in which the loss is differentiated.
-            carry: state of the client update, with a label for each accepted image and -1 for others.
+            carry: state of the client update; "labels" has the label of each accepted image and -1 for others.
             batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
@@ -243,12 +246,13 @@ class SemiFedClient(ClientUpdate):
         joint = self.task.statistics == "joint"
         (labeled, plain, strong), _, moments = forward(network, params, joint, groups, real=batch.masks(views=2))
         target = plain.detach()
-        if self.task.labeling == "running":
+        if self.task.labeling == "running":  # predict under running statistics instead of the batch's
             with torch.no_grad():
                 target = network.predict(params, carry["stats"], view).detach()
         stored = carry["labels"][batch.u_rows]
         is_accepted = padding.mask((stored != NO_LABEL).to(plain.dtype), batch.u_real)
         is_open = padding.mask(1 - is_accepted, batch.u_real)
+        # Sum over the labeled images, without padding and with class weights if there are any.
         # The product with 0 keeps the loss a function of the parameters, so that it has a gradient.
         label_sum = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
         if batch.x_real is not None:

@@ -153,9 +153,12 @@ class SemiFL:
     def parameters(self, model: Tree, trained: Tree | None = None) -> Tree:
         """Assemble the network's parameters; with `halves` each kernel is the sum of FedMatch's sigma and psi.
 
+        The server trains sigma on labels, clients train psi on pseudo-labels. Other parameters ("rest": biases,
+        normalizations) are not trained then.
+
         Args:
-            model: the server's tree.
-            trained: replaces the parameters that clients train; None: those of `model`.
+            model: the server's tree: "params", or with `halves` "sigma", "psi" and "rest".
+            trained: replaces the parameters that clients train ("params" or "psi"); None: those of `model`.
         """
         if not self.halves:
             return model["params"] if trained is None else trained
@@ -214,8 +217,11 @@ class SemiFL:
         if federation.labeled and not self.fine_tune:
             # As in the authors' code the momentum step starts at the server's trained model (see the module docstring).
             old = federation.query_server("fine-tune", model).update["params"]
-            # The clients' weights are 1, so their sum is the number n of clients that trained: 1 / (n / 2 + 1).
-            share = 0.5 if self.server_share == "half" else 1 / (float(mean.weight) / 2 + 1)
+            # `share` is the server's part of the average: half, or that in FedRGD's "groups". There, two groups of n / 2
+            # clients each average with a copy of the server's model: it counts as one of n / 2 + 1 models.
+            trained_clients = float(mean.weight)  # each has the weight 1
+            share = 0.5 if self.server_share == "half" else 1 / (trained_clients / 2 + 1)
+        # `trained` names what clients train: the parameters, or their half psi.
         mean = mean._replace(update={"params": mean.update[self.trained]})
         new, momentum = step_towards_mean(old, mean, server["momentum"], self.server_momentum, share)
         model = {**model, self.trained: new}
@@ -275,7 +281,11 @@ class SemiFLClient(RoundLabelingClient):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        """Data that SemiFL's client needs: views of its images, mixup partners, predictions on all its images."""
+        """Data that SemiFL's client needs: views of its images, mixup partners, predictions on all its images.
+
+        Each confident image is mixed with one of a second batch. With `labels` "round" all images are labeled once, when
+        the client update begins; with "step" a weak view is predicted in each step.
+        """
         options = self.options
         needs_weak = options.mix_weight or options.labels == "step"
         labels_all_rows = options.labels == "round" or options.debias or options.rule.needs_all_rows
@@ -287,6 +297,7 @@ class SemiFLClient(RoundLabelingClient):
             masks_padding=True,
             row_memory=options.rule.row_memory if self._stores_thresholds else {},
             keep_optimizer=options.keep_optimizer,
+            # Only parameters: the server estimates statistics in a query after the round.
             upload_spec=UploadSpec(update=(options.trained,), statistics=(), weight="one"),
         )
 
@@ -306,7 +317,12 @@ class SemiFLClient(RoundLabelingClient):
             broadcast: the tree that the server sent.
             memory: the state that the client stored after its last update.
             data: the client's images.
+
+        Returns:
+            The carry: parameters and optimizer state; with labels "round" also "label", "confidence" and "weight" of all
+            images (U,) and the masks of padding ("real").
         """
+        # `rule` selects the pseudo-labels to use: a fixed confidence, or adaptive thresholds with a state.
         carry: Tree = {**super().begin({"params": broadcast[self.options.trained]}, memory, data), "thresholds": {}}
         rule = self.options.rule
         labels_by_step = self.options.labels == "step"
@@ -358,12 +374,15 @@ class SemiFLClient(RoundLabelingClient):
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Return the upload, with the weight 1 (0 if no image was used), and the state that the client stores.
 
+        With `labels` "round" an image is used if its pseudo-label is confident. Clients have equal weights, as in the
+        authors' code.
+
         Args:
             broadcast: the tree that the server sent.
             carry: state of the client update after its last step.
             data: the client's images and labels.
         """
-        drawable = self.drawable_rows(carry, data)
+        drawable = self.drawable_rows(carry, data)  # (U,) bool: the images that steps could draw; None: all
         has_trained = data.unlabeled > 0
         if drawable is not None:
             has_trained = has_trained & drawable.any()

@@ -66,10 +66,12 @@ class Standardization:
         center = sums["q"] / count
         server = {**server, "head": {**server["head"], "center": center}}
         variance = sum_over_clients(SpreadSums(task), "spread", server, federation)["squares"] / count
-        # A variance that is only the rounding error of equal values: scikit-learn's bound.
+        # A variance that is only the rounding error of equal values: the bound of scikit-learn's `StandardScaler`. There
+        # the deviation is 1, so that a constant coordinate becomes 0.
         epsilon = torch.finfo(variance.dtype).eps
         is_constant = variance <= count * epsilon * variance + (count * center * epsilon).square()
         deviation = torch.where(is_constant, 1.0, variance.sqrt())
+        # Divided by the root of F, vectors have a mean squared length of 1, whatever F is.
         return {**server, "head": {"center": center, "scale": 1 / (deviation * len(deviation) ** 0.5)}}
 
     def solution(self, task: Task, server: Tree) -> Tree:

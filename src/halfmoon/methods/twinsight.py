@@ -139,6 +139,10 @@ class TwinSightClient(ClientUpdate):
     def _loss(self, params: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor, dict[str, Tensor]]]:
         """Compute Twin-sight's loss: cross-entropy, the second network's contrastive loss, and their Gram distance.
 
+        The second network learns without labels, that two views of an image are more similar than views of others
+        (InfoNCE of SimCLR). The Gram distance compares the similarities between images in both networks' features, so
+        that the classifier learns them.
+
         Args:
             params: parameters of the classifier and (in `SECOND`) of the network that learns without labels.
             batch: the minibatch; two views of each labeled and unlabeled image.
@@ -153,6 +157,7 @@ class TwinSightClient(ClientUpdate):
         mask = concat(batch.masks(views=1))
         logits, features, moments = self.task.network.embed(params, first_view, real=mask)
         view_masks = () if mask is None else (mask, mask)
+        # The second network's head is the projector's hidden layer; `second_features` are those of the first view.
         hidden, (second_features, _), passes = embed_groups(self.task, second, (first_view, second_view), view_masks)
         projections = F.linear(F.relu(torch.cat(hidden)), second[PROJECTOR]["weight"], second[PROJECTOR]["bias"])
         terms = {

@@ -25,6 +25,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.user_cache import user_cache
 
 FEATURES = 1280
+STEM_CHANNELS = 32
 SIDE = 112
 """Pixels to which images are resampled: a quarter of the time of 224, and small images gain nothing by more."""
 
@@ -131,12 +132,20 @@ def scale_stages(variant: Variant) -> tuple[Stage, ...]:
 def unit(
     inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, active: bool = True
 ) -> nn.Sequential:
-    """Return a convolution without bias, a batch normalization and ReLU6."""
+    """Return a convolution without bias, a batch normalization and, if `active`, ReLU6.
+
+    Images of an even side are padded as TensorFlow does ("same"), in which the weights were trained: an odd number of
+    zeros has one more right and below. `nn.Conv2d` pads both sides equally only.
+    """
     total = kernel - stride
     left, right = total // 2, total - total // 2
-    layers: dict[str, nn.Module] = {} if left == right else {"pad": nn.ZeroPad2d((left, right, left, right))}
-    layers["conv"] = nn.Conv2d(inputs, outputs, kernel, stride, left if left == right else 0, groups=groups, bias=False)
-    layers["norm"] = nn.BatchNorm2d(outputs, eps=1e-3)
+    layers: dict[str, nn.Module] = {}
+    padding = left
+    if left != right:
+        layers["pad"] = nn.ZeroPad2d((left, right, left, right))
+        padding = 0
+    layers["conv"] = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
+    layers["norm"] = nn.BatchNorm2d(outputs, eps=1e-3)  # TensorFlow's epsilon
     if active:
         layers["act"] = nn.ReLU6()
     return nn.Sequential(OrderedDict(layers))
@@ -173,28 +182,42 @@ class EfficientNetLite(nn.Module):
         variant: Variant = VARIANTS["efficientnet-lite0"],
         middle_blocks: tuple[MiddleBlock, ...] = (),
     ) -> None:
+        """Build an EfficientNet-Lite.
+
+        Args:
+            channels: channels of images, 1 or 3. The stem has 3 in any case, as the pretrained weights do: `features`
+                repeats a gray channel.
+            classes: number of classes.
+            side: pixels to which images are resampled.
+            variant: factors of the channels and of the number of blocks.
+            middle_blocks: blocks whose pooled outputs are features, too. Each gives two features a channel: the means of
+                its positive and of its negative parts.
+        """
         super().__init__()
         self.channels, self.side = channels, side
         self.middle_scales = {block.number: block.scale for block in middle_blocks}
-        self.stem = unit(3, 32, 3, 2)
-        blocks, inputs, features = [], 32, FEATURES
+        self.stem = unit(3, STEM_CHANNELS, kernel=3, stride=2)
+        blocks: list[nn.Module] = []
+        inputs = STEM_CHANNELS
+        features = FEATURES  # those of the top
         for stage in scale_stages(variant):
-            for number in range(stage.blocks):
+            for number_in_stage in range(stage.blocks):
                 if len(blocks) in self.middle_scales:
                     features += 2 * stage.channels
-                blocks.append(Block(inputs, stage, stage.stride if number == 0 else 1))
+                blocks.append(Block(inputs, stage, stride=stage.stride if number_in_stage == 0 else 1))
                 inputs = stage.channels
         self.blocks = nn.Sequential(*blocks)
-        self.top = unit(inputs, FEATURES, 1)
+        self.top = unit(inputs, FEATURES, kernel=1)
         self.head = CenteredLinear(features, classes)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return the mean-pooled features (B, F), none negative.
+        """Return the mean-pooled features (B, F) of images (B, 1 or 3, H, W), none negative, as the head takes roots.
 
-        F is 1,280 and, for each middle block, twice its channels: the means of the positive and of the negative parts.
-        A channel's mean and mean magnitude are the difference and the sum of the two.
+        F is 1,280 and, for each middle block, twice its channels: the means of the positive and of the negative parts,
+        times the block's scale, which lets it vary like the top. A channel's mean and mean magnitude are the difference
+        and the sum of the two.
         """
-        x = x if self.channels == 3 else x.expand(-1, 3, -1, -1)
+        x = x if self.channels == 3 else x.expand(-1, 3, -1, -1)  # gray images: the pretrained stem has 3 channels
         if x.shape[-2:] != (self.side, self.side):
             x = F.interpolate(x, (self.side, self.side), mode="bicubic", antialias=True)
         x = self.stem(x)

@@ -54,16 +54,28 @@ class FineTunedNetwork(Network):
         return self.inner.has_dropout
 
     def init(self, generator: torch.Generator) -> Tree:
-        random = tree.flatten(self.inner.init(generator))
-        weights = tree.flatten(self.start)
+        """Return the initial values of what is trained: pretrained where there are weights, otherwise random.
+
+        A head without weights starts at random. Frozen leaves are left out: each pass adds them.
+
+        Args:
+            generator: draws the values of the inner network, those that are replaced included.
+
+        Returns:
+            "params" and "stats", either of which may be {}. Under the default device "meta", of which only the shapes
+            matter, no weights are copied.
+        """
+        random_leaves = tree.flatten(self.inner.init(generator))
+        pretrained = tree.flatten(self.start)
         frozen = tree.flatten(self.frozen)
-        shapes = torch.get_default_device().type == "meta"
-        start = {
-            path: weights[path].clone() if path in weights and not shapes else leaf
-            for path, leaf in random.items()
-            if path not in frozen
-        }
-        return {"params": {}, "stats": {}, **tree.unflatten(start)}
+        needs_only_shapes = torch.get_default_device().type == "meta"
+        initial: dict[str, Tensor] = {}
+        for path, leaf in random_leaves.items():
+            if path in frozen:
+                continue
+            use_pretrained = path in pretrained and not needs_only_shapes
+            initial[path] = pretrained[path].clone() if use_pretrained else leaf
+        return {"params": {}, "stats": {}, **tree.unflatten(initial)}
 
     def full_model(self, model: Tree) -> tuple[Network, Tree]:
         like = next(tree.leaves(model["params"]))
@@ -115,7 +127,12 @@ class FineTunedNetwork(Network):
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
-        if not self.patterns:
+        """Compute the derivative of the logits along `direction` (forward mode).
+
+        Without frozen layers the inner network uses `tape`, the activations that `linearize` recorded. With some, no
+        tape was recorded, and `torch.func.jvp` repeats the forward pass.
+        """
+        if not self.patterns:  # no layer is frozen
             return self.inner.tangent(params, x, tape, direction, real)
         refusal = (
             "the trained part of the network has a layer that PyTorch cannot differentiate forward, which this "
@@ -192,9 +209,13 @@ def fine_tune(
 
 
 def training_summary(network: Network) -> str | None:
-    """Describe in a sentence how much of a network is trained, None if it has no pretrained weights."""
+    """Describe in a sentence how much of a network is trained, None if it has no pretrained weights.
+
+    Only trained numbers travel between clients and server: frozen ones are in the weights file, which all have.
+    """
     if not isinstance(network, FineTunedNetwork):
         return None
+    # `FineTunedNetwork.init` leaves out frozen parameters, its inner network's does not. Only shapes are needed.
     with torch.device("meta"):
         trained = tree.numel(network.init(torch.Generator()))
         total = tree.numel(network.inner.init(torch.Generator()))
@@ -203,6 +224,7 @@ def training_summary(network: Network) -> str | None:
         if trained < total
         else f"all {total:,} numbers train"
     )
+    # `fresh`: the weights have no head for these classes.
     head = "the head starts at random" if network.fresh else "the head starts from the weights"
     return f"from given weights: {share}; {head}."
 
@@ -214,6 +236,16 @@ def backbone_paths(network: Network, params: Iterable[str]) -> frozenset[str]:
 
 
 def _match_patterns(network: Network, parameters: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """Return the paths of the parameters to freeze.
+
+    Args:
+        network: the network.
+        parameters: paths of all its parameters, such as "layer1/conv/weight".
+        patterns: the user's option `freeze`: "backbone" (all but the head), or names of layers with wildcards.
+
+    Raises:
+        UserError: a pattern matches no layer, or "backbone" is of a network without a head.
+    """
     paths: set[str] = set()
     for pattern in patterns:
         if pattern == BACKBONE:
@@ -222,7 +254,7 @@ def _match_patterns(network: Network, parameters: Sequence[str], patterns: Seque
             continue
         matched = {path for path in parameters if _matches(path, pattern)}
         if not matched:
-            layers = {BACKBONE}
+            layers = {BACKBONE}  # what the user may have meant
             for path in parameters:
                 layers.update(_path_prefixes(path))
             raise UserError(f"freeze names {pattern!r}, but the network has no such layer: {suggest(pattern, layers)}")
@@ -308,12 +340,16 @@ class FirstView(Normalize):
 
 
 def feature_head(network: Network) -> FeatureHead | None:
-    """Return a head that can be trained on precomputed features, None unless exactly the backbone is frozen."""
-    if not isinstance(network, FineTunedNetwork) or network.patterns != ("backbone",) or network.head is None:
+    """Return a head that can be trained on precomputed features, None unless exactly the backbone is frozen.
+
+    A frozen backbone gives an image the same features in each step, so they are computed once.
+    """
+    if not isinstance(network, FineTunedNetwork) or network.patterns != (BACKBONE,) or network.head is None:
         return None
-    with torch.device("meta"):
+    with torch.device("meta"):  # only the names are needed
         trained = tree.flatten(network.init(torch.Generator()))
+    # All that is trained must be a linear layer, of which `center` is subtracted from the features.
     names = {path.removeprefix(f"params/{network.head}/") for path in trained}
     if names not in ({"weight", "bias"}, {"weight", "bias", "center"}):
         return None
-    return FeatureHead(network.channels, network.classes, network.width, "none", inner=network)
+    return FeatureHead(network.channels, network.classes, network.width, norm="none", inner=network)

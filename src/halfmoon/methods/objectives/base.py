@@ -140,16 +140,19 @@ class Objective:
     ) -> tuple[Tensor, StepResult]:
         """Compute the loss of a minibatch; every objective overrides it.
 
+        An objective is the loss that clients minimize under FedAvg and similar methods.
+
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.
-            params: parameters of the model.
+            params: parameters of the model, in which the loss is differentiated.
             stats: its running batch statistics.
             batch: the minibatch.
-            aux: tensors of `shared_names` and those that `begin` returned.
-            cached: tensors that `prepare` returned.
+            aux: state that changes from step to step: that which is sent and averaged with the model (`shared_names`),
+                and that which `begin` returned, such as adaptive thresholds.
+            cached: what `prepare` computed once, before the first step, such as predictions on all images.
 
         Returns:
-            The loss, (), and the other results of the step.
+            The loss (), and the other results of the step: batch statistics, pseudo-labels, and the new `aux`.
         """
         raise NotImplementedError
 
@@ -469,7 +472,10 @@ def forward_and_predict(
 def embed_groups(
     task: Task, params: Tree, groups: Sequence[Tensor], real: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
-    """Compute logits and features of groups of images. `task.statistics` decides which groups share a forward pass.
+    """Compute logits and features of groups of images, for example labeled ones and two views of unlabeled ones.
+
+    In a network with batch normalization it matters which images share a forward pass: with `task.statistics` "joint" all
+    groups do, and have the same batch statistics; else each group has a pass.
 
     Args:
         task: settings that all methods share: network, optimizer, rules for batch statistics.
@@ -493,8 +499,8 @@ def embed_groups(
         if len(group):
             group_logits, group_features, moments = network.embed(params, group, real=mask)
             passes.append(mark_if_any_real(moments, mask))
-        else:
-            head = params["head"]["weight"]
+        else:  # an empty batch has no statistics: build the empty outputs without the network
+            head = params["head"]["weight"]  # (classes, F)
             group_logits = head.new_zeros(0, len(head))
             group_features = head.new_zeros(0, head.shape[1])
         logits.append(group_logits)

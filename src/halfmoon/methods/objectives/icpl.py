@@ -134,7 +134,8 @@ class ICPL(ReceivedModelObjective):
         """Compute each image's set of possible classes, and the weights of the proxies that attract its features.
 
         The set of a confident prediction is its class; else it is all classes that are more probable than usual
-        (ProxyFL's "indecisive categories").
+        (ProxyFL's "indecisive categories"). A proxy is the learned vector of a class: features are drawn to the proxies
+        of their set.
 
         Args:
             probabilities: the received model's predictions, (B + b, classes), labeled images first.
@@ -151,7 +152,7 @@ class ICPL(ReceivedModelObjective):
         likely_classes = (probabilities > prior).to(probabilities.dtype)
         class_sets = torch.where(confident[:, None], predicted_class, likely_classes)
         proxy_weights = torch.where(confident[:, None], predicted_class, likely_classes * probabilities)
-        if self.labeled_sets == "label":
+        if self.labeled_sets == "label":  # the true labels instead of predictions ("guess", as in the authors' code)
             class_sets = torch.cat([one_hot(y, classes, probabilities), class_sets[len(y) :]])
         return class_sets, proxy_weights
 
@@ -161,7 +162,8 @@ class ICPL(ReceivedModelObjective):
         """Compute InfoNCE between unlabeled images' features and class proxies (ProxyFL, CVPR 2026).
 
         Positives are the proxies of the image's possible classes, negatives the features of images that have no
-        possible class in common with it.
+        possible class in common with it. Proxies are the classifier's weight rows through the layer "proxy_head", and
+        features pass through "feature_head". All have length 1, and the temperature is 1.
 
         Args:
             params: parameters, with the linear layers "feature_head" and "proxy_head".

@@ -54,7 +54,8 @@ class PseudoLabel(PseudoLabeling, Objective):
             stats: running batch-norm statistics.
             batch: the minibatch of labeled and unlabeled images.
             aux: state of adaptive thresholds.
-            cached: predictions computed when the client update began.
+            cached: what was computed when the client update began: "round_logits" of all images, with labels "round",
+                or the received model.
 
         Returns:
             The loss (), and batch statistics, pseudo-labels and the new state.
@@ -69,6 +70,8 @@ class PseudoLabel(PseudoLabeling, Objective):
             joint = task.statistics == "joint"
             (labeled, logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(views=1))
             prediction = cached["round_logits"][batch.u_rows] if self.labels == "round" else logits.detach()
+        # `teacher` is the model that predicts: the one in training ("local"), the received one, or for each image the more
+        # confident of the two ("both").
         if self.teacher != "local" and self.labels == "step":
             received = predict_with_received(task, cached, batch.u["weak"])
             prediction = received if self.teacher_is_received else select_more_confident(prediction, received)

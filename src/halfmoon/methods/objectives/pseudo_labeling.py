@@ -108,9 +108,12 @@ class PseudoLabeling:
     def cache_predictions(self, broadcast: Tree, data: ClientData, logits: Tensor | None) -> Tree:
         """Collect what pseudo-labeling computes once, when a client update begins.
 
+        Labels are predicted once a "round" or in each "step" (`labels`), by the model in training ("local") or a received
+        one (`teacher`). To debias, predictions are divided by their mean over the client's images.
+
         Args:
             broadcast: the tree that the server sent.
-            data: the client's images.
+            data: the client's images; `u_real` masks padding rows.
             logits: predictions of the teacher on all unlabeled rows, (U, classes), if there are any.
 
         Returns:
@@ -216,6 +219,9 @@ class ReceivedModelObjective(Objective):
 
 def refuse_average_teacher(method: str, objective: Objective) -> None:
     """Check that an objective does not need the average of the server's models, which `method` does not compute.
+
+    With `teacher` "average" the running average of the models of past rounds predicts the pseudo-labels. FedAvg computes
+    and sends it; methods with another server would train without a teacher.
 
     Args:
         method: name of the method, for the error message.

@@ -77,7 +77,9 @@ class Threshold:
             like: a tensor that gives the dtype and device.
 
         Returns:
-            The state of `rule`; {} if the rule has none.
+            The state of `rule`; {} if the rule has none. FreeMatch and SoftMatch have the running means of the largest
+            probability ("confidence") and of all ("classes"); FlexMatch the last confident label of each image ("label"),
+            and a hash of the images that it is of ("mark").
         """
         uniform = like.new_full((classes,), 1 / classes)
         if self.rule == "freematch":
@@ -95,6 +97,9 @@ class Threshold:
     def begin(self, state: Tree, data: ClientData, p: Tensor | None = None) -> Tree:
         """Build the thresholds' state for a client update from the state that the client stored.
 
+        The rule "fl2" stores none: its means are over predictions on all images. "flexmatch" stores a label of each image,
+        and others store running means or nothing.
+
         Args:
             state: the stored state. If the client's images have changed since (in a stream), their stored labels are
                 dropped.
@@ -107,6 +112,7 @@ class Threshold:
         if self.rule != "flexmatch":
             return state
         label, rows_hash = recall_row_labels(state, data)
+        # Padding rows are marked, as labels are counted by class and "none" counts, too.
         return {"label": _mark_padding(label, data.u_real), "mark": rows_hash}
 
     def pseudo_label(
