@@ -119,15 +119,21 @@ def measure_round_cost(config: Config, shared: Problem) -> RoundCost:
     """Run three rounds in a temporary folder: count the passes of a round, and measure its seconds.
 
     The first round warms up, the second trains, the third trains and is evaluated.
+
+    Args:
+        config: the configuration of the run.
+        shared: the data, split and task of the run, which are built once for several methods.
     """
     short = replace(config, rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         runner.run_in_folder(short, path, shared=shared)
         seconds = [float(row["seconds"]) for row in atomic_io.read_rows(path / TIMINGS)]
+        # The forward and backward passes of single images in all rounds so far.
         cost = atomic_io.read_rows(path / METRICS)[-1]["cost"]
     channels, height, width = shared.train.images.shape[1:]
     products = shared.task.network.count_products((channels, height, width))
+    # A backward pass has about twice the multiplications of a forward pass.
     passes = (cost["forward"] + 2 * cost["backward"]) / short.rounds
     return RoundCost(
         reference_seconds=reference_network_seconds(products, passes),
@@ -159,18 +165,24 @@ class RowCost:
 
 
 def estimate_costs(recipe: Recipe, cells: Sequence[RecipeCell]) -> dict[str, RowCost]:
-    """Estimate the cost of each row of a recipe by its first cell. A run that several cells share counts once.
+    """Estimate the time of each row of a paper's table, from one timed round of its first cell.
+
+    A run that several cells share, because their configurations are equal, counts once: in the first row that has it.
 
     Args:
-        recipe: the recipe; one of splits trains nothing and costs nothing.
-        cells: the selected cells.
+        recipe: describes the table and its runs. One of the kind "splits" trains nothing and costs nothing.
+        cells: the selected cells, each with one configuration for every seed.
+
+    Returns:
+        The cost by the name of the row.
 
     Raises:
         UserError: as `halfmoon.runs.runner.run_in_folder`.
     """
     costs: dict[str, RowCost] = {}
     counted_runs: set[str] = set()
-    for row in dict.fromkeys(cell.at[recipe.rows] for cell in cells):
+    rows = dict.fromkeys(cell.at[recipe.rows] for cell in cells)  # `recipe.rows` is the axis that the rows are named by
+    for row in rows:
         row_cells = [cell for cell in cells if cell.at[recipe.rows] == row]
         rounds_by_run = {
             identity(config, config.method): count_rounds(config)
@@ -181,7 +193,8 @@ def estimate_costs(recipe: Recipe, cells: Sequence[RecipeCell]) -> dict[str, Row
         counted_runs |= set(new_runs)
         seconds = 0.0
         if recipe.kind != "splits":
-            seconds = measure_round_seconds(next(iter(row_cells[0].configs.values())))
+            first_config = next(iter(row_cells[0].configs.values()))
+            seconds = measure_round_seconds(first_config)
         costs[row] = RowCost(
             cell=row_cells[0].label, seconds_per_round=seconds, rounds=sum(new_runs.values()), runs=len(new_runs)
         )

@@ -36,22 +36,26 @@ class FoldSolver:
     """
 
     def __init__(self, task: Task, data: Examples) -> None:
-        """Compute the centered features and project them.
+        """Center the features of all images once, project them, and describe the projected ones as a task.
 
         Args:
-            task: the task on features; its network is a centered head.
+            task: the task on features; its network is a head that subtracts a center from them.
             data: features of all images and their labels; those with a negative label are never labeled.
         """
         self.labels = data.labels.numpy()
         method = MixtureHead()
+        # The client update of the first round, which uploads the sum of the square roots q of features. It only serves to
+        # convert features here: `roots` computes q, and `unit` the centered vectors of length 1 that heads are solved on.
         self._update = cast(SumsUpdate, method.client_updates(task)["mean"])
         server = method.start(task, task.network.init(rng.generator(0, "head")))
         mean = self._update.roots(server, data.images).mean(0)
         self._server = {**server, "head": {**server["head"], "center": mean}}
         features = self._update.unit(self._server, data.images)
+        # As many principal directions as the mixture head uses; together with the labeled images they suffice for all heads.
         self._basis = _common_basis(features, features[data.labels >= 0], method.directions)
         self.vectors = (features @ self._basis)[:, None, None]
         width = self._basis.shape[1]
+        # The vectors are centered already: the task's normalization must not change them.
         identity = Standardize(
             center=torch.zeros(width, dtype=features.dtype), scale=torch.ones(width, dtype=features.dtype)
         )
@@ -60,6 +64,9 @@ class FoldSolver:
 
     def predict(self, method: Method, fold: Fold, images: Tensor | None = None) -> np.ndarray:
         """Solve a head on the labeled and unlabeled rows of a fold, and predict images.
+
+        The method runs as in a federation of one client, which has all rows of the fold and uploads its sums in every
+        round. So the head is the one that the method itself trains.
 
         Args:
             method: a method whose client updates are sums (`halfmoon.methods.analytic`).
@@ -74,7 +81,7 @@ class FoldSolver:
         federation = cast(Federation, _CenteredFederation(updates, self._select_rows(fold)))
         for number in range(self.task.rounds):
             server = method.round(replace(self.task, round=number), server, federation)
-        vectors = self.vectors[:, 0, 0]
+        vectors = self.vectors[:, 0, 0]  # centered and projected features of all images, (N, r)
         if images is not None:
             vectors = self._update.unit(self._server, images) @ self._basis
         logits = vectors @ server["head"]["weight"].T + server["head"]["bias"]
@@ -94,12 +101,22 @@ class FoldSolver:
 
 
 def _common_basis(features: Tensor, labeled: Tensor, directions: int) -> Tensor:
-    """Compute an orthonormal basis (F, r) of the leading principal directions of `features` and of `labeled` (n, F)."""
+    """Compute an orthonormal basis (F, r) of the span of a number of principal directions and of all labeled images.
+
+    Args:
+        features: centered features of all images, (N, F).
+        labeled: those of the labeled images, (n, F).
+        directions: the number of leading principal directions of `features`.
+
+    Returns:
+        The basis vectors as columns, `directions` + n of them; the identity where this is F or more.
+    """
     width = features.shape[1]
     if directions + len(labeled) >= width:
         return torch.eye(width, dtype=features.dtype)
     if len(features) < width:
-        # Fewer images than dimensions: the small matrix of inner products has the same leading directions.
+        # Fewer images than dimensions: the eigenvectors of the small matrix of inner products are the weights with which
+        # the images add up to the principal directions. The QR decomposition below normalizes these.
         weights = principal_directions(features @ features.T, min(directions, len(features)))
         leading = features.T @ weights
     else:

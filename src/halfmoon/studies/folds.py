@@ -47,15 +47,16 @@ def cross_validation_folds(
     Args:
         labels: int64 (N,), negative for an unlabeled row.
         groups: the patient or group of each row; "" for none.
-        repeats: the number of repetitions; None for `count_repeats`.
+        repeats: the number of repetitions; None to choose it by the number of labels (`count_repeats`).
     """
     labeled_count = int((labels >= 0).sum())
     for repeat in range(count_repeats(labeled_count) if repeats is None else repeats):
-        orders = _shuffle_classes(labels, repeat)
-        fold_of_group: dict[str, int] = {}
+        orders = _shuffle_classes(labels, repeat)  # the rows of each class with two or more labels
+        fold_of_group: dict[str, int] = {}  # filled by `_keep_groups_together` as folds take the groups
         for number in range(FOLDS):
             held_out = [_select_block(order, number) for order in orders]
-            test_rows = np.sort(np.concatenate(held_out)) if held_out else np.arange(0)
+            no_rows = np.arange(0)
+            test_rows = np.sort(np.concatenate(held_out)) if held_out else no_rows
             if groups is not None:
                 test_rows = _keep_groups_together(test_rows, labels, groups, fold_of_group, number)
             is_labeled = labels >= 0
@@ -90,7 +91,9 @@ def _select_block(order: np.ndarray, number: int) -> np.ndarray:
 def _keep_groups_together(
     test_rows: np.ndarray, labels: np.ndarray, groups: Sequence[str], fold_of_group: dict[str, int], number: int
 ) -> np.ndarray:
-    """Move whole groups into the fold that first holds out one of their rows.
+    """Move every group, such as the images of a patient, into the fold that first holds out one of its rows.
+
+    No group is in training and test at once: a model would recognize the patient.
 
     Args:
         test_rows: the rows that fold `number` holds out, int64.
@@ -105,7 +108,7 @@ def _keep_groups_together(
     held_out: list[int] = test_rows.tolist()
     for row in held_out:
         if groups[row]:
-            fold_of_group.setdefault(groups[row], number)
+            fold_of_group.setdefault(groups[row], number)  # a group that an earlier fold holds out stays there
     single = [row for row in held_out if not groups[row]]
     labeled: list[int] = np.flatnonzero(labels >= 0).tolist()
     members = [row for row in labeled if fold_of_group.get(groups[row], -1) == number]
@@ -118,11 +121,13 @@ def label_draws(
     test_rows: np.ndarray | None = None,
     groups: Sequence[str] | None = None,
 ) -> Iterator[Fold]:
-    """Yield `DRAWS` draws of labels from rows whose labels are all known.
+    """Yield `DRAWS` splits of rows whose labels are all known; the labels of most training rows are hidden in each.
+
+    So the methods are compared on other choices of the labeled images. The draws are the same on every call.
 
     Args:
         labels: int64 (N,).
-        counts: labels to draw of each class.
+        counts: for each class, the number of training rows that keep their label; the others are unlabeled.
         test_rows: the rows to test on; None for a fifth of each class, drawn each time, with all rows of their groups.
         groups: the patient or group of each row; "" for none.
     """
@@ -131,7 +136,7 @@ def label_draws(
         labeled: list[np.ndarray] = []
         unlabeled: list[np.ndarray] = []
         tested: list[np.ndarray] = []
-        sides = GroupHoldout()
+        sides = GroupHoldout()  # remembers for all classes which groups are in the test
         for label, count in enumerate(counts):
             rows = named_generator(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
             class_tests = sides.draw(rows, group_names, len(rows) // FOLDS) if test_rows is None else test_rows

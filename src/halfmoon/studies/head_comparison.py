@@ -155,44 +155,58 @@ class Advantage(NamedTuple):
 
 
 def decide_by_image(predictions: FoldPredictions) -> Decision:
-    """Decide by the predictions of held-out images whether unlabeled images help, on an even class mix.
+    """Decide by the predictions of held-out images whether unlabeled images help.
+
+    The gain is the accuracy of the head with unlabeled images minus that of the head of labels only, where all classes
+    are equally frequent. It is the share of images on which the heads differ, times the advantage: the share of these on
+    which only the one is right minus the share on which only the other is. The labels of the folder and a prior from
+    other image sets both estimate the advantage.
 
     Args:
-        predictions: the predictions of both heads on every fold.
+        predictions: the predictions of both heads on every fold, and of both heads with all labels.
     """
     advantage = estimate_advantage(predictions)
     difference = estimate_gain(predictions, advantage.mean, advantage.variance(advantage.labels))
+    # Without the prior: the variance of the estimated mean over draws of the labels, and that of the draw at hand.
     labels_variance = advantage.unit_variance / advantage.labels + DRAW_VARIANCE / advantage.labels
+    by_labels = estimate_gain(predictions, advantage.labels_mean, labels_variance)
     kind = name_verdict(difference)
     missing = 0
     if kind == "unknown":
-        missing = _estimate_missing_labels(difference.mean, 100 * predictions.final_disagreement, advantage)
-    even = np.full(predictions.classes, 1 / predictions.classes)
-    even_mix = measure_class_mix(predictions, even, EVEN_MIX)
+        points_per_advantage = 100 * predictions.final_disagreement
+        missing = _estimate_missing_labels(difference.mean, points_per_advantage, advantage)
+    even_shares = np.full(predictions.classes, 1 / predictions.classes)
+    even_mix = measure_class_mix(predictions, even_shares, EVEN_MIX)
+    estimated_mix = measure_class_mix(predictions, estimate_class_shares(predictions), ESTIMATED_MIX)
     return Decision(
         kind=kind,
         base=even_mix.labels_only.mean,
         ours=even_mix.with_unlabeled.mean,
         difference=difference,
-        by_labels=estimate_gain(predictions, advantage.labels_mean, labels_variance),
+        by_labels=by_labels,
         splits=len(predictions.tested),
         labels=advantage.labels,
         missing=missing,
         available=int((predictions.labels < 0).sum()),
-        mixes=(even_mix, measure_class_mix(predictions, estimate_class_shares(predictions), ESTIMATED_MIX)),
+        mixes=(even_mix, estimated_mix),
     )
 
 
 def estimate_gain(predictions: FoldPredictions, advantage: float, advantage_variance: float) -> Difference:
-    """Estimate the gain in points of the method with all labels, on an even class mix, with its interval.
+    """Estimate how many percentage points unlabeled images add to the accuracy of the head with all labels.
 
-    The gain is the product of the disagreement of the two final heads and their advantage. The errors of both are
-    independent, and the variance is that of a product.
+    The gain is the product of the disagreement, the share of images on which the two heads with all labels differ, and
+    of the advantage on these images. The errors of both are independent, so the variance is that of a product:
+    Var(d a) = d^2 Var(a) + a^2 Var(d) + Var(d) Var(a).
 
     Args:
         predictions: the predictions of both heads.
-        advantage: the estimated advantage of the method.
+        advantage: the share of the images on which the heads differ where only the head with unlabeled images is right,
+            minus the share where only the head of labels only is.
         advantage_variance: the variance of the advantage.
+
+    Returns:
+        The gain in points, its interval, and the p-value of a gain of zero.
     """
     disagreement = predictions.final_disagreement
     count = len(predictions.comparison_rows)
@@ -201,8 +215,9 @@ def estimate_gain(predictions: FoldPredictions, advantage: float, advantage_vari
     variance += disagreement_variance * (advantage**2 + advantage_variance)
     mean = 100 * disagreement * advantage
     if variance == 0:
-        # None of so many images differs: up to 3 / n of all images may (the rule of three).
-        return Difference(mean, mean - 300 / count, mean + 300 / count, 1.0)
+        # The heads agree on all n images: with a confidence of 95 % they differ on less than a share of 3 / n of others.
+        bound = 100 * 3 / count
+        return Difference(mean, mean - bound, mean + bound, 1.0)
     error = 100 * math.sqrt(variance)
     p_value = float(2 * special.ndtr(-abs(mean) / error))
     half_width = NORMAL_QUANTILE * error
@@ -210,44 +225,57 @@ def estimate_gain(predictions: FoldPredictions, advantage: float, advantage_vari
 
 
 def estimate_advantage(predictions: FoldPredictions) -> Advantage:
-    """Estimate the advantage of the method on images on which the heads differ.
+    """Estimate the advantage of the method over the baseline on images on which their predictions differ.
 
-    The mean difference of the tested images, over the disagreement of the folds' heads, is combined with the prior by
-    their precisions. Of the tested images each class has the same weight. The variance of an image's difference is that
-    of all tested images, shrunk to what the disagreement on unlabeled images lets expect: six images may be equal by
-    chance.
+    By the labels it is the mean difference in correctness of the held-out images, in which each class has the same
+    weight, over the share of images on which the heads of the folds differ. It is combined with a normal prior, the
+    advantage on other image sets, by the precisions (inverse variances) of both.
+
+    The variance of an image's difference is that of all tested images, shrunk to what the disagreement on unlabeled
+    images lets expect: six tested images may have the same difference by chance.
     """
     rows = predictions.tested_rows
     correct = predictions.mean_correct(predictions.method) - predictions.mean_correct(predictions.baseline)
     differences = correct[rows]
     weights = _class_weights(predictions.labels[rows])
-    differs = (predictions.method != predictions.baseline)[:, predictions.comparison_rows]
-    disagreement = max(float(differs.mean()), 1 / differs.size)  # heads that never differ show no advantage
-    mean = float(weights @ differences)
+    mean_difference = float(weights @ differences)
+    differs = (predictions.method != predictions.baseline)[:, predictions.comparison_rows]  # bool (folds, images)
+    disagreement = max(float(differs.mean()), 1 / differs.size)  # not 0: heads that never differ show no advantage
+    labels_mean = mean_difference / disagreement
+
+    # The expected variance counts as `PRIOR_IMAGES` further images, as in a posterior mean of a variance.
     expected_variance = DISAGREEMENT_VARIANCE * float((differs.mean(0) ** 2).mean())
-    squares = float(((differences - mean) ** 2).sum())
+    squares = float(((differences - mean_difference) ** 2).sum())
     image_variance = (squares + PRIOR_IMAGES * expected_variance) / (len(rows) - 1 + PRIOR_IMAGES)
     variance = image_variance * float((weights**2).sum()) / disagreement**2 + DRAW_VARIANCE / len(rows)
+
     prior_precision = 1 / PRIOR_DEVIATION**2
-    labels_mean = mean / disagreement
     combined = (labels_mean / variance + PRIOR_ADVANTAGE * prior_precision) / (1 / variance + prior_precision)
-    return Advantage(combined, labels_mean, variance * len(rows), len(rows))
+    return Advantage(mean=combined, labels_mean=labels_mean, unit_variance=variance * len(rows), labels=len(rows))
 
 
-def _estimate_missing_labels(gain: float, scale: float, advantage: Advantage) -> int:
-    """Estimate how many more labels would decide: until the half width is the gain, or `MARGIN` if that is larger.
+def _estimate_missing_labels(gain: float, points_per_advantage: float, advantage: Advantage) -> int:
+    """Estimate how many more labels would decide whether unlabeled images help, for an interval that cannot tell.
+
+    Enough are those with which the half width of the gain's interval is at most the gain, so that it excludes zero, or
+    `MARGIN` if that is larger, as a gain below it does not count. More labels are tried in steps of 5 %.
 
     Args:
         gain: the estimated gain in points.
-        scale: the disagreement of the heads in points, the factor from the advantage to the gain.
+        points_per_advantage: the share of images on which the heads differ, in percent: the gain is this times the
+            advantage.
         advantage: the estimated advantage.
 
     Returns:
-        A multiple of ten.
+        The number of further labels, rounded up to a multiple of ten.
     """
     target = max(abs(gain), MARGIN)
+
+    def half_width(labels: int) -> float:
+        return NORMAL_QUANTILE * points_per_advantage * math.sqrt(advantage.variance(labels))
+
     labels = advantage.labels
-    while NORMAL_QUANTILE * scale * math.sqrt(advantage.variance(labels)) > target and labels < MAX_LABELS:
+    while half_width(labels) > target and labels < MAX_LABELS:
         labels = math.ceil(1.05 * labels)
     return max(10, 10 * math.ceil((labels - advantage.labels) / 10))
 
@@ -275,12 +303,18 @@ def measure_class_mix(predictions: FoldPredictions, shares: np.ndarray, name: st
 
 
 def _mix_accuracy(predictions: FoldPredictions, predicted: np.ndarray, shares: np.ndarray) -> Accuracy:
-    """Estimate the accuracy of one head for class shares, in percent, with a normal interval.
+    """Estimate the accuracy of one head on images with given shares of the classes, in percent, with a normal interval.
 
-    The standard error is that of the classes' binomial shares. One success and one failure are added to each class, so
-    that a class of two correct images does not count as certain (Agresti and Caffo 2000).
+    It is the mean of the classes' accuracies, weighted by their shares. The standard error is that of binomial shares.
+    One success and one failure are added to each class for it, so that a class of two correct images does not count as
+    certain (Agresti and Caffo 2000).
+
+    Args:
+        predictions: the labels, and which fold holds out which image.
+        predicted: the head's predictions in every fold, int64 (S, N).
+        shares: the share of each class. Classes that no fold tests are left out, and the other shares scaled to 1.
     """
-    correct = predictions.mean_correct(predicted)
+    correct = predictions.mean_correct(predicted)  # NaN for an image that no fold holds out
     mean = 0.0
     variance = 0.0
     tested_share = 0.0
@@ -292,7 +326,7 @@ def _mix_accuracy(predictions: FoldPredictions, predicted: np.ndarray, shares: n
         variance += float(shares[label] ** 2 * smoothed * (1 - smoothed) / count)
         tested_share += float(shares[label])
     if tested_share == 0:
-        return Accuracy(0.0, 0.0, 100.0)
+        return Accuracy(mean=0.0, low=0.0, high=100.0)  # nothing is known
     mean *= 100 / tested_share
     half_width = 100 * NORMAL_QUANTILE * math.sqrt(variance) / tested_share
     return Accuracy(mean, max(0.0, mean - half_width), min(100.0, mean + half_width))
@@ -301,19 +335,23 @@ def _mix_accuracy(predictions: FoldPredictions, predicted: np.ndarray, shares: n
 def estimate_class_shares(predictions: FoldPredictions) -> np.ndarray:
     """Estimate the share of each class among the unlabeled images, (classes,).
 
-    By EM for the mixture of classes of which the head with all labels predicts the unlabeled images: the held-out
-    images show which class is predicted for which (Saerens et al. 2002, Adjusting the outputs of a classifier to new a
-    priori probabilities, with a confusion matrix in place of probabilities).
+    How often each class is predicted is not how frequent it is, as a head confuses classes. Its confusion matrix is
+    estimated on the held-out images. EM then finds the shares with which it best explains the predictions of the
+    unlabeled images (Saerens et al. 2002, Adjusting the outputs of a classifier to new a priori probabilities, with a
+    confusion matrix in place of probabilities).
     """
     classes = predictions.classes
-    confusion = np.full((classes, classes), 1 / classes)  # rows: true classes; one pseudo-image for each
-    for fold, predicted in zip(predictions.tested, predictions.method, strict=True):
-        np.add.at(confusion, (predictions.labels[fold], predicted[fold]), 1 / predictions.tested[:, fold].sum(0))
+    # Rows are true classes, columns predicted ones. Each row starts with one image that is spread over all classes.
+    confusion = np.full((classes, classes), 1 / classes)
+    for is_tested, predicted in zip(predictions.tested, predictions.method, strict=True):
+        # An image that several folds hold out counts once in all.
+        image_weights = 1 / predictions.tested[:, is_tested].sum(0)
+        np.add.at(confusion, (predictions.labels[is_tested], predicted[is_tested]), image_weights)
     confusion /= confusion.sum(1, keepdims=True)
     predicted_counts = np.bincount(predictions.final_method[predictions.comparison_rows], minlength=classes)
     shares = np.full(classes, 1 / classes)
     for _ in range(SHARE_ITERATIONS):
         by_class = shares[:, None] * confusion
-        by_class /= by_class.sum(0)
+        by_class /= by_class.sum(0)  # probability of each true class (row) given the predicted one (column)
         shares = by_class @ predicted_counts / predicted_counts.sum()
     return shares

@@ -84,6 +84,12 @@ SLOW_FACTOR = 1.3
 UNEVEN_RATIO = 2
 """Ratio of the largest to the smallest class from which on labels are reported as uneven."""
 
+RUN_FOLDER_SECONDS = 1.0
+"""Seconds that the run of a head takes to write its folder."""
+
+EVALUATION_FACTOR = 1.3
+"""Ratio of the time to solve and evaluate a head to the time to solve it."""
+
 SAMPLE_FILES = 12
 """Files that are decoded to measure the time of one."""
 
@@ -180,18 +186,27 @@ def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None, che
 def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: float = DEFAULT_MINUTES) -> Plan:
     """Plan the run of a scanned folder within a time limit. Planning measures this machine for some seconds.
 
+    Heads are trained on features of a pretrained network if the user names one, or names no network and the package of
+    the default one is installed. Otherwise a small network is trained from scratch.
+
+    Args:
+        options: the user's options by name, as in `halfmoon.config.schema`; those that are not set are missing.
+        contents: the scanned folder.
+        minutes: the time limit of the run.
+
     Raises:
         UserError: options and images do not fit.
     """
     network = options.get("network")
+    # `tune` selects the layers that are trained. Cached features suffice only if the network before the head is fixed.
     head_only = options.get("tune") in (None, "auto", "head") and options.get("features") is not False
     if network in hubs.PRETRAINED and not head_only:
         raise UserError(
             f"a plan for {network} trains its head on features: name a {{method}} to train more of it.", option="method"
         )
-    use_heads = network in hubs.PRETRAINED or (
-        network is None and hubs.is_installed(PRETRAINED) and "weights" not in options
-    )
+    # A user who gives a file of `weights` to start from trains these instead of the default network's.
+    default_network_usable = network is None and hubs.is_installed(PRETRAINED) and "weights" not in options
+    use_heads = network in hubs.PRETRAINED or default_network_usable
     options = _fit_clients(options, contents, use_heads)
     if use_heads:
         return _plan_heads(options, contents, minutes)
@@ -199,15 +214,17 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
 
 
 def _check_images(plan: Plan) -> Plan:
-    """Read the images as the run does, so that its errors and notes come with the plan.
+    """Read the images as the run does, so that its errors and notes are printed with the plan.
 
     Returns:
-        The plan with the notes; unchanged if reading takes longer than `MAX_CHECK_SECONDS`.
+        The plan with the notes; unchanged if the images are in memory already, or reading them takes longer than
+        `MAX_CHECK_SECONDS`.
 
     Raises:
         UserError: as the run would: too many images are unreadable, all are equal, or they do not suffice for the split.
     """
-    if plan.contents.in_memory or plan.steps[0].seconds > MAX_CHECK_SECONDS:
+    reading_step = plan.steps[0]
+    if plan.contents.in_memory or reading_step.seconds > MAX_CHECK_SECONDS:
         return plan
     if plan.contents.site:
         preparation = factory.image_preparation(plan.config)
@@ -215,8 +232,11 @@ def _check_images(plan: Plan) -> Plan:
     else:
         source = factory.load_images(plan.config)
         factory.get_split(plan.config, source)
-    notes = [note for note in source.notes if NESTED_NOTE not in note]  # the plan's first sentence counts these
-    return replace(plan, reasons=(*plan.reasons, ("notes", "; ".join(notes)))) if notes else plan
+    # The first sentence of the plan already counts the images in nested folders.
+    notes = [note for note in source.notes if NESTED_NOTE not in note]
+    if not notes:
+        return plan
+    return replace(plan, reasons=(*plan.reasons, ("notes", "; ".join(notes))))
 
 
 def _fit_clients(options: Mapping[str, Any], contents: FolderContents, heads: bool) -> Mapping[str, Any]:
@@ -252,14 +272,20 @@ def _fit_clients(options: Mapping[str, Any], contents: FolderContents, heads: bo
 
 
 def _enlarge_share(config: Config, contents: FolderContents, share: float) -> float:
-    """Double a share of the images, up to 1, until the clients can be given images."""
+    """Double the planned share of the unlabeled images, up to 1, until they suffice to split them among the clients.
+
+    Args:
+        config: the run's configuration; its `data_share`, an option of the user, is multiplied with the share.
+        contents: the scanned folder.
+        share: the share that fits the time limit.
+    """
     if contents.in_memory:
         return share
     labels = _training_labels(contents)
     while share < 1:
         try:
             _check_split(replace(config, data_share=share * config.data_share), contents, labels)
-        except UserError:
+        except UserError:  # too few images for this number of clients
             share = min(1.0, 2 * share)
         else:
             break
@@ -271,8 +297,14 @@ def _configure(options: Mapping[str, Any], contents: FolderContents, heads: bool
 
 
 def _training_labels(contents: FolderContents) -> np.ndarray:
-    """Return the labels of the images that remain for training after test images are held out, int64 (N,)."""
-    if contents.tests:
+    """Return the labels of the images that remain for training after test images are held out, int64 (N,).
+
+    For checks that need only the number of images of each class: the order is not that of the files.
+
+    Raises:
+        UserError: a class has one image, and the folder has no test part.
+    """
+    if contents.tests:  # test images are in a folder of their own
         return contents.labels
     counts = np.bincount(contents.labels, minlength=len(contents.classes))
     for name, count in zip(contents.classes, counts.tolist(), strict=True):
@@ -306,13 +338,22 @@ def image_options(contents: FolderContents, heads: bool) -> dict[str, Any]:
 
 
 def head_config(options: Mapping[str, Any], contents: FolderContents) -> tuple[Config, tuple[str, str], float]:
-    """Configure heads on features.
+    """Configure the training of both `HEADS` on features of a pretrained network.
+
+    The mixture head is the method and the ridge head the baseline, or the reverse if there are more than
+    `MAX_MIXTURE_LABELS` labels a class.
+
+    Args:
+        options: the user's options, which override the defaults of the plan.
+        contents: the scanned folder.
 
     Returns:
-        The configuration, the pair of methods, and the mean number of labels a class.
+        The configuration, `HEADS`, and the mean number of labels a class.
     """
+    labels_only, with_unlabeled = HEADS
     client_options = _client_options(options, contents)
-    em_rounds = int(registry.options(HEADS[1])["em_rounds"].default)
+    em_rounds = int(registry.options(with_unlabeled)["em_rounds"].default)
+    # One round solves the ridge head, and each later one is an iteration of EM for the mixture head.
     defaults = {
         **image_options(contents, heads=True),
         **client_options,
@@ -325,21 +366,26 @@ def head_config(options: Mapping[str, Any], contents: FolderContents) -> tuple[C
     config = _resolve_pair(options, defaults, HEADS)
     label_count = _labels_per_class(config, contents)
     if label_count > MAX_MIXTURE_LABELS:
-        config = settings.resolve({}, {**_set_options(config), "method": HEADS[0], "baselines": (HEADS[1],)})
+        swapped = {"method": labels_only, "baselines": (with_unlabeled,)}
+        config = settings.resolve({}, {**_set_options(config), **swapped})
     return config, HEADS, label_count
 
 
 def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: float) -> Plan:
-    """Plan to train heads on features of a pretrained network; leave images out if all take longer than the limit."""
+    """Plan to train heads on features of a pretrained network; leave images out if all take longer than the limit.
+
+    The reference computer's costs decide how many, so that the same command gives the same model on any computer. This
+    computer's costs are those of the steps.
+    """
     config, pair, label_count = head_config(options, contents)
     counts = _count_images(contents)
-    reference, measured = _head_costs(config, contents)
-    share = _choose_share(reference, counts, 60 * minutes)
+    reference_costs, measured_costs = _head_costs(config, contents)
+    share = _choose_share(reference_costs, counts, seconds_limit=60 * minutes)
     if not contents.site:
         share = _enlarge_share(config, contents, share)
-        share *= config.data_share
+        share *= config.data_share  # the user's own limit on the data
         config = replace(config, data_share=share)
-    steps = _head_steps(config, measured, counts, share)
+    steps = _head_steps(config, measured_costs, counts, share)
     pixels = "a quarter of the time of 224" if contents.side > SIDE else "what the network takes"
     limit = f" (pays up to about {MAX_MIXTURE_LABELS})" if label_count <= MAX_MIXTURE_LABELS else ""
     reasons = [
@@ -384,15 +430,26 @@ class _ImageCounts(NamedTuple):
 
 
 def _count_images(contents: FolderContents) -> _ImageCounts:
-    """Count the training and test images of a folder, and the splits that its labels are compared on."""
+    """Count the training and test images of a folder, and the splits that the heads are compared on.
+
+    A site has labels for a part of its images, and is tested on these by cross-validation. Of class folders all labels
+    are known: the test images are in a test part, or held out.
+    """
     count = len(contents.paths)
     if contents.site:
-        splits = FOLDS * count_repeats(contents.labeled)
-        return _ImageCounts(count, count - contents.labeled, contents.labeled, 0, splits)
-    if contents.tests:
-        return _ImageCounts(count, count, contents.tests, contents.tests, DRAWS)
-    train = round((1 - HELD_OUT_SHARE) * count)
-    return _ImageCounts(train, train, count - train, count - train, DRAWS)
+        return _ImageCounts(
+            train=count,
+            optional=count - contents.labeled,
+            test=contents.labeled,
+            test_files=0,
+            splits=FOLDS * count_repeats(contents.labeled),
+        )
+    tests = contents.tests
+    train = count
+    if not tests:
+        train = round((1 - HELD_OUT_SHARE) * count)
+        tests = count - train
+    return _ImageCounts(train=train, optional=train, test=tests, test_files=tests, splits=DRAWS)
 
 
 @dataclass(frozen=True)
@@ -425,26 +482,31 @@ class _HeadCosts:
 def _head_costs(config: Config, contents: FolderContents) -> tuple[_HeadCosts, _HeadCosts]:
     """Look up the costs of heads on the reference computer, and measure those of this computer.
 
-    The heads are not measured: they are assumed to be as much slower than on the reference computer as the features.
+    The time to solve the heads is not measured: it is assumed to be as much longer than on the reference computer as
+    that of the features.
+
+    Returns:
+        The costs on the reference computer, and those on this one.
     """
     image_spec = _image_spec(config, contents)
     head, _, normalize = head_task(config, image_spec)
     products = factory.build_task(config, image_spec).network.count_products(image_spec.image)
     feature_count = _count_features(head)
-    # Products of matrices, whose sides are the number of features, take most of the time.
+    # `SOLVING_COST` is that of `FEATURES` features. Products of matrices, whose sides are their number, take most of it.
     solving_cost = SOLVING_COST.times((feature_count / FEATURES) ** 2)
     split_cost = solving_cost
     if contents.site:
-        split_cost = reference_fold_cost(min(feature_count, MixtureHead.directions + contents.labeled))
+        # Folds of a site are solved in a smaller basis (`halfmoon.studies.fold_solver`).
+        basis_size = min(feature_count, MixtureHead.directions + contents.labeled)
+        split_cost = reference_fold_cost(basis_size)
     reference = _HeadCosts(
         reading=reference_decoding_seconds(contents.sizes),
-        features=reference_network_seconds(products, 1),
+        features=reference_network_seconds(products, images=1),
         solving=solving_cost,
         split=split_cost,
     )
-    features_seconds = features.measure_seconds_per_image(
-        head, torch.zeros(1, *image_spec.image, dtype=torch.uint8), normalize
-    )
+    blank_image = torch.zeros(1, *image_spec.image, dtype=torch.uint8)
+    features_seconds = features.measure_seconds_per_image(head, blank_image, normalize)
     slowdown = max(1.0, features_seconds / reference.features)
     measured = _HeadCosts(
         reading=_measure_decoding(config, contents),
@@ -472,7 +534,14 @@ def _choose_share(costs: _HeadCosts, counts: _ImageCounts, seconds_limit: float)
 
 
 def _head_steps(config: Config, costs: _HeadCosts, counts: _ImageCounts, share: float) -> list[PlanStep]:
-    """List the steps of a plan with heads, with their times on this computer."""
+    """List the steps of a plan with heads, with their times: reading, features, a run of each method, and all splits.
+
+    Args:
+        config: the run's configuration.
+        costs: the costs on this computer.
+        counts: the numbers of images.
+        share: the share of the optional images that is used.
+    """
     images = counts.used(share)
     files = images + counts.test_files
     steps = [
@@ -481,8 +550,8 @@ def _head_steps(config: Config, costs: _HeadCosts, counts: _ImageCounts, share: 
     ]
     methods = (config.method, *config.baselines)
     for name in methods:
-        # A run also writes its folder, and evaluates the head: a second, and a third of the time.
-        seconds = 1 + 1.3 * costs.solving.seconds(images) / len(methods)
+        solving_seconds = costs.solving.seconds(images) / len(methods)
+        seconds = RUN_FOLDER_SECONDS + EVALUATION_FACTOR * solving_seconds
         steps.append(PlanStep(registry.entry(name).title, seconds))
     steps.append(PlanStep(f"{counts.splits} splits", counts.splits * costs.split.seconds(images)))
     return steps
@@ -520,19 +589,27 @@ def _scratch_config(
 
 
 def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, minutes: float) -> Plan:
-    """Plan to train a network from scratch: rounds, splits and the size of images that fit the time limit."""
+    """Plan to train a network from scratch: rounds, splits and the size of images that fit the time limit.
+
+    These are chosen by the costs on the reference computer, so that the same command gives the same model on any
+    computer. The times of the steps are those measured on this one.
+    """
     config, pair, defaults = _scratch_config(options, contents)
     costs = {name: _measure_round(replace(config, method=name, baselines=()), contents) for name in pair}
     files = len(contents.paths) + contents.tests
+    # The time for reading is spent in any case; the rest is for rounds, each of which trains both methods.
     seconds_left = 60 * minutes - files * reference_decoding_seconds(contents.sizes)
     seconds_per_round = sum(cost.reference_seconds for cost in costs.values())
-    splits, runs = _choose_splits(contents, seconds_left / seconds_per_round)
-    rounds = options.get("rounds") or _choose_rounds(seconds_left / seconds_per_round / runs)
+    affordable_rounds = seconds_left / seconds_per_round
+    splits, runs = _choose_splits(contents, affordable_rounds)
+    rounds = options.get("rounds") or _choose_rounds(affordable_rounds / runs)
+    # Images of `LARGE_SIDE` only where the time suffices for as many rounds as are ever trained.
     pixel_factor = 1.0
     large_seconds = runs * MAX_ROUNDS * LARGE_SIDE_FACTOR * seconds_per_round
     if "resize" not in options and contents.side >= LARGE_SIDE and large_seconds <= seconds_left:
         pixel_factor = LARGE_SIDE_FACTOR
         defaults["resize"] = LARGE_SIDE
+    # The moving average of the server's models lags behind in a short training.
     server_average = {} if rounds < MIN_ROUNDS else {"server_ema": 0.9}
     config = _resolve_pair({**server_average, **options}, {**defaults, "rounds": rounds}, pair)
     steps = [PlanStep(f"read {files:,} images", files * _measure_decoding(config, contents))]
@@ -566,12 +643,16 @@ def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, min
 def _choose_splits(contents: FolderContents, affordable_rounds: float) -> tuple[int, int]:
     """Choose the number of splits that methods are compared on, and the number of runs of each method.
 
-    A site's folder is trained on as a whole, and once for each fold. Class folders have test images, so they are their
-    first split; they are the only one unless each of several splits gets `MIN_ROUNDS`.
+    A site's folder has no test images, so it is trained on as a whole for the model to use, and once for each fold of a
+    cross-validation to compare the methods. Class folders have test images: the run for the model to use is also the
+    first split. It is the only one unless each of `SCRATCH_SPLITS` gets `MIN_ROUNDS`.
 
     Args:
         contents: the scanned folder.
         affordable_rounds: the rounds of both methods that fit the time limit.
+
+    Returns:
+        The numbers of splits and of runs.
     """
     if contents.site:
         return FOLDS, 1 + FOLDS
@@ -585,13 +666,20 @@ def _choose_rounds(affordable_rounds: float) -> int:
 
 
 def _resolve_pair(options: Mapping[str, Any], defaults: Mapping[str, Any], pair: tuple[str, str]) -> Config:
-    """Resolve the configuration of both methods of a pair, the recommended one first."""
+    """Resolve the configuration of a run whose method is the recommended one of a pair, and whose baseline is the other.
+
+    Args:
+        options: the user's options, which win; None for one that is not set.
+        defaults: the options that the plan chose; they win over those of every plan.
+        pair: the method with labels only, and the recommended one, which also uses unlabeled images.
+    """
+    labels_only, with_unlabeled = pair
     pair_options: dict[str, Any] = {
-        "flip": False,
+        "flip": False,  # no mirrored images in training: left and right may matter
         "processes": 1,
-        "setting": "iid-dir",
-        "method": pair[1],
-        "baselines": (pair[0],),
+        "setting": "iid-dir",  # labeled images evenly over the clients, unlabeled ones by a Dirichlet distribution
+        "method": with_unlabeled,
+        "baselines": (labels_only,),
     }
     user_options = {name: value for name, value in options.items() if value is not None}
     return settings.resolve({**pair_options, **defaults}, user_options)
@@ -600,7 +688,16 @@ def _resolve_pair(options: Mapping[str, Any], defaults: Mapping[str, Any], pair:
 def _client_options(options: Mapping[str, Any], contents: FolderContents) -> dict[str, int]:
     """Choose the number of simulated clients, and for small folders the number of labels.
 
-    At most half of the smallest class is labeled, and each client has at least one label of each class in the mean.
+    In class folders all labels are known. Those of some images are kept, and the others are hidden, so that the images
+    can serve as unlabeled ones. At most half of the smallest class is labeled, and each client has at least one label of
+    each class in the mean.
+
+    Args:
+        options: the user's options; a number of clients or labels among them is kept.
+        contents: the scanned folder. A site's images are those of one client.
+
+    Returns:
+        The options `clients`, and `labels`, the number of all labels, if it is not the default.
     """
     if contents.site:
         return {"clients": 1}
@@ -614,8 +711,9 @@ def _client_options(options: Mapping[str, Any], contents: FolderContents) -> dic
         return {"clients": Config.clients}
     client_options = {"clients": half}
     if not LABEL_COUNT_OPTIONS & options.keys():
-        label_limit = round(settings.DEFAULT_LABELS_PER_CLASS * Config.clients)
-        client_options["labels"] = min(half, label_limit) * len(contents.classes)
+        # No more labels of a class than with the default options, which count them at each client.
+        default_labels = round(settings.DEFAULT_LABELS_PER_CLASS * Config.clients)
+        client_options["labels"] = min(half, default_labels) * len(contents.classes)
     return client_options
 
 
@@ -625,7 +723,11 @@ def _set_options(config: Config) -> dict[str, Any]:
 
 
 def _labels_per_class(config: Config, contents: FolderContents) -> float:
-    """Compute the mean number of labels a class."""
+    """Compute the mean number of labels a class, over all clients together.
+
+    A site's labels are those in its folder. Otherwise one of three options of `config` sets how many are kept: `labels`
+    in all, `label_ratio` of the images, or `labels_per_class` at each client.
+    """
     classes = len(contents.classes)
     if contents.site:
         return contents.labeled / classes
@@ -733,7 +835,13 @@ def _image_spec(config: Config, contents: FolderContents) -> ImageSpec:
 
 
 def head_task(config: Config, image_spec: ImageSpec) -> tuple[FeatureHead, Task, Normalize]:
-    """Build the head of a pretrained network, its task on features, and the normalization of images before it.
+    """Build the last layer of a pretrained network as a network of its own, which is trained on features.
+
+    The layers before it are frozen, so the features of an image are computed once, and the head is trained on these.
+
+    Returns:
+        The head, its task on features, and the normalization of images before the frozen layers. `FirstView` in the task
+        takes the features of the first view, as they need no normalization.
 
     Raises:
         UserError: the network has no head that can be trained on features.
@@ -749,7 +857,7 @@ def head_task(config: Config, image_spec: ImageSpec) -> tuple[FeatureHead, Task,
 
 
 def _measure_round(config: Config, contents: FolderContents) -> RoundCost:
-    """Measure the cost of a round and of an evaluation, on blank images with the folder's labels."""
+    """Measure the cost of a round and of an evaluation, on blank images: the time does not depend on their content."""
     problem = _blank_problem(config, contents)
     cost = measure_round_cost(config, problem)
     test_scale = max(1.0, _count_tests(contents) / SYNTHETIC_IMAGES)
@@ -764,13 +872,19 @@ def _count_tests(contents: FolderContents) -> int:
 
 
 def _blank_problem(config: Config, contents: FolderContents) -> Problem:
-    """Build a problem of at most `SYNTHETIC_IMAGES` blank images with the folder's labels."""
+    """Build the data, split and task of a run, with blank images, to measure the time of a round without reading files.
+
+    The images have the size of the folder's, and its labels, which the split among clients needs. At most
+    `SYNTHETIC_IMAGES` are used for training and for testing.
+    """
     image_spec = _image_spec(config, contents)
     channels, height, width = image_spec.image
     if contents.site:
+        # A site may have few labels among many images: all are kept, and as many unlabeled images as fit.
         labeled_first = np.argsort(contents.labels < 0, kind="stable")
         labels = contents.labels[labeled_first][:SYNTHETIC_IMAGES]
     else:
+        # Class folders are listed class by class: every n-th image keeps the shares of the classes.
         stride = -(-len(contents.labels) // SYNTHETIC_IMAGES)  # rounded up
         labels = contents.labels[::stride]
     test_labels = np.arange(min(_count_tests(contents), SYNTHETIC_IMAGES)) % len(contents.classes)
@@ -780,14 +894,15 @@ def _blank_problem(config: Config, contents: FolderContents) -> Problem:
         return Images(pixels, image_labels.astype(np.int64))
 
     source = Source(
-        contents.folder.name,
-        blank_images(labels),
-        blank_images(test_labels),
-        contents.classes,
-        False,
-        image_spec.mean,
-        image_spec.std,
+        name=contents.folder.name,
+        train=blank_images(labels),
+        test=blank_images(test_labels),
+        classes=contents.classes,
+        mirror=False,
+        mean=image_spec.mean,
+        std=image_spec.std,
     )
+    # Without a split, `build_problem` divides the images by the options of `config`.
     split = single_client_split(labels) if contents.site else None
     return factory.build_problem(config, split, raw=source)
 
