@@ -68,6 +68,9 @@ def build_experiment(
 def summary_header(config: Config, setting: Mapping[str, Any]) -> Row:
     """Build the fields of a run's summary.json that are known before training.
 
+    "budget" states how the training lengths of compared methods are made equal: the "rule" counts a cost such as
+    labeled steps, and every method may spend what the "reference" method spends by its batch sizes and epochs.
+
     Args:
         config: the configuration.
         setting: the keys that describe the split of a simulation or the sites of a federation.
@@ -75,6 +78,7 @@ def summary_header(config: Config, setting: Mapping[str, Any]) -> Row:
     reference = registry.entry(config.reference or config.method)
     return {
         "method": config.method,
+        # The method's name in tables.
         "title": registry.entry(config.method).title,
         "data": config.data,
         **setting,
@@ -94,12 +98,14 @@ def build_summary(
         setting: the keys that describe the split of a simulation or the sites of a federation.
         classes: names of the classes.
         folder: the run's folder, with its metrics and timings.
-        results: the result of `halfmoon.engine.loop.run_rounds`.
+        results: the result of `halfmoon.engine.loop.run_rounds`, whose keys are copied; "measured" are means of
+            pseudo-label metrics, "correct" packs one bit for each test image.
     """
     summary = summary_header(config, setting)
     summary["accuracy"] = results["accuracy"]
     if results["measured"]:
         summary["measured"] = results["measured"]
+    # Over all rounds: the share of pseudo-labels that was used, and the largest such share of a round.
     shares = summarize_pseudo_labels(folder.rows())
     if shares:
         summary["pseudo_labels"] = {"used": shares["used"]}
@@ -108,7 +114,7 @@ def build_summary(
     summary["classes"] = list(classes)
     summary["confusion"] = results["confusion"]
     if results["correct"] is not None:
-        # Bits, one for each test image: comparisons pair runs by image.
+        # Comparisons pair the runs of two methods by test image.
         summary["correct"] = base64.b64encode(results["correct"]).decode()
     # The time of all rounds, also of those before the run was resumed.
     timings = atomic_io.read_number_pairs(folder.path / TIMINGS, "round", "seconds")
@@ -131,15 +137,16 @@ def build_card(
     input_size: tuple[int, int] | None = None,
     temperature: float = 1.0,
 ) -> Card:
-    """Build the metadata of a run's model file.
+    """Build the metadata of a run's model file, with which a program can prepare images as in training.
 
     Args:
         config: the configuration.
         image_spec: the images on which the network was trained.
-        network: the whole network, with the backbone.
+        network: the whole network: also if only its head was trained, with the backbone.
         config_text: the run's config.toml.
-        input_size: height and width of the images before they were shrunk and padded; None: those of `image_spec`.
-        temperature: the divisor of the logits.
+        input_size: height and width of the images before they were shrunk and padded; None if they were neither, so
+            that they are those of `image_spec`.
+        temperature: the divisor of the logits that calibrates the probabilities; 1 leaves them as they are.
     """
     return Card(
         classes=image_spec.classes,

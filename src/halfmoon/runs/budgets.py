@@ -21,9 +21,11 @@ def build_budget(config: Config, task: Task) -> Budget:
     """Create the training budget of a configuration, by which methods of different cost get a fair number of steps.
 
     Args:
-        config: the configuration; its `reference` sets the cost, by default its method.
+        config: the configuration. Its `budget` names what is counted, such as labeled steps. Its method `reference`
+            sets the amount: what this method uses with the configured batch sizes and epochs.
         task: the task that the methods share.
     """
+    # A run of one method needs no reference: the method gets its own amount.
     name = config.reference or config.method
     return Budget(
         rule=config.budget,
@@ -44,7 +46,11 @@ def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
         configs: one configuration for each method. Centralized methods have no clients, and do not count unless there
             are no others.
         shared: the data and batch rule of all methods.
+
+    Returns:
+        The method's name.
     """
+    # The client update that trains, and whether all images count as labeled for it (an upper bound).
     client_updates: dict[str, tuple[ClientUpdate, bool]] = {}
     for config in configs:
         entry = registry.entry(config.method)
@@ -67,14 +73,16 @@ def choose_evaluation_interval(config: Config, shared: Problem) -> int:
 
     Args:
         config: the configuration.
-        shared: the data and batch rule.
+        shared: the data and batch rule (batch sizes and epochs).
     """
     evaluated = [examples for examples in (shared.test, shared.validation) if examples is not None]
     images = sum(len(examples.images) for examples in evaluated)
     if config.evaluate_every is not None or images < MIN_IMAGES_FOR_INTERVAL:
         return config.evaluate_every or 1
+    # The method that sets the budget: that of the comparison, or the only one.
     entry = registry.entry(config.reference or config.method)
     update = _training_update(registry.make(entry.name), shared.task)
+    # On `all_labels` every image is labeled; `pooled` data are those of all clients in one set.
     dataset = FederatedDataset(
         shared.train,
         shared.split,
@@ -83,6 +91,7 @@ def choose_evaluation_interval(config: Config, shared: Problem) -> int:
         reuse_labeled=config.reuse_labeled,
     )
     sizes = [dataset.training_size(client) for client in range(dataset.clients)]
+    # Steps of each client in a round, and images of a step; `images_per_step` counts passes through the network.
     amounts = [batch_rule_amount(shared.batching, update, size) for size in sizes]
     images_of_all_clients = sum(amount.steps * images_per_step(update, amount) for amount in amounts)
     # The expected cost of a cohort drawn uniformly from all clients.

@@ -85,7 +85,14 @@ def _count_labels(shared: Problem) -> np.ndarray:
 
 
 def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
-    """Raise UserError unless the labeled images are where each method needs them: at all clients, some, or the server."""
+    """Raise UserError unless the labeled images are where each method needs them.
+
+    The split has its labels at one of these locations: "server", at all "clients", or at "some" clients only.
+
+    Args:
+        entries: the methods. Those with `all_labels` are upper bounds, which train as if every image were labeled.
+        shared: the data and the split.
+    """
     split = shared.split
     unknown_labels = int((shared.source.train.labels == UNKNOWN).sum())
     for entry in entries:
@@ -99,6 +106,7 @@ def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> N
     else:
         location = "clients"
     for entry in _semi_supervised(entries):
+        # This case has a message that names a client; `check_label_location` refuses all other unsupported locations.
         if location == "some" and entry.label_locations == ("clients",):
             first = clients_without_labels[0]
             raise UserError(
@@ -110,11 +118,16 @@ def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> N
 
 
 def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
-    """Raise UserError if a method trains on unlabeled images of every client, and a client has none."""
+    """Raise UserError if a method trains on unlabeled images of every client, and a client has none.
+
+    Upper bounds and centralized methods are not checked: they do not train on one client's unlabeled images.
+    """
     split = shared.split
     empty = [client for client in range(split.clients) if not len(split.rows(client, labeled=False))]
     for entry in _semi_supervised(entries):
+        # By convention the first client update of a method is the one that trains.
         training_update = next(iter(entry.method.client_updates(shared.task).values()))
+        # `views` are augmentations of unlabeled images, so a method that needs some trains on these images.
         if empty and training_update.requirements.views:
             raise UserError(
                 f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no unlabeled image, but {entry.name} "
@@ -130,9 +143,10 @@ def _warn_of_small_clients(
     Args:
         entries: the methods.
         shared: the data and the split.
-        labeled_batch: the number of labeled images in a batch, or a string for batches that fit the client.
+        labeled_batch: the number of labeled images in a batch; "all", which fits every client, needs no message.
         watch: receives the message.
     """
+    # Clients then have no labeled images, and the server trains on its images.
     server_has_labels = bool((shared.split.client == SERVER).any())
     if server_has_labels or isinstance(labeled_batch, str):
         return

@@ -192,8 +192,10 @@ def build_task(config: Config, image_spec: ImageSpec) -> Task:
     Raises:
         UserError: the images do not fit the network, or options contradict each other.
     """
+    # Of the learning rate, over the rounds.
     schedules = {"constant": ConstantSchedule(), "cosine": CosineSchedule(), "step": StepSchedule()}
     network = _build_network(config, image_spec)
+    # With the option `features` clients train the head on cached outputs of the backbone, which must not change then.
     if config.features and feature_head(network) is None:
         raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
     return Task(
@@ -216,8 +218,10 @@ def build_method(config: Config) -> Method:
         UserError: the aggregation rule, class weights, secure aggregation or differential privacy do not fit the method.
     """
     instance = registry.make(config.method, method_options(config, config.method))
+    # The checks depend on the method's options, which the entry of the catalog does not have.
     entry = replace(registry.entry(config.method), method=instance)
     norm = effective_norm(config)
+    # Why the server needs the upload of every client, and not only their sum; "" if the sum is enough.
     individual_reason = entry.individual_upload_reason(norm)
     conflict = None if config.aggregation == "mean" else entry.robust_rule_conflict(config.aggregation, norm)
     if conflict:
@@ -259,13 +263,17 @@ def balanced_weights(labels: np.ndarray, classes: int) -> tuple[float, ...]:
 
 
 def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:
-    """Create the aggregators of a configuration, in the order in which uploads pass them.
+    """Create the aggregators of a configuration, the stages that uploads pass one after the other.
+
+    The order is fixed: weights are capped, then uploads that are hostile or not finite are handled, and then the secure
+    sum is computed, to which differential privacy adds noise.
 
     Args:
         config: the configuration.
         secret: the seed of the privacy noise, known to the server only.
-        folder: the run folder, for the privacy ledger.
-        summed: masked uploads were summed before they reach the aggregators, as in a federation.
+        folder: the run folder, for the ledger of the privacy that all rounds have spent.
+        summed: masked uploads were summed before they reach the aggregators, as in a federation. In a simulation the
+            aggregator itself sums them.
     """
     stages: list[Aggregator] = []
     if config.weight_cap:
@@ -276,6 +284,7 @@ def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool 
         # Without attacks uploads are finite: local training raises `Diverged` otherwise.
         stages.append(FiniteCheck(robust=not config.secure_aggregation and config.dp_clip is None))
     if config.secure_aggregation:
+        # Differential privacy bounds what one client can change, so all clients have the same weight there.
         stages.append(FixedPointMean(even=config.dp_clip is not None, means=summed))
     if config.dp_clip is not None:
         stages.append(_build_privacy(config, secret, folder))
@@ -301,7 +310,8 @@ def _build_privacy(config: Config, secret: bytes, folder: Path) -> DifferentialP
 def load_images(config: DataOptions) -> Source:
     """Load the images of a configuration: the share `data_share` of the training images, test and validation images.
 
-    Validation images are a share of the training images, or the validation part of the data set.
+    Validation images are a share of the training images, or the validation part of the data set. Images of the last
+    `unknown_classes` classes get no label, as images of classes that the model does not know.
 
     Raises:
         UserError: the data cannot be read, or both kinds of validation images are configured.
@@ -310,6 +320,7 @@ def load_images(config: DataOptions) -> Source:
         raise UserError("validation_part and validation_share both select validation images; leave one of them out.")
     load = partial(load_source, config.data, config.data_dir, cache=config.cache, preparation=image_preparation(config))
     data = hide_last_classes(take_share(load(), config.data_share), config.unknown_classes)
+    # A note means that the files define no test images, and others, maybe validation images, were selected.
     if config.validation_part and data.selection_note:
         raise UserError(f"validation_part needs images apart from the test, but {data.selection_note}.")
     if config.validation_part:
@@ -368,14 +379,23 @@ def padded_side(config: Config, height: int, width: int) -> int | None:
 
 
 def build_batch_rules(config: BatchOptions) -> tuple[Batching, Batching]:
-    """Build the batch rules of clients and of training at the server."""
-    client_rule = Batching(config.labeled_batch, config.unlabeled_batch, config.epochs, config.epoch, config.steps)
+    """Build the rules of batch sizes and epochs: that of clients, and that of training at the server.
+
+    The server trains in some methods, on labeled images only.
+    """
+    client_rule = Batching(
+        labeled=config.labeled_batch,
+        unlabeled=config.unlabeled_batch,
+        epochs=config.epochs,
+        epoch=config.epoch,  # the set, labeled or unlabeled, of which an epoch is a pass
+        steps=config.steps,
+    )
     # Options of the server default to those of clients.
     server_rule = replace(
         client_rule,
         labeled=config.labeled_batch if config.server_batch is None else config.server_batch,
         epochs=config.epochs if config.server_epochs is None else config.server_epochs,
-        steps=None,
+        steps=None,  # a fixed number of steps is that of clients; the server always trains by epochs
     )
     return client_rule, server_rule
 
@@ -390,8 +410,10 @@ def build_scenario(config: PartitionOptions) -> Scenario:
 def get_split(config: Config, data: Source, split: Split | None = None) -> Split:
     """Check `split`, or load the split file that the configuration names, or draw a new split.
 
+    A split assigns each training image to a client, with or without its label.
+
     Args:
-        config: the configuration.
+        config: the configuration, with the rule (`setting`) and the seed of a new split.
         data: the data set that is split.
         split: a split of its training images, if there is one already.
 
@@ -408,12 +430,13 @@ def get_split(config: Config, data: Source, split: Split | None = None) -> Split
     if config.unknown_classes:
         return build_scenario(config).split_open_set(data.train.labels, data.classes, data.name)
     if memory.is_memory_name(config.data):
-        # Data of a Python program may have known clients, and images without a label.
+        # Data that a Python program passes as arrays may have known clients, and images without a label.
         return build_scenario(config).split_partially_labeled(
             data.train.labels, data.classes, data.name, client=data.train.clients
         )
     unknown_labels = int((data.train.labels == UNKNOWN).sum())
     if unknown_labels:
+        # `UserError` shows {split} as the flag --split on the command line, and as the keyword split in Python.
         raise UserError(
             f"{data.name}: {unknown_labels:,} training images have no label, which no split rule can deal; say who holds them "
             "with {split}.",
@@ -454,16 +477,23 @@ def _build_network(config: Config, image_spec: ImageSpec) -> Network:
     network = networks.make(network_name(config), channels, classes, (height, width), config.norm, config.width)
     network.check(image_spec.image)
     network = replace(network, precision=config.precision)
+    # A path, or "sha256:..." in a federation, where every site has the file in another folder.
     weights_name = initial_weights(config)
     published_path = published_weights_file(config.network) if config.network in hubs.PRETRAINED else None
     if published_path is not None:
-        # The terms of a federation name the file by its hash.
+        # So that this process finds the file by its hash, by which the terms of a federation name it.
         weight_files.register(published_path)
+    # Without weights the network is random, and all of it is trained.
     if weights_name is None:
         if frozen_layers(config):
             raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
         return network
-    network = fine_tune(network, read_weights(weights_name), frozen_layers(config), image_spec.classes)
+    network = fine_tune(
+        network,
+        weights=read_weights(weights_name),
+        patterns=frozen_layers(config),  # names of the layers that are not trained, with wildcards
+        classes=image_spec.classes,
+    )
     if config.dp_clip is not None and network.norm == "batch":
         raise UserError(
             "dp_clip needs a network that tracks no statistics of batches in its trained part: they would leave the "
@@ -473,7 +503,10 @@ def _build_network(config: Config, image_spec: ImageSpec) -> Network:
 
 
 def build_views(config: Config, image_spec: ImageSpec) -> Views:
-    """Build the augmentations of labeled and unlabeled images.
+    """Build the augmentations ("views") of labeled and unlabeled images.
+
+    Labeled images have one view. Of unlabeled images a method asks for several by name, such as "weak" for the
+    pseudo-labels and "strong" for training. The strong views are those of published methods (FedDure, SemiFL, FedLoKe).
 
     Args:
         config: the configuration.
@@ -486,6 +519,7 @@ def build_views(config: Config, image_spec: ImageSpec) -> Views:
     strong = strong_views[config.strong_view](flip=flip)
     unlabeled: dict[str, View] = {"plain": Plain(), "weak": Weak(flip=flip), "strong": strong}
     if config.shared_views:
+        # All images of a batch get the same random draw, so the batch needs a fixed size.
         assert isinstance(config.labeled_batch, int), "checked with the configuration"
         assert isinstance(config.unlabeled_batch, int), "checked with the configuration"
         labeled = Shared(labeled, config.labeled_batch)
@@ -494,19 +528,25 @@ def build_views(config: Config, image_spec: ImageSpec) -> Views:
 
 
 def _build_optimizer(config: Config, network: Network) -> Optimizer:
-    """Build the clients' optimizer, with gradient clipping and another learning rate for the backbone if configured."""
+    """Build the clients' optimizer, with gradient clipping and another learning rate for the backbone if configured.
+
+    The option `backbone_lr` is a factor on `lr`; 1 trains backbone and head at the same rate.
+    """
     if config.optimizer == "adam":
-        optimizer: Optimizer = Adam(config.lr, weight_decay=config.weight_decay)
+        optimizer: Optimizer = Adam(lr=config.lr, weight_decay=config.weight_decay)
     else:
-        optimizer = SGD(config.lr, config.momentum, config.weight_decay, config.nesterov)
+        optimizer = SGD(
+            lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov
+        )
     if config.clip_norm is not None or config.clip_value is not None:
-        optimizer = GradientClipping(optimizer, config.clip_norm, config.clip_value)
+        optimizer = GradientClipping(optimizer, norm=config.clip_norm, value=config.clip_value)
     if config.backbone_lr == 1:
         return optimizer
     with torch.device("meta"):
         # Only the names are needed; tensors on the device "meta" have no memory.
         params = network.init(torch.Generator())["params"]
-    return LayerwiseLearningRate(optimizer, config.backbone_lr, backbone_paths(network, tree.flatten(params)))
+    paths = backbone_paths(network, tree.flatten(params))
+    return LayerwiseLearningRate(optimizer, factor=config.backbone_lr, paths=paths)
 
 
 def select_device(config: MachineOptions) -> torch.device:

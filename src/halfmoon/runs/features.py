@@ -220,10 +220,16 @@ def _is_intact(path: Path) -> bool:
 
 
 def _write(path: Path, compute_chunk: Chunk, count: int, progress: Progress) -> None:
-    """Write the features of all images and their checksum, batch by batch on all processors.
+    """Write the features of all images as a NumPy file and their checksum, chunk by chunk on all processors.
 
-    The number of processors does not change the bytes. Writes are plain ones: with a map, a full disk would end the
-    process by a signal.
+    The number of processors does not change the bytes. The file is written with `write` and not as a memory map: there a
+    full disk would end the process by a signal, and not by an exception. It gets its name only when it is complete.
+
+    Args:
+        path: the file, in a cache folder that only this user may read.
+        compute_chunk: a function of a chunk's first row, which returns the row and the features of `CHUNK` images.
+        count: the number of images.
+        progress: receives the number of images that are written, and `count`.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_mode & 0o077:  # features reveal images
@@ -231,6 +237,7 @@ def _write(path: Path, compute_chunk: Chunk, count: int, progress: Progress) -> 
     _remove_partial_files(path.parent)
     _, first = compute_chunk(0)  # only for the shape of an image's features
     header = io.BytesIO()
+    # "<f2": float16, little-endian.
     description = {"descr": "<f2", "fortran_order": False, "shape": (count, *first.shape[1:])}
     np.lib.format.write_array_header_1_0(header, description)
     digest = hashlib.sha256()
@@ -261,7 +268,7 @@ def _write(path: Path, compute_chunk: Chunk, count: int, progress: Progress) -> 
         temporary_path.unlink(missing_ok=True)
         raise
     atomic_io.write_atomically(path.with_suffix(CHECKSUM_SUFFIX), digest.hexdigest().encode() + b"\n", private=True)
-    trim(path.parent, path.stem)
+    trim(path.parent, path.stem)  # deletes the oldest files of a cache that is too large, but not this one
 
 
 def _remove_partial_files(folder: Path) -> None:
@@ -296,10 +303,12 @@ def _make_chunk_function(
 ) -> Chunk:
     """Create a function that computes the features of `CHUNK` consecutive images.
 
+    Features are the outputs of the frozen backbone, from which the head is trained.
+
     Args:
-        head: the network's head, which knows its backbone.
+        head: the network's head, which knows its backbone. Its random weights have no effect on features.
         images: uint8 (N, C, H, W).
-        augmentations: the augmentation of every view to compute, in the order of the file.
+        augmentations: the augmentation of every view to compute by the view's name, in the order of the file.
         normalize: the normalization of pixels.
 
     Returns:

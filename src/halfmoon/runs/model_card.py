@@ -64,7 +64,7 @@ class Card:
 
     def render(self) -> dict[str, str]:
         """Convert the metadata to strings by name, as a model file stores them; `parse` is the inverse."""
-        # Fields at their defaults are left out, so that older versions can read the file.
+        # Fields that later versions added are left out at their defaults, so that older versions can read the file.
         optional = {}
         if self.crop:
             optional["crop"] = json.dumps(self.crop)
@@ -73,10 +73,11 @@ class Card:
         if self.temperature != 1:
             optional["temperature"] = json.dumps(self.temperature)
         return {
+            # A version that does not divide logits by the temperature refuses the second format.
             "format": PLAIN if self.temperature == 1 else SCALED,
             "classes": json.dumps(self.classes),
             "image": json.dumps(self.image),
-            "taken": json.dumps(self.input_size),
+            "taken": json.dumps(self.input_size),  # the name of this field in the file format
             "shrink": json.dumps(self.shrink),
             "mean": json.dumps(self.mean),
             "std": json.dumps(self.std),

@@ -17,6 +17,9 @@ from halfmoon.methods.objectives import Objective
 _ORIGIN = re.compile(r"^# (.+ sha256 [0-9a-f]{64})$", re.MULTILINE)
 """A comment of a run's config.toml that records the hash of a plugin or of weights."""
 
+_UNNAMED = "of one's own"
+"""Stands for the name of a custom method in errors, "method of one's own ...", as long as it has none."""
+
 
 CustomMethod = Method | Objective | registry.MethodEntry | Callable[[], Method]
 """A method as an object, an objective for FedAvg, a registry entry, or a callable such as `partial(FedAvg, Mine())`."""
@@ -25,13 +28,14 @@ CustomMethod = Method | Objective | registry.MethodEntry | Callable[[], Method]
 def register(method: CustomMethod) -> str:
     """Register a custom method in this process, and return its name, "module:Class".
 
-    FedAvg with an objective has the name of the objective.
+    An objective is trained by FedAvg, and FedAvg with an objective has the name of the objective's class.
 
     Raises:
         UserError: it is no method.
     """
-    instance: Any = registry.instance("of one's own", method)
+    instance: Any = registry.instance(name=_UNNAMED, plugin=method)
     is_entry = isinstance(instance, registry.MethodEntry)
+    # `core` is the object that gives the name: the objective of FedAvg, otherwise the method.
     method_class = type(registry.core(instance.method if is_entry else instance))
     name = f"{method_class.__module__}:{method_class.__qualname__}"
     if not is_entry:
@@ -39,7 +43,7 @@ def register(method: CustomMethod) -> str:
         # A class without defaults is registered as it is.
         with suppress(TypeError):
             instance = method_class()
-    registry.row(name, instance)
+    registry.row(name, instance)  # raises the error; its entry is not needed here
     plugins.register("method", name, instance)
     return name
 
@@ -47,17 +51,21 @@ def register(method: CustomMethod) -> str:
 def _changed_options(method: Any, name: str) -> dict[str, Any]:
     """Find the options of a method that differ from the defaults of the registered method of this name.
 
+    A run's config.toml stores the method's name and these options, from which a later process builds the method again.
+
     Raises:
-        UserError: it differs in anything else. A run's file can store numbers, strings and Booleans only.
+        UserError: it differs in anything else, such as a function; the file stores numbers, strings and Booleans only.
     """
     default_method = registry.entry(name).method
     options = registry.options_in(method)
     defaults = registry.options_in(default_method)
+    # An option of the instance has the instance's value as its default.
     changed = {
         option_name: option.default
         for option_name, option in options.items()
         if option_name in defaults and option != defaults[option_name]
     }
+    # A method built from the changed options must be equal to the object; otherwise it could not be built again.
     if registry.with_options(default_method, changed) != method:
         raise UserError(
             f"method {name} differs from {type(registry.core(method)).__name__}() in more than its options, which a "
@@ -67,17 +75,20 @@ def _changed_options(method: Any, name: str) -> dict[str, Any]:
 
 
 def describe_method(method: CustomMethod | str) -> tuple[str, dict[str, Any]]:
-    """Return the name and changed options of a method; an object is registered in this process.
+    """Return the name of a method and its options that are not at their defaults; an object is registered by its name.
 
     Raises:
         UserError: it is no method, or a run's file cannot store the options in which it differs from its defaults.
     """
+    # A name means the method with its defaults.
     if isinstance(method, str):
         return method, {}
     name = register(method)
-    instance = registry.instance("of one's own", method)
+    instance = registry.instance(name=_UNNAMED, plugin=method)
+    # An entry is registered with its method as it is, so none of its options differs.
     if isinstance(instance, registry.MethodEntry):
         return name, {}
+    # The registered method of an objective is FedAvg with it.
     if isinstance(instance, Objective):
         instance = FedAvg(instance)
     return name, _changed_options(instance, name)

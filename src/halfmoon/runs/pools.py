@@ -124,6 +124,7 @@ def make_process_context(*modules: str) -> BaseContext:
         return get_context("spawn")
     context = get_context("forkserver")
     os.environ[STARTER_VARIABLE] = str(os.getpid())
+    # The first module makes the server process end with this process, whose id it reads from the variable.
     context.set_forkserver_preload(["halfmoon.core.fork_server_start", *modules])
     return context
 

@@ -147,11 +147,14 @@ def resume(
 ) -> RunResult:
     """Resume a run or a comparison; finished runs are neither trained nor loaded again.
 
+    A comparison has the plan of its jobs in `COMPARISON`. A run or comparison that was killed before its folder was
+    complete has only its request in `PENDING`, and starts again.
+
     Args:
         root: the folder of the run or comparison.
         watch: receives the events of all runs.
         method: the custom method of the run, if its class cannot be imported by its name.
-        shared: the `shared` that `start` was called with, if any.
+        shared: the data, split and batch rules that `start` was called with, if any; otherwise they are loaded.
 
     Raises:
         UserError: the folder contains no run that can resume, or plugins, weights or the split have changed.
@@ -172,6 +175,7 @@ def resume(
         with RunFolder.open(root) as folder:
             config = parse_config(folder.config, root)
             outside.check_origins(config, folder.config, root)
+            # The folder has the hash of the options with which the run was started.
             if identity(config, config.method) != folder.identity:
                 raise UserError(
                     f"{root} was made by another version of halfmoon, which read its {CONFIG} differently; "
@@ -179,7 +183,7 @@ def resume(
                 )
         jobs = _create_jobs(config)
     if all(_is_finished(root / job.folder, job.config) for job in jobs):
-        return _run_all(root, jobs, None, watch)
+        return _run_all(root, jobs, shared=None, watch=watch)
     split = _load_stored_split(root / jobs[0].folder)
     return _run_all(root, jobs, _load_shared(jobs, split, watch, shared=shared), watch)
 
@@ -343,9 +347,10 @@ def _single_method_config(config: Config, name: str, reference: str, **changes: 
     Args:
         config: the configuration of all; the options of its preset are already in it.
         name: the method.
-        reference: the method that sets the budget.
+        reference: the method whose cost the training of all methods has to match.
         changes: other options to change.
     """
+    # The preset "paper" sets options of a method's paper; a method without such options would refuse it.
     preset = config.preset if registry.entry(name).paper_options else "none"
     return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
 
@@ -460,6 +465,7 @@ def _run_jobs(
     Returns:
         The summaries by the job's number, and the errors of the jobs that failed.
     """
+    # Jobs for other processes. All others follow in this process: also those that have finished, whose summary is read.
     pending: list[int] = []
     for number, job in enumerate(jobs):
         if shared is not None and not _is_finished(root / job.folder, job.config):
@@ -586,9 +592,11 @@ def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
 
     Args:
         root: the folder.
-        run_identity: the identity of the new run, "" for a comparison.
-        plan: the comparison.json of a new comparison.
+        run_identity: the hash of the new run's options, "" for a comparison. The message of an existing run states
+            whether it has the same options.
+        plan: the comparison.json of a new comparison; b"" for a run.
     """
+    # `COMPARISON` exists in the folder of a comparison only.
     stored_plan = atomic_io.read(root / COMPARISON) if root.is_dir() else None
     if stored_plan is not None:
         which = "this" if is_same_plan(stored_plan, plan) else "another"

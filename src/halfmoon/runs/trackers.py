@@ -152,12 +152,13 @@ def tracker(name: str) -> Callback:
 def replay(folder: Path) -> Path:
     """Write TensorBoard's event files of a run from its metrics.jsonl, and return their folder.
 
-    Existing event files are emptied.
+    Event files of an earlier call are emptied, so that a TensorBoard that is running shows no round twice.
 
     Raises:
         UserError: `folder` is no run folder or cannot be written, or TensorBoard is not installed.
     """
     try:
+        # Opening a writer writes all rows of metrics.jsonl.
         _start_writer(_writer_type(), folder).close()
     except OSError as error:
         raise UserError(

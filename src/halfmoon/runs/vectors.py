@@ -135,10 +135,12 @@ def build_training(name: str, options: Mapping[str, Any], rounds: int | None) ->
 
 
 def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, split: Split, seed: int) -> LinearModel:
-    """Train a linear classifier on the vectors of several clients.
+    """Train a linear classifier on the vectors of several clients, standardized by statistics of all clients.
+
+    The head is either solved in closed form from sums of the clients (`training.is_solved`), or trained by steps.
 
     Args:
-        training: the method.
+        training: the method and its number of rounds.
         vectors: float64 (N, F).
         labels: int64 (N,), from 0; -1 for an unlabeled vector.
         split: the client of each vector, and which vectors are labeled.
@@ -148,6 +150,7 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
         UserError: no vector is labeled, or the sums have no solution.
         Diverged: a loss is not finite.
     """
+    # Vectors are passed as the cached features of images, which they replace in all methods.
     # Cached features have the shape of images with one row and one column.
     examples = Examples(torch.from_numpy(vectors)[:, None, None], torch.from_numpy(labels))
     features = vectors.shape[1]
@@ -155,6 +158,7 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
     identity = Standardize(
         center=torch.zeros(features, dtype=torch.float64), scale=torch.ones(features, dtype=torch.float64)
     )
+    # A centered classifier has the mean of the features among its parameters.
     task = _make_task(training, features, classes, identity, centered=True)
     # One round computes mean and standard deviation of each feature over all clients.
     statistics = _run(Standardization(), task, examples, split, training.batching, seed, rounds=1)["head"]
@@ -204,6 +208,7 @@ def _run(
 
 def _refuse_views(name: str, training: VectorTraining) -> None:
     """Raise `UserError` if a method needs augmented views of images."""
+    # Which views a method needs does not depend on the data, so the smallest task will do.
     network = LinearClassifier(classes=2, norm="none", features=1, centered=False)
     zero = torch.zeros(1, dtype=torch.float64)
     task = Task(network, SGD(lr=training.lr), Standardize(center=zero, scale=zero))
@@ -211,6 +216,7 @@ def _refuse_views(name: str, training: VectorTraining) -> None:
     for update in training.method.client_updates(task).values():
         needed = update.requirements
         names |= {*needed.views, *needed.labeled_views, *needed.second_batch, *needed.precomputed_views}
+    # "strong2" is a second draw of "strong"; a "plain" view is the vector itself.
     views = sorted({view.rstrip("0123456789") for view in names} - {"plain"})
     if views:
         raise UserError(

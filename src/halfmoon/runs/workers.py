@@ -119,7 +119,7 @@ def count_workers(config: Config) -> int:
 
     "auto" is one for each processor that PyTorch would use (OMP_NUM_THREADS), if the option `threads` is not set,
     clients train one by one on the CPU, and the network is so large that training a client takes longer than sending
-    it.
+    it. Several runs on this machine divide the processors among them (`share_processors`).
 
     Raises:
         UserError: several workers on a GPU.
@@ -131,6 +131,7 @@ def count_workers(config: Config) -> int:
                 f"workers is {config.workers!r}, but clients on a GPU train in one process: leave workers out, or "
                 "choose device 'cpu'."
             )
+        # A Ray cluster may have processors for all clients of the cohort, and lowers the number if it has not.
         return config.cohort if config.workers == "ray" else min(config.workers, config.cohort)
     is_small = factory.network_name(config) == "small"
     is_centralized = registry.entry(config.method).pooled
