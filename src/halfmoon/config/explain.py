@@ -48,13 +48,14 @@ def explain_options(config: Config, layers: Sequence[Layer], fallback: str = COM
 
     Args:
         config: the configuration that the layers resolve to.
-        layers: what the user and the command set, highest priority first. The preset and the protocol that they name
-            are added below them.
+        layers: what the user and the command set, highest priority first. Below them come the preset (options of the
+            method's paper), and then the protocol (the experiment of a paper), if they name some.
         fallback: the layer to name for values that none of the layers contains.
     """
     explicit: dict[str, Any] = {}
     # From the lowest to the highest priority, so that the highest wins.
     for layer in reversed(layers):
+        # "options" is the table of method options, which `_explain_method_options` handles.
         explicit |= {name: value for name, value in layer.options.items() if name != "options"}
     # `recommended` is a placeholder: a preset belongs to the method that replaces it.
     explicit["method"] = config.method
@@ -87,7 +88,7 @@ def _explain_method_options(
         fallback: the layer to name for values that none of them contains.
         preset_name: the name of the layer of the preset, which sets the options of the method's paper.
     """
-    # One level of names makes the tables of all layers comparable.
+    # A table has NAME for the trained method and METHOD.NAME for others; flat names make all layers comparable.
     tables = [Layer(layer.name, _flatten(layer.options.get("options", {}))) for layer in layers]
     values = _flatten(config.options)
     for name, value in values.items():
@@ -95,6 +96,7 @@ def _explain_method_options(
         declared = registry.options(method or config.method)
         if option not in declared or declared[option].default != value:
             yield ExplainedOption(f"options.{name}", value, _setting_layer(tables, name, fallback))
+    # Values of the preset are not in `config.options`: they are merged when the method is built.
     if config.preset == "paper":
         defaults = registry.options(config.method)
         for name, value in registry.entry(config.method).paper_options.items():

@@ -67,13 +67,19 @@ def displaced_options(options: Mapping[str, Any]) -> set[str]:
 def displaced_protocol_values(options: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Return protocol values that another option drops, and that the user could keep by setting them.
 
-    Steps that epochs replace and a setting that a saved split replaces are not returned, as the two exclude each other.
+    A protocol is a named table of options, the experiment of a paper. Options of the user drop values that do not fit
+    them (`DISPLACES`): another network has another width, and few rounds need no average over rounds. Steps that epochs
+    replace and a setting that a saved split replaces are not returned, as the two exclude each other.
+
+    Args:
+        options: the options that the user set.
 
     Returns:
         {option: (the protocol's value, the option that drops it)}.
     """
     values = protocol_values(options.get("protocol", "none"))
     displaced: dict[str, tuple[Any, str]] = {}
+    # The other causes in `DISPLACES` exclude what they drop.
     for cause in ("network", "rounds"):
         if options.get(cause) is None:
             continue

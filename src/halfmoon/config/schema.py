@@ -112,13 +112,16 @@ class Config(
     def __post_init__(self) -> None:
         """Convert all values to the types of their options, fill in computed defaults, and check combinations."""
         values = {name: _convert_option(name, name, getattr(self, name)) for name in option_types()}
-        # Not a default of the field: the constructor must see whether the user has set another amount.
+        # Of several options for the number of labels one may be set. So none of the fields has a default: it could not
+        # be told from an amount that the user has set.
         if all(values[name] is None for name in LABEL_AMOUNTS):
             values["labels_per_class"] = DEFAULT_LABELS_PER_CLASS
         values["method"] = preset.resolve_method(values)
-        if values["split"] is None and values["cohort"] == Config.cohort:  # the default
+        # A cohort at its default is fitted to the number of clients. A saved split has its number of clients in a file.
+        if values["split"] is None and values["cohort"] == Config.cohort:
             values["cohort"] = preset.default_cohort(values, values["clients"])
         values["options"] = merge_method_options({}, self.options, "options")
+        # `Config.of` replaces a protocol by its values. Here options that were left out have their defaults already.
         if values["protocol"] != "none":
             raise UserError(
                 "protocol sets options that you leave out, which Config cannot detect: use Config.of(protocol=...)."
@@ -196,8 +199,9 @@ def option_ranges() -> Mapping[str, Range]:
 def load_file(path: Path) -> dict[str, Any]:
     """Read the options of a TOML file, without its table [federation]. Relative paths start at the file's folder.
 
-    A file with that table gets the defaults of a federation, so that a simulation of it caps weights and aggregates as
-    its server does, and trains clients one by one. `resolve` checks names and types.
+    A file with that table describes a real federation of sites. It gets the defaults of a federation, so that a
+    simulation of it caps client weights and aggregates as its server does, and trains clients one by one (executor
+    "loop"). `resolve` checks names and types.
 
     Raises:
         UserError: the file cannot be read or is not valid TOML.
@@ -206,12 +210,14 @@ def load_file(path: Path) -> dict[str, Any]:
     if isinstance(options.get(FEDERATION_TABLE), Mapping):
         table = options.pop(FEDERATION_TABLE)
         options.setdefault("executor", "loop")
+        # With secure aggregation or differential privacy the server cannot cap single weights.
         if not options.get("secure_aggregation") and options.get("dp_clip") is None:
             options.setdefault("weight_cap", table.get("weight_cap", DEFAULT_WEIGHT_CAP))
         sites: Sequence[Any] = table["sites"] if isinstance(table.get("sites"), list) else [None]
         # The sites are the clients, unless a saved split has its number of clients.
         clients = {} if "split" in options else {"clients": len(sites)}
-        config = merge({**clients, **options}, {}, path)
+        # The default rule of aggregation depends on the complete configuration.
+        config = merge(file_options={**clients, **options}, flags={}, file=path)
         options.setdefault("aggregation", default_aggregation(config, _registry().entry))
     return resolve_paths(options, path.parent)
 
@@ -272,13 +278,18 @@ def resolve(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Pat
 
 
 def merge(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str = "the file") -> Config:
-    """Build a configuration as `resolve` does, without a check of method options."""
+    """Build a configuration as `resolve` does, without a check of method options.
+
+    The layers from the lowest to the highest priority: defaults, the protocol (a paper's experiment), the preset (the
+    options of a method's paper), the file, and the flags.
+    """
     explicit = _merge_explicit(file_options, flags, file)
     # Remembered before the layers are merged: only a cohort that the user set may be an error.
     requested_cohort = explicit.get("cohort")
     paper_options, protocol_options = lower_layers(explicit)
     options = {**paper_options, **explicit}
     options["protocol"] = "none"  # replaced by its values
+    # The table of method options is merged by its keys; the tables of lower layers would get lost otherwise.
     options["options"] = merge_method_options(
         protocol_options.get("options", {}), options.get("options", {}), "options"
     )
@@ -303,6 +314,8 @@ def lower_layers(explicit: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str) -> dict[str, Any]:
     """Merge the options that a user set in a file and by flags, and convert their values.
 
+    "Explicit" options are these, other than those of presets, protocols and defaults.
+
     Args:
         file_options: the options of the file.
         flags: the options of the command line, which override them.
@@ -316,6 +329,7 @@ def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], f
         for name, value in layer.items():
             subject = f"{name} in {Path(file).name}" if is_file else _flag(name)
             if name not in option_helps():
+                # A file of an earlier version lists removed options, which are harmless at their defaults.
                 if is_file and retired.is_ignored(name, value):
                     continue
                 raise unknown_option(name, file if is_file else None)
@@ -323,9 +337,10 @@ def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], f
                 explicit[name] = merge_method_options(explicit.get(name, {}), value, subject)
             else:
                 explicit[name] = _convert_option(subject, name, value)
-        # Of options that exclude each other, the one of the upper layer replaces that of the lower.
+        # The options for the number of labels exclude each other: one of the flags replaces another one of the file.
         if any(layer.get(name) is not None for name in LABEL_AMOUNTS):
-            explicit |= dict.fromkeys(set(LABEL_AMOUNTS) - set(layer))
+            replaced = set(LABEL_AMOUNTS) - set(layer)
+            explicit |= dict.fromkeys(replaced)  # None: not set
     _check_split(explicit)
     if "method" in explicit:
         explicit["method"] = preset.resolve_method(explicit)
@@ -458,7 +473,8 @@ def initial_weights(config: Config) -> str | None:
     """Find the file of weights that a run starts from: that of the option `weights`, or of a pretrained network.
 
     Returns:
-        A path, or "sha256:..." in a federation's terms; None for random weights.
+        A path, or "sha256:..." in the terms that a federation's server sends to sites, as paths differ there; None for
+        random weights.
     """
     if config.weights is not None:
         return config.weights
@@ -467,6 +483,7 @@ def initial_weights(config: Config) -> str | None:
 
         path = weights_file(config.network)
     else:
+        # A network "transformers:FOLDER" has its weights in that folder; None for all others.
         path = hubs.weights_file(config.network)
     return None if path is None else str(path)
 
@@ -474,14 +491,17 @@ def initial_weights(config: Config) -> str | None:
 def identity(config: Config, method: str) -> str:
     """Compute the SHA-256 of all options that change the results of `method` in this run, to recognize equal runs.
 
+    A run resumes only in a folder with its identity, so a new version must compute the same hash: options that were
+    added later count only if they are not at their defaults, and removed options count at their last defaults.
+
     It leaves out folders, device and other `EXECUTION_OPTIONS`. Of the run's other methods only the one that sets a
     shared budget counts.
     """
+    # The preset and the protocol count by the values that they set.
     excluded = EXECUTION_OPTIONS | {"method", "baselines", "reference", "preset", "protocol"}
     excluded |= _unwritten_options(config)
     excluded |= {name for name in ADDED_OPTIONS if getattr(config, name) == getattr(Config, name)}
     values = {name: getattr(config, name) for name in option_types() if name not in excluded}
-    # Removed options keep their default in the hash, so that finished runs of older versions keep their identity.
     values = {**retired.identity_defaults(), **values}
     defaults = {name: option.default for name, option in _registry().options(method).items()}
     values["method"] = method
