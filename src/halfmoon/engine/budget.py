@@ -42,8 +42,11 @@ class Budget:
     def amount(self, batching: Batching, client_update: ClientUpdate, rows: ClientSize, size: ClientSize) -> Amount:
         """Compute the number of steps of a client update, and of images in a step, so that methods have equal cost.
 
+        The cost to match is that of another client update, `reference`, at the same client: its number of steps, or of
+        images through the network.
+
         Args:
-            batching: the batch rule.
+            batching: the batch rule, which sets the images of a step.
             client_update: the update.
             rows: the numbers of images on which the client trains under this method.
             size: the numbers of its images in the split, before a method uses unlabeled images as labeled ones.
@@ -59,6 +62,7 @@ class Budget:
         if client_update == self.reference and rows == reference_size:
             return amount
         target = batch_rule_amount(batching, self.reference, reference_size)
+        # With `epochs` other than 0 the drawing of minibatches would set the number of steps again.
         if self.rule == "labeled-steps":
             return amount._replace(steps=target.steps, epochs=0)
         # Images that go through the network outside of steps count towards the budget, too.
@@ -75,14 +79,19 @@ def batch_rule_amount(batching: Batching, client_update: ClientUpdate, rows: Cli
         batching: the batch rule: batch sizes, and epochs or a fixed number of steps.
         client_update: the update.
         rows: the numbers of labeled and unlabeled images on which the client trains.
+
+    Returns:
+        The amount. If its `epochs` are not 0, its steps are that many passes over the unlabeled images, and change if not
+        all of these may be used.
     """
     requirements = client_update.requirements
     if not requirements.trains:
         return Amount(steps=0, labeled=0, unlabeled=0)
     labeled = batching.labeled_size(rows.labeled)
-    if not requirements.views:
+    if not requirements.views:  # the update uses labeled images only
         steps = batching.steps_labeled(rows.labeled) if labeled else 0
         return Amount(steps=steps, labeled=labeled, unlabeled=0)
+    # A factor on the epochs of clients with labels, which a fixed number of steps overrides.
     epochs = requirements.labeled_epochs if labeled and not batching.steps else 1
     return Amount(
         steps=batching.steps_both(rows.labeled, rows.unlabeled) * epochs,

@@ -492,6 +492,9 @@ def _draw(
 ) -> DrawnUpdate:
     """Draw all random choices of one client's update: minibatches, augmentations and, if needed, dropout keys.
 
+    The update itself draws nothing, so that it gives the same result alone, under vmap and on another machine. The random
+    stream is named by the seed, round, query and client.
+
     Args:
         context: the settings of this query.
         client: the number of the client.
@@ -506,6 +509,7 @@ def _draw(
     generator = rng.generator(context.seed, *context.path(client), KEY)
     # One key a step: dropout masks are computed from it inside of vmap, where no generator can be used.
     keys = torch.randint(MAX_DROPOUT_KEY, (update.amount.steps,), generator=generator)
+    # `mixing` has the draws with one entry a step.
     return update._replace(mixing={**update.mixing, KEY: keys})
 
 

@@ -109,8 +109,10 @@ class FederatedDataset:
     def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
         """Return the indices of the training images that a client (or the `SERVER`) uses as labeled or as unlabeled.
 
+        With `all_labels`, the setting of supervised upper bounds, it uses all its images as labeled ones.
+
         Args:
-            client: the number of the client.
+            client: the number of the client; `SERVER` is a number, too.
             labeled: whether to return labeled images, or else unlabeled ones.
             stage: the stage of a data stream, up to which unlabeled images are included; None: all.
 
@@ -196,15 +198,15 @@ class LocalClients:
         Args:
             context: the query.
             clients: numbers of the clients.
-            stage: the stage of a data stream; None if there is none.
+            stage: the stage of a data stream, in which clients get more images over the rounds; None if there is none.
             broadcast: the tree that all clients receive.
             per_client: leaves (K, ...), of which each client receives its slice too.
-            quality: collects the quality of pseudo-labels.
+            quality: collects the quality of pseudo-labels, for which this machine, not the method, knows true labels.
 
         Yields:
-            Results without the memory and the pseudo-labels.
+            Results without the memory and the pseudo-labels; the upload in the precision in which it would be sent.
         """
-        hidden_labels: dict[int, Tensor] = {}
+        hidden_labels: dict[int, Tensor] = {}  # true labels of unlabeled images, filled while clients train
         results = self._train(context, clients, stage, broadcast, per_client, hidden_labels)
         for position, client in enumerate(clients):
             # Gradients are disabled only while clients train: the caller may need them between two results.
@@ -317,14 +319,16 @@ class LocalClients:
             client: the number of the client.
             stage: the stage of a data stream; None if there is none.
             amount: the client's steps, and images of each step.
-            memory: the client's memory.
+            memory: what the client stored after its last update. Leaves with an entry for each image (`row_memory`) are
+                padded like the images.
         """
         requirements = client_update.requirements
         # Sorted, as a memory that was read from a file has another order of leaves than a new one.
         leaves = sorted(tree.flatten(memory).items())
         shapes = tuple(leaf.shape for path, leaf in leaves if path not in requirements.row_memory)
         if requirements.masks_padding:
-            return (min(amount.steps, 1),), shapes
+            has_steps = min(amount.steps, 1)
+            return (has_steps,), shapes
         sizes = [amount.labeled, amount.unlabeled]
         if requirements.needs_full_batch:
             rows = self.dataset.training_size(client, stage)

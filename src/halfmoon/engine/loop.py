@@ -173,15 +173,21 @@ def _conclude(
     Args:
         experiment: the method and its federation.
         folder: the run folder, with the metrics of all rounds.
-        state: the state after the last round.
+        state: the state after the last round; `chosen` is the model with the best validation accuracy, {} without one.
         scores: the validation scores of all rounds.
         test: the test result of the best model until now; None if none was tested.
         number: the number of finished rounds.
         stop_reason: a sentence on why the run stopped before its last round, or None.
+
+    Returns:
+        "model" and its test results: "confusion" matrix, "correct" (a bit for each image), "client_accuracy". Where
+        clients have validation images: "chosen", the round whose model was the best on these, with its accuracy there,
+        and "concluded", the clients' test results for the last model. "ended" is `stop_reason`.
     """
     last_model = state.solution(experiment)
     client_test, client_validation = experiment.runtime.final_evaluation(last_model)
     if client_validation is not None:
+        # The last round has no later one in which clients would evaluate its model: that was done just now.
         latest = _validation_scores([{"validation": {**client_validation, "round": number}, "round": number}])
         state, scores = _keep_best(state, scores, last_model, latest)
     model = state.chosen or state.solution(experiment)
@@ -195,7 +201,7 @@ def _conclude(
         "model": model,
         "confusion": None if test is None else [to_ints(counts) for counts in test.confusion],
         "concluded": client_test,
-        "chosen": best and {"round": best.round, "accuracy": best.accuracy},
+        "chosen": None if best is None else {"round": best.round, "accuracy": best.accuracy},
         **_summarize_rows(folder.verified_rows(), scores),
         "correct": None if test is None else test.packed,
         "client_accuracy": _final_client_accuracy(experiment, test),
@@ -205,6 +211,9 @@ def _conclude(
 
 def _run_round(experiment: Experiment, number: int, state: _State) -> Tree:
     """Train one round, repeatedly until enough clients have replied, and return the server's new state.
+
+    Without test or validation images at the server, clients are asked to evaluate the model that they receive in this
+    round, that of the round before. Round 0 has none.
 
     Args:
         experiment: the method and its federation.
@@ -220,7 +229,7 @@ def _run_round(experiment: Experiment, number: int, state: _State) -> Tree:
         try:
             return experiment.method.round(experiment.task.at(number), state.server, runtime)
         except TooFewReplies as error:
-            runtime.retry_round(error)
+            runtime.retry_round(error)  # waits, or raises an error after too many tries
 
 
 def _update_average(experiment: Experiment, number: int, server: Tree, average: Tree) -> Tree:
@@ -277,9 +286,10 @@ def _evaluate(
         row: the round's line of metrics, which is extended.
 
     Returns:
-        The new state and scores, and the test result of the best model until now.
+        The new state and scores, and the test result of the best model until now; without validation images, of this
+        model.
     """
-    model = state.solution(experiment)
+    model = state.solution(experiment)  # the method's model, or the moving average of its models
     images = experiment.test
     test: ModelEvaluation | None = None
     if images is not None:
@@ -290,6 +300,7 @@ def _evaluate(
         client_accuracies = _client_accuracies(experiment, test)
         if client_accuracies:
             row["test"]["clients"] = summarize_clients([*client_accuracies.values()])
+        # Class bias: the model's mean prediction, and the accuracy of each class, also of clients' uploaded models.
         row["prior"] = experiment.runtime.prediction_bias(model, test.per_class)
         client_bias = experiment.runtime.client_prediction_bias(
             model, test.per_class, lambda client_model: _evaluate_images(experiment, client_model, images).per_class
@@ -353,11 +364,14 @@ def _keep_best(
 ) -> tuple[_State, list[_ValidationScore]]:
     """Store a model in the run's state if its validation score is the best until now.
 
+    A later model replaces an earlier one only if it is better: scores are ordered by accuracy, loss and, with both equal,
+    round.
+
     Args:
-        state: the state of the run.
+        state: the state of the run; `chosen` is the best model.
         scores: the validation scores of earlier rounds.
         model: the model that `latest` is about.
-        latest: its validation score, at most one.
+        latest: its validation score in a list; empty if it was not validated.
 
     Returns:
         The state, with the model if it is the best, and all scores.
@@ -376,7 +390,8 @@ def _start(
     """Start a run from the initial model, or continue it from a checkpoint.
 
     Args:
-        experiment: the method and its federation, whose runtime is restored.
+        experiment: the method and its federation. Its runtime, with the clients' memories and the bytes sent until then
+            ("cost"), is restored from the checkpoint.
         folder: the run folder; a new run saves its first checkpoint there.
         loaded: the newest checkpoint; None for a new run.
         device: the device of the state.
@@ -387,7 +402,8 @@ def _start(
     if loaded is None:
         model = initial_model(experiment.task, experiment.seed, device)
         state = _State(tree.to(experiment.method.start(experiment.task, model), device))
-        _save(folder, 0, state, experiment.runtime, experiment.runtime.close().cost)
+        cost_of_no_round = experiment.runtime.close().cost
+        _save(folder, 0, state, experiment.runtime, cost_of_no_round)
         release_memory(tree.nbytes(state.server))
         return state, 0
     _check_checkpoint(folder, loaded)
@@ -475,12 +491,12 @@ def _summarize_rows(rows: list[Row], scores: Sequence[_ValidationScore]) -> Row:
     """Summarize a finished run from its rows of metrics.
 
     Args:
-        rows: the rows of all rounds.
+        rows: the rows of all rounds, of which those of evaluated rounds have "test".
         scores: the validation scores; the best selects the round of "chosen".
 
     Returns:
         "accuracy" (last, best and chosen test accuracy; None without a test), "measured" (pseudo-label metrics), "cost"
-        and "aggregation".
+        (bytes and images, summed over rounds: those of the last row) and "aggregation" (the rule's metrics, if any).
     """
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
     summary = {

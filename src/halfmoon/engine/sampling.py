@@ -50,8 +50,14 @@ class Batching:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that all numbers are 1 or more, and that an epoch of unlabeled images has a batch size."""
-        sizes = {"epochs": self.epochs, "steps": 1 if self.steps is None else self.steps}
+        """Check that all numbers are 1 or more, and that an epoch of unlabeled images has a batch size.
+
+        Instead of numbers, "all" puts every labeled image into each step, and "rest" divides the unlabeled images by the
+        number of steps. None, for `steps`, counts epochs instead.
+        """
+        sizes = {"epochs": self.epochs}
+        if self.steps is not None:
+            sizes["steps"] = self.steps
         if self.labeled != "all":
             sizes["labeled"] = self.labeled
         if self.unlabeled != "rest":
@@ -78,12 +84,14 @@ class Batching:
     def steps_both(self, labeled: int, unlabeled: int) -> int:
         """Compute the steps of an update that uses labeled and unlabeled images, 1 or more.
 
+        Depending on the rule (`epoch`), an epoch is a pass over the unlabeled images or over the labeled ones.
+
         Args:
             labeled: number of labeled images of the client.
             unlabeled: number of its unlabeled images.
         """
         passes = self.passes(labeled, unlabeled)
-        if not passes:
+        if not passes:  # the unlabeled images do not define the length of the update
             return self.steps_labeled(labeled)
         steps_per_pass = -(-unlabeled // self.unlabeled_size(labeled, unlabeled))  # rounded up
         return passes * max(1, steps_per_pass)
@@ -232,15 +240,18 @@ def draw(
 def compute_views(
     local: ClientData, views: Views, names: Sequence[str], normalize: Normalize, seed: int, *path: int | str
 ) -> ClientData:
-    """Add views of all unlabeled rows to a client's data.
+    """Add views of all unlabeled images to a client's data, for updates that predict on all of them before they train.
+
+    A view is an augmented image, such as "weak" or "strong".
 
     Args:
         local: the client's data.
-        views: the augmentations.
+        views: the augmentations by name.
         names: the views to compute; if there are none, the data is returned as it is.
         normalize: converts uint8 images for the network.
         seed: the seed of the run.
-        path: the name of the random stream.
+        path: the name of the random stream, such as the round and the client; "sweep" is added, so that these draws do
+            not depend on those of the minibatches.
     """
     if not names:
         return local
@@ -414,15 +425,19 @@ class _StepImages(NamedTuple):
         return computed
 
     def compute_view(self, view: View, draws: Sequence[Draws], normalize: Normalize) -> Tensor:
-        """Augment the images of all clients in one call.
+        """Augment the images of K clients in one call, as each call of an augmentation takes time.
+
+        `images` has each client's images without augmentation, (N_k, C, H, W), and `rows` (n_k,) are those that these
+        steps use. `positions` (n_k,) number them among the images of all steps of the client, each of which has random
+        parameters: an image that is used in two steps has two.
 
         Args:
             view: the augmentation.
-            draws: each client's random parameters of this view, for all its steps.
+            draws: each client's random parameters of this view by name, with one entry for each image of all its steps.
             normalize: converts uint8 images for the network.
 
         Returns:
-            The augmented images, (K, n, C, H, W).
+            The augmented images, (K, n, C, H, W), where n is the largest n_k: others are padded (`padding`).
         """
         selected = [images[rows.to(images.device)] for images, rows in zip(self.images, self.rows, strict=True)]
         parameters: Draws = {}
@@ -497,8 +512,13 @@ def _mixing_of_steps(update: DrawnUpdate, steps: range) -> dict[str, Tensor]:
 def _pad_mixing(mixing: dict[str, Tensor], update: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
     """Pad the draws of mixup to more images in a step: padding is mixed with itself and not rotated.
 
+    Images are numbered first the labeled ones, then those of each view. For 2 labeled and 3 unlabeled images in one view,
+    padded to 3 and 4, the images 0 1 2 3 4 become 0 1 3 4 5, and 2 and 6 are padding: the partners 4 2 0 1 3 become
+    5 3 2 0 1 4 6.
+
     Args:
-        mixing: draws of mixup, leaves (steps, ...).
+        mixing: draws of mixup, leaves (steps, ...): "order" has the number of each image's partner, "turn" the quarter
+            turns of unlabeled images, "mix" the ratios.
         update: all draws of the client, with its numbers of images in a step.
         labeled: labeled images in a step after padding.
         unlabeled: unlabeled images in a step after padding.
@@ -511,7 +531,7 @@ def _pad_mixing(mixing: dict[str, Tensor], update: DrawnUpdate, labeled: int, un
     positions = torch.arange(labeled + views * unlabeled)
     is_real = positions < amount.labeled
     is_real[labeled:] = (positions[labeled:] - labeled) % max(1, unlabeled) < amount.unlabeled
-    order = positions.repeat(len(mixing["mix"]), 1)
+    order = positions.repeat(len(mixing["mix"]), 1)  # (steps, images), each its own partner
     order[:, is_real] = positions[is_real][mixing["order"]]
     turn = torch.nn.functional.pad(mixing["turn"], (0, unlabeled - amount.unlabeled))
     return {**mixing, "order": order, "turn": turn}

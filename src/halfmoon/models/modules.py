@@ -141,6 +141,9 @@ class ModuleNetwork(Network):
     ) -> "tuple[Tensor, _Pass]":
         """Call the module as a pure function of its parameters (`torch.func.functional_call`).
 
+        The thread's template is the module without parameter values. Its layers read what they need from the record of
+        the pass (statistics, mask, key of dropout masks), and write batch statistics there: they store none.
+
         Args:
             params: parameters, a tree.
             x: images (B, C, H, W).
@@ -171,7 +174,10 @@ class ModuleNetwork(Network):
 
 
 def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int]) -> ModuleNetwork:
-    """Create the network of a factory of `nn.Module`s.
+    """Create the network of a factory, a function that returns an `nn.Module`.
+
+    A network is a description: its module is built when it is first needed, on this or another machine. So a folder of
+    `transformers` is replaced by its configuration, and the factory's short name is for messages.
 
     Args:
         factory: "my_module:make", the name of an entry point, or a name of `halfmoon.core.hubs`, such as "timm:NAME".
@@ -187,7 +193,8 @@ def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int
         about = hubs.portable_name(factory).partition(":")[2]
         factory = hubs.short_name(f"transformers:{about}")
     network = ModuleNetwork(channels, classes, factory=factory, size=size, about=about)
-    return replace(network, norm="batch" if _template(network).first["stats"] else "none")
+    has_statistics = bool(_template(network).first["stats"])  # whether a layer is a batch normalization
+    return replace(network, norm="batch" if has_statistics else "none")
 
 
 @dataclass
@@ -270,6 +277,9 @@ class _Template:
     def __init__(self, module: nn.Module, network: ModuleNetwork) -> None:
         """Prepare a module for functional calls: replace batch normalizations and dropouts, and free its parameters.
 
+        Under vmap a layer can neither change its buffers nor draw random numbers: the replacements read and write
+        `record`, the inputs and outputs of the current pass.
+
         Args:
             module: the module, which is changed in place.
             network: the network that it belongs to, for error messages.
@@ -278,8 +288,8 @@ class _Template:
             UserError: a layer cannot be part of a pure function.
         """
         _check_layers(module, network)
-        self.first = _read(module)
-        self.record = _Pass({}, {}, {})
+        self.first = _read(module)  # the initial "params" and "stats"
+        self.record = _Pass(fixed_stats={}, moments={}, inputs={})
         self.tracked = list(_norms(module))
         self.linears = {_path(name): each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
         # Layers with the same interface, which read statistics and dropout keys from the current pass.
@@ -301,7 +311,7 @@ class _Template:
                     layer._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
         self.module = module.train()
         self.training = True
-        self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+        self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}  # copies of `buffers`
 
     def _record_input(self, name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Store the input of a linear layer in the current pass (a forward pre-hook)."""

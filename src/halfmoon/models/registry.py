@@ -100,17 +100,20 @@ def from_description(description: Mapping[str, Any]) -> Network:
         description: "name" and options of the network; it is checked, as files and messages may be damaged.
 
     Raises:
-        UserError: the network is unknown, or an option is unknown or has another type.
+        UserError: the network is unknown, or an option is unknown or has another type. Messages are ends of a sentence
+            that the caller begins.
     """
     name = str(description.get("name"))
     values = {key: value for key, value in description.items() if key != "name"}
     if name not in NETWORKS:
         return _external_from_description(name, values)
+    # The precision is a setting of training, which a description does not have.
     options = {each.name: each for each in fields(NETWORKS[name]) if each.name != "precision"}
     for key, value in values.items():
         option = options.get(key)
         if option is None:
             raise UserError(f"it has no {key!r}")
+        # Options without a default are channels and classes.
         kind = int if option.default is MISSING else type(option.default)
         if type(value) is not kind or (kind is int and value < 1):
             raise UserError(f"{key} is {value!r}")
@@ -127,6 +130,9 @@ def _check_fixed_norm(name: str, norm: str) -> Norm:
 def _external_from_description(name: str, values: Mapping[str, Any]) -> Network:
     """Create a network that is not of this package from its description: one of a known package, or a plug-in.
 
+    Known packages are transformers, torchvision and timm. The description may come from another machine, so it may name
+    neither files nor code that the user has not permitted.
+
     Args:
         name: the network's name.
         values: "channels", "classes" and "size" [height, width].
@@ -135,7 +141,7 @@ def _external_from_description(name: str, values: Mapping[str, Any]) -> Network:
         UserError: the network is unknown or may not be loaded, or a value is invalid.
     """
     is_from_hub = hubs.package_of(name) is not None
-    hubs.check_portable(name)
+    hubs.check_portable(name)  # raises an error for a name that only the sender's machine can resolve
     if not is_from_hub and not plugins.is_plugin(name, "network"):
         raise UserError(f"this halfmoon has no network {name!r}: {suggest(name, names())}")
     size = values.get("size")

@@ -29,10 +29,10 @@ class Weights:
 
 
 def read_weights_file(name: str) -> Weights:
-    """Read a weights file.
+    """Read a safetensors file of pretrained weights.
 
     Args:
-        name: path of the file, or the hash of an offered one.
+        name: path of the file, or the hash under which its path was registered on this machine.
 
     Raises:
         UserError: if the file is missing or is no safetensors file of finite numbers.
@@ -43,7 +43,7 @@ def read_weights_file(name: str) -> Weights:
             f"weights {path} is a pickle, which can run code when it is opened: save its tensors as safetensors "
             "(safetensors.torch.save_file(model.state_dict(), FILE))."
         )
-    return _read_checked(path, weight_files.file_sha256(path))
+    return _read_checked(path, sha256=weight_files.file_sha256(path))
 
 
 @lru_cache(maxsize=4)
