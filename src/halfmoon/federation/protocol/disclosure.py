@@ -292,8 +292,8 @@ def check_class_counts(class_counts: Sequence[int], unlabeled: int, requirements
     can_be_secure = requirements.aggregation == "sum"
     secure_advice = ", or have the federation use secure_aggregation" if can_be_secure else ""
     advice = (
-        f"label more of them or remove these labels{secure_advice}; the option min_class_images of its method lowers the "
-        "limit for all sites"
+        f"label more of them or remove these labels{secure_advice}; the option min_class_images of its method lowers "
+        "the limit for all sites"
     )
     quantity = "sum" if can_be_secure else "mean"
     minimum = requirements.min_class_images

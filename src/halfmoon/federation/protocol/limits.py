@@ -103,8 +103,8 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
         if isinstance(batch_size, int) and batch_size * math.prod(image_spec.image) > MAX_STEP_VALUES:
             raise UserError(_describe_large_step(f"{name} is {batch_size:,}", image_spec.image))
     network_parameters, _ = count_trained_and_frozen(config, image_spec)
-    # The method FedDure trains a second network, the regulator, with one hidden layer. Each hidden unit has a weight for
-    # each class probability, a bias, and a weight of the output. Other methods have no option `hidden`.
+    # The method FedDure trains a second network, the regulator, with one hidden layer. Each hidden unit has a weight
+    # for each class probability, a bias, and a weight of the output. Other methods have no option `hidden`.
     regulator_parameters = (class_count + 2) * options.get("hidden", 0)
     parameters = network_parameters + regulator_parameters
     if parameters > MAX_PARAMETERS:

@@ -197,8 +197,9 @@ class Reply:
     def __post_init__(self) -> None:
         """Check the counts and the fields of the metrics in a reply of a site, which may be hostile.
 
-        `amount` counts the steps and the images of a step, `traffic` bytes received and sent, and `images_outside_steps`
-        images that were only classified. `samples` has for each metric its sum, sum of squares and count.
+        `amount` counts the steps and the images of a step, `traffic` bytes received and sent, and
+        `images_outside_steps` images that pass through the network before or after the steps. `samples` has for each
+        metric its sum, sum of squares and count.
         """
         right_lengths = len(self.amount) == len(Amount._fields) and len(self.traffic) == 2
         counts = [*self.amount, *self.traffic, self.images_outside_steps, self.memory_bytes]

@@ -161,8 +161,8 @@ class CohortSampler:
         self.settings = settings
         self.quarantine = quarantine
         self.attempt = 0  # earlier attempts at this round, which had too few replies
-        # Of the last cohort: its clients that have not failed, the number of all its clients, and whether it is a uniform
-        # sample of the sites, which differential privacy needs.
+        # Of the last cohort: its clients that have not failed, the number of all its clients, and whether it is a
+        # uniform sample of the sites, which differential privacy needs.
         self.remaining: set[int] = set()
         self.size = 0
         self.uniform = True

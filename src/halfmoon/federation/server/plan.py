@@ -53,7 +53,7 @@ class Rules:
     ] = None
 
     def __post_init__(self) -> None:
-        """Check that each of these options of the server is in its range; raise UserError for the first one that is not.
+        """Check that each of these options of a server is in its range; raise UserError for the first that is not.
 
         The annotation of each field of the class describes the option.
         """
@@ -243,9 +243,9 @@ def _make_terms(path: Path, table: FederationTable, values: Mapping[str, Any]) -
 def _portable_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Name the network and the weight file by their content, because a path of this machine does not exist at a site.
 
-    A network of another package, such as timm or transformers, has a name "package:model" and may have published weights
-    on this machine. Its name is replaced by one without a folder. Each weight file is registered, which copies nothing
-    and returns its name: a prefix and the SHA-256.
+    A network of another package, such as timm or transformers, has a name "package:model" and may have published
+    weights on this machine. Its name is replaced by one without a folder. Each weight file is registered, which copies
+    nothing and returns its name: a prefix and the SHA-256.
 
     Args:
         values: the options. "network" may name a model of such a package, and "weights" a file.

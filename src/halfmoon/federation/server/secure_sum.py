@@ -267,8 +267,8 @@ def mean_uploads(
 ) -> list[Upload]:
     """Make an upload for each client of a secure sum, as if all had sent the mean of the updates.
 
-    Methods expect one upload from each client, with a weight. These uploads have equal weights, so that their average is
-    that mean.
+    Methods expect one upload from each client, with a weight. These uploads have equal weights, so that their average
+    is that mean.
 
     Args:
         context: the query and its clients.

@@ -151,7 +151,8 @@ class ClientManager:
         Args:
             needed: the number of sites.
             patience: seconds to wait.
-            grace: seconds to wait for further sites once enough have joined; None for `absence`.
+            grace: seconds to wait for further sites even if enough have joined, from the start of this call; None for
+                `absence`.
 
         Raises:
             UserError: if too few sites have joined after `patience` seconds.
@@ -162,6 +163,7 @@ class ClientManager:
         last_log = -math.inf
         last_missing = ""
         total = len(self.terms.sites)
+        # "nodes" is in `failing` while Flower cannot be asked which nodes (sites' processes) are connected.
         while "nodes" in self.connection.failing or not self.members.complete:
             self.poll()
             now = self.clock.now()
@@ -289,6 +291,9 @@ class ClientManager:
     def _requeue_restarted(self, waiting: dict[str, float], pending: dict[str, _Pending], now: float) -> None:
         """Find sites that restarted after they were sent a request, which is lost, and queue the request for them.
 
+        A process of a node is identified by the time when it connected (`since`). Without access control the time is
+        not known (""), and every site counts as having a key.
+
         Args:
             waiting: receives these sites, with the time since when they wait.
             pending: requests that were sent, by message id; lost ones are removed.
@@ -308,6 +313,9 @@ class ClientManager:
         self, waiting: dict[str, float], pending: dict[str, _Pending], now: float, start: float
     ) -> dict[str, SiteResponse]:
         """Give up on sites that were disconnected for too long, exceeded the timeout, or lost their key.
+
+        `absence` limits the seconds for which a site may be disconnected, `timeout` those until its reply, even if it
+        is connected. A site loses its key, with which it may connect, if the server's operator removes it.
 
         Args:
             waiting: sites whose request is not sent, with the time since when the server waits for them to connect.
@@ -391,9 +399,10 @@ class ClientManager:
         Args:
             request: the request.
             data: the serialized reply; None if there is none.
-            problem: why the transport has no usable reply, or "".
+            problem: why the transport has no usable reply, or "". A reply that is too large has empty data and a
+                problem: the site is connected and need not join again, but its reply does not count.
         """
-        if not self.members.may_act_as(request.node, request.name):
+        if not self.members.may_act_as(request.node, request.name):  # its key was removed or replaced
             self._forget_node(request, "")
             return SiteResponse(None, NO_KEY)
         if data is None:
@@ -504,11 +513,12 @@ class Membership:
             nodes: the connected nodes that may join.
             now: the time.
         """
-        members = set(self.nodes.values())
-        # Two connected nodes with one site name would otherwise replace each other forever.
-        members |= {node for node, name in self._replaced_nodes.items() if name in self.nodes}
+        without_offer = set(self.nodes.values())  # the nodes that have joined
+        # A site that joined with a newer node has replaced its older one. The older one gets no offer while the newer
+        # one is there: it would join and replace the newer one, which would join again, and so on.
+        without_offer |= {node for node, name in self._replaced_nodes.items() if name in self.nodes}
         recipients = []
-        for node in sorted(nodes - members):
+        for node in sorted(nodes - without_offer):
             if now - self._offer_times.get(node, -math.inf) > RETRY_SECONDS:
                 recipients.append(node)
         message_ids = self.connection.send(dict.fromkeys(recipients, self._offer), self.timeout, is_offer=True)

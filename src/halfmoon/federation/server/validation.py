@@ -42,13 +42,15 @@ def check_schema(
 ) -> str | None:
     """Check the structure and the values of an upload and its metrics.
 
-    Values must be finite, variances and squares non-negative, and each metric three scalars with a positive count.
+    Values must be finite, variances and sums of squares non-negative, and each metric three scalars (sum, sum of
+    squares and count) with a positive count.
 
     Args:
-        upload: the tree of the upload, nested dicts of tensors.
+        upload: the tree of the upload, nested dicts of tensors: "update", "weight" and "aux".
         samples: the metrics, as `WeightedMetric` fields by name.
-        pattern: names, shapes and dtypes that the upload must have; None to skip this.
-        upload_spec: the sections that the client update declares to send; None to skip this.
+        pattern: names, shapes and dtypes of all tensors, as computed for this network; None if they are unknown.
+        upload_spec: what the method declares for every network: the names of the sections of "update" and "aux", and
+            which are statistics; None if the upload is masked.
 
     Returns:
         The first fault, or None.
@@ -60,6 +62,8 @@ def _find_schema_faults(
     upload: Any, samples: Any, pattern: TreeSpec | None, upload_spec: UploadSpec | None
 ) -> Iterator[str]:
     """Yield each fault that `check_schema` looks for, as text.
+
+    An upload has the sections "update" (parameters and statistics), "weight" (a scalar) and "aux" (other tensors).
 
     Args:
         upload: the tree of the upload, from a site that may be hostile, so it may be anything.
@@ -75,13 +79,14 @@ def _find_schema_faults(
     if upload_spec is not None:
         yield from _find_undeclared(upload, upload_spec)
         statistics |= {("update", name) for name in upload_spec.statistics}
+        # Auxiliary tensors that are declared to have statistics as values.
         statistics |= {("aux", name) for name in upload_spec.names("statistic")}
     if pattern is not None:
         yield from _find_differences(leaves, pattern)
     for path, leaf in leaves.items():
         if leaf is None:
             continue
-        is_variance = path[:2] in statistics and path[-1] == "var"
+        is_variance = path[:2] in statistics and path[-1] == "var"  # normalization layers have "mean" and "var"
         if leaf.dtype not in FLOAT_DTYPES | INTEGER_DTYPES:
             yield f"{_quote(path)} has dtype {_dtype_name(leaf.dtype)}, which no method sends"
         elif not bool(leaf.isfinite().all()):
@@ -200,8 +205,11 @@ def _find_impossible_counts(
     if upload_spec is not None:
         yield from _find_values_out_of_range(Upload.from_tree(reply.upload), upload_spec, image_count)
     received_bytes, sent_bytes = reply.traffic
+    # Before and after its steps an update may classify its images, such as for pseudo-labels, each at most `MAX_PASSES`
+    # times; and FedMatch one image of noise.
+    max_outside_steps = MAX_PASSES * image_count + 1
     counts_and_limits = {
-        "images outside steps": (reply.images_outside_steps, MAX_PASSES * image_count + 1),
+        "images outside steps": (reply.images_outside_steps, max_outside_steps),
         "bytes received": (received_bytes, MAX_BYTES),
         "bytes sent": (sent_bytes, tree.nbytes(reply.upload)),
         "bytes of client memory": (reply.memory_bytes, MAX_BYTES),
@@ -220,11 +228,13 @@ def _find_values_out_of_range(upload: Upload, upload_spec: UploadSpec, image_cou
             a "mark" is a flag from 0 to 1, a "count" is 0 or more.
         image_count: the number of images at the site.
     """
+    # A labeled image may also be used as an unlabeled one; then it counts twice in the weight.
     max_weight = max(1, MAX_COUNTS_PER_IMAGE * image_count) if upload_spec.weight == "rows" else 1
     checks: list[tuple[str, Tree | Tensor, float]] = [("weight", upload.weight, max_weight)]
     checks += [(name, upload.aux[name], 1) for name in upload_spec.names("mark") if name in upload.aux]
     checks += [(name, upload.aux[name], math.inf) for name in upload_spec.names("count") if name in upload.aux]
     for name, values, limit in checks:
+        # `values` may be a tensor or a dict of tensors; with a dict around it, both are trees.
         numbers = [number for leaf in tree.leaves({"": values}) for number in leaf.flatten().tolist()]
         # "not (0 <= number)" is also true for NaN.
         wrong = next((number for number in numbers if not 0 <= number <= limit), None)

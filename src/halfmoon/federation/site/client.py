@@ -223,13 +223,14 @@ class SiteClient:
         folder = self._federation_folder(message.federation)
         terms, site = self._load_membership(message.federation, folder)
         text, accuracy = save_final_model(self.state_folder, unparsed, terms, site)
-        with suppress(OSError):  # without digests, only the warning about training images is missing
+        # By these hashes, later commands warn if the model is evaluated on images that it was trained on.
+        with suppress(OSError):  # a failure only disables this warning
             self.images.write_training_digests(terms, self._record_note)
         text = copy_final_model(self.images.folder, self.state_folder, text)
         secure_sum.erase_secrets(folder)
         self._record("finished", text, accuracy=accuracy)
-        # Written last: the process that shows the site's state ends when it finds this record.
-        consent.save_end(self.state_folder, 0, text)
+        # Written last: the process that shows the site's state ends when it finds this record, with this exit code.
+        consent.save_end(self.state_folder, code=0, reason=text)
         return Receipt(message.federation, self.version, self.name)
 
     def _federation_folder(self, federation: str) -> Path:
@@ -268,14 +269,16 @@ class SiteClient:
     def _join(self, offer: Offer) -> Acceptance:
         """Join a federation, if the site's people agree to its terms and the images suit them.
 
+        `_refuse_permanently` turns a user error into a `PermanentRefusal`.
+
         Returns:
             The reply, which declares how many images this site has.
 
         Raises:
             RefusalError: the site does not join; a `PermanentRefusal` if it never will on these terms.
         """
-        # Terms may be hostile. Until people have agreed to them, they are parsed only in a process with limits on memory
-        # and time.
+        # Terms may be hostile. Until people have agreed to them, which is known by their hash, they are parsed only in
+        # a process with limits on memory and time (`inspect`).
         if not self.consent.agrees_to(hashlib.sha256(offer.terms.encode()).hexdigest()):
             with _refuse_permanently():
                 terms_offer = self.inspect(offer.terms, (*self.consent.methods, *self.trusted))
@@ -283,6 +286,7 @@ class SiteClient:
             self._require_agreement(terms_offer, UNFIT)
         with _refuse_permanently():
             terms = Terms.parse(offer.terms)
+        # Checked again, because terms that were agreed to before are not inspected.
         self._require_site(terms.name, terms.sites)
         self._require_method(terms.config.method)
         with _refuse_permanently():
@@ -366,6 +370,9 @@ class SiteClient:
     def _run_request(self, unparsed: UnparsedMessage[Any], request: Request) -> Reply:
         """Check a request for a local update, an evaluation or a step of a secure sum, and run it.
 
+        The site's state between rounds is stored by round, attempt and query. The update continues from the state
+        `request.latest`; states from before `request.oldest` are deleted, as the server never resumes from them.
+
         Args:
             unparsed: the message with its tensors, which are parsed only after the checks of their shapes.
             request: its fields.
@@ -390,7 +397,7 @@ class SiteClient:
             device=site.local_clients.dataset.train.labels.device,
             warn=self._record_note,
         )
-        limits.check_free_disk(self.state_folder, 0)
+        limits.check_free_disk(self.state_folder, 0)  # the minimum of free disk space, and 0 bytes of this request
         start = time.perf_counter()
         with apply_compute_settings(terms.config, count_site_threads(terms.config)):
             reply = self._compute_reply(unparsed.parse_trees(), terms, site, memory)
@@ -584,7 +591,9 @@ def describe_request(request: Request, reply: Reply, received_bytes: int, second
         seconds: how long it took.
 
     Returns:
-        Events: an "evaluated" for each set of images, then "trained" with what is sent, or "masks_replied".
+        Events: an "evaluated" for each set of images, then "trained" with what is sent, or "masks_replied" for a stage
+        of a secure sum in which the site sends shares. The stage before it, with the public keys, is not logged: a line
+        for each sum is enough.
     """
     events = _describe_evaluations(request, reply)
     if request.client_update:

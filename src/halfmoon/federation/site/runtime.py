@@ -360,12 +360,20 @@ class SiteRuntime:
             seed=local_clients.seed,
             round=request.round,
             query=request.query,
-            view_images=images_per_call(compute_device),
+            view_images=images_per_call(compute_device),  # images that are augmented in one call
         )
+        # The part of the images that is there in this round, if they arrive over time; None if all are.
         stage = local_clients.dataset.stage(request.round, self.task.rounds)
         # Measures how many pseudo-labels are right. A site has no labels of unlabeled images, so the result is unused.
-        quality = Quality(round_task.network.classes, 1.0, compute_device)
-        (result,) = local_clients.update(context, [self.number], stage, request.download, {}, quality)
+        unused_quality = Quality(round_task.network.classes, threshold=1.0, device=compute_device)
+        (result,) = local_clients.update(
+            context,
+            clients=[self.number],
+            stage=stage,
+            broadcast=request.download,
+            per_client={},  # the download contains the values for this site too
+            quality=unused_quality,
+        )
         return replace(Reply.from_result(request, self.version, result), evaluation=evaluation)
 
     def evaluate(self, model: Tree) -> Tree:
@@ -437,6 +445,8 @@ def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: i
         return
     if config.labels_at == "clients" and not labeled:
         raise RefusalError("the federation has labels at every site, but this site has none.")
+    # `requirements.views` are augmented views of unlabeled images. A method that uses them does so in its first update;
+    # further updates may train on labeled images only. With `reuse_labeled`, labeled images are used as unlabeled too.
     first_update = next(iter(site_method.client_updates(site_task).values()))
     if first_update.requirements.views and not unlabeled and not config.reuse_labeled:
         raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
@@ -507,11 +517,12 @@ class SiteImages:
         """
         folder = self._decode(terms, log)
         assert folder.images is not None, "it was just prepared"
-        number = terms.sites.index(name)
+        number = terms.sites.index(name)  # the client number of this site
         labels = map_labels(folder, terms)
         site = SiteRuntime.from_terms(terms, number, folder.images, labels, version, self.device)
         local_clients = site.local_clients
-        # With a frozen feature extractor, images are replaced by features, and network and views with them.
+        # What the trained part of the network gets: images or, with a frozen feature extractor, their features, which
+        # are computed once. The task (with the network) and the views are replaced to fit.
         model_inputs = select_inputs(
             terms.config, site.task, local_clients.views, self.state_folder / "features", progress=_make_progress(log)
         )

@@ -62,7 +62,9 @@ _SURVIVORS = "told"  # the sites whose sum this site helped to reveal, in this o
 
 
 def check_masks(masks: TreeSpec, terms: Terms) -> None:
-    """Check the masks of a request by the names, shapes and dtypes of its tensors, before the tensors are parsed.
+    """Check the field `masks` of a request by the names, shapes and dtypes of its tensors, before they are parsed.
+
+    It has the tensors of one stage of the protocol of secure aggregation, such as keys or encrypted shares.
 
     Raises:
         RefusalError: they are invalid, or the terms have no secure sums.
@@ -76,6 +78,9 @@ def check_masks(masks: TreeSpec, terms: Terms) -> None:
 
 def _find_mask_faults(masks: TreeSpec, site_count: int) -> Iterator[str]:
     """Yield the faults in the tensors that the server sends for one stage of a secure sum.
+
+    The stages are to announce keys (with a random session id), to deal shares, to mask the update, and to reveal
+    shares. `SITE_TENSORS` (numbers, keys and signatures of the sites with keys) have a row for each of the same sites.
 
     Args:
         masks: (shape, dtype) of each tensor, by "stage/name".
@@ -152,6 +157,7 @@ class SumParticipant:
                 raise RefusalError("the server requests an upload without masks, but the terms allow secure sums only.")
             return reply_without_masks(request)
         ((stage, masks),) = request.masks.items()
+        # Only in the stage of the masked update does the server request a client update, and always then.
         if (stage == MASK_UPDATE) != bool(request.client_update):
             raise RefusalError("the server requests a client update together with another stage of a secure sum.")
         log = ReplyLog(self.folder / SUMS_FOLDER, request)
@@ -163,7 +169,9 @@ class SumParticipant:
             upload = self._deal_shares(request, log, masks)
         else:
             upload = self._reveal_shares(request, log, masks)
-        return replace(reply_without_masks(request), upload=upload)
+        # Without a client update nothing is trained: this is a reply without an upload.
+        empty_reply = reply_without_masks(request)
+        return replace(empty_reply, upload=upload)
 
     def _announce_keys(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
         """Generate this site's key pairs for one secure sum, and sign the public keys with its long-term key.
@@ -177,10 +185,12 @@ class SumParticipant:
             {"keys", "signature"}, both uint8.
         """
         session = masks["session"].numpy().tobytes().hex()
+        # A sum is identified by its round, attempt and query, and by the session, with which the server may repeat it.
         sum_id = make_sum_id(request, session)
         secret_file = self._secret_file(sum_id)
         # The secret is erased at the end of its sum. Generating another one would give other keys for the same sum.
-        if log.has(DEAL_SHARES) and log.get(_SESSION) == session and secret_file.read() is None:
+        shares_are_dealt = log.has(DEAL_SHARES) and log.get(_SESSION) == session
+        if shares_are_dealt and secret_file.read() is None:
             raise RefusalError("the server requests keys of a sum that is over for this site.")
         keys = masking.compute_public_keys(secret_file.read_or_generate())
         log.begin(session)
@@ -199,7 +209,7 @@ class SumParticipant:
         Returns:
             {"shares": uint8, (n, bytes)}: one encrypted share for each site with keys.
         """
-        secret, sum_id = self._current_sum(request, log)
+        secret, sum_id = self._current_sum(request, log)  # of the keys that this site has announced
         cohort = self._parse_numbers(masks["asked"])
         numbers = self._parse_numbers(masks["sites"])
         self._check_cohort(cohort, numbers)
@@ -217,6 +227,7 @@ class SumParticipant:
                 raise RefusalError(f"the server sends keys of {name} for this sum that {name} has not signed.")
         self.sites.check(dict(zip(numbers, long_term_keys, strict=True)))
         hex_keys = [key.hex() for key in keys]
+        # The later stages read the keys from this record. It refuses a second request of this stage with other keys.
         log.record_once(DEAL_SHARES, {"asked": list(cohort), "numbers": list(numbers), "keys": hex_keys})
         return {"shares": stack_rows(self._party(request, log).deal())}
 
@@ -273,10 +284,14 @@ class SumParticipant:
     def _make_vector(self, request: Request, upload_tree: Tree, clients: int) -> np.ndarray:
         """Convert an upload to the vector that is masked and summed.
 
+        Aggregation functions of the server compute the change of the parameters. They get a context as if this site
+        were the only client that has replied.
+
         Args:
             request: the request of the local update, with the parameters before it.
             upload_tree: the upload in plain.
-            clients: the number of sites of the sum, by which the size of a value is limited.
+            clients: the number of sites of the sum. The more there are, the smaller the values must be, so that the sum
+                fits into int64.
 
         Returns:
             The weighted changes of the n parameters and the weight in fixed point, int64 (n + 1,).
@@ -287,7 +302,7 @@ class SumParticipant:
             query=request.query,
             client_update=request.client_update,
             broadcast=request.download,
-            per_client={},
+            per_client={},  # the download contains the values for this site too
             clients=(self.number,),
             cohort=clients,
             random_cohort=True,
@@ -468,8 +483,8 @@ class ReplyLog:
     def begin(self, session: str) -> None:
         """Begin a session of the sum: remove the replies of an earlier one, unless this session has begun already.
 
-        The set of sites whose sum was revealed remains, because the sums of two different sets would reveal their
-        difference.
+        A server that restarts during a sum begins another session of it, with new keys. The set of sites whose
+        sum was revealed remains, because the sums of two different sets would reveal their difference.
         """
         if self._records.get(_SESSION) != session:
             survivors = self._records.get(_SURVIVORS)

@@ -50,9 +50,9 @@ class Admission:
         """Prepare the admission of sites.
 
         Args:
-            access: the access folder.
+            access: the folder with the public keys of the sites that may connect.
             registry: the SuperLink's register of keys.
-            path: the file for the owners of keys.
+            path: the file for the owners of keys, which the ServerApp reads: it knows of a message only its node.
             names: the sites of the federation.
             log: receives a sentence for each event.
             now: a clock, in seconds.
@@ -65,7 +65,7 @@ class Admission:
         self.now = now
         self._access = access
         self._keys: dict[bytes, str] = {}  # the site of each key in PEM
-        self._stamp: object = None  # changes with the folder
+        self._stamp: object = None  # `access.stamp()` when the keys were read; another one means that files changed
         self._last_poll = -math.inf
         self._last_warning = -math.inf
         self._logged: set[str] = set()

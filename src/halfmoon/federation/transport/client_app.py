@@ -36,10 +36,13 @@ app = ClientApp()
 def handle_message(message: Message, context: Context) -> Message:
     """Reply to a message of the server: Flower calls this function at a site.
 
+    A site replies to all kinds of messages by their content, whatever Flower's type of the message.
+
     Args:
         message: the message, with the bytes of an offer or a request.
-        context: `node_config` has the options of the site. On Flower's simulation engine it has only the number of the
-            client, and the options follow from `run_config`.
+        context: `node_config` has the options of the site. In a rehearsal (all sites on this machine, on Flower's
+            simulation engine) it has only the number of the client, "partition-id", and the options follow from
+            `run_config`.
     """
     options = {name: str(value) for name, value in context.node_config.items()}
     if "name" not in options:

@@ -127,6 +127,7 @@ class GridTransport:
             ConnectionError: the SuperLink cannot be reached.
         """
         with _connecting():
+            # The list belongs to one client (connection) of the Grid, and a Grid may make another client.
             if self._list is None or self._list.client is not internals.runtime_client(self.grid):
                 self._list = internals.MessageList(self.grid, self.max_reply_bytes)
             complete = self._list.with_reply(message_ids)
@@ -137,6 +138,10 @@ class GridTransport:
         """Fetch the reply to one message; a reply that is too large or invalid becomes one with a problem.
 
         Replies are fetched one by one. If they were fetched together, one that Flower cannot assemble would lose all.
+
+        Returns:
+            At most one reply. A too large one has empty bytes, because the site has replied and need not join again; an
+            unreadable one has None, like a site that has not replied.
         """
         try:
             with _connecting():

@@ -124,12 +124,16 @@ class MessageList:
     def __init__(self, grid: Any, max_reply_bytes: int | None) -> None:
         """Replace functions of a Grid's client, so that replies are listed and limited before they are fetched.
 
+        Flower has no hook for this. It calls `pull_objects` by its name in its module, so it is replaced there, for all
+        Grids of this process.
+
         Args:
-            grid: Flower's Grid.
+            grid: Flower's Grid. The Grid of a simulation has no such client; then nothing is replaced.
             max_reply_bytes: size that no reply may exceed; None for no limit.
         """
         self.client = runtime_client(grid)
-        # Flower does not announce the size of a reply, but the number of its objects, which follows from the size.
+        # Flower does not announce the size of a reply, but the number of its objects: a few small ones, and pieces of
+        # at least `MIN_PIECE_BYTES`, except for the last one.
         self._max_objects: int | None = None
         if max_reply_bytes is not None:
             self._max_objects = MAX_SMALL_OBJECTS + max_reply_bytes // MIN_PIECE_BYTES
@@ -346,7 +350,8 @@ class Fleet:
             The bundle, a zip file; None if the run is over.
 
         Raises:
-            ForeignBundle: the run is one of Flower's agents, not of an app.
+            ForeignBundle: the run is one of Flower's agents, another kind of program than an app. Sites agree to one
+                app only.
         """
         from flwr.supercore.run import RunNotRunningException
 
@@ -446,11 +451,13 @@ def app_context(message: Any, config: Mapping[str, Any]) -> Any:
 def act_as_node() -> Iterator[None]:
     """Allow this process to create Flower messages during the `with` block.
 
-    Flower writes the task, run and node of the process into each message, and fails if the process has none.
+    Flower writes the task, run and node of the process into each message, and fails if the process has none. Here a
+    message gets its real ids later, so any numbers do.
     """
     from flwr.supercore.task_identity import TaskIdentity
 
     earlier_ids = (TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id)
+    # The fields themselves: the properties, such as `task_id`, raise an error while an id is None, as it may be here.
     TaskIdentity.task_id = 1
     TaskIdentity.run_id = 1
     TaskIdentity.node_id = 1

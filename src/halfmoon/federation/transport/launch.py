@@ -433,7 +433,8 @@ class _Session:
             seconds: time since the run was submitted.
 
         Returns:
-            "finished", "link" (the SuperLink or the process that starts apps), "app" (the ServerApp), or None.
+            "finished"; "link" if the SuperLink is to be restarted: it or the process that starts apps (SuperExec) has
+            died, or they have not started the ServerApp in time; "app" if only the ServerApp has died; or None.
         """
         assert self.superlink is not None
         # Read first: a ServerApp that starts after this line is not yet expected to be alive below.
@@ -465,16 +466,17 @@ class _Session:
 
         The second restart in a row without a new round waits a second, and each further one twice as long.
 
+        The caller submits the run afterwards, so that Flower starts the ServerApp once more.
+
         Args:
-            died: "app" for the ServerApp, which Flower starts once more when the run is submitted; "link" for the
-                SuperLink.
+            died: "app" for the ServerApp; "link" for the SuperLink, which is restarted here.
 
         Raises:
             Halted: there were too many restarts in a row.
         """
         rounds = _count_rounds(self.server.run)
         made_progress = rounds > self.rounds
-        self.failures = 1 if made_progress else self.failures + 1
+        self.failures = 1 if made_progress else self.failures + 1  # in a row, with this one
         self.rounds = rounds
         program = "the SuperLink" if died == "link" else "the server's program"
         if self.failures > self.server.restarts:

@@ -57,12 +57,13 @@ def run_node(folder: Path) -> int:
         folder: the folder of the site's processes, with the file of options.
 
     Returns:
-        The exit code of the process.
+        The exit code of the process: 1, because a node has no end. The site's main process decides when its
+        participation is over; until then it restarts the node.
     """
     options = atomic_io.read_json(folder / NODE_FILE) or {}
     ca = None if options["ca"] is None else Path(options["ca"])
     key = None if options["key"] is None else Path(options["key"])
-    _, client_app = options["apps"]
+    _server_app, client_app = options["apps"]  # import paths, which the server's bundle must name
     worker = Worker(client_app)
     checker = BundleChecker(tuple(options["apps"]), EventLog(folder.parent / SITE_LOG))
     try:

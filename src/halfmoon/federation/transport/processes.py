@@ -188,7 +188,8 @@ def claim_lock(script: str) -> Path:
         The folder of the processes, from the environment.
     """
     folder = Path(os.environ[FOLDER_VARIABLE])
-    # Flower's server starts further programs, so the starter is not always the process that made the environment.
+    # The process that started this one is its parent. An id of it in the environment would be wrong for the programs
+    # that Flower's server starts: they inherit the environment, but must end with Flower's server.
     exit_with_starter(os.getppid())
     lock_until_exit(lock_path(folder, script))
     return folder

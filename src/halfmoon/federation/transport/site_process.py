@@ -256,9 +256,10 @@ class _SiteNode:
         self.log = EventLog(site.state_folder / SITE_LOG)
         self.node: subprocess.Popen[bytes] | None = None
         self.pause = RECONNECT_SECONDS
-        self.lost = False
-        self.admission_deadline = 0.0  # until then a server that has just started may not know the site's key yet
-        # At the end of the participation: whether the last reply is sent, and since when.
+        self.lost = False  # whether the server does not answer
+        # Set when the server answers again: until then a server that has just started may not know the site's key yet.
+        self.admission_deadline = 0.0
+        # Set by `_finish` at the end of the participation: whether the last reply is sent, and since when.
         self.over: tuple[bool, float] | None = None
         self.offer: TermsSummary | None = None  # shown terms, which wait for consent
 
@@ -317,7 +318,8 @@ class _SiteNode:
         while self.node.poll() is None:
             self._show()
             self._handle_offer()
-            # The end is read before the log, so that the log contains the message that caused the end.
+            # The end is read before the log, so that the log contains the message that caused the end. The node logs a
+            # line for each message that it receives and for each reply that it sends.
             end = consent.load_end(self.site.state_folder)
             last_lines = [*last_lines, *self._read_node_log(log)][-MAX_LOG_LINES:]
             if end is not None:
@@ -326,6 +328,7 @@ class _SiteNode:
                 self._finish(end, reply_is_sent)
             time.sleep(POLL_SECONDS)
         text = "\n".join([*last_lines, *log.read_lines()])
+        # A server that has just restarted registers the sites' keys after a while. Until then it refuses them.
         if UNKNOWN_KEY in text and time.monotonic() < self.admission_deadline:
             time.sleep(RECONNECT_SECONDS)
             return
@@ -350,6 +353,9 @@ class _SiteNode:
 
     def _finish(self, end: consent.ParticipationEnd, reply_is_sent: bool) -> None:
         """Raise `SiteFinished` once the last reply is sent and the server has had time to fetch it.
+
+        It is called repeatedly from the end on. It waits longer for a reply that the node has not logged as sent, and
+        starts over once that changes.
 
         Args:
             end: the exit code, and the reason for people.
@@ -397,6 +403,8 @@ class _SiteNode:
     def _handle_offer(self) -> None:
         """Show terms that a server has offered, ask the person for consent, and store it. Does not wait for the reply.
 
+        It is called in a loop; the person may answer during any later call.
+
         Raises:
             Declined: the person does not consent.
         """
@@ -409,8 +417,8 @@ class _SiteNode:
                 for line in lines:
                     self.show(line)
                 self._ask()
-        person = self._responder()
-        consents = None if person is None else person.answer()
+        person = self._responder()  # None if nobody is to be asked
+        consents = None if person is None else person.answer()  # None: not answered yet
         if consents is None or self.offer is None:
             return
         if not consents:
