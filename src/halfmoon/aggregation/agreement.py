@@ -54,15 +54,18 @@ Change = Mapping[str, Tensor]
 
 
 def find_outliers(context: AggregationContext, upload: Upload, change: Change) -> dict[int, dict[str, Any]]:
-    """Find the clients that point away from the rest, and update the history of directions.
+    """Find the clients whose uploads point away from the rest, and update the history of directions.
+
+    Three groups of values are compared separately, by the cosines between clients: auxiliary sums (values besides the
+    update that methods add up or average), parameters, and statistics such as batch norm's running means.
 
     Args:
         context: The query and its k clients; the history is in its memory.
-        upload: The uploads, leaves (k, ...). Clients of weight 0 are not compared.
+        upload: The uploads, leaves (k, ...). Clients of weight 0 have no data and are not compared.
         change: The updates (uploaded minus downloaded values) by path, (k, ...).
 
     Returns:
-        By a client's index, the metrics that made it an outlier.
+        The metrics of each outlier, by its index among the k clients: its number and those of `_low_scores`.
     """
     voters = (upload.weight > 0).nonzero().flatten().tolist()
     if len(voters) < MIN_CLIENTS:
@@ -70,11 +73,13 @@ def find_outliers(context: AggregationContext, upload: Upload, change: Change) -
     upload_spec = context.upload_spec
     aux = {name: upload.aux[name] for kind in ("sum", "mean") for name in upload_spec.names(reduce=kind)}
     sums = [leaf[voters] for leaf in tree.flatten({"aux": aux}).values() if leaf.is_floating_point()]
-    outliers: dict[int, dict[str, Any]] = {}
+    outliers: dict[int, dict[str, Any]] = {}  # by the index among the voters
     if sums:
         inner_products = compute_inner_products(sums)
-        lengths = inner_products.diagonal().sqrt() / upload.weight[voters].double().cpu()
-        too_long = lengths > MAX_SUM_LENGTH * median(lengths)
+        # A direction has no length: a sum that is too large for its number of images is detected separately.
+        norms = inner_products.diagonal().sqrt()
+        norms_per_image = norms / upload.weight[voters].double().cpu()
+        too_long = norms_per_image > MAX_SUM_LENGTH * median(norms_per_image)
         outliers = _low_scores("sums", compute_agreement_scores(inner_products), too_long)
     for group, paths in split_paths(change, upload_spec.statistics).items():
         if paths:
@@ -87,15 +92,18 @@ def find_outliers(context: AggregationContext, upload: Upload, change: Change) -
 def _compare_directions(context: AggregationContext, group: str, leaves: Change) -> dict[int, dict[str, Any]]:
     """Find the clients whose update in one group of leaves points away from the other clients'.
 
-    The mean direction of the remaining clients is added to the history of earlier rounds, in `context.memory`.
+    Each client has two scores: its median cosine with the other updates of this round, and its cosine with a reference
+    that contains the history of mean directions. The history is needed because sites with different classes form groups:
+    in one round, an update with its sign flipped resembles one of another group. The mean direction of the clients that
+    are no outliers is then added to the history, in `context.memory`.
 
     Args:
-        context: The query and its k clients.
+        context: The query and its clients.
         group: "parameters" or "statistics".
-        leaves: The updates of this group by path, (k, ...).
+        leaves: The updates of this group by path, (k, ...), of the k clients to compare.
 
     Returns:
-        The metrics of each outlier, by its index.
+        The metrics of each outlier, by its index among these k.
     """
     key = f"direction-{context.client_update}-{group}"
     count = len(next(iter(leaves.values())))
@@ -109,10 +117,11 @@ def _compare_directions(context: AggregationContext, group: str, leaves: Change)
     between_clients = inner_products[:count, :count]
     misaligned = _low_scores(group, compute_alignment_scores(inner_products))
     disagreeing = _low_scores(group, compute_agreement_scores(between_clients))
-    outliers = misaligned | disagreeing
+    outliers = misaligned | disagreeing  # one low score is enough
     if context.memory is not None:
         # The mean of unit vectors: each client counts the same, however long its update is.
-        scale = 1 / between_clients.diagonal().sqrt().clamp_min(TINY)
+        norms = between_clients.diagonal().sqrt()
+        scale = 1 / norms.clamp_min(TINY)
         scale[list(outliers)] = 0
         scale /= max(1, count - len(outliers))
         new_history = {
@@ -124,25 +133,34 @@ def _compare_directions(context: AggregationContext, group: str, leaves: Change)
 
 
 def _low_scores(group: str, scores: Tensor, too_long: Tensor | None = None) -> dict[int, dict[str, Any]]:
-    """Select the clients whose score is more than `MAX_DEVIATIONS` median absolute deviations below the median.
+    """Select the clients with a low score: a cosine between a client's update and the direction of the others.
+
+    The threshold is `MAX_DEVIATIONS` median absolute deviations below the cohort's median. If the median is close to 0
+    the cohort has no common direction, and the deviations are not informative; the threshold is then a fixed distance
+    below the median. It is never above 0: an update with a positive cosine still helps the others, however well they
+    agree.
 
     Args:
         group: The group of leaves that was compared, for the metrics.
         scores: The clients' cosines, (k,).
-        too_long: Further clients to select, (k,) bool.
+        too_long: Further clients to select, whose values are too large, (k,) bool.
 
     Returns:
-        The metrics of each by index: the group, the score ("cosine") and the cohort's median ("others").
+        The metrics of each by index: the group ("part"), the score ("cosine") and the cohort's median ("others").
     """
-    middle = median(scores)
-    bound = min(0.0, float(middle - MAX_DEVIATIONS * median((scores - middle).abs())))
-    if middle <= MIN_AGREEMENT:
-        bound = min(0.0, float(middle)) + DISAGREEMENT_MARGIN
-    is_outlier = scores < bound if too_long is None else (scores < bound) | too_long
-    cohort_median = round(float(middle), 4)
+    cohort_median = median(scores)
+    if cohort_median <= MIN_AGREEMENT:
+        threshold = min(0.0, float(cohort_median)) + DISAGREEMENT_MARGIN  # the margin is negative
+    else:
+        deviation = median((scores - cohort_median).abs())
+        threshold = min(0.0, float(cohort_median - MAX_DEVIATIONS * deviation))
+    is_outlier = scores < threshold
+    if too_long is not None:
+        is_outlier |= too_long
+    rounded_median = round(float(cohort_median), 4)
     rounded_scores = [round(score, 4) for score in scores.tolist()]
     return {
-        index: {"part": group, "cosine": rounded_scores[index], "others": cohort_median}
+        index: {"part": group, "cosine": rounded_scores[index], "others": rounded_median}
         for index in is_outlier.nonzero().flatten().tolist()
     }
 
@@ -168,8 +186,8 @@ def compute_agreement_scores(inner_products: Tensor) -> Tensor:
 def compute_alignment_scores(inner_products: Tensor) -> Tensor:
     """Compute the cosine between each client's update and a reference direction.
 
-    A client's reference is the sum of the history (the mean directions of earlier rounds) and the mean direction of all
-    other clients.
+    A client's reference is the sum of the history (a decaying sum of the mean directions of earlier rounds) and the mean
+    direction of all other clients. The client itself is left out, so that it cannot vote for itself.
 
     Args:
         inner_products: Inner products of the k updates and, last, the history, (k + 1, k + 1).
@@ -177,16 +195,20 @@ def compute_alignment_scores(inner_products: Tensor) -> Tensor:
     Returns:
         (k,).
     """
-    norms = inner_products.diagonal().sqrt()
     k = len(inner_products) - 1
-    norms[k] = 1  # updates become unit vectors; the length of the history measures how consistent it is
-    cosines = inner_products / (norms[:, None] * norms[None, :]).clamp_min(TINY)
-    # Row i has the coefficients, over clients and history, of the reference direction for client i: 1 / (k - 1) for each
-    # other client, 0 for itself, 1 for the history. All needed products then follow from the inner products.
-    client_coefficients = (1 - torch.eye(k, dtype=cosines.dtype)) / (k - 1)
-    reference = torch.cat([client_coefficients, torch.ones(k, 1, dtype=cosines.dtype)], 1)
-    reference_norms = (reference @ cosines @ reference.T).diagonal().clamp_min(0).sqrt()
-    return (reference @ cosines).diagonal() / reference_norms.clamp_min(TINY)
+    norms = inner_products.diagonal().sqrt()
+    # Updates become unit vectors, but the history is not divided by its norm: it is long, and so outweighs this round,
+    # only if the directions of the earlier rounds were similar.
+    norms[k] = 1
+    products = inner_products / (norms[:, None] * norms[None, :]).clamp_min(TINY)
+    # The reference of client i is r_i = sum_j c_ij v_j over the unit vectors v_0, ..., v_{k-1} and the history v_k, with
+    # c_ij = 1 / (k - 1) for each other client, 0 for itself, and 1 for the history.
+    client_coefficients = (1 - torch.eye(k, dtype=products.dtype)) / (k - 1)
+    coefficients = torch.cat([client_coefficients, torch.ones(k, 1, dtype=products.dtype)], 1)
+    # With P the inner products of the vectors v, <r_i, v_i> = (c P)_ii and |r_i|^2 = (c P c^T)_ii.
+    dot_products = (coefficients @ products).diagonal()
+    squared_norms = (coefficients @ products @ coefficients.T).diagonal()
+    return dot_products / squared_norms.clamp_min(0).sqrt().clamp_min(TINY)
 
 
 def compute_inner_products(leaves: Sequence[Tensor]) -> Tensor:

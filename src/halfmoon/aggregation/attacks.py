@@ -61,14 +61,17 @@ class HostileClients(Aggregator):
         self._active: set[int] = set()
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Replace the uploads of hostile clients by attacks, and leave those of honest clients unchanged.
+        """Simulate an attack: change the uploads of hostile clients, and leave those of honest clients unchanged.
+
+        Attacks with "false-counts" multiply the weights, which are the claimed numbers of images. "label-flip" changes
+        the labels before the training, so that nothing is left to change here.
 
         Args:
             context: The query and the k clients that responded.
             upload: Their uploads, leaves (k, ...).
 
         Returns:
-            The indices of all clients, and the uploads.
+            The indices of all k clients (no upload is dropped), and the uploads.
         """
         indices = range(len(context.clients))
         hostile_indices = [index for index in indices if context.clients[index] in self.clients]
@@ -77,7 +80,7 @@ class HostileClients(Aggregator):
             weight = upload.weight.clone()
             weight[hostile_indices] *= FALSE_COUNT_FACTOR
             upload = upload._replace(weight=weight)
-        change = compute_update(upload, context)
+        change = compute_update(upload, context)  # {path: (k, ...)}: the uploaded minus the downloaded values
         if not hostile_indices or not change or self.attack in ("label-flip", "false-counts"):
             return indices, upload
         new = {path: leaf.clone() for path, leaf in change.items()}
@@ -87,7 +90,8 @@ class HostileClients(Aggregator):
             for path, leaf in self._attack_update(client_change, generator).items():
                 new[path][index] = leaf
         is_hostile = torch.tensor([index in hostile_indices for index in indices])
-        return indices, select_uploads(is_hostile, replace_update(upload, context, new), upload)
+        # Downloaded value plus update may round, so the honest clients' uploads are taken from the original.
+        return indices, select_uploads(mask=is_hostile, new=replace_update(upload, context, new), old=upload)
 
     def row(self) -> dict[str, Any]:
         active = sorted(self._active)

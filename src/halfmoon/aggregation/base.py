@@ -120,11 +120,12 @@ def compute_update(upload: Upload, context: AggregationContext) -> dict[str, Ten
 
 
 def replace_update(upload: Upload, context: AggregationContext, change: Mapping[str, Tensor]) -> Upload:
-    """Replace the update of every client by the downloaded values plus `change`.
+    """Replace the model that each client uploads by the downloaded one plus a new update.
 
     Args:
-        upload: The uploads, leaves (k, ...). Values that are no update (weights, counts) remain unchanged.
-        context: The query, with the values that the clients downloaded.
+        upload: The uploads, leaves (k, ...). Weights, auxiliary values, and paths that `change` lacks, such as integer
+            counts, remain unchanged.
+        context: The query, with the values that the k clients downloaded.
         change: The new updates by path, relative to the downloaded values: leaves (k, ...), or (...) for one aggregate
             that all clients receive.
 
@@ -136,7 +137,7 @@ def replace_update(upload: Upload, context: AggregationContext, change: Mapping[
     new_leaves: dict[str, Tensor] = {}
     for path in tree.flatten(upload.update):
         if path in change:
-            # Both terms may have a first axis of length 1; the method expects one entry per client.
+            # (1, ...) if all clients received the same value and get the same update; the method expects (k, ...).
             values = received[path] + change[path]
             new_leaves[path] = values.expand(count, *values.shape[1:])
     return upload._replace(update=tree.replace_leaves(upload.update, new_leaves))

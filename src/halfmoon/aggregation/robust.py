@@ -93,7 +93,11 @@ class RobustAggregator(Aggregator):
         self._row: dict[str, Any] = {}
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Apply the robust rule to the finite uploads of a cohort.
+        """Apply the rule to the finite uploads of a cohort, and record the metrics of the round.
+
+        All rules with "cosine" in their names first remove the clients whose update points away from the others'.
+        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" first averages each update with
+        its nearest neighbors (nearest-neighbor mixing). Other rules follow in `_apply_rule`.
 
         Args:
             context: The query and the k clients that responded.
@@ -110,6 +114,8 @@ class RobustAggregator(Aggregator):
         if not_finite:
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *not_finite})
             context, upload, change = select_clients(indices, context, upload, change)
+        # Before outliers are removed: the share of hostile clients refers to the whole cohort, and an outlier that is
+        # an honest client by mistake must not make the trimming weaker.
         cut = count_trimmed_values(self.byzantine, int((upload.weight > 0).sum()))
         if self.rule.startswith("cosine"):
             outliers = find_outliers(context, upload, change)
@@ -119,6 +125,7 @@ class RobustAggregator(Aggregator):
                 context, upload, change = select_clients(inliers, context, upload, change)
                 # The outliers are indices into the finite uploads; `indices` refers to all uploads.
                 indices = [indices[index] for index in inliers]
+        # Clients of weight 0 had no data: they returned what they downloaded, and no rule compares them.
         voters = (upload.weight > 0).nonzero().flatten().tolist()
         if change and voters:
             if self.rule == "cosine-nnm":
@@ -139,7 +146,10 @@ class RobustAggregator(Aggregator):
     def _apply_rule(
         self, context: AggregationContext, upload: Upload, change: Change, voters: list[int]
     ) -> tuple[Upload, dict[str, Any]]:
-        """Apply a rule other than "cosine-trimmed" to the clients' updates.
+        """Apply a rule other than "cosine-trimmed" and "cosine-nnm" to the clients' updates.
+
+        "clip" and "cosine" scale long updates down. "krum" (one selected update), "median" and "trimmed" (both for each
+        coordinate) give all clients the same update, so that any mean which the method computes equals it.
 
         Args:
             context: The query and its k clients.
@@ -156,15 +166,15 @@ class RobustAggregator(Aggregator):
         voter_change = {path: leaf[voters] for path, leaf in change.items()}
         metrics: dict[str, Any]
         if self.rule == "krum":
-            hostile = count_tolerated(len(voters), self.byzantine)
-            selected = select_by_krum(voter_change, hostile, context.upload_spec.statistics)
+            hostile = count_tolerated(count=len(voters), byzantine=self.byzantine)
+            selected = select_by_krum(voter_change, hostile=hostile, statistics=context.upload_spec.statistics)
             aggregate = {path: leaf[selected] for path, leaf in voter_change.items()}
             metrics = {"chosen": context.clients[voters[selected]], "expected": hostile}
         elif self.rule == "median":
             aggregate = {path: median(leaf) for path, leaf in voter_change.items()}
             metrics = {"counted": len(voters)}
-        else:
-            cut = expected_hostile(self.byzantine, len(voters))
+        else:  # "trimmed"
+            cut = expected_hostile(byzantine=self.byzantine, count=len(voters))
             aggregate = {path: compute_trimmed_mean(leaf, cut) for path, leaf in voter_change.items()}
             metrics = {"trimmed": 2 * cut, "counted": len(voters)}
         return replace_update(upload, context, aggregate), metrics
@@ -181,13 +191,23 @@ class FiniteCheck(Aggregator):
         self.robust = robust
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Return all uploads unchanged.
+        """Check, as the aggregator `FiniteCheck` in front of a plain mean, that all uploads are finite.
+
+        A single NaN or infinity in a mean destroys the model of all clients.
+
+        Args:
+            context: The query and the k clients that responded.
+            upload: Their uploads, leaves (k, ...).
+
+        Returns:
+            The indices of all k clients, and the uploads unchanged.
 
         Raises:
-            UserError: If an upload is not finite.
+            UserError: If an upload is not finite. The message recommends the robust rules, unless `self.robust` is false:
+                they are impossible with masks (secure aggregation) or noise (differential privacy).
         """
-        indices = find_finite_clients(list(tree.leaves(upload.tree)))
-        not_finite = [client for index, client in enumerate(context.clients) if index not in indices]
+        finite_indices = find_finite_clients(list(tree.leaves(upload.tree)))
+        not_finite = [client for index, client in enumerate(context.clients) if index not in finite_indices]
         if not_finite:
             advice = "leave it out with --aggregation cosine-trimmed, cosine-nnm, cosine, clip, median, trimmed or krum"
             if not self.robust:
@@ -199,7 +219,7 @@ class FiniteCheck(Aggregator):
                 f"the upload of client {not_finite[0]} in round {context.round + 1} ({context.client_update}) is not "
                 f"finite, and in a mean it would spoil the model: {advice}."
             )
-        return indices, upload
+        return finite_indices, upload  # these are all clients
 
 
 def find_finite_clients(leaves: Sequence[Tensor]) -> list[int]:

@@ -44,12 +44,19 @@ class WeightCap(Aggregator):
         declared: Mapping[int, int] | None = None,
         warn: Callable[[int, float], None] = lambda client, share: None,
     ) -> None:
-        """Create the aggregator; the arguments are described in the class."""
+        """Create an aggregator that caps the weights of clients, which report their own numbers of images.
+
+        Args:
+            factor: The cap in multiples of the cohort's median weight; 0 for no cap.
+            declared: The known number of images by client number; it replaces the cap for this client.
+            warn: Called with a client's number and its share of all weights, once per client, if the share is above
+                `DOMINANT_SHARE`; by default nothing happens.
+        """
         self.factor = factor
         self.declared = dict(declared or {})
         self.warn = warn
-        self._row: dict[str, Any] = {}
-        self._warned: set[int] = set()
+        self._row: dict[str, Any] = {}  # metrics of the current round
+        self._warned: set[int] = set()  # clients that `warn` was called for
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Cap the weights of the uploads; uploads below the cap remain unchanged, bit by bit."""
@@ -100,14 +107,15 @@ class WeightCap(Aggregator):
 
 
 def cap_weights(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> Upload:
-    """Scale the weights of uploads, and the sums that each client has multiplied by its weight.
+    """Reduce the influence of clients on weighted means: scale their weights, and with them their sums over images.
 
-    If sections of the update are sums over images, these are scaled and the weights are not: all of them are 1.
+    A client has multiplied its auxiliary sums by its number of images already, so that they must shrink with its weight.
+    If sections of the update itself are such sums, only these are scaled: the weights are then 1 for all clients.
 
     Args:
         upload: The uploads of k clients, leaves (k, ...).
-        upload_spec: Declares which sections and auxiliary values are sums.
-        scale: A factor for each client; 1 changes no bit.
+        upload_spec: Declares which sections of the update ("sums") and which auxiliary values are sums.
+        scale: A factor for each client: 1, which changes no bit, or less.
     """
     if all(factor == 1 for factor in scale):
         return upload

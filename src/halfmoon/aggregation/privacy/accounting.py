@@ -58,12 +58,16 @@ class CohortDraw(NamedTuple):
 def compute_renyi_curve(noise: float, sampled: CohortDraw | None) -> np.ndarray:
     """Compute the Renyi divergence of one noised sum (differential privacy) at each order of `ORDERS`.
 
+    Neighbors differ in all data of one client ("replace one"): a sum of updates of norm at most C then changes by up to
+    2 C, from one end of the ball to the other. This sensitivity is the unit of the library's noise multiplier.
+
     Args:
-        noise: z, the noise in units of the clipping bound.
-        sampled: The draw of the cohort, None if it was not random.
+        noise: z, the standard deviation of the noise in units of the clipping bound C.
+        sampled: The random draw of the cohort from all clients, None if it was not random.
 
     Returns:
-        float64 (orders,): the smaller of the bounds with and without sampling.
+        float64 (orders,): at each order the smaller of the bounds with and without sampling. Both are valid, and that
+        for sampling without replacement may be the larger one.
 
     Raises:
         UserError: If the library dp-accounting is not installed.
@@ -74,11 +78,13 @@ def compute_renyi_curve(noise: float, sampled: CohortDraw | None) -> np.ndarray:
         raise UserError(
             f"epsilon needs the library dp-accounting, which is not installed: {install_command('privacy')}."
         ) from error
-    gaussian = dp_event.GaussianDpEvent(noise / 2)
+    gaussian = dp_event.GaussianDpEvent(noise_multiplier=noise / 2)
     if sampled is None or sampled.cohort >= sampled.clients:
         return _divergences(gaussian)
-    event = dp_event.SampledWithoutReplacementDpEvent(sampled.clients, sampled.cohort, gaussian)
-    return np.minimum(_divergences(gaussian), _divergences(event))
+    sampled_gaussian = dp_event.SampledWithoutReplacementDpEvent(
+        source_dataset_size=sampled.clients, sample_size=sampled.cohort, event=gaussian
+    )
+    return np.minimum(_divergences(gaussian), _divergences(sampled_gaussian))
 
 
 def _divergences(event: DpEvent) -> np.ndarray:
@@ -127,27 +133,30 @@ def compute_epsilon(releases: Iterable[tuple[float, CohortDraw | None]], delta: 
 def compute_exact_epsilon(noises: Iterable[float], delta: float) -> float:
     """Compute the exact epsilon of noised sums without sampling: no smaller value is valid.
 
-    Gaussian sums compose into one Gaussian sum, whose precision (in units of the sensitivity 2 C) is the sum of their
-    precisions. Its privacy loss is Gaussian, so that delta has a closed form for each epsilon (Balle and Wang 2018,
-    "Improving the Gaussian Mechanism for Differential Privacy", Theorem 8). Bisection inverts it.
+    If all data of one client are replaced, a sum of clipped updates changes by at most 2 C (the sensitivity). Several
+    Gaussian sums together are as private as one whose mean changes by `shift` standard deviations. Its privacy loss is
+    Gaussian, so that delta has a closed form for each epsilon (Balle and Wang 2018, "Improving the Gaussian Mechanism
+    for Differential Privacy", Theorem 8). Bisection inverts it.
 
     Args:
-        noises: The noise z of each sum, in units of the clipping bound C.
+        noises: The noise z of each sum: its standard deviation in units of the clipping bound C.
         delta: The delta, between 0 and 1.
     """
+    # 2 C / (z C) for a single sum; squares add up, as for a vector of all sums.
     shift = math.sqrt(math.fsum((2 / noise) ** 2 for noise in noises))
 
     def delta_of(epsilon: float) -> float:
-        """Compute the smallest valid delta of an epsilon (Theorem 8)."""
+        """Compute the smallest valid delta of an epsilon: tail(e/s - s/2) - exp(e) tail(e/s + s/2) for shift s."""
         # In logarithms: exp(epsilon) alone would overflow where its product with the tail is small.
-        second = epsilon + _log_tail(shift / 2 + epsilon / shift)
-        return math.exp(_log_tail(epsilon / shift - shift / 2)) - math.exp(min(second, 0.0))
+        log_first = _log_tail(epsilon / shift - shift / 2)
+        log_second = epsilon + _log_tail(shift / 2 + epsilon / shift)
+        return math.exp(log_first) - math.exp(min(log_second, 0.0))  # the second term is at most 1, except for rounding
 
     if shift == 0 or delta_of(0.0) <= delta:
         return 0.0
     low = 0.0
     high = 1.0
-    while delta_of(high) > delta:
+    while delta_of(high) > delta:  # delta falls as epsilon grows
         low = high
         high = 2 * high
     for _ in range(BISECTIONS):

@@ -109,7 +109,8 @@ class ClippedUpdate(ClientUpdate):
 def clip_upload(upload: Upload, broadcast: Tree, norm: float) -> Upload:
     """Scale down one client's update to a Euclidean norm of at most `norm` (DP-FedAvg's flat clipping).
 
-    The bound holds for the uploaded numbers, after they are rounded to their dtype.
+    The update is the uploaded minus the received values. Differential privacy relies on the bound, so it holds for the
+    uploaded numbers after they are rounded to their dtype: an update that is too long is scaled to a little less.
 
     Args:
         upload: The upload of one client, leaves (...).
@@ -127,9 +128,11 @@ def clip_upload(upload: Upload, broadcast: Tree, norm: float) -> Upload:
     if not pairs:
         return upload
     update_norm = _norm([new.double() - old.double() for new, old in pairs.values()])
-    # Rounding old + update to the leaves' dtype can lengthen an update by half an eps of the rounded values.
+    # Rounding old + update to the leaves' dtype can lengthen the update by half an eps of the norm of the result, which
+    # is at most |old| + norm. The factor 2 is four times that.
     eps = max(torch.finfo(new.dtype).eps for new, _ in pairs.values())
-    rounding_margin = 2 * eps * (_norm([old.double() for _, old in pairs.values()]) + norm)
+    received_norm = _norm([old.double() for _, old in pairs.values()])
+    rounding_margin = 2 * eps * (received_norm + norm)
     fits = update_norm <= norm
     # The denominator is 1 where the scale is not used, so that an update of zero does not divide by zero. `where`
     # instead of `if`: under vmap the comparison has no Python value.

@@ -69,11 +69,14 @@ class DifferentialPrivacy(Aggregator):
     _round: int = field(default=-1, init=False)
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Replace all finite uploads by their noised mean, with weight 1; drop those that are not finite.
+        """Replace each client's update by the same noised mean (differential privacy), with weight 1.
+
+        The noise follows from the server's secret and the sum of the updates. A restarted server that repeats the round
+        therefore adds the same noise; two draws of noise on the same sum would reveal more than the ledger records.
 
         Args:
             context: The query and the k clients that responded.
-            upload: Their uploads, leaves (k, ...).
+            upload: Their uploads, leaves (k, ...). Those that are not finite are dropped.
 
         Returns:
             The indices of the k' clients whose upload is finite, and the mean for each of them, leaves (k', ...).
@@ -83,17 +86,18 @@ class DifferentialPrivacy(Aggregator):
         """
         self._round = context.round
         _check_upload_content(context, upload)
-        indices, total = sum_clipped_updates(context, upload, self.plan.clip)
+        indices, total = sum_clipped_updates(context, upload, clip=self.plan.clip)
         if not indices:
             return indices, upload
         upload = upload.map(lambda leaf: leaf[torch.tensor(indices, device=leaf.device)])
-        context = context.only(indices)
+        context = context.only(indices)  # `context.cohort` stays the number of clients that received the query
         flat_sum = np.concatenate([leaf.numpy().ravel() for leaf in total.values()])
         sum_hash = self._hash_sum(context, flat_sum)
         self._record_release(context, sum_hash)
-        noise = generate_gaussians(derive_subkey(self.secret, "noise", sum_hash), len(flat_sum))
+        noise_key = derive_subkey(self.secret, "noise", sum_hash)
+        noise = self.plan.noise * self.plan.clip * generate_gaussians(noise_key, len(flat_sum))
         # Divided by the size of the cohort, not by the number of replies: the latter may depend on private data.
-        mean = torch.from_numpy((flat_sum + self.plan.noise * self.plan.clip * noise) / context.cohort)
+        mean = torch.from_numpy((flat_sum + noise) / context.cohort)
         sections = mean.split([leaf.numel() for leaf in total.values()])
         leaves = tree.flatten(upload.update)
         change = {
@@ -108,7 +112,9 @@ class DifferentialPrivacy(Aggregator):
         return {"epsilon": self._epsilon(releases), "delta": self.plan.delta}
 
     def stop_reason(self, round: int) -> str | None:
-        """Check whether another round would exceed the privacy budget.
+        """Check whether the epsilon of all past rounds and the next one would exceed the privacy budget.
+
+        The ledger lists a release, a noised sum that the server used, for each query of the past rounds.
 
         Args:
             round: The next round, from 0.
@@ -130,7 +136,7 @@ class DifferentialPrivacy(Aggregator):
             query=0,
             sampled=self._sampling(self.plan.cohort),
             noise=self.plan.noise,
-            mark="",
+            mark="",  # the hash of its sum, which does not exist yet; epsilon does not depend on it
         )
         next_epsilon = self._epsilon([*past, next_release])
         if next_epsilon <= budget:

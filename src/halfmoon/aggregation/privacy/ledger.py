@@ -97,7 +97,9 @@ class Ledger:
         self.releases.append(release)
 
     def check(self, rounds: int) -> None:
-        """Check that each completed round has a line in the ledger.
+        """Check that each completed round has a line in this ledger: a round without one would have no price.
+
+        The hash chain reveals lines that were changed or removed, except at the end of the file.
 
         Args:
             rounds: The number of completed rounds.
@@ -108,6 +110,7 @@ class Ledger:
         numbers = {release.round for release in self.releases}
         missing = next((number for number in range(rounds) if number not in numbers), None)
         if missing is not None:
+            # UserError writes {run_dir} as a flag or as a Python keyword.
             raise UserError(
                 f"{self.path} has no line of round {missing + 1}, but the run has completed {rounds}: restore the "
                 "file, or restart the run in another {run_dir}; without it epsilon is not known.",
@@ -115,7 +118,9 @@ class Ledger:
             )
 
     def _load_line(self, number: int, line: bytes) -> None:
-        """Verify the hash of one line of the file, and add its release.
+        """Verify the hash of one line of the file, and add its release: a noised sum that the server used.
+
+        Each line contains, under its file-format name "seal", the SHA-256 of the previous line's hash and of its fields.
 
         Args:
             number: The number of the line, from 1.
@@ -138,6 +143,7 @@ class Ledger:
             # The hash covers the parsed values only: a line with the same values in another spelling was changed too.
             or atomic_io.json_line({**entry, "seal": line_hash}) != line
         ):
+            # UserError writes {run_dir} as a flag or as a Python keyword.
             raise UserError(
                 f"{self.path}, line {number}: it was changed or damaged: restore the file, or restart the run in "
                 "another {run_dir}; without it epsilon is not known.",
@@ -148,7 +154,11 @@ class Ledger:
 
 
 def _to_entry(release: Release) -> dict[str, Any]:
-    """Convert a release to the fields of its line; rounds count from 1, as in metrics.jsonl."""
+    """Convert a release, a noised sum that the server used, to the fields of its line in the ledger's file.
+
+    Rounds count from 1 there, as in metrics.jsonl. The file has two names of its format: "drawn" is the random draw of
+    the cohort, [cohort, clients] or null; "mark" is the keyed hash that identifies the sum.
+    """
     sampled = None if release.sampled is None else list(release.sampled)
     return {
         "round": release.round + 1,

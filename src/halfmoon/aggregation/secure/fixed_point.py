@@ -151,6 +151,9 @@ class FixedPointMean(Aggregator):
     def _sum_uploads(self, context: AggregationContext, upload: Upload) -> tuple[list[int], Upload]:
         """Compute the weighted mean in fixed point, and give it to each client whose update fits into the sum.
 
+        It replaces the uploads because a method averages the uploads itself: the mean of k equal ones is the same mean,
+        and no method needs to know that only a sum is available.
+
         Args:
             context: The query and the k clients that responded.
             upload: Their uploads, leaves (k, ...).
@@ -163,6 +166,7 @@ class FixedPointMean(Aggregator):
         """
         changes = compute_update(upload, context)
         check_summable(upload, changes)
+        # `self.even`: each client counts once, regardless of its number of images.
         weights = [1.0] * len(context.clients) if self.even else upload.weight.double().tolist()
         total: Tensor | None = None
         indices: list[int] = []
@@ -176,12 +180,13 @@ class FixedPointMean(Aggregator):
             total = term if total is None else total + term
         if total is None:
             return [], upload
-        change, weight = decode_mean(total, {path: leaf[0] for path, leaf in changes.items()})
+        # The first client's leaves give shapes and dtypes.
+        mean_change, weight_sum = decode_mean(total, templates={path: leaf[0] for path, leaf in changes.items()})
         if len(indices) < len(weights):
             index_tensor = torch.tensor(indices, device=total.device)
             upload = upload.map(lambda leaf: leaf[index_tensor])
             context = context.only(indices)
-        return indices, replace_by_mean(upload, context, change, weight)
+        return indices, replace_by_mean(upload, context, mean_change, weight=weight_sum)
 
     def row(self) -> dict[str, Any]:
         return {"summed": self.summed}

@@ -335,9 +335,13 @@ class Party:
     def mask(self, vector: np.ndarray, masking: Masking) -> np.ndarray:
         """Add this party's self-mask and its pairwise masks with all other parties to its vector, modulo 2^64.
 
+        Of two parties, the one with the lower number adds their pairwise mask and the other one subtracts it (the sign is
+        part of `pairwise_mask`), so that these masks cancel in the sum. The self-mask protects the vector if the server
+        recovers the pairwise masks of a party that it believes to have dropped out.
+
         Args:
             vector: int64 (n,).
-            masking: The parties that dealt shares.
+            masking: The parties that dealt shares, with their public keys.
 
         Returns:
             uint64 (n,), uniformly distributed for everyone who lacks a key.

@@ -36,12 +36,16 @@ def _curves() -> dict[int, ec.EllipticCurve]:
 
 
 def generate_private_key() -> bytes:
-    """Generate a private key (P-384) and encode it in OpenSSH's format."""
-    curves = _curves()
+    """Generate a site's long-term private key (ECDSA on P-384), and encode it in OpenSSH's format, unencrypted.
+
+    Raises:
+        UserError: If the library cryptography is not installed.
+    """
+    curves = _curves()  # by the length of a compressed point (1 byte and the x coordinate), as in messages
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(curves[49])  # a compressed point of P-384 has 49 bytes
+    key = ec.generate_private_key(curves[1 + 384 // 8])  # P-384
     return key.private_bytes(
         encoding=serialization.Encoding.PEM,
         format=serialization.PrivateFormat.OpenSSH,
