@@ -93,9 +93,9 @@ def _compare_directions(context: AggregationContext, group: str, leaves: Change)
     """Find the clients whose update in one group of leaves points away from the other clients'.
 
     Each client has two scores: its median cosine with the other updates of this round, and its cosine with a reference
-    that contains the history of mean directions. The history is needed because sites with different classes form groups:
-    in one round, an update with its sign flipped resembles one of another group. The mean direction of the clients that
-    are no outliers is then added to the history, in `context.memory`.
+    that contains the history of mean directions. The history is needed because sites with different classes form
+    groups: in one round, an update with its sign flipped resembles one of another group. The mean direction of the
+    clients that are no outliers is then added to the history, in `context.memory`.
 
     Args:
         context: The query and its clients.
@@ -186,8 +186,8 @@ def compute_agreement_scores(inner_products: Tensor) -> Tensor:
 def compute_alignment_scores(inner_products: Tensor) -> Tensor:
     """Compute the cosine between each client's update and a reference direction.
 
-    A client's reference is the sum of the history (a decaying sum of the mean directions of earlier rounds) and the mean
-    direction of all other clients. The client itself is left out, so that it cannot vote for itself.
+    A client's reference is the sum of the history (a decaying sum of the mean directions of earlier rounds) and the
+    mean direction of all other clients. The client itself is left out, so that it cannot vote for itself.
 
     Args:
         inner_products: Inner products of the k updates and, last, the history, (k + 1, k + 1).
@@ -201,7 +201,7 @@ def compute_alignment_scores(inner_products: Tensor) -> Tensor:
     # only if the directions of the earlier rounds were similar.
     norms[k] = 1
     products = inner_products / (norms[:, None] * norms[None, :]).clamp_min(TINY)
-    # The reference of client i is r_i = sum_j c_ij v_j over the unit vectors v_0, ..., v_{k-1} and the history v_k, with
+    # The reference of client i is r_i = sum_j c_ij v_j over the unit vectors v_0 to v_{k-1} and the history v_k, with
     # c_ij = 1 / (k - 1) for each other client, 0 for itself, and 1 for the history.
     client_coefficients = (1 - torch.eye(k, dtype=products.dtype)) / (k - 1)
     coefficients = torch.cat([client_coefficients, torch.ones(k, 1, dtype=products.dtype)], 1)

@@ -96,8 +96,8 @@ class RobustAggregator(Aggregator):
         """Apply the rule to the finite uploads of a cohort, and record the metrics of the round.
 
         All rules with "cosine" in their names first remove the clients whose update points away from the others'.
-        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" first averages each update with
-        its nearest neighbors (nearest-neighbor mixing). Other rules follow in `_apply_rule`.
+        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" first averages each update
+        with its nearest neighbors (nearest-neighbor mixing). Other rules follow in `_apply_rule`.
 
         Args:
             context: The query and the k clients that responded.
@@ -203,8 +203,8 @@ class FiniteCheck(Aggregator):
             The indices of all k clients, and the uploads unchanged.
 
         Raises:
-            UserError: If an upload is not finite. The message recommends the robust rules, unless `self.robust` is false:
-                they are impossible with masks (secure aggregation) or noise (differential privacy).
+            UserError: If an upload is not finite. If `self.robust` is true the message recommends robust rules: with
+                masks (secure aggregation) or noise (differential privacy) they are impossible.
         """
         finite_indices = find_finite_clients(list(tree.leaves(upload.tree)))
         not_finite = [client for index, client in enumerate(context.clients) if index not in finite_indices]

@@ -109,7 +109,7 @@ class WeightCap(Aggregator):
 def cap_weights(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> Upload:
     """Reduce the influence of clients on weighted means: scale their weights, and with them their sums over images.
 
-    A client has multiplied its auxiliary sums by its number of images already, so that they must shrink with its weight.
+    A client has multiplied its auxiliary sums by its number of images already, so they must shrink with its weight.
     If sections of the update itself are such sums, only these are scaled: the weights are then 1 for all clients.
 
     Args:

@@ -40,10 +40,16 @@ class MethodEntry:
         return self.individual_upload_reason("batch")
 
     def individual_upload_reason(self, norm: str) -> str:
-        """Explain why the server needs every single upload; empty if their weighted sum is enough.
+        """Explain why the server needs every single upload of this catalog entry's method.
+
+        Such a method cannot be combined with secure aggregation or differential privacy, which give the server only the
+        (weighted) sum of the uploads.
 
         Args:
             norm: normalization of the network: "batch", "group" or "none".
+
+        Returns:
+            The reason, as the end of a sentence; "" if the sum is enough.
         """
         if self.pooled:
             return "one client has all images"
@@ -51,11 +57,17 @@ class MethodEntry:
         return needed.reason if needed.aggregation == "individual" else ""
 
     def robust_rule_conflict(self, aggregation: str, norm: str) -> str:
-        """Explain why a robust aggregation rule cannot be used with the method; empty if it can.
+        """Explain why a robust aggregation rule cannot be used with this catalog entry's method.
+
+        A robust rule limits the influence of hostile clients. All but two rules mix the uploads or replace them by one
+        aggregate, which makes a method meaningless that sends clients something it computes from single uploads.
 
         Args:
             aggregation: name of the rule.
             norm: normalization of the network: "batch", "group" or "none".
+
+        Returns:
+            The reason, as the end of a sentence; "" if the rule can be used.
         """
         needed = requirements_of(self.method, norm)
         if needed.counts_statistics:
@@ -63,6 +75,7 @@ class MethodEntry:
                 "its clients count statistics in a separate query, which no robust rule checks; "
                 f"use {needed.counts_statistics}"
             )
+        # "clip" and "cosine" only scale or remove single uploads.
         return needed.reason if needed.personal and aggregation not in ("clip", "cosine") else ""
 
     @property

@@ -302,16 +302,18 @@ class ClientUpdate:
     def optimizer_step(
         self, carry: Tree, gradient: Tree, moments: Sequence[Tree] = (), *, consume: bool = False, **new: Any
     ) -> Tree:
-        """Take one step of the optimizer, and return the new carry.
+        """Take one step of the client's optimizer, for use in `step`, and return the new carry.
 
         Args:
-            carry: with "params", "optimizer" and "stats".
+            carry: the state of the client's training between steps: "params", "optimizer" (its state), "stats" (running
+                statistics of batch normalization), and what else the client update keeps there.
             gradient: gradient of the loss in the parameters.
             moments: batch statistics of forward passes, which the running statistics track one after the other.
-            consume: whether `gradient` and the optimizer's state in `carry` may be overwritten (`Optimizer.step`).
+            consume: whether `gradient` and the optimizer's state in `carry` may be overwritten, which saves memory.
             **new: further entries of the new carry.
         """
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"], consume)
+        # `track` moves the running statistics a tenth of the way to those of one pass.
         stats = {"stats": reduce(track, moments, carry["stats"])} if moments else {}
         return {**carry, "params": params, "optimizer": optimizer, **stats, **new}
 
@@ -323,7 +325,9 @@ class ClientUpdate:
     def find_fault(self, upload: Upload, labeled: int, unlabeled: int) -> str | None:
         """Find what no honest client can send, in an upload of the declared names and shapes.
 
-        The server of a federation calls this for each upload that it can see, and refuses one with a fault.
+        The server of a federation calls this for each upload that it can see (not those that secure aggregation hides),
+        and refuses one with a fault. By default there is none: a client update with values that can be checked, such as
+        counts of images, overrides this.
 
         Args:
             upload: the upload of one client, with finite values.

@@ -57,13 +57,15 @@ def make_federation(
     network: Network = NETWORK,
     **options: Any,
 ) -> tuple[Method, Task, Simulation]:
-    """Make a method's federation of unequal clients in double precision.
+    """Make a small federation for the checks of a method, with unequal clients and in double precision.
 
     Args:
         entry: the method.
-        rule: a key of `BATCHINGS`.
-        executor: "loop" or "vmap".
-        place: where labels are; None: the first location that the method supports.
+        rule: the batch rule: "both" (4 labeled + 4 unlabeled images a step) or "rest" (2 labeled images and the
+            unlabeled rows divided by the number of steps, in separate forward passes).
+        executor: "loop" trains the clients one after the other, "vmap" all at once.
+        place: where labels are: at all "clients", "some" clients or the "server"; None: the first location that the
+            method supports.
         network: the network.
         options: other options of `make_simulation`.
     """
@@ -98,18 +100,20 @@ def flatten_numbers(row: Any) -> list[float]:
 def compare_executors(loop: list[Snapshot], vmap: list[Snapshot]) -> float:
     """Compare a run whose clients train one by one with a run whose clients are vmapped, round by round.
 
+    Both runs have the same seed and are in float64, so that only the order of summations may differ.
+
     Args:
-        loop: the states after each round of the first run.
+        loop: the states after each round of the first run: the server's tree, all stored trees, and the round's report.
         vmap: those of the second run.
 
     Returns:
-        The largest difference between two trees.
+        The largest difference between two trees, relative to max(1, |value|).
 
     Raises:
-        BrokenPromise: server states, client memories or metrics differ by more than rounding.
+        BrokenPromise: a method does not pass: states, memories or metrics differ by more than rounding (`TOLERANCE`).
     """
     largest = 0.0
-    for number, (from_loop, from_vmap) in enumerate(zip(loop, vmap, strict=True), 1):
+    for number, (from_loop, from_vmap) in enumerate(zip(loop, vmap, strict=True), start=1):
         pairs = (
             ("server's tree", from_vmap.server, from_loop.server),
             ("memories", from_vmap.state, from_loop.state),
@@ -125,9 +129,9 @@ def compare_executors(loop: list[Snapshot], vmap: list[Snapshot]) -> float:
         if from_vmap.report.samples.keys() != from_loop.report.samples.keys():
             raise BrokenPromise(f"in round {number} loop and vmap report other samples")
         _compare_metrics(number, from_vmap.report.samples, from_loop.report.samples)
-        _compare_metrics(
-            number, _comparable_quality(from_vmap.report.pseudo), _comparable_quality(from_loop.report.pseudo)
-        )
+        vmap_quality = _comparable_quality(from_vmap.report.pseudo)  # of pseudo-labels
+        loop_quality = _comparable_quality(from_loop.report.pseudo)
+        _compare_metrics(number, vmap_quality, loop_quality)
     return largest
 
 
@@ -140,15 +144,20 @@ def _compare_metrics(number: int, vmap: Any, loop: Any) -> None:
 
 
 def _comparable_quality(pseudo: dict[str, Any] | None) -> dict[str, Any]:
-    """Select the metrics of pseudo-labels that rounding cannot change.
+    """Select the metrics of pseudo-labels that rounding cannot change, to compare two runs.
 
-    Where all classes are equally likely, rounding decides the label of images whose pseudo-label is not used.
+    "accuracy" and "per_class" are left out: they count all pseudo-labels, also those that training does not use, and
+    where all classes are equally likely, rounding decides the label.
+
+    Args:
+        pseudo: the metrics of a round; None if it had no pseudo-labels. A method that trains several models has the
+            same metrics for each of them under "models", by name.
     """
     if pseudo is None:
         return {}
     row = {name: value for name, value in pseudo.items() if name not in ("accuracy", "per_class", "models")}
-    for name, model in pseudo.get("models", {}).items():
-        row[name] = _comparable_quality(model)
+    for name, model_quality in pseudo.get("models", {}).items():
+        row[name] = _comparable_quality(model_quality)
     return row
 
 
@@ -176,28 +185,37 @@ def check_resume(
 
     Args:
         entry: the method.
-        run: the states of a run under the batch rule "both".
-        executor: "loop" or "vmap".
+        run: the states after each of the `ROUNDS` rounds of a run under the batch rule "both".
+        executor: "loop" trains the clients one after the other, "vmap" all at once.
         folder: a new folder for the checkpoint.
         network: the network.
+
+    Raises:
+        BrokenPromise: the method does not pass.
     """
-    _, before_last, last = run
+    before_last, last = run[-2:]
+    saved_round = ROUNDS - 1  # the number of completed rounds, and the next round counted from 0
     store = TreeStore()
     for prefix, trees in before_last.state.items():
         for key, stored_tree in trees.items():
             store.put(f"{prefix}/{key}", stored_tree)
-    with RunFolder.create(folder, "", "0" * 64) as run_folder:
-        run_folder.save(2, {"server": before_last.server}, {"cost": before_last.report.cost}, store)
+    with RunFolder.create(folder, config="", identity="0" * 64) as run_folder:  # any identity: no options are compared
+        run_folder.save(
+            saved_round,
+            state={"server": before_last.server},
+            meta={"cost": before_last.report.cost},
+            clients=store,
+        )
     with RunFolder.open(folder) as run_folder:
         loaded = run_folder.load()
-    if loaded is None or loaded.round != 2:
-        raise BrokenPromise("the checkpoint of round 2 cannot be read")
+    if loaded is None or loaded.round != saved_round:
+        raise BrokenPromise(f"the checkpoint of round {saved_round} cannot be read")
     method, _, simulation = make_federation(entry, "both", executor, network=network)
     simulation.restore(loaded.clients, loaded.meta["cost"])
     if not trees_equal(simulation.state(), before_last.state):
         raise BrokenPromise("the memories of clients differ from those that were saved")
     # Only the last round is run: the checkpoint must contain all that it depends on.
-    (resumed,) = run_rounds(method, simulation, loaded.state["server"], range(2, ROUNDS))
+    (resumed,) = run_rounds(method, simulation, loaded.state["server"], range(saved_round, ROUNDS))
     check_equal_runs([last], [resumed])
 
 
@@ -284,14 +302,19 @@ def check_sites(
 ) -> tuple[list[bytes], list[Reply]]:
     """Check that sites which exchange messages compute bit for bit what a simulation computes, and send no pixels.
 
+    The sites are objects in this process; a recorded connection passes the messages as bytes.
+
     Args:
         entry: the method.
-        rule: a key of `BATCHINGS`.
-        run: the states of the simulated run.
+        rule: the batch rule: "both" (4 labeled + 4 unlabeled images a step) or "rest" (2 + the rest).
+        run: the states after each round of the simulated run.
         network: the network.
 
     Returns:
-        All messages, and the replies among them.
+        All messages, and the decoded replies of sites among them.
+
+    Raises:
+        BrokenPromise: the method does not pass.
     """
     method, task, simulation = make_federation(entry, rule, network=network)
     remote, wire = make_remote_runtime(simulation, BATCHINGS[rule])
@@ -309,12 +332,13 @@ def check_sites(
             raise BrokenPromise(
                 f"after round {number + 1} sites behind messages have another server's tree than a simulation"
             )
+        # A server has only its state store ("state"): the clients' memories are at the sites.
         if not same_report or not trees_equal(remote.state(), {"state": simulated.state["state"]}):
             raise BrokenPromise(f"in round {number + 1} sites behind messages report something else than a simulation")
     traffic = b"".join(wire.messages)
     for site in wire.sites.values():
         for image in site.local_clients.dataset.train.images:
-            # A row of pixels as bytes, and as the numbers that a network would get.
+            # The beginning of an image, as bytes and as the numbers that a network would get: 8 float64 have 64 bytes.
             first_row = image[0, 0].numpy().tobytes()
             first_numbers = (image.double() / 255).numpy().tobytes()[:64]
             if first_row in traffic or first_numbers in traffic:

@@ -75,14 +75,21 @@ def run_site_request(site: SiteRuntime, data: bytes) -> bytes:
 
 
 def make_remote_runtime(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, Wire]:
-    """Make the runtime of a server whose sites have the images of a simulation's clients.
+    """Make the runtime of a server that exchanges messages with sites, as the counterpart of a simulation.
+
+    It is in one process, but each site gets only the images of one of the simulation's clients, and the server only the
+    bytes of messages. Both runtimes must compute the same.
+
+    Args:
+        simulation: a simulation, which gives method, task, images and cohort size.
+        batching: its batch rule.
 
     Returns:
-        The runtime, and the connection to its sites.
+        The runtime, and the connection to its sites, which records all messages.
     """
     dataset = simulation.dataset
     method = simulation.method
-    task = simulation.base
+    task = simulation.base  # before the first round
     sites: dict[str, SiteRuntime] = {}
     for client in range(dataset.clients):
         local_clients = make_local_clients(select_site(dataset, client), batching, TreeStore())
@@ -90,8 +97,8 @@ def make_remote_runtime(simulation: Simulation, batching: Batching) -> tuple[Rem
     wire = Wire(sites)
     store = TreeStore()
     server: LocalClients | None = None
-    if simulation.labeled:
-        server = make_local_clients(select_site(dataset, SERVER), batching, store)
-    calls = SiteCalls(wire, list(sites), RunIdentity(HASH, VERSION, RUN))
-    settings = RuntimeSettings(simulation.size, SEED)
+    if simulation.labeled:  # the number of labeled images of the server, which then trains, too
+        server = make_local_clients(select_site(dataset, client=SERVER), batching, store)
+    calls = SiteCalls(wire, list(sites), RunIdentity(federation=HASH, version=VERSION, run=RUN))
+    settings = RuntimeSettings(cohort=simulation.size, seed=SEED)
     return RemoteRuntime(method, task, Views(), calls, settings, server=server, store=store), wire

@@ -46,13 +46,13 @@ def make_examples(count: int, channels: int = 1, side: int = 8, classes: int = C
 
 
 def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: str = "clients") -> Split:
-    """Make a split in which the rows of a client are shuffled among all rows.
+    """Make a small split: the client of each row (image) of a data set, and whether the row is labeled.
 
     Args:
         sizes: (labeled, unlabeled) rows of each client.
         seed: the seed of the shuffling.
-        place: where labels are. "some": clients with an odd number have none. "server": the server has all labeled
-            rows.
+        place: where labels are. "clients": each client has its labeled rows. "some": clients with an odd number have
+            none; no client gets these rows. "server": the server has all labeled rows.
     """
     row_counts = [labeled_rows + unlabeled_rows for labeled_rows, unlabeled_rows in sizes]
     client = np.repeat(np.arange(len(sizes)), row_counts).astype(np.int64)
@@ -64,7 +64,7 @@ def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: s
         client = np.where(labeled & (client % 2 == 1), -1, client)  # -1: rows that no client has
     # Shuffled, so that a method which relies on the order of rows fails.
     order = np.random.default_rng(seed).permutation(len(client))
-    return Split(client[order], labeled[order], len(sizes))
+    return Split(client[order], labeled[order], clients=len(sizes))
 
 
 def make_dataset(
@@ -100,16 +100,27 @@ def make_simulation(
     aggregators: Sequence[Aggregator] = (),
     **settings: Any,
 ) -> Simulation:
-    """Make a simulation of the four clients, by default with cohorts of three and batches of 4 + 4 images.
+    """Make a simulation of a small federation, by default of four clients of which three train in each round.
 
-    Under vmap all clients train as one group. `settings` are fields of `RuntimeSettings`.
+    Args:
+        method: the method.
+        shared: the task: network, optimizer and settings that all methods share.
+        federation: the images and their distribution; None for `make_dataset`.
+        views: the augmentations; None for the defaults.
+        batching: the batch rule; None for 4 labeled + 4 unlabeled images a step.
+        budget: the rule by which different methods have equal cost; None for the steps of the batch rule.
+        server_batching: the batch rule of the server; None for that of the clients.
+        executor: "loop" trains the clients one after the other, "vmap" all of a cohort as one group.
+        store: stores the memories of clients; None for a new one.
+        aggregators: steps between the uploads and the method.
+        **settings: fields of `RuntimeSettings`.
     """
     training = Training(
         batching=batching or Batching(4, 4),
         budget=budget or Budget(),
         server_batching=server_batching,
         executor=executor,
-        max_padding=Fraction(1),
+        max_padding=Fraction(1),  # clients of any size are in one group, the smaller ones padded
     )
     runtime_settings = RuntimeSettings(**{"cohort": 3, "seed": 3, **settings})
     return Simulation(

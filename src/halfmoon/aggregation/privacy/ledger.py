@@ -120,7 +120,7 @@ class Ledger:
     def _load_line(self, number: int, line: bytes) -> None:
         """Verify the hash of one line of the file, and add its release: a noised sum that the server used.
 
-        Each line contains, under its file-format name "seal", the SHA-256 of the previous line's hash and of its fields.
+        A line's hash, in its field "seal", is the SHA-256 of the previous line's hash and of its other fields.
 
         Args:
             number: The number of the line, from 1.

@@ -335,7 +335,7 @@ class Party:
     def mask(self, vector: np.ndarray, masking: Masking) -> np.ndarray:
         """Add this party's self-mask and its pairwise masks with all other parties to its vector, modulo 2^64.
 
-        Of two parties, the one with the lower number adds their pairwise mask and the other one subtracts it (the sign is
+        Of two parties, the one with the lower number adds their pairwise mask and the other subtracts it (the sign is
         part of `pairwise_mask`), so that these masks cancel in the sum. The self-mask protects the vector if the server
         recovers the pairwise masks of a party that it believes to have dropped out.
 

@@ -68,7 +68,12 @@ class Survey:
         return bool(self.methods)
 
     def as_json(self) -> dict[str, Any]:
-        """Convert the survey of a site's folder to JSON types, except that groups of equal files are tuples of names."""
+        """Convert this survey of a site's folder to JSON types (tuples instead of lists, which `json` writes alike).
+
+        "sizes" has an entry for each combination of height, width and Pillow mode. "methods" has the names of the
+        training methods that the site can serve, by the location of the labels in a federation: "clients", "some"
+        (clients) or "server".
+        """
         return {
             "folder": str(self.folder),
             "images": self.images,
@@ -205,15 +210,20 @@ def _read_properties(folder: Path, name: str) -> _ImageProperties:
         folder: the site's folder.
         name: path of the image, relative to `folder`.
 
+    Returns:
+        The properties. `used_range` is the share of the 16-bit range that the pixels use, by which images with little
+        contrast are found; None where it has no meaning, as for images of 8 bits.
+
     Raises:
         UserError: the image cannot be read.
     """
-    image = open_upright(read_image_bytes(folder, name), name)
-    pixels = convert_channels(image, name, 3)
+    image = open_upright(read_image_bytes(folder, name), name)  # upright: rotated as the EXIF data demand
+    pixels = convert_channels(image, name, 3)  # RGB, so that a gray image equals its copy in color
     # The size is part of the hash: images of 2x8 and of 4x4 pixels may have the same bytes.
     pixel_hash = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
     used_range = None
-    # The values of a DICOM file with a rescale have a physical unit, so they need not fill their range.
+    # is_deep: more than 8 bits a value. A DICOM file with a rescale has values in a physical unit, which need not fill
+    # their range.
     if is_deep(image) and "rescale" not in image.info:
         used_range = used_range_share(np.asarray(image))
     return _ImageProperties(
@@ -275,7 +285,7 @@ def _find_test_images(
 def _find_test_patients(site: SiteFolder, test_site: SiteFolder | None) -> tuple[str, ...]:
     """Find the site's images of patients who also have images in the test folder, which makes a test too optimistic.
 
-    Patients are identified by the column "group" of labels.csv, or by DICOM headers.
+    Patients are identified by the column "group" of labels.csv, which `groups` has by path, or by DICOM headers.
 
     Args:
         site: the site.
@@ -286,25 +296,31 @@ def _find_test_patients(site: SiteFolder, test_site: SiteFolder | None) -> tuple
     """
     if test_site is None:
         return ()
+    # Column and headers are not mixed: their identifiers of one patient differ.
     if site.groups or test_site.groups:
         test_groups = set(test_site.groups.values())
         return tuple(path for path in site.paths if site.groups.get(path) in test_groups)
     # One call for all files, because `find_patients` chooses the same identifier for all of them.
     files = [folder.folder / path for folder in (site, test_site) for path in folder.paths]
-    patients = dicom.find_patients(files) or [""] * len(files)
+    patients = dicom.find_patients(files) or [""] * len(files)  # "": unknown
+    site_patients = patients[: len(site)]
     test_patients = set(patients[len(site) :]) - {""}
-    return tuple(path for path, patient in zip(site.paths, patients, strict=False) if patient in test_patients)
+    return tuple(path for path, patient in zip(site.paths, site_patients, strict=True) if patient in test_patients)
 
 
 def _find_class_folders(site: SiteFolder) -> list[Finding]:
-    """Find top-level folders that look like classes, in a site's folder without any file or folder that gives labels.
+    """Find top-level folders that look like classes, although nothing in the site's folder states that it has labels.
 
-    They do if there are a few of them and each image is in one.
+    They look like classes if there are a few of them and each image is in one. Folder names are labels only if
+    classes.txt contains them: they may also be patients or dates.
+
+    Returns:
+        One finding; without names if there are no such folders, which the caller drops.
     """
     counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)
     plausible = 2 <= len(counts) <= MAX_CLASS_FOLDERS and sum(counts.values()) == len(site)
     names: list[str] = []
-    if plausible and not is_site_folder(site.folder):
+    if plausible and not is_site_folder(site.folder):  # it has none of the files that give labels
         names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())]
     remedy = f"if they are classes, name them in {CLASSES_FILE}, one a line: then they are the labels"
     return [Finding("folders that look like classes", remedy, tuple(names))]
@@ -344,12 +360,16 @@ def _find_duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]
 def _find_missing_classes(site: SiteFolder, class_counts: Mapping[str, int], labeled: int) -> list[Finding]:
     """Report classes without a labeled image, and a missing classes.txt; neither if no image has a label.
 
+    Without classes.txt a site numbers the classes in the order of the sorted labels. Sites with different labels would
+    then train with different numbers for one class.
+
     Args:
         site: the site.
         class_counts: the number of labeled images by class name.
         labeled: the number of labeled images.
     """
     empty = [name for name, count in class_counts.items() if count == 0] if labeled else []
+    # The caller drops findings without names.
     findings = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
     if labeled and not (site.folder / CLASSES_FILE).exists():
         remedy = f"numbered as sorted; all sites of a federation need the same {CLASSES_FILE}"

@@ -186,10 +186,12 @@ def _folder_contents(source: Source, split: Split) -> list[_FolderContents]:
 def _check_exportable(source: Source, split: Split, folders: Sequence[_FolderContents], out: Path) -> None:
     """Check that a data set and its split can be written as folders of images with files of labels.
 
+    A split with several stages gives a client other images as the rounds go on, which a folder cannot express.
+
     Args:
         source: the data set.
         split: the images of each client.
-        folders: the folders to write.
+        folders: the folders to write: one for each site, the test set, and perhaps the server.
         out: the folder that is going to contain them. `_claim_folder` checks later that it is empty.
 
     Raises:
@@ -219,6 +221,9 @@ def _export_id(federation_text: str, split: Split) -> str:
 def _claim_folder(out: Path, export_id: str) -> None:
     """Write the id of an export into its folder, so that only the same export can be continued there.
 
+    An export may be killed and repeated. The id is therefore written first: other files in the folder are those of this
+    export if the folder has its id, and the user's if the folder has no id.
+
     Args:
         out: an existing folder.
         export_id: a hash of the options and the split.
@@ -231,7 +236,7 @@ def _claim_folder(out: Path, export_id: str) -> None:
         return
     if content:
         raise UserError(f"{out} contains an export with other options; give another folder.")
-    # A file of this name remains if the process was killed while it wrote the id.
+    # The temporary file of `write_atomically`, which remains if the process was killed while it wrote the id.
     partial = f".{EXPORT_ID_FILE}{atomic_io.PARTIAL}"
     if content is None and any(path.name != partial for path in out.iterdir()):
         raise UserError(f"{out} is not empty, and nothing is overwritten; give another folder.")
@@ -241,18 +246,19 @@ def _claim_folder(out: Path, export_id: str) -> None:
 def _write_folder(source: Source, folder: _FolderContents, out: Path) -> None:
     """Write the images, labels.csv and classes.txt of one site.
 
-    The folder is written under a temporary name, and renamed when it is complete.
+    The folder is written under a temporary name, and renamed when it is complete. Images are named by their row in the
+    data set, so that a site's images can be found in it.
 
     Args:
         source: the data set, which names the classes.
-        folder: the name, the images and the labels to write.
+        folder: the name, the images (of the training or test set), and which rows are written with a label.
         out: the folder that contains all sites.
     """
     partial = out / f".{folder.name}{atomic_io.PARTIAL}"
     if partial.exists():  # from an export that was killed; `_claim_folder` has checked that it is this one
         shutil.rmtree(partial)
     (partial / "images").mkdir(parents=True)
-    digits = max(2, len(str(len(folder.images) - 1)))
+    digits = max(2, len(str(len(folder.images) - 1)))  # of the largest row
     names = [f"images/{row:0{digits}}.png" for row in folder.rows]
     for row, name in zip(folder.rows, names, strict=True):
         pixels = folder.images.images[row]
@@ -265,7 +271,7 @@ def _write_folder(source: Source, folder: _FolderContents, out: Path) -> None:
     for row, name, labeled in zip(folder.rows, names, folder.labeled, strict=True):
         if labeled:
             class_name = source.classes[folder.images.labels[row]]
-            writer.writerow([name, protect_cell(class_name)])
+            writer.writerow([name, protect_cell(class_name)])  # no spreadsheet program executes it as a formula
     classes_text = "".join(f"{name}\n" for name in source.classes)
     atomic_io.write_atomically(partial / LABELS_FILE, table.getvalue().encode())
     atomic_io.write_atomically(partial / CLASSES_FILE, classes_text.encode())

@@ -157,7 +157,10 @@ class _LabelsFile:
     """
 
     def __init__(self, header: list[str], rows: list[list[str]], separator: str = ",", encoding: str = "utf-8") -> None:
-        """Index the lines of a file by image.
+        """Index the lines of a labels.csv by image.
+
+        Columns have two names: `header` has those that this program looks up ("path", "label"), and `titles` those that
+        are written back, as a file may use a synonym such as file_name.
 
         Args:
             header: the titles of the columns, as the file has them.
@@ -166,7 +169,7 @@ class _LabelsFile:
             encoding: the encoding of the file.
         """
         self.header = normalize_header(header)
-        # A title that the user has chosen, such as file_name, remains; one that differs in case only is normalized.
+        # Written back: a title that the user has chosen remains; one that differs in case only is normalized.
         titles = [title.strip().strip('"').strip() for title in header]
         self.titles = [
             name if title.lower() == name else title for name, title in zip(self.header, titles, strict=True)
@@ -218,10 +221,12 @@ class _LabelsFile:
         """Replace the line of an image by one with the new label, or append a line.
 
         Args:
-            edit: the change. Removing the label removes the line, unless it has further cells, such as a group.
+            edit: the change: the new label, the one that its author saw, and the author's name, if it is recorded.
+                Removing the label removes the line, unless it has further cells, such as a group.
 
         Raises:
-            LabelConflict: the label is neither the one that the author of the change saw nor the new one.
+            LabelConflict: the label is neither the one that the author saw nor the new one: somebody has changed it
+                meanwhile.
         """
         image = normalize_path(edit.path)
         numbers = self.row_numbers.get(image, [])
@@ -230,7 +235,9 @@ class _LabelsFile:
         if normalize_text(current) not in (normalize_text(edit.previous), normalize_text(edit.label)):
             change = f"has been labeled {current}" if current else "has lost its label"
             raise LabelConflict(f"{edit.path} {change} meanwhile.", current)
-        cells = {"path": edit.path, **dict(zip(self.header, last_row, strict=False)), "label": edit.label}
+        present_cells = dict(zip(self.header, last_row, strict=False))  # a line may have fewer cells than columns
+        cells = {"path": edit.path, **present_cells, "label": edit.label}
+        # The signature is the author and the time of a label: that of the previous label must not remain.
         if edit.by is None:
             cells |= dict.fromkeys(SIGNATURE_COLUMNS, "")
         else:
@@ -241,7 +248,7 @@ class _LabelsFile:
         # An image may have several equal lines: one remains. Rows are emptied, not deleted, so that indices remain valid.
         for number in numbers:
             self.rows[number] = []
-        if not numbers:
+        if not numbers:  # the image has no line yet
             numbers = [len(self.rows)]
             self.rows.append([])
         self.row_numbers[image] = numbers[:1]
@@ -284,8 +291,11 @@ def reader_labels_file(name: str) -> str:
 def find_disagreements(folder: Path) -> list[str]:
     """List the images to which two readers gave different labels. A reader is a person who labels the same images.
 
+    An image that a reader has not labeled is no disagreement.
+
     Args:
-        folder: the site's folder. The first reader's labels are in labels.csv, those of others in a file for each.
+        folder: the site's folder. The first reader's labels are in labels.csv, those of others in a file for each in a
+            subfolder. Next to it, NAME.not-sure.csv lists the images that the reader could not classify.
 
     Returns:
         Normalized paths, sorted.

@@ -280,8 +280,8 @@ def _choose_shape(
     Args:
         site: the site.
         previous: the index of images that were decoded earlier, whose shape is the default; None for none.
-        size: the required height and width; None to choose them.
-        channels: the required number of channels, 1 or 3; None to choose it.
+        size: the required height and width; None to choose them: all images must then have the same.
+        channels: the required number of channels, 1 or 3; None to choose it: 1 if all images are gray.
 
     Returns:
         Height, width, channels.
@@ -298,7 +298,7 @@ def _choose_shape(
     sizes: Counter[tuple[int, int]] = Counter()
     all_gray = True
     for path in site.paths:
-        image_header = read_header(site.folder / path)
+        image_header = read_header(site.folder / path)  # without decoding the pixels; None for an unreadable image
         if image_header is not None:
             height, width, gray = image_header
             sizes[height, width] += 1
@@ -307,6 +307,7 @@ def _choose_shape(
         raise UserError(f"{site.folder}: none of its {len(site):,} images can be read; see halfmoon site check.")
     if size is None and len(sizes) > 1:
         (height, width), count = sizes.most_common(1)[0]
+        # UserError writes {size=HxW} as a flag or as a Python keyword.
         raise UserError(
             f"{site.folder}: its images have {len(sizes):,} sizes, most of them ({count:,}) {height}x{width}; give one "
             f"by {{size=HxW}}.",
@@ -321,8 +322,11 @@ def _choose_shape(
 def _lock_state_folder(state_folder: Path) -> Iterator[None]:
     """Create and lock the folder of the decoded images during the `with` block.
 
+    Args:
+        state_folder: the folder: by default one in the site's folder, otherwise the one of the option "out".
+
     Raises:
-        UserError: another process has the lock, or the folder cannot be written.
+        UserError: another process has the lock, or the folder cannot be written, also by the code of the `with` block.
     """
     try:
         state_folder.mkdir(parents=True, exist_ok=True)
@@ -333,6 +337,7 @@ def _lock_state_folder(state_folder: Path) -> Iterator[None]:
             f"{state_folder} is being prepared by another process; wait for it ({atomic_io.error_reason(error)})."
         ) from error
     except OSError as error:
+        # UserError writes {out} as a flag or as a Python keyword.
         raise UserError(
             f"{state_folder} cannot be written ({atomic_io.error_reason(error)}); give another folder by {{out}}.",
             option="out",
@@ -441,11 +446,12 @@ def _unchanged_images(
     """
     if previous is None or previous.shape[1:] != shape:
         return {}
-    array = previous.open_array()
+    array = previous.open_array()  # None if its file is missing or damaged
     if array is None:
         return {}
     images = np.asarray(array)
     unchanged = {}
+    # The labels of an index are in the order of the array's rows.
     for row, path in enumerate(previous.labels):
         if previous.stamps[path] == stamps.get(path):
             unchanged[path] = images[row]

@@ -226,12 +226,14 @@ def suggest_class(name: str, classes: Iterable[str]) -> str:
 def _drop_missing_labels(table: LabelTable, folder: Path) -> LabelTable:
     """Replace labels that mean a missing value, such as NaN, by "", unless they are classes of classes.txt.
 
+    Spreadsheet and data-frame programs write such values for empty cells; each would otherwise become a class.
+
     Args:
-        table: the rows of labels.csv.
+        table: the rows (path, label, group) of labels.csv.
         folder: the site's folder, which may have a classes.txt.
 
     Returns:
-        The table with the new labels, and a note that counts the replaced ones.
+        The table with the new labels, and in its `oddities`, which the user reads, a count of the replaced ones.
     """
     # A class of classes.txt may be called "None" on purpose.
     text, _, _ = decode_text_file(folder / CLASSES_FILE)
@@ -241,6 +243,7 @@ def _drop_missing_labels(table: LabelTable, folder: Path) -> LabelTable:
         return table
     rows = [(path, "" if label in missing else label, group) for path, label, group in table.rows]
     oddities = list(table.oddities)
+    # "" is missing too, but needs no mention.
     counts = ", ".join(f"{count:,} {label}" for label, count in missing.most_common() if label)
     if counts:
         oddities.append(f"labels that mean no label: {counts}")
@@ -362,7 +365,8 @@ def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
         folder: the site's folder.
 
     Returns:
-        Three sorted lists of paths relative to `folder`, with forward slashes.
+        Three sorted lists of paths relative to `folder`, with forward slashes. Bytes of a name that are not UTF-8 are
+        escaped.
     """
     images: list[str] = []
     other_files: list[str] = []
@@ -373,6 +377,7 @@ def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
     # A site may have a million files, and each start lists all of them: strings are much faster than Path objects.
     for current, subfolders, names in os.walk(folder, onerror=note_closed_folder):
+        # In place: os.walk then visits only these.
         subfolders[:] = sorted(name for name in subfolders if not is_hidden(name) and name != MODEL_FOLDER)
         relative = Path(current).relative_to(folder).as_posix()
         prefix = "" if relative == "." else f"{relative}/"

@@ -68,8 +68,11 @@ class InferenceModel:
     def prepare(self, images: np.ndarray) -> np.ndarray:
         """Shrink and pad images as in training.
 
+        Images are first reduced by the card's factor (means of blocks of pixels), and then padded to the square that
+        the network was trained on. The card is the metadata of the model's file.
+
         Args:
-            images: uint8 (N, *shape).
+            images: uint8 (N, *shape), in the size that the model accepts, before these two steps.
 
         Returns:
             uint8 (N, height, width, channels), in the size of the network's input.
@@ -79,7 +82,7 @@ class InferenceModel:
         """
         _check_images(images, self.shape)
         small = average_pool(images, self.card.shrink) if self.card.shrink > 1 else images
-        height, width = self.card.image[1:]
+        _, height, width = self.card.image
         return small if small.shape[1:3] == (height, width) else pad_to(small, height)
 
     def probabilities(self, images: np.ndarray) -> np.ndarray:
@@ -111,12 +114,19 @@ class InferenceModel:
 
     @torch.no_grad()
     def represent(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute logits, float64 (N, classes), and features, float32 (N, F), of one batch of uint8 (N, *shape).
+        """Compute the logits and the features (inputs of the last linear layer) of one batch of images.
 
-        The features are for distances between images. Those of middle blocks are left out: they find unknown objects less
-        often than the top's (results/heads.md).
+        The features are for distances between images. The pretrained network `hubs.MULTILAYER` appends features of its
+        middle blocks to those of its top. They are left out: they find unknown objects less often (results/heads.md).
+
+        Args:
+            images: uint8 (N, *shape), at most `batch` of them.
+
+        Returns:
+            Logits, float64 (N, classes), and features, float32 (N, F).
         """
-        pixels = torch.from_numpy(np.ascontiguousarray(self.prepare(images).transpose(0, 3, 1, 2)))
+        channels_first = self.prepare(images).transpose(0, 3, 1, 2)
+        pixels = torch.from_numpy(np.ascontiguousarray(channels_first))
         x = Normalize(self.card.mean, self.card.std)(pixels.to(self.device))
         logits, features = self.network.represent(self.params, self.stats, x)
         if isinstance(self.network, ModuleNetwork) and self.network.factory == hubs.MULTILAYER:

@@ -39,8 +39,9 @@ def evaluate_folder(
         min_confidence: the scores "sure" are of images with a probability of at least this.
 
     Returns:
-        The `score_logits` with "training_images" (whether the model was trained on any of them) and
-        "training_image_count", and the unreadable images.
+        The scores by name, and the unreadable images. Beside those of `score_logits` (accuracy and others) the scores
+        have "training_images", whether the model was trained on any of the images, because its accuracy on new ones is
+        lower, and "training_image_count", the number of images that are recognized by their pixels.
 
     Raises:
         UserError: no image can be read.
@@ -50,6 +51,7 @@ def evaluate_folder(
     scores = score_logits(model, truth, logits, min_confidence)
     paths, _ = list_labeled_images(folder, model.classes)
     training_count = count_training_images(model, folder, paths)
+    # By the location of the folder, or by the digests of training images; a model without digests has a count of 0.
     scores["training_images"] = has_training_images(model, folder) or training_count > 0
     scores["training_image_count"] = training_count
     return scores, unreadable

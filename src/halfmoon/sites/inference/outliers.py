@@ -48,8 +48,9 @@ class ReferenceImages:
 def build_reference(model: InferenceModel, folder: Path) -> ReferenceImages:
     """Compute the features of images that a model was made for, and the distance beyond which other images are outliers.
 
-    At most `MAX_REFERENCE_IMAGES` images of the folder are used, drawn at random with a fixed seed. The limit is chosen
-    so that a share of `EXPECTED_OUTLIER_SHARE` of new images of the same kind exceeds it (split conformal prediction).
+    The distance of an image is that to its `NEIGHBOR_RANK`-th nearest reference image, in the model's features. At most
+    `MAX_REFERENCE_IMAGES` images of the folder are used, drawn at random with a fixed seed. The limit is chosen so that
+    a share of `EXPECTED_OUTLIER_SHARE` of new images of the same kind exceeds it (as in conformal prediction).
 
     Args:
         model: computes the features.
@@ -64,7 +65,7 @@ def build_reference(model: InferenceModel, folder: Path) -> ReferenceImages:
     paths = [all_paths[row] for row in sampled_rows]
     batch_features: list[np.ndarray] = []
     for batch in read_batches(model, folder, paths):
-        if batch.rows:
+        if batch.rows:  # images that can be read
             _, features = model.represent(batch.images)
             batch_features.append(features)
     count = sum(map(len, batch_features))
@@ -75,7 +76,8 @@ def build_reference(model: InferenceModel, folder: Path) -> ReferenceImages:
         )
     features = _normalize(np.concatenate(batch_features))
     # The nearest neighbor of a reference image is the image itself, so the rank is one higher than for other images.
-    distances = np.sort(_squared_distances(features, features, NEIGHBOR_RANK + 1))
+    distances = np.sort(_squared_distances(points=features, references=features, rank=NEIGHBOR_RANK + 1))
+    # The conformal quantile: a new image exceeds the r-th smallest of n distances with probability 1 - r / (n + 1).
     limit_rank = min(count, int(np.ceil((count + 1) * (1 - EXPECTED_OUTLIER_SHARE))))
     return ReferenceImages(features, limit=float(distances[limit_rank - 1]))
 

@@ -44,14 +44,16 @@ class FileContent:
 
 
 def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
-    """Create a folder with these files, completely or not at all.
+    """Create a folder of keys with these files, completely or not at all.
+
+    The files are written to a temporary folder, which is renamed to `folder` when it is complete.
 
     Args:
         folder: the folder, which must be empty or not exist.
         files: contents by path relative to `folder`.
 
     Raises:
-        UserError: the folder exists or cannot be created.
+        UserError: the folder has contents, or it cannot be created.
     """
     is_file = folder.exists() and not folder.is_dir()
     has_content = folder.is_dir() and any(folder.iterdir())
@@ -59,15 +61,16 @@ def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
         raise UserError(f"{folder} is there already: name a new folder, or delete that one if it is not needed.")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _delete_incomplete_folders(folder)
-        check_parents(folder)
-        # Written under a temporary name and renamed, so that a process that is killed leaves no incomplete folder.
+        _delete_incomplete_folders(folder)  # those of processes that were killed
+        check_parents(folder)  # nobody else may be able to replace the folder of private keys
         incomplete = Path(mkdtemp(prefix=f".{folder.name}{_INCOMPLETE_FOLDER}", dir=folder.parent))
         try:
             with locks.hold(incomplete / LOCK_FILE) as lock:
                 _write_files(incomplete, files)
                 os.replace(incomplete, folder)
-                if lock.owner is not None:  # the lock's file of its owner was renamed with the folder
+                # On a file system without locks, an owner file stands in. It was renamed with the folder, so that the
+                # lock would look for it at the previous path.
+                if lock.owner is not None:
                     (folder / lock.owner.name).unlink(missing_ok=True)
         except BaseException:
             shutil.rmtree(incomplete, ignore_errors=True)

@@ -260,12 +260,18 @@ def renew_certificates(
 ) -> KeyChange:
     """Create a new certificate of the server, signed by the federation's authority or by a new one.
 
+    Sites trust the authority, not the server's certificate: only a new authority (after the theft of its key, for
+    example) or new names of the server require that files are sent to them.
+
     Args:
-        folder: the folder of keys.
+        folder: the folder of keys, with a record (access.json) of the server's options and the sites that may join.
         hosts: names and addresses of the server; empty to keep the present ones.
         days: validity of the certificate; None for that of the present one.
         ca: whether to create a new authority as well.
         now: the time of the change; None for the current time.
+
+    Returns:
+        A summary of the folder, and advice on the files to send and the programs to restart.
 
     Raises:
         UserError: the authority's key is missing, or a host or number is invalid.
@@ -288,7 +294,7 @@ def renew_certificates(
             issuer = _read_authority(folder, record)
         server = certificates.create_server_certificate(issuer, record.hosts, record.days, now)
         files |= _server_files(server)
-        if hosts:
+        if hosts:  # the instructions to join contain the server's address
             for name, site in record.sites.items():
                 text = render_join_instructions(name, record, site.made == MADE_HERE)
                 files[paths.site_path(name, JOIN)] = FileContent(text.encode())
