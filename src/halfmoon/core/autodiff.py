@@ -44,11 +44,11 @@ def grad_and_value(
     function: Callable[..., tuple[Tensor, Any]], params: Tree, *rest: Any
 ) -> tuple[Tree, Tensor, Any]: ...
 def grad_and_value(function: Callable[..., tuple[Tensor, Any]], params: Tree, *rest: Any) -> tuple[Tree, Tensor, Any]:
-    """Compute the gradient and the value of a loss.
+    """Compute the gradient and the value of a loss by the cheapest of three ways that works where it is called.
 
     Args:
         function: maps (params, *rest) to the loss () and other results.
-        params: the tree to differentiate with respect to.
+        params: the tree (nested dict of tensors) to differentiate with respect to.
         rest: further arguments.
 
     Returns:
@@ -56,32 +56,33 @@ def grad_and_value(function: Callable[..., tuple[Tensor, Any]], params: Tree, *r
         than one vmap over clients: there an outer transform may have to differentiate them.
     """
     batch = _current_batch()
-    if batch is not None:
+    if batch is not None:  # inside exactly one vmap over clients: plain autograd on the tensors of all clients
         variables = batch.make_variables(params)
         with torch.enable_grad():
             loss, aux = function(batch.wrap(variables), *rest)
-        gradient = batch.gradient((loss,), variables, None)
+        gradient = batch.gradient((loss,), variables, cotangents=None)
         return gradient, loss.detach(), _detach(aux)
-    if inside_transform():
+    if inside_transform():  # inside nested transforms, where plain autograd does not work
         # A closure, because torch.func would wrap every leaf of a further argument.
         def loss_of(params: Tree) -> tuple[Tensor, Any]:
             return function(params, *rest)
 
         gradient, (loss, aux) = torch.func.grad_and_value(loss_of, has_aux=True)(params)
         return gradient, loss, aux
+    # Outside of transforms: plain autograd.
     with torch.enable_grad():
         variables = _make_variables(params)
         loss, aux = function(variables, *rest)
-        gradient = _gradient((loss,), variables, None)
+        gradient = _gradient((loss,), variables, cotangents=None)
     return gradient, loss.detach(), _detach(aux)
 
 
 def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any, Callable[..., Tree], Any]:
-    """Compute outputs, and a function for vector-Jacobian products.
+    """Compute outputs, and a function for vector-Jacobian products, in one of three ways like `grad_and_value`.
 
     Args:
-        function: maps params to (outputs, aux); outputs is a tensor or a tuple of tensors.
-        params: the tree to differentiate with respect to.
+        function: maps params to (outputs, aux); outputs is a tensor or a tuple of tensors, aux any other results.
+        params: the tree (nested dict of tensors) to differentiate with respect to.
 
     Returns:
         The outputs; `pull(cotangents, retain_graph)`, which computes the gradient of the sum of outputs * cotangents and
@@ -89,7 +90,7 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
         `torch.func` other than one vmap over clients: there an outer transform may have to differentiate them.
     """
     batch = _current_batch()
-    if batch is not None:
+    if batch is not None:  # inside exactly one vmap over clients: plain autograd on the tensors of all clients
         batched_variables = batch.make_variables(params)
         with torch.enable_grad():
             outputs, aux = function(batch.wrap(batched_variables))
@@ -99,13 +100,14 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
             return batch.gradient(batched_outputs, batched_variables, _as_tuple(cotangents), retain_graph)
 
         return _detach(outputs), pull_batch, _detach(aux)
-    if inside_transform():
+    if inside_transform():  # inside nested transforms, where plain autograd does not work
         outputs, torch_pull, aux = cast(Any, torch.func.vjp(function, params, has_aux=True))
 
         def pull_in_transform(cotangents: Any, retain_graph: bool) -> Tree:
             return torch_pull(cotangents, retain_graph=retain_graph)[0]
 
         return outputs, pull_in_transform, aux
+    # Outside of transforms: plain autograd.
     with torch.enable_grad():
         variables = _make_variables(params)
         outputs, aux = function(variables)
@@ -124,18 +126,20 @@ def _as_tuple(values: Any) -> tuple[Any, ...]:
 
 
 def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Vectorize a function over clients, like `torch.func.vmap`.
+    """Vectorize a function over K clients, like `torch.func.vmap`.
 
-    Every tensor in its arguments and results (nested dicts and tuples) gets a leading dimension K.
+    Every tensor in its arguments and results (nested dicts and tuples) gets a leading dimension K. It calls the private
+    functions of which `torch.func.vmap` consists, because those allow to traverse the nested arguments only once.
     """
 
     def vectorized(*arguments: Any) -> Any:
         """Call `function` once, on tensors whose leading dimension it does not see."""
         leaves = list(iterate_tensors(arguments))
         clients = len(leaves[0])
-        lazy_load_decompositions()
-        level = _vmap_increment_nesting(clients, "error")
+        lazy_load_decompositions()  # vmap needs them for operators without a batching rule
+        level = _vmap_increment_nesting(clients, "error")  # as in vmap: random numbers inside raise an error
         try:
+            # Batched tensors, which hide dimension 0 from `function`.
             wrapped = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
             result = function(*rebuild_nested(arguments, wrapped))
             unwrapped = (_remove_batch_dim(leaf, level, clients, 0) for leaf in iterate_tensors(result))
@@ -152,7 +156,7 @@ def apply_across_clients(function: Callable[[Tensor], Tensor], z: Tensor) -> Ten
     It is for functions that treat all channels equally, such as pooling, and saves the overhead of vmap.
 
     Args:
-        function: maps (B, K * C, ...) to a tensor of the same first two dimensions.
+        function: maps activations (B, K * C, ...), B for the batch, to a tensor of the same first two dimensions.
         z: activations (B, C, ...) of one client, inside the vmap over K clients.
 
     Returns:
@@ -162,6 +166,8 @@ def apply_across_clients(function: Callable[[Tensor], Tensor], z: Tensor) -> Ten
     if batch is None:
         return None
     differentiable = torch.is_grad_enabled()
+    # Popping the stack of transforms leaves the vmap, so that ordinary autograd records the call on unwrapped tensors.
+    # It may also change whether gradients are recorded, which is therefore set again.
     with temporarily_pop_interpreter_stack(), torch.set_grad_enabled(differentiable):
         # (K, B, C, ...) -> (B, K, C, ...) -> (B, K * C, ...)
         output = function(batch.unwrap(z).movedim(0, 1).flatten(1, 2))
@@ -207,19 +213,20 @@ class _ClientBatch(NamedTuple):
         cotangents: tuple[Any, ...] | None,
         retain_graph: bool = False,
     ) -> Tree:
-        """Compute the gradients of all clients by one backward pass of the sum of their losses.
+        """Compute the gradients of all K clients of this vmap by one backward pass of the sum of their losses.
 
         This is correct because no client's loss depends on the variables of another client.
 
         Args:
-            outputs: what is differentiated, inside the vmap over clients.
-            variables: the variables of all clients, with a leading dimension K.
+            outputs: what is differentiated, as batched tensors inside the vmap over clients.
+            variables: the variables of all clients, ordinary tensors with a leading dimension K (`make_variables`).
             cotangents: a weight tensor for each output; None for a single output with weight 1.
             retain_graph: whether the graph is needed for another gradient.
 
         Returns:
-            A tree like `variables`, inside the vmap.
+            A tree like `variables`, of batched tensors inside the vmap.
         """
+        # Popping the stack of transforms leaves the vmap, so that ordinary autograd can run on the unwrapped tensors.
         with temporarily_pop_interpreter_stack(), torch.enable_grad():
             batched_outputs = tuple(self.unwrap(output) for output in outputs)
             if cotangents is None:

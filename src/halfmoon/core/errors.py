@@ -49,7 +49,10 @@ class UserError(ValueError):
         return self.render(as_keyword)
 
     def render(self, write_option: Callable[[str, str], str]) -> str:
-        """Word the error.
+        """Write the text of this error for the command line or for Python.
+
+        In `message` and `hint`, an option in braces is a placeholder: `{clients}` or `{clients=2}` becomes
+        `--clients 2` as a flag, `clients=2` as a keyword. Braces around other text remain.
 
         Args:
             write_option: returns an option as its user writes it, from its configuration name and its value ("" without
@@ -60,7 +63,8 @@ class UserError(ValueError):
             text = f"{text}; {self.hint}"
         if self.options:
             names = "|".join(map(re.escape, self.options))
-            text = re.sub(rf"{{({names})(?:=([^{{}}]*))?}}", lambda match: write_option(match[1], match[2] or ""), text)
+            placeholder = rf"{{({names})(?:=([^{{}}]*))?}}"  # {name} or {name=value}
+            text = re.sub(placeholder, lambda match: write_option(match[1], match[2] or ""), text)
         if self.options and self.value is not None:
             text = f"{write_option(self.options[0], '')} is {self.value}: {text}"
         return text

@@ -108,8 +108,9 @@ def short_name(name: str) -> str:
 def check_portable(name: str) -> None:
     """Check that a network's name, from a file or a message, is one that another machine can build the network from.
 
-    Such names contain a function of an installed package, or the configuration of a model of `transformers`, but no
-    folder. Sizes in a configuration are limited, so that a message cannot make this machine build a huge network.
+    Such names are "PACKAGE:FUNCTION" ("torchvision:resnet18") or "transformers:{...}" with a model's configuration as
+    JSON, but not "transformers:FOLDER". Names of other forms, such as built-in networks, pass without a check.
+    Sizes in a configuration are limited, so that a message cannot make this machine build a huge network.
 
     Raises:
         UserError: it is another name.
@@ -134,7 +135,11 @@ def check_portable(name: str) -> None:
 
 
 def _is_bounded(value: Any) -> bool:
-    """Check whether all numbers, texts and lists in a parsed JSON value are below the limits of a configuration."""
+    """Check whether all numbers, texts and lists in a parsed JSON value are within the limits of a configuration.
+
+    The limits exist so that a configuration from another machine cannot describe a network that exhausts the memory.
+    The sum of a list is limited as well, because packages build as many layers as a list of stage depths adds up to.
+    """
     if isinstance(value, dict):
         entries = cast(dict[str, Any], value)
         return len(entries) <= MAX_ENTRIES and all(map(_is_bounded, [*entries, *entries.values()]))
@@ -159,6 +164,9 @@ def _numbers(values: list[Any]) -> Iterator[float]:
 
 def portable_name(name: str) -> str:
     """Replace the folder in a network's name by the configuration in it, so that every machine can make the network.
+
+    "transformers:FOLDER" becomes "transformers:{...}" with the JSON of FOLDER/config.json. Other names are checked and
+    returned unchanged.
 
     Raises:
         UserError: there is no such folder, or no model of `transformers` in it.

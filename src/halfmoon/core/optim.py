@@ -270,10 +270,12 @@ class LayerwiseLearningRate(OptimizerWrapper):
     def _shorten_steps(self, old: Tree, new: Tree, prefix: str) -> Tree:
         """Scale the step from old to new parameters by `self.factor` at `self.paths`: the backbone's lower learning rate.
 
+        Scaling the finished step has the effect of a lower learning rate for every optimizer.
+
         Args:
-            old: the parameters before the step.
+            old: the parameters before the optimizer's step, nested dicts of tensors.
             new: the parameters after the step, of the same structure.
-            prefix: the path of both trees, with a slash at its end.
+            prefix: the path of both trees in the network's parameters, such as "backbone/layer1/"; "" for the root.
         """
         result: Tree = {}
         for key, value in new.items():

@@ -17,19 +17,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_with_parent() -> None:
-    """End this process of `multiprocessing` as soon as the process that started it is gone.
+    """End this process of `multiprocessing` as soon as the process that started it is gone, even by SIGKILL.
 
-    A thread waits for the end of a pipe that only the parent holds open. If a fork server is between the two, Linux
-    also kills this process with the server, which ends with the parent: this works while a thread cannot run.
+    On all systems a thread waits for the end of a pipe that only the parent holds open. If a fork server is between the
+    two, Linux is also asked to kill this process when the server ends, which ends with the parent: this works even while
+    the thread cannot run, for example during a long call that holds Python's global lock.
     """
     parent: Any = parent_process()
-    # A fork server has one thread. Linux sends the signal when the THREAD that forked ends, so that a process which a
-    # thread of the parent has spawned must not ask for it.
-    if os.getppid() != parent.pid:
+    # Another process than the parent forked this one: a fork server, which has a single thread. Without a server, the
+    # signal is not requested, because Linux sends it when the forking THREAD ends, and the parent's may end early.
+    has_fork_server = os.getppid() != parent.pid
+    if has_fork_server:
         _request_kill()
 
     def wait() -> None:
-        connection.wait([parent.sentinel])
+        connection.wait([parent.sentinel])  # the end of the pipe, which becomes readable when the parent is gone
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -38,12 +40,15 @@ def exit_with_parent() -> None:
 def exit_with_starter(number: int) -> None:
     """End this program as soon as the process that started it is gone.
 
-    On Linux the main thread, or one that lives as long, must have started the program.
+    Linux sends a signal when the starting THREAD ends, so that the starter's main thread, or one that lives as long,
+    must have started this program. Other systems have no such signal: there a thread checks for the parent regularly.
 
     Args:
-        number: the process number of the starter, which may be gone already.
+        number: the process number (PID) of the starter, which may be gone already.
     """
-    _request_kill()
+    _request_kill()  # nothing except on Linux
+    # A process whose parent is gone gets another parent. This check is after the request, which does not report an
+    # earlier end.
     if os.getppid() != number:
         os._exit(1)
     if sys.platform == "linux":

@@ -85,10 +85,11 @@ def load(name: str, kind: Kind) -> Any:
 
     Args:
         name: its name.
-        kind: what it is, such as "method" or "network".
+        kind: what it is, such as "method" or "network"; names of different kinds are independent.
 
     Raises:
-        UserError: there is no such plugin, importing it fails, or it may not be imported (`allow_only`).
+        UserError: there is no such plugin, importing it fails, or `allow_only` forbids it: inside of that context, only
+            the modules that the user has named are imported, not those that a file or a server names.
     """
     if (kind, name) in _REGISTERED:
         return _REGISTERED[kind, name]
@@ -100,6 +101,7 @@ def load(name: str, kind: Kind) -> Any:
             raise UserError(f"{kind} {name}: {entry_point.value} cannot be loaded ({_describe(error)}).") from error
     if not SPEC.fullmatch(name):
         raise UserError(f"{kind} {name!r} is not the name of a plugin: write my_module:Name.")
+    # A stack of the names allowed by nested `allow_only`; everything is allowed if it is empty.
     if _TRUSTED and name not in _TRUSTED[-1]:
         raise UserError(
             f"{kind} {name} is code from outside halfmoon, which is not loaded because a file or a server names it",
@@ -130,7 +132,8 @@ def allow_only(names: Iterable[str]) -> Generator[None, None, None]:
 def describe_origin(name: str, kind: Kind) -> PluginOrigin:
     """Describe the origin of a plugin: its module, version and a hash of its code. Raise `UserError` if it cannot be loaded.
 
-    For a network of another package (torchvision, timm, ...) the hash is that of its name and the package's version.
+    A run records it, so that a changed plugin is noticed when the run is continued or repeated. For a network of another
+    package (torchvision, timm, ...) the hash is that of its name and the package's version.
     """
     if kind == "network" and (package := hubs.package_of(name)):
         version = hubs.package_version(name)
@@ -141,6 +144,7 @@ def describe_origin(name: str, kind: Kind) -> PluginOrigin:
     entry_point = entry_points(kind).get(name)
     module = getattr(plugin, "__module__", None) or type(plugin).__module__
     if (kind, name) not in _REGISTERED:
+        # The module that the name states comes first, because an object may have been defined in another one.
         module = (entry_point.module if entry_point is not None else name.partition(":")[0]) or module
     return PluginOrigin(name, module, _package_version(module), _source_digest(module))
 
@@ -176,10 +180,12 @@ def class_attribute(method_class: type, name: str) -> Any:
 
 
 def catalog_fields(method_class: type) -> dict[str, Any]:
-    """Collect the description of a method for tables: title, paper, and the first line of the class's docstring.
+    """Collect the description of a method class for tables of methods.
 
     Returns:
-        "about", "title" and "paper" as texts, and those of the flags "all_labels" and "pooled" that the class sets.
+        "about" (the first line of the docstring), "title" and "paper" as texts, and of the flags "all_labels" (it trains
+        with all labels, as an upper bound) and "pooled" (it trains on the data of all clients together) those that the
+        class sets.
     """
     about = (method_class.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     texts = {

@@ -144,7 +144,10 @@ class RunningMean:
         self.weight = 0.0
 
     def add(self, tree: Tree, weight: float) -> None:
-        """Update the weighted mean with another tree; its tensors are copied. A tree of weight 0 has no effect."""
+        """Update the running weighted mean of trees (nested dicts of tensors) with another tree, whose tensors are copied.
+
+        A tree of weight 0 does not change the mean, except that the mean is the first tree until a weight is positive.
+        """
         if not self.mean:
             self.mean = map(torch.clone, tree)
         elif weight and not self.weight:  # all earlier weights are 0

@@ -32,7 +32,13 @@ def registered() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """Find the file of a path or a hash; raise `UserError` if no file of that hash is registered."""
+    """Find a file of initial weights by its path, or by its hash if the name begins with `PREFIX`.
+
+    A server names the file by its hash; this machine must have registered a file of that content.
+
+    Raises:
+        UserError: no file of that hash is registered.
+    """
     if not name.startswith(PREFIX):
         return Path(name)
     if name not in _REGISTERED:
