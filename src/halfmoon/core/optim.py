@@ -270,7 +270,7 @@ class LayerwiseLearningRate(OptimizerWrapper):
     def _shorten_steps(self, old: Tree, new: Tree, prefix: str) -> Tree:
         """Scale the step from old to new parameters by `self.factor` at `self.paths`: the backbone's lower learning rate.
 
-        Scaling the finished step has the effect of a lower learning rate for every optimizer.
+        For SGD and Adam, scaling the finished step has the effect of a lower learning rate.
 
         Args:
             old: the parameters before the optimizer's step, nested dicts of tensors.

@@ -118,24 +118,37 @@ class Checkpoints:
                 shutil.rmtree(self.path / CLIENTS)
 
     def load(self) -> LoadedCheckpoint | None:
-        """Load the newest intact checkpoint; None if none was written. See `RunFolder.load`."""
+        """Load the newest intact checkpoint of the run, and restore the folder to its state at that round.
+
+        The metrics are truncated to the checkpoint, damaged newer checkpoints are removed, and so are files of the client
+        memory that no checkpoint needs. See `RunFolder.load`.
+
+        Returns:
+            The checkpoint; None if none was completed, so that the run starts from round 0.
+
+        Raises:
+            UserError: if every checkpoint is damaged.
+        """
         self.writer.acquire_lock()
         rounds = self._rounds()
-        problems: list[tuple[int, str]] = []
+        problems: list[tuple[int, str]] = []  # (round, reason) of damaged checkpoints
         for round in reversed(rounds):
             try:
                 note, state, clients = _read_checkpoint(self.path, round)
             except DamagedFile as damage:
                 problems.append((round, str(damage)))
                 continue
-            self._rewind(note["metrics"], note["metrics_sha256"])
+            self._rewind(length=note["metrics"], digest=note["metrics_sha256"])
             for bad, _ in problems:
                 self._remove(bad)
             self.writer.saved = round
             older_rounds = [number for number in rounds if number < round]
             self._remove_old()  # a process killed after a save may have left older ones
+            # The previous checkpoint remains as a fallback, so its files of the client memory are needed as well. The
+            # version of a commit of the client memory is the round of its checkpoint.
+            oldest_needed = older_rounds[-1] if older_rounds else round
             with self.writer.convert_errors(CLIENTS):
-                clients = remove_unreferenced(clients, older_rounds[-1] if older_rounds else round)
+                clients = remove_unreferenced(clients, version=oldest_needed)
             warnings = [
                 f"{checkpoint_stem(bad)} is damaged ({why}); continuing from {checkpoint_stem(round)}."
                 for bad, why in problems
@@ -144,6 +157,7 @@ class Checkpoints:
                 f"{CLIENTS}/{name} was damaged and has been restored from its copy." for name in clients.repaired
             ]
             return LoadedCheckpoint(round, state, note["meta"], warnings + _version_warning(note), clients)
+        # Damage, unless the only checkpoint has no JSON file: that file is written last, so a first save was interrupted.
         if len(rounds) > 1 or (rounds and (self.path / f"{checkpoint_stem(rounds[0])}.json").exists()):
             reasons = "; ".join(f"{checkpoint_stem(bad)}: {why}" for bad, why in problems)
             raise UserError(
@@ -151,12 +165,13 @@ class Checkpoints:
                 option="run_dir",
                 hint="restore one from a backup, or start the run again in another {run_dir}.",
             )
-        # A single file without its JSON is from a process killed in its first save: the run starts from round 0.
-        self._rewind(0, atomic_io.sha256(b""))
+        # Start from round 0: no metrics, no incomplete checkpoint, no client memory.
+        self._rewind(length=0, digest=atomic_io.sha256(b""))
         for round in rounds:
             self._remove(round)
+        no_clients = StoreContents(self.path / CLIENTS, commit=START, version=-1, entries={}, replaced=[])
         with self.writer.convert_errors(CLIENTS):
-            remove_unreferenced(StoreContents(self.path / CLIENTS, START, -1, {}, []), 0)
+            remove_unreferenced(no_clients, version=0)
         return None
 
     def _refuse_old(self, round: int, changed: bool) -> None:
@@ -217,7 +232,10 @@ def _version_warning(note: dict[str, Any]) -> list[str]:
 
 
 def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, StoreContents]:
-    """Read and verify a checkpoint: its JSON, the server's state, and the contents of the client memory.
+    """Read and verify a checkpoint, which has a JSON file, a file of tensors and a part in the client memory.
+
+    Returns:
+        The JSON (the note, see `Checkpoints.save`), the server's state, and the contents of the client memory.
 
     Raises:
         DamagedFile: if any of them is missing or damaged.
@@ -232,7 +250,7 @@ def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, St
         note = integrity.parse_checked(note_bytes)
     except integrity.ChecksumError as error:
         raise DamagedFile(f"its .json cannot be used: {error}") from error
-    if atomic_io.sha256(data) != note.get("tensors"):
+    if atomic_io.sha256(data) != note.get("tensors"):  # "tensors" is the SHA-256 of the file of tensors
         raise DamagedFile("checksum differs")
     if "clients" not in note:
         raise DamagedFile("an older halfmoon wrote it, which stored the client memory differently")
@@ -245,11 +263,14 @@ def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, St
 
 
 def _parse_commit(note: dict[str, Any], round: int) -> Commit:
-    """Check the fields of a checkpoint's JSON file, and return the state of the client memory that it records.
+    """Check the fields of a checkpoint's JSON file, and return the commit of the client memory that it records.
+
+    Its checksum is verified before, so that invalid fields are those of another version or another round.
 
     Args:
-        note: the parsed file.
-        round: the round of the checkpoint.
+        note: the parsed file: the arguments of `unpack` ("shape"), the length of the metrics in bytes ("metrics"), their
+            SHA-256, further values of the run ("meta"), and the versions of the software that wrote it.
+        round: the round in the file's name.
 
     Raises:
         DamagedFile: a field is missing or invalid.

@@ -93,6 +93,9 @@ class FolderWriter:
 def _lock_folder(path: Path) -> locks.Lock:
     """Lock a run folder, so that no other process writes into it until the lock is freed.
 
+    On a file system without locks, a file with the suffix `OWNER_SUFFIX` records the process that has the lock; only
+    then the conflict tells which process that is.
+
     Raises:
         FolderInUse: another process has the lock.
         WriteError: the lock file cannot be written.
@@ -100,7 +103,8 @@ def _lock_folder(path: Path) -> locks.Lock:
     try:
         return locks.acquire(path / LOCK)
     except locks.LockConflict as error:
-        process = f" ({error.strerror})" if error.strerror and locks.OWNER_SUFFIX in error.strerror else ""
+        names_owner = error.strerror and locks.OWNER_SUFFIX in error.strerror
+        process = f" ({error.strerror})" if names_owner else ""
         raise FolderInUse(
             f"another process is running in {path}{process}",
             option="run_dir",

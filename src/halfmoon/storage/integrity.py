@@ -69,6 +69,8 @@ def format_checked_lines(content: Mapping[str, Any]) -> bytes:
 def parse_checked_lines(data: bytes) -> dict[str, Any]:
     """Parse JSON that `format_checked_lines` wrote on several lines with a checksum, and verify the checksum if there is one.
 
+    A file of an older version has no checksum and is accepted. Returns the object without the checksum.
+
     Raises:
         ChecksumError: it is no such JSON, or any bit was changed.
     """
@@ -77,6 +79,7 @@ def parse_checked_lines(data: bytes) -> dict[str, Any]:
         checksum = content.pop(KEY, None)
     except (ValueError, AttributeError, TypeError) as error:
         raise ChecksumError("it is unreadable") from error
+    # Compare bytes of the whole text rather than values: a changed blank would parse to the same values.
     if checksum is not None and format_checked_lines(content) != data:
         raise ChecksumError("its checksum differs")
     return content
@@ -140,19 +143,23 @@ def allow_missing_checksums() -> Iterator[None]:
 
 
 def check_files(folder: Path, *names: str) -> None:
-    """Compare files with their checksums.
+    """Compare files of a run folder with their checksums in `checksums.json`.
 
     A file that does not exist and has no checksum passes. So does any file of a run before its first checkpoint, since
-    checksums are written just before that.
+    checksums are written just before that, and a file without a checksum inside of `allow_missing_checksums`.
+
+    Args:
+        folder: the run folder.
+        names: names of the files in it.
 
     Raises:
         UserError: if a file is missing, unreadable or changed, or its checksum is missing.
     """
     checksums = read_checksums(folder)
-    checks_are_off = _UNCHECKED[-1]
+    missing_is_allowed = _UNCHECKED[-1]  # of the innermost `allow_missing_checksums`
     for name in names:
         if name not in checksums:
-            if not checks_are_off and (folder / name).exists() and _has_checkpoint_or_summary(folder):
+            if not missing_is_allowed and (folder / name).exists() and _has_checkpoint_or_summary(folder):
                 raise UserError(
                     f"{folder / CHECKSUMS} has no checksum of {name}, which may have been changed",
                     option="unchecked",
@@ -182,8 +189,10 @@ def _has_checkpoint_or_summary(folder: Path) -> bool:
 def check_run(folder: Path) -> None:
     """Check that configuration, summary and metrics of a run are unchanged; raise UserError if they are not.
 
-    Of an unfinished run the metrics are checked up to its newest checkpoint.
+    The metrics of an unfinished run grow, so `checksums.json` does not have them. They are checked up to the newest
+    readable checkpoint instead, whose JSON file has their length and SHA-256 at that round.
     """
+    # A finished run has a summary; a checksum of a missing one means that the file was lost.
     if (folder / SUMMARY).exists() or SUMMARY in read_checksums(folder):
         check_files(folder, "config.toml", SUMMARY, METRICS)
         return

@@ -45,7 +45,7 @@ class Lock:
 def acquire(path: Path) -> Lock:
     """Lock a file without waiting; it is created if it is missing.
 
-    On a file system without locks, a second file records the process that has the lock (its owner).
+    On a file system without locks, a second file (`OWNER_SUFFIX`) records the process that has the lock, its owner.
 
     Raises:
         LockConflict: if another process has the lock.

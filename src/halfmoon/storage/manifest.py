@@ -100,11 +100,12 @@ def append(folder: Path, commit: Commit, lines: Sequence[bytes]) -> Commit:
 def verify(folder: Path, commit: Commit) -> StoreContents:
     """Verify all files of a commit of the client memory, and repair damaged ones from their copies.
 
+    The manifest is a log: each line has the new file of a client's key, and later lines of a key replace earlier ones.
     All files are read now rather than at first use, because only now can the caller fall back to an older checkpoint.
 
     Args:
         folder: the folder of the client memory.
-        commit: the length and hash chain of the manifest at the checkpoint.
+        commit: the length and hash chain of the manifest at the checkpoint, which identify a prefix of the log.
 
     Returns:
         The files by key, those that were replaced, and the names of repaired ones.
@@ -120,9 +121,9 @@ def verify(folder: Path, commit: Commit) -> StoreContents:
             raise DamagedFile(f"{folder.name}/{MANIFEST} was changed or cut")
         _repair(folder / MANIFEST, b"".join(lines))
         repaired.append(MANIFEST)
-    if _read_lines(folder / MANIFEST_COPY, commit) is None:
+    if _read_lines(folder / MANIFEST_COPY, commit) is None:  # only the copy is damaged
         _repair(folder / MANIFEST_COPY, b"".join(lines))
-    # Replay the manifest: the last line of a key has its current file.
+    # Replay the manifest: the last line of a key has its current file, or none (entry None) if its tree was discarded.
     entries: dict[str, ManifestEntry] = {}
     replaced: list[tuple[int, str]] = []
     version = -1
@@ -157,10 +158,12 @@ def _repair(path: Path, data: bytes) -> None:
 
 
 def remove_unreferenced(contents: StoreContents, version: int) -> StoreContents:
-    """Remove files that no needed commit references, for example those of a killed process.
+    """Remove files of the client memory that no needed commit references, for example those of a killed process.
+
+    A commit of a checkpoint has the checkpoint's round as its version.
 
     Args:
-        contents: the contents to restore; the manifest is truncated to its commit.
+        contents: the contents to restore; the manifest, a log of files, is truncated to their commit.
         version: the oldest commit that must stay readable.
 
     Returns:

@@ -108,15 +108,14 @@ class RunFolder:
                 return
             if not path.is_dir():
                 raise UserError(f"{path} is a file, not a folder", option="run_dir", hint="choose another {run_dir}.")
-            head = atomic_io.read_json(path / RUN)
+            head = atomic_io.read_json(path / RUN)  # identity and versions of a stored run, written first
             other_files = {entry.name for entry in path.iterdir()} - _CREATION_FILES
-            if head is None or not other_files:
-                # Without other files it is empty, or its creation was killed before config.toml.
-                if other_files:
-                    raise UserError(
-                        f"{path} is not empty and holds no run", option="run_dir", hint="choose another {run_dir}."
-                    )
-                return
+            if not other_files:
+                return  # empty, or its creation was killed between run.json and config.toml
+            if head is None:
+                raise UserError(
+                    f"{path} is not empty and holds no run", option="run_dir", hint="choose another {run_dir}."
+                )
             if head.get("identity") != identity:
                 raise UserError(
                     f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "

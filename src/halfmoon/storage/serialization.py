@@ -42,9 +42,10 @@ def pack_file(tree: Tree) -> bytes:
 
 
 def map_file(path: Path) -> Tree:
-    """Map the tree of a file of `pack_file` into memory; only permuted leaves are copied.
+    """Map the tree of a file of `pack_file` into memory, so that the system reads its leaves when they are used.
 
-    The mapping is private: a leaf changed in place never changes the file.
+    Only leaves whose dimensions are stored in another order (channels last) are copied. The mapping is private: a leaf
+    changed in place never changes the file.
 
     Raises:
         OSError, safetensors.SafetensorError: if the file is missing or damaged.
@@ -161,15 +162,16 @@ def _fill_structure(flat: dict[str, Tensor], shape: dict[str, Any], prefix: str 
     """Build a tree from its leaves, by the structure that was stored with them.
 
     Args:
-        flat: the leaves by path ("a/b/c").
-        shape: the structure, with nested dicts like the tree; instead of a leaf it has the order of the leaf's axes.
-        prefix: the path of the structure itself, with a slash at its end.
+        flat: the leaves by path ("a/b/c"), as safetensors stores them: contiguous and without an order.
+        shape: the structure, with nested dicts like the tree, in the order of its keys. Instead of a leaf it has the
+            order of the leaf's dimensions in memory, None if it is contiguous (see `pack`).
+        prefix: the path of the structure itself, with a slash at its end; "" for the root.
     """
     tree: Tree = {}
     for key, value in shape.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict):
-            tree[key] = _fill_structure(flat, value, f"{path}/")
+            tree[key] = _fill_structure(flat, value, prefix=f"{path}/")
         else:
             tree[key] = _permute_leaf(flat[path], value)
     return tree

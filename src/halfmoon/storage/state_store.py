@@ -37,7 +37,7 @@ class TreeStore:
     """Trees by key ("17", "server", "helpers/17"), on the CPU, at most `cap` bytes of them in memory."""
 
     def __init__(self, folder: Path | None = None, cap: int = DEFAULT_MEMORY_BYTES) -> None:
-        """Create an empty store.
+        """Create an empty store of trees by key, such as the models that clients keep between rounds.
 
         Args:
             folder: folder of the files, created with the first of them. By default a temporary folder, which is
@@ -53,13 +53,13 @@ class TreeStore:
         self.cap = cap
         self.last_commit = START
         self._trees: OrderedDict[str, Tree] = OrderedDict()  # in memory, ordered from the oldest use to the newest
-        self._sizes: dict[str, int] = {}  # bytes of every entry
-        self._bytes = Counter[str]()  # total by key prefix; "" for all
+        self._sizes: dict[str, int] = {}  # bytes of every entry, in memory or on disk
+        self._bytes = Counter[str]()  # total bytes by key prefix ("helpers" of "helpers/17"); "" for all
         self._files: dict[str, ManifestEntry] = {}  # files of current content
         self._committed_files: dict[str, ManifestEntry] = {}  # files as of the last commit
         self._changed: set[str] = set()  # keys that changed since the last commit
-        self._replaced: list[tuple[int, str]] = []
-        self._version = -1
+        self._replaced: list[tuple[int, str]] = []  # (version of the commit that replaced it, file), for `prune`
+        self._version = -1  # of the last commit with a change; -1 without any
         self.resident = 0  # bytes in memory
 
     def keys(self, prefix: str = "") -> list[str]:
@@ -141,8 +141,11 @@ class TreeStore:
     def commit(self, version: int) -> Commit:
         """Write and flush all changes since the last commit; without changes no file is written.
 
+        The files are written before the lines of the manifest that name them, so that a killed process leaves the last
+        commit readable, with unused files at most.
+
         Args:
-            version: number of the commit, larger than all before; the files' names contain it.
+            version: number of the commit, larger than all before, such as the round; the files' names contain it.
 
         Returns:
             The commit, from which `manifest.verify` reads the contents back.
@@ -160,11 +163,12 @@ class TreeStore:
             raise ValueError(f"version {version} cannot be committed after version {self._version}")
         keys = sorted(self._changed)
         for key in keys:
-            if key in self._sizes:
+            if key in self._sizes:  # not discarded
                 entry = self.disk.write_committed(
                     key, version, spilled=self._files.get(key), value=self._trees.get(key)
                 )
                 self._files[key] = manifest.write_copy(self.disk.current_folder(), entry)
+        # The line of a key without a file records that its tree was discarded.
         lines = [manifest.format_line(version, key, self._files.get(key)) for key in keys]
         folder.mkdir(parents=True, exist_ok=True)
         self.last_commit = manifest.append(folder, self.last_commit, lines)
