@@ -74,6 +74,10 @@ def holds_image(path: Path | str) -> bool:
 def read(data: BinaryIO, location: str) -> Image.Image:
     """Decode the representative frame of a DICOM file: the one that the file names, otherwise the middle one.
 
+    Args:
+        data: The file.
+        location: Its name, for messages.
+
     Returns:
         An RGB image of 8 bits, or a gray image of mode I;16 or F. The `info` has "frames", the number of frames, and
         "modality". That of a gray image also has "rescale", the slope and intercept of value = slope * gray + intercept,
@@ -86,7 +90,7 @@ def read(data: BinaryIO, location: str) -> Image.Image:
     with IGNORE_WARNINGS:
         data = _inflate(data, location)
         file = _read_dataset(data, location)
-        pixels_start = data.tell()
+        pixels_start = data.tell()  # reading the header ends before the element with the pixels
         try:
             if not file.get("Rows") or not file.get("Columns"):
                 raise ImageReadError(f"{location}: a DICOM file without an image; remove it.")
@@ -109,6 +113,10 @@ def _decode_frame(file: Any, data: BinaryIO, location: str, pixels_start: int) -
         data: The file's content.
         location: The file, for messages.
         pixels_start: Position in `data` of the element with the pixels, in bytes.
+
+    Returns:
+        The image. Its `info`, and that of the image in `info["values"]`, have the number of frames and the modality
+        (such as "CT").
     """
     tools: Any = import_module("pydicom.pixels")
     _check_pixel_attributes(file, location)
@@ -116,7 +124,7 @@ def _decode_frame(file: Any, data: BinaryIO, location: str, pixels_start: int) -
     representative = file.get("RepresentativeFrameNumber")  # from 1
     has_representative = representative and 1 <= int(representative) <= count
     frame = int(representative) - 1 if has_representative else count // 2
-    kind = str(file.PhotometricInterpretation)
+    kind = str(file.PhotometricInterpretation)  # the meaning of pixel values, such as "MONOCHROME2" or "RGB"
     _check_stream_size(file, data, location, pixels_start, frame)
     data.seek(0)
     pixels = tools.pixel_array(data, index=frame)
@@ -125,9 +133,11 @@ def _decode_frame(file: Any, data: BinaryIO, location: str, pixels_start: int) -
     else:
         if kind == "PALETTE COLOR":
             pixels = tools.apply_color_lut(pixels, file)
-        image = _make_color_image(
-            pixels, 8 * pixels.dtype.itemsize if kind == "PALETTE COLOR" else int(file.BitsStored)
-        )
+            bits = 8 * pixels.dtype.itemsize  # those of the palette's colors, not of the stored indices
+        else:
+            bits = int(file.BitsStored)
+        image = _make_color_image(pixels, bits)
+    # "values" is a second image, which a gray image has if the file maps its values by a table or a sigmoid.
     for each in (image, image.info.get("values", image)):
         each.info |= {"frames": count, "modality": str(file.get("Modality", ""))}
     return image
@@ -183,16 +193,20 @@ def _make_color_image(pixels: np.ndarray, bits: int) -> Image.Image:
 def _check_stream_size(file: Any, data: BinaryIO, location: str, pixels_start: int, frame: int) -> None:
     """Compare the size in a frame's compressed stream with the header's; raise UserError if they differ.
 
+    A compressed frame states its size itself, and a decoder may believe it rather than the header. Files without
+    compression pass.
+
     Args:
-        file: the header.
-        data: the file.
-        location: the file, for messages.
-        pixels_start: position of the element with the pixels.
+        file: the header, as pydicom's data set.
+        data: the file's content.
+        location: the file's name, for messages.
+        pixels_start: position in `data` of the element with the pixels, in bytes.
         frame: number of the frame, from 0.
     """
     syntax = file.file_meta.get("TransferSyntaxUID")
-    if not (syntax and syntax.is_encapsulated):
+    if not (syntax and syntax.is_encapsulated):  # not compressed
         return
+    # Optional: where each frame starts, and its length.
     offsets = file.get("ExtendedOffsetTable"), file.get("ExtendedOffsetTableLengths")
     data.seek(pixels_start + _PIXEL_ELEMENT_BYTES)
     stream = import_module("pydicom.encaps").get_frame(
@@ -212,11 +226,23 @@ def _check_stream_size(file: Any, data: BinaryIO, location: str, pixels_start: i
 
 
 def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, location: str) -> Image.Image:
-    """Create an image whose larger values are lighter, with its rescale and window in `info` (see `read`)."""
+    """Create an image whose larger values are lighter, with its rescale and window in `info`.
+
+    "rescale" is the slope and intercept of value = slope * gray + intercept, "window" the values of black and white. If
+    the file maps values to grays by a table or a sigmoid, the image has these grays, 0 to 1, and "values" is the image
+    before that.
+
+    Args:
+        file: the header of the file, as pydicom's data set.
+        frame: number of the frame, from 0; it may have different attributes than the file.
+        pixels: the stored values of the frame, (H, W).
+        location: the file's name, for messages.
+    """
     headers = list(_iterate_headers(file, frame))
     for name in ("RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth"):
         value = _first_number(headers, name, 0.0)
-        if not abs(value) <= MAX_VALUE or 0 < abs(value) < 1 / MAX_VALUE:
+        is_plausible = value == 0 or 1 / MAX_VALUE <= abs(value) <= MAX_VALUE  # False for NaN
+        if not is_plausible:
             raise ImageReadError(
                 f"{location}: its {name} is {value:g}, which no image has; export it again or remove it."
             )
@@ -224,13 +250,13 @@ def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, location: str) -
     intercept = _first_number(headers, "RescaleIntercept", 0.0)
     padding = _find_padding(file, pixels)
     table = _first_table(file, headers, "ModalityLUTSequence", signed=pixels.dtype.kind == "i")
-    if table is not None:
+    if table is not None:  # it replaces slope and intercept
         pixels = table.apply(pixels)
         slope = 1.0
         intercept = 0.0
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
         raise ImageReadError(f"{location}: some of its values are no numbers; leave it out.")
-    inverted = str(file.PhotometricInterpretation) == "MONOCHROME1"
+    inverted = str(file.PhotometricInterpretation) == "MONOCHROME1"  # small values are white
     plain = _make_plain_image(file, headers, pixels, padding, slope, intercept, inverted)
     if "window" not in plain.info:
         raise ImageReadError(f"{location}: its VOI LUT Function is unknown; convert, replace or remove it.")
@@ -319,10 +345,18 @@ def _make_plain_image(
 def _presentation_values(
     file: Any, headers: Sequence[Any], pixels: np.ndarray, slope: float, intercept: float
 ) -> np.ndarray | None:
-    """Compute values from 0 to 1, float32 (H, W), where no linear window maps the pixels (PS3.3 C.11.2).
+    """Compute the grays of a file that maps its values by a sigmoid or a table instead of a linear window (PS3.3 C.11.2).
+
+    Args:
+        file: the header of the whole file.
+        headers: the data sets that may have attributes of the frame; the first one with an attribute counts.
+        pixels: the stored values (H, W).
+        slope: slope of value = slope * pixel + intercept.
+        intercept: intercept of the same.
 
     Returns:
-        The values of the sigmoid of a window, or of the presentation table of a file without a window; None otherwise.
+        Grays from 0 to 1, float32 (H, W), by the sigmoid of a window, or by the presentation table (VOI LUT) of a file
+        without a window; None for a linear window or neither.
     """
     center = _first_number(headers, "WindowCenter", 0.0)
     width = _first_number(headers, "WindowWidth", 0.0)
@@ -334,6 +368,7 @@ def _presentation_values(
         return (1 / (1 + np.exp(exponents))).astype(np.float32)
     if has_window:
         return None
+    # A table has an entry for each integer value.
     real = np.rint(pixels * slope + intercept) if (slope, intercept) != (1, 0) else pixels
     table = _first_table(file, headers, "VOILUTSequence", signed=bool(real.min() < 0))
     if table is None:
@@ -355,25 +390,28 @@ class _Table(NamedTuple):
 
 
 def _first_table(file: Any, headers: Sequence[Any], name: str, signed: bool) -> _Table | None:
-    """Read the table of the first data set that has one; None if there is none.
+    """Read the lookup table (LUT) of the first data set that has one; None if there is none (PS3.3 C.11.1.1).
 
     Args:
-        file: the header.
-        headers: the data sets that may have the table.
-        name: the sequence of the table.
-        signed: whether the mapped values are signed; the descriptor does not tell.
+        file: the header of the whole file.
+        headers: the data sets that may have the table: those of the frame, and `file`.
+        name: keyword of the sequence whose first item is the table, such as "VOILUTSequence".
+        signed: whether the mapped values are signed; the table does not tell.
     """
     item = next((sequence[0] for header in headers if (sequence := header.get(name))), None)
     if item is None or item.get("LUTDescriptor") is None or item.get("LUTData") is None:
         return None
+    # The number of entries, the first mapped value, and the bits of an entry.
     count, first, bits = (int(value) for value in item.LUTDescriptor)
-    count = count or 2**16
-    if signed and first >= 2**15:
+    count = count or 2**16  # 65536 does not fit into 16 bits and is written as 0
+    if signed and first >= 2**15:  # a negative value, which pydicom has read as an unsigned one
         first -= 2**16
     data = item.LUTData
     if isinstance(data, bytes):
-        word = np.dtype(np.uint16).newbyteorder("<" if file.original_encoding[1] else ">")
-        data = np.frombuffer(data, np.uint8 if len(data) in (count, count + 1) else word)
+        is_little_endian = file.original_encoding[1]
+        word = np.dtype(np.uint16).newbyteorder("<" if is_little_endian else ">")
+        has_byte_entries = len(data) in (count, count + 1)  # an odd number of bytes is padded by one
+        data = np.frombuffer(data, np.uint8 if has_byte_entries else word)
     values = np.asarray(data).astype(np.uint16)[:count]
     if len(values) < count:
         raise ValueError("a table is incomplete")
@@ -381,24 +419,31 @@ def _first_table(file: Any, headers: Sequence[Any], name: str, signed: bool) -> 
 
 
 def _find_padding(file: Any, pixels: np.ndarray) -> np.ndarray | None:
-    """Find the stored values that fill the area around the picture (PS3.3 C.7.5.1.1.2).
+    """Find the pixels that fill the area around the picture: those of one value or a range (PS3.3 C.7.5.1.1.2).
+
+    Args:
+        file: the header, as pydicom's data set.
+        pixels: the stored values (H, W).
 
     Returns:
-        bool (H, W); None if no pixel is padding, or all are.
+        bool (H, W), True for padding; None if no pixel is padding, or all are.
     """
+    # The attributes for floating-point pixels have other keywords.
     prefix = {"f4": "Float", "f8": "DoubleFloat"}.get(pixels.dtype.str[1:], "")
-    ends: list[Any] = []
+    ends: list[Any] = []  # the value, and the other end of the range if there is one
     for name in (f"{prefix}PixelPaddingValue", f"{prefix}PixelPaddingRangeLimit"):
         value = file.get(name)
         if value is None or value == "":
             continue
         if isinstance(value, bytes):
-            value = int.from_bytes(value, "little" if file.original_encoding[1] else "big")
+            is_little_endian = file.original_encoding[1]
+            value = int.from_bytes(value, "little" if is_little_endian else "big")
         if pixels.dtype.kind == "f":
             ends.append(float(value))
         else:
-            # Some writers store a signed value as an unsigned one.
-            ends.append(np.array(int(value) % 2 ** (8 * pixels.itemsize), np.uint64).astype(pixels.dtype))
+            # Some writers store a signed value as an unsigned one: keep its bits and read them as the pixels' type.
+            value_bits = int(value) % 2 ** (8 * pixels.itemsize)
+            ends.append(np.array(value_bits, np.uint64).astype(pixels.dtype))
     if not ends or file.get(f"{prefix}PixelPaddingValue") is None:
         return None
     padding = (pixels >= min(ends)) & (pixels <= max(ends))
@@ -424,7 +469,12 @@ def read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
 
 
 def _read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
-    """Read the header as `read_header` does; pydicom may warn."""
+    """Read a DICOM file's header without suppressing pydicom's warnings, as `read_header` does.
+
+    Returns:
+        Height and width in pixels (0 for a file without an image), True if it is gray, the number of frames, and the
+        bytes per pixel that decoding needs.
+    """
     try:
         with path.open("rb") as data:
             file = _read_dataset(_inflate(data, location), location)
@@ -440,7 +490,9 @@ def _read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
             bytes_per_pixel = 20 if compressed else 8
         else:
             bytes_per_pixel = 9 if kind == "RGB" and not compressed else 36
-        return int(file.get("Rows") or 0), int(file.get("Columns") or 0), gray, _count_frames(file), bytes_per_pixel
+        height = int(file.get("Rows") or 0)
+        width = int(file.get("Columns") or 0)
+        return height, width, gray, _count_frames(file), bytes_per_pixel
     except Exception as error:
         raise _describe_failure(file, location, error) from None
 

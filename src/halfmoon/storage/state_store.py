@@ -54,7 +54,7 @@ class TreeStore:
         self.last_commit = START
         self._trees: OrderedDict[str, Tree] = OrderedDict()  # in memory, ordered from the oldest use to the newest
         self._sizes: dict[str, int] = {}  # bytes of every entry, in memory or on disk
-        self._bytes = Counter[str]()  # total bytes by key prefix ("helpers" of "helpers/17"); "" for all
+        self._bytes = Counter[str]()  # total bytes by prefix of the key ("helpers/" of "helpers/17"); "" for all
         self._files: dict[str, ManifestEntry] = {}  # files of current content
         self._committed_files: dict[str, ManifestEntry] = {}  # files as of the last commit
         self._changed: set[str] = set()  # keys that changed since the last commit
