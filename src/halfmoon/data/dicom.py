@@ -193,8 +193,8 @@ def _make_color_image(pixels: np.ndarray, bits: int) -> Image.Image:
 def _check_stream_size(file: Any, data: BinaryIO, location: str, pixels_start: int, frame: int) -> None:
     """Compare the size in a frame's compressed stream with the header's; raise UserError if they differ.
 
-    A compressed frame states its size itself, and a decoder may believe it rather than the header. Files without
-    compression pass.
+    A compressed frame states its size itself, and a decoder allocates that size, which may be far more than that of the
+    header. Files without compression pass.
 
     Args:
         file: the header, as pydicom's data set.

@@ -279,7 +279,8 @@ def hide_last_classes(source: Source, count: int) -> Source:
 def hold_out(source: Source, share: float) -> Source:
     """Move a share of the training images of every class, at least one image, to validation.
 
-    The selection is the same in every run. No group, such as the images of a patient, has images on both sides.
+    The selection is the same in every run, regardless of its seed. No group (`Images.groups`), such as the images of a
+    patient, has images on both sides.
 
     Args:
         source: The data set.
@@ -294,7 +295,8 @@ def hold_out(source: Source, share: float) -> Source:
     if not share:
         return source
     train = source.train
-    selection = _draw_class_share(source, share, "validation", train.groups) & (train.labels != UNKNOWN)
+    selection = _draw_class_share(source, share, stream="validation", groups=train.groups)
+    selection &= train.labels != UNKNOWN  # accuracy on an image without a label cannot be measured
     missing_classes = np.setdiff1d(train.labels[selection], train.labels[~selection])
     if len(missing_classes):
         raise UserError(
@@ -313,14 +315,17 @@ def hold_out(source: Source, share: float) -> Source:
 def _draw_class_share(source: Source, share: float, stream: str, groups: Sequence[str] | None = None) -> np.ndarray:
     """Draw a share of the training images of every class, at least one: a mask, bool (N,).
 
+    The seed is fixed, so that every run has the same selection. Images without a label are drawn like a class, unless
+    `groups` are given: then none of them is selected.
+
     Args:
         source: The data set.
         share: The share, between 0 and 1.
-        stream: The name of the random stream.
-        groups: The group of each image; all images of a group are on the same side.
+        stream: The name of the random stream; different names give independent selections.
+        groups: The group of each image, such as its patient; all images of a group are on the same side.
     """
     mask = np.zeros(len(source.train), bool)
-    holdout = GroupHoldout()
+    holdout = GroupHoldout()  # remembers the side of each group over all classes
     for label in np.unique(source.train.labels):
         rows = np.flatnonzero(source.train.labels == label)
         if groups is not None and label == UNKNOWN:
@@ -333,9 +338,10 @@ def _draw_class_share(source: Source, share: float, stream: str, groups: Sequenc
 
 
 def shrink(source: Source, factor: int) -> Source:
-    """Reduce height and width of all images by a factor with average pooling, and recompute mean and std.
+    """Reduce height and width of all images by a factor with average pooling, and recompute mean and std of channels.
 
-    A factor of 2 turns 32x32 into 16x16.
+    A factor of 2 turns 32x32 into 16x16; 1 returns the data set unchanged. All parts (train, test, validation) are
+    reduced; mean and std are those of the training images.
 
     Raises:
         UserError: If `factor` does not divide height and width.
@@ -347,6 +353,7 @@ def shrink(source: Source, factor: int) -> Source:
         )
     if factor == 1:
         return source
+    # `spread`, the mean and std of the pixels before, is cleared.
     parts = {
         name: replace(part, images=average_pool(part.images, factor), spread=None)
         for name, part in source.parts.items()

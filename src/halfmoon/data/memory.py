@@ -67,8 +67,12 @@ class ImageCollection:
     def load(self, preparation: Preparation = UNCHANGED) -> np.ndarray:
         """Decode and prepare all images, uint8 (N, H, W, C).
 
+        Args:
+            preparation: the conversion: channels, size and window of gray values.
+
         Raises:
-            UserError: the prepared images have different shapes.
+            UserError: the prepared images have different shapes. Its {resize=N} becomes the flag or the keyword of the
+                option, depending on where the user reads it.
         """
         if self.pixels is not None:
             return preparation.convert(self.pixels)
@@ -163,9 +167,13 @@ def find(name: str) -> MemoryData:
 
 
 def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
-    """Load a registered data set.
+    """Load a data set that a Python program passed as arrays or images and that is registered under a name.
 
     Without test images, `HELD_OUT_SHARE` of the labeled images of every class are the test, drawn as for class folders.
+
+    Args:
+        name: its name, which contains a digest of its images.
+        preparation: the conversion of images: channels, size and window of gray values.
 
     Raises:
         UserError: there is no such data set, or images have different sizes.
@@ -185,7 +193,7 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
             f"no test was given, so {HELD_OUT_SHARE:.0%} of the labeled images of every class, {is_test.sum():,} in "
             "all, are held out as the test; where images share a patient or an object, give test yourself"
         )
-        test = replace(train.rows(is_test), clients=None)
+        test = replace(train.rows(is_test), clients=None)  # test images are at no client
         train = train.rows(~is_test)
     mean, std = channel_statistics(train.images)
     return Source(TITLE, train, test, data.train.classes, data.mirror, mean, std, selection_note=selection_note)

@@ -137,7 +137,9 @@ def _describe_skipped(skipped: Sequence[SkippedImage], count: int) -> list[str]:
 
 
 def _group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str]]:
-    """Assign images with equal pixels to one group, as copies must not be on different sides of a split.
+    """Assign images with equal pixels to one group, as copies must not be on different sides of a later split.
+
+    A copy in both train and test remains in both, with a warning: the folders of the user divide them.
 
     Returns:
         Training and test images with their groups, and sentences for the user about copies.
@@ -154,7 +156,8 @@ def _group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[st
     train_hashes = set(hashes[: len(train)])
     shared = sum(image_hash in train_hashes for image_hash in hashes[len(train) :])
     if shared:
-        # Only folders that divide the images themselves can have copies on both sides.
+        # Only folders that divide the images themselves can have copies on both sides. The first note then must not end
+        # with the clause that all copies are on one side.
         notes[0] = notes[0].partition(": all copies")[0]
         notes.append(
             f"{shared:,} of {len(tests):,} test images are training images as well, so the accuracy is too high: remove "
@@ -260,9 +263,20 @@ def _detect_official(folder: Path, name: str) -> str | None:
 def _read_folder(
     folder: Path, name: str, official: str | None, test: str, cache: Path | None, preparation: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
-    """Read train images, test images and class names (None if unknown) of a folder in any supported format."""
+    """Read train images, test images and class names (None if unknown) of a folder in any supported format.
+
+    The formats are tried in turn: each is recognized by the names of its files.
+
+    Args:
+        folder: The folder.
+        name: The name of the data set, which may be a known one.
+        official: The known data set of which the folder has the files as they were published; None if it has not.
+        test: The name of the test part, such as "test" or "validation"; some formats have only one test part.
+        cache: The folder for decoded images; None for the default one.
+        preparation: The conversion of images.
+    """
     info = DATASETS.get(name)
-    rgb = info is not None and info.gray
+    rgb = info is not None and info.gray  # some images of the data set are gray, and are converted to RGB
     if idx.has_files(folder):
         _require_test_part(folder, "an idx set", test)
         return idx.read_pair(folder, "train"), idx.read_pair(folder, "t10k"), None
@@ -345,7 +359,8 @@ def _read_parquet(
     Returns:
         Training images, test images, and class names if the files have them.
     """
-    rgb = info is not None and info.gray
+    rgb = info is not None and info.gray  # some images of the data set are gray, and are converted to RGB
+    # Decoded images are cached; this distinguishes different pixels and labels of the same files.
     cache_id = f"{'rgb' if rgb else ''}{preparation.cache_id}"
     # Some known data sets have another name for their test part, but files with the requested name have priority.
     tests = parquet.find_shards(folder, test)

@@ -29,15 +29,18 @@ class GroupHoldout:
         self.by_group: dict[str, bool] = {}
 
     def draw(self, order: np.ndarray, groups: Sequence[str], count: int) -> np.ndarray:
-        """Select rows to hold out: the first ones of `order`, each with its whole group.
+        """Select rows to hold out: the first ones of `order`, each with all rows of its group in `order`.
+
+        One call selects rows of one class. A group with several classes occurs in several calls, and remains on the side
+        to which the first of them has assigned it.
 
         Args:
-            order: Row numbers in random order.
+            order: Row numbers of a class in random order.
             groups: The group of every row of the data set; "" for a row without a group.
             count: The approximate number of rows to hold out.
 
         Returns:
-            Rows, int64. Groups of an earlier draw remain on their side.
+            The held-out rows, int64.
         """
         rows: list[int] = order.tolist()
         selection = [row for row in rows if self.by_group.get(groups[row], False)]

@@ -108,6 +108,8 @@ def assign_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
 def assign_sequentially(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Fill clients one after another with floor(N / clients) rows from class pools (FedLoKe, CIKM 2023, authors' code).
 
+    Returns the client of each row, int64 (N,), -1 for none. A class pool is the rows of a class in random order.
+
     For each client: draw q ~ Dirichlet(alpha) over the classes and take round(q * size) rows of each class; the rounding
     error is added to the largest. Rows that an exhausted class lacks are taken from the lowest class that has any, so
     that the mixes of late clients are not Dirichlet draws. The last client gets the remaining rows, up to `size`.
@@ -217,8 +219,11 @@ def assign_peaked_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarra
 
     Counts are the expected ones of `fedmatch_class_probabilities`, fitted to the class pools if these are uneven. The
     authors' code takes rows class by class until a pool is empty. Fewer than `clients` rows remain without a client.
+
+    Returns:
+        The client of each row, int64 (N,), -1 for none.
     """
-    row_pool.check()
+    row_pool.check()  # enough rows for all clients
     classes = len(row_pool.names)
     types = np.arange(row_pool.clients) % classes
     # The class mix of a client of type t is that of type 0, shifted by t classes.
@@ -243,15 +248,16 @@ def fedmatch_class_probabilities(classes: int) -> np.ndarray:
 
 
 def fit_counts(log_mixes: np.ndarray, size: int, pool_sizes: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Compute integer counts of rows, close to the mixes exp(logs), that the class pools can supply.
+    """Compute how many rows of each class each client gets: counts close to given mixes that the classes can supply.
 
-    Iterative proportional fitting (Deming and Stephan 1940) finds the table closest to exp(logs) in relative entropy
+    Iterative proportional fitting (Deming and Stephan 1940) finds the table closest to the mixes in relative entropy
     whose rows sum to `size` and whose columns are proportional to `pool_sizes`. It works on logarithms, because the mixes of a
     small alpha underflow. The table is then rounded, one client after another in random order; the rounding error of a
     class is carried over to the next client.
 
     Args:
-        log_mixes: The logarithms of the clients' mixes, (clients, classes), each row up to a constant.
+        log_mixes: The logarithms of the clients' mixes (shares of classes), (clients, classes), each row up to a
+            constant.
         size: The number of rows of each client.
         pool_sizes: The number of rows of each class, (classes,).
         generator: The generator for the order of the clients.
@@ -263,7 +269,7 @@ def fit_counts(log_mixes: np.ndarray, size: int, pool_sizes: np.ndarray, generat
         log_target = np.log(pool_sizes * (size * len(log_mixes) / pool_sizes.sum()))
     log_scale = np.where(pool_sizes > 0, 0.0, -np.inf)
     exact = np.zeros(log_mixes.shape)
-    # The softmax scales the rows exactly; `scale` moves the columns until they are off by less than a tenth of a row.
+    # The softmax scales the rows exactly; `log_scale` moves the columns until they are off by less than a tenth of a row.
     for _ in range(_MAX_FITTING_STEPS):
         exact = size * _softmax(log_mixes + log_scale)
         class_totals = exact.sum(0)
@@ -277,8 +283,8 @@ def fit_counts(log_mixes: np.ndarray, size: int, pool_sizes: np.ndarray, generat
 def _round_counts(exact: np.ndarray, pool_sizes: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Round a table of expected counts to integers, so that no class has more rows than its pool.
 
-    One client after another is rounded down, in random order. Its missing rows are from the classes for which rounding has
-    removed most so far.
+    One client after another is rounded down, in random order. Its missing rows are from the classes for which rounding
+    has removed most so far, over all earlier clients, so that the totals of classes remain close to the expected ones.
 
     Args:
         exact: The expected counts, float (clients, classes).
@@ -297,7 +303,9 @@ def _round_counts(exact: np.ndarray, pool_sizes: np.ndarray, generator: np.rando
         fraction = exact[client] - amounts
         while (missing := int(sizes[client] - amounts.sum())) > 0:
             # Round up the classes of which the client has a fraction first, in the order of the largest carried error.
-            priority = np.where(fraction > _MIN_FRACTION, carried_error + fraction, -len(exact) + carried_error)
+            # Subtracting the number of clients, more than any error, puts all other classes behind them.
+            without_fraction = carried_error - len(exact)
+            priority = np.where(fraction > _MIN_FRACTION, carried_error + fraction, without_fraction)
             available = np.flatnonzero(amounts < remaining)
             by_priority = available[np.argsort(-priority[available], kind="stable")]
             amounts[by_priority[:missing]] += 1
@@ -309,7 +317,15 @@ def _round_counts(exact: np.ndarray, pool_sizes: np.ndarray, generator: np.rando
 
 
 def _assign_fitted(row_pool: RowPool, log_mixes: np.ndarray) -> np.ndarray:
-    """Fit the mixes exp(logs) (clients, classes) to the pool, and assign random rows of each class."""
+    """Assign equally many random rows to each client, with counts of classes close to the client's mix (`fit_counts`).
+
+    Args:
+        row_pool: The rows and their labels.
+        log_mixes: The logarithms of the clients' mixes (shares of classes), (clients, classes).
+
+    Returns:
+        The client of each row, int64 (N,); -1 for a row that remains.
+    """
     pools = _shuffle_by_class(row_pool)
     rows = len(row_pool.labels)
     counts = fit_counts(

@@ -91,10 +91,13 @@ class Scenario(SplitOptions):
         _check_labels(self)
 
     def split(self, labels: np.ndarray, classes: int | Sequence[str], source: str = "") -> Split:
-        """Draw the split of a data set.
+        """Draw the split of a data set: the client of each row (image), and which rows are labeled.
 
-        The labeled pool is the first rows of a permutation inside each class. Labeled and unlabeled rows are disjoint and
-        drawn from independent streams. A row has one client or, if the setting drops a remainder, none.
+        The setting has a custom rule, is joint (all rows are partitioned by one rule, then random rows of each client
+        are labeled), or is separate (labeled rows are drawn, then labeled and unlabeled rows are partitioned). In a
+        separate setting the labeled pool is the first rows of a permutation inside each class. Labeled and unlabeled
+        rows are disjoint and drawn from independent streams. A row has one client or, if the setting drops a remainder,
+        none.
 
         Args:
             labels: The true label of each row, int (N,), 0 to classes - 1.
@@ -123,9 +126,9 @@ class Scenario(SplitOptions):
     ) -> Split:
         """Draw the split of a data set whose clients are known, or some of whose images have no label.
 
-        With an unlabeled image, every image with a label is labeled in the split. Otherwise the labeled images are drawn
-        as by `split`. Labeled images are partitioned by the rule of the setting, and those without a label evenly at
-        random, unless `client` is given.
+        Without either it is that of `split`. With an unlabeled image, every image with a label is labeled in the split.
+        Otherwise the labeled images are drawn as by `split`. Labeled images are partitioned by the rule of the setting,
+        and those without a label evenly at random, unless `client` is given.
 
         Args:
             labels: The label of each row, int (N,), -1 if unlabeled.
@@ -134,7 +137,8 @@ class Scenario(SplitOptions):
             client: The client of each row, int64 (N,); None for the rule of the setting.
 
         Raises:
-            UserError: If the data set is too small for the request, or the setting needs the labels of all images.
+            UserError: If the data set is too small for the request, the setting needs the labels of all images, or
+                labels_at is "some" (labels are at some drawn clients) together with `client`.
         """
         names = list(classes)
         is_known = labels != UNKNOWN
@@ -150,7 +154,7 @@ class Scenario(SplitOptions):
         elif self.labels_at == "some":
             raise UserError("labels_at is 'some', but clients names the client of each image; leave labels_at out.")
         if self.labels_at == "server":
-            client = np.where(labeled, SERVER, client)
+            client = np.where(labeled, SERVER, client)  # clients have unlabeled images only
         if self.unlabeled_share < 1:
             generator = named_generator(self.seed, "split", "share")
             client = rules.reduce_unlabeled(client, labeled, self.unlabeled_share, generator)
@@ -194,7 +198,10 @@ class Scenario(SplitOptions):
             names: The class names.
 
         Returns:
-            The client of each row, int64 (N,).
+            The client of each row, int64 (N,); `SERVER` for all rows with a label if labels are at the server.
+
+        Raises:
+            UserError: If the setting has no rule for labeled rows: it is a custom or a joint one.
         """
         labeled_rule = _SETTING_RULES[self.setting].labeled if self.setting in _SETTING_RULES else None
         if labeled_rule is None:
@@ -210,6 +217,7 @@ class Scenario(SplitOptions):
             row_pool = RowPool(labels[is_known], names, len(labeled_clients), generator, kind="labeled")
             client[is_known] = _to_client_numbers(labeled_rule(self, row_pool), labeled_clients)
         generator = named_generator(self.seed, "split", "unlabeled")
+        # Without labels, all rows count as one class, which is spread evenly.
         one_class = np.zeros(int((~is_known).sum()), np.int64)
         client[~is_known] = spread_evenly(one_class, self.clients, generator)
         return client
@@ -234,14 +242,15 @@ class Scenario(SplitOptions):
             names: The class names.
 
         Returns:
-            The client of each row, int64 (N,), and the labeled rows, bool (N,).
+            The client of each row, int64 (N,), `SERVER` for labeled rows if labels are at the server; and the labeled
+            rows, bool (N,).
         """
         pool_counts = _count_labeled_pool(self, totals, names)
         labeled = draw_labeled(labels, pool_counts, named_generator(self.seed, "split", "pool"))
         client = np.full(len(labels), SERVER, np.int64)
         labeled_rule, unlabeled_rule = _SETTING_RULES[self.setting]
         if self.labels_at != "server":
-            assert labeled_rule is not None
+            assert labeled_rule is not None  # only joint settings have none
             labeled_clients = _draw_labeled_clients(self)
             generator = named_generator(self.seed, "split", "labeled")
             row_pool = RowPool(labels[labeled], names, len(labeled_clients), generator, kind="labeled")
@@ -415,6 +424,7 @@ def _check_fields(scenario: Scenario) -> None:
     if scenario.setting not in _SETTING_RULES and not plugins.is_plugin(scenario.setting, "split"):
         *all_but_last, last = _SETTING_RULES
         raise UserError(f"setting {scenario.setting!r} is unknown; choose {', '.join(all_but_last)} or {last}.")
+    # The allowed range of a field is in its type: Annotated[int, Range(...)].
     for name, hint in get_type_hints(SplitOptions, include_extras=True).items():
         for annotation in getattr(hint, "__metadata__", ()):
             if isinstance(annotation, Range):
@@ -425,7 +435,11 @@ def _check_fields(scenario: Scenario) -> None:
 
 
 def _check_labels(scenario: Scenario) -> None:
-    """Raise UserError if the fields that set the number and the location of labels contradict each other."""
+    """Raise UserError if the fields that set the number and the location of labels contradict each other.
+
+    labels_at is "clients" (all of them), "server", or "some" (`labeled_clients` clients, drawn at random). In a joint
+    setting all rows are partitioned first, and random rows of each client are labeled.
+    """
     amounts = (scenario.labels_per_class, scenario.label_ratio, scenario.labels)
     if sum(amount is not None for amount in amounts) != 1:
         raise UserError("give exactly one of labels_per_class, label_ratio and labels.")
@@ -463,10 +477,11 @@ def _class_totals(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) 
 
 
 def _count_labeled_pool(scenario: Scenario, totals: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Compute how many images of each class are labeled, from a share of labels or a number of labels.
+    """Compute how many images of each class are labeled at all clients together (the labeled pool).
 
     Args:
-        scenario: The scenario; one of its label_ratio, labels and labels_per_class is set.
+        scenario: The scenario; one of these is set: label_ratio, the share of labeled images of each class; labels, the
+            total number; labels_per_class, the number of each class per client on average, which may be fractional.
         totals: The number of images of each class, (classes,).
         names: The class names.
 

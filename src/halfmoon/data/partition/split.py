@@ -210,7 +210,10 @@ class Split:
 
     @classmethod
     def load(cls, path: Path) -> "Split":
-        """Load a split that `save` wrote.
+        """Load a split that `save` wrote: a Parquet file with a line for each image, in the order of the data set.
+
+        Its columns are the image's row, its client, whether it is labeled and, if images arrive in stages, its stage.
+        Its metadata identify the data set and the options of the split.
 
         Args:
             path: its file.
