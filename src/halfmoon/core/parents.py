@@ -20,8 +20,8 @@ def exit_with_parent() -> None:
     """End this process of `multiprocessing` as soon as the process that started it is gone, even by SIGKILL.
 
     On all systems a thread waits for the end of a pipe that only the parent holds open. If a fork server is between the
-    two, Linux is also asked to kill this process when the server ends, which ends with the parent: this works even while
-    the thread cannot run, for example during a long call that holds Python's global lock.
+    two, Linux is also asked to kill this process when the server ends, which ends with the parent: this works even
+    while the thread cannot run, for example during a long call that holds Python's global lock.
     """
     parent: Any = parent_process()
     # Another process than the parent forked this one: a fork server, which has a single thread. Without a server, the

@@ -132,8 +132,8 @@ def allow_only(names: Iterable[str]) -> Generator[None, None, None]:
 def describe_origin(name: str, kind: Kind) -> PluginOrigin:
     """Describe the origin of a plugin: its module, version and a hash of its code. Raise `UserError` if it cannot be loaded.
 
-    A run records it, so that a changed plugin is noticed when the run is continued or repeated. For a network of another
-    package (torchvision, timm, ...) the hash is that of its name and the package's version.
+    A run records it, so that a changed plugin is noticed when the run is continued or repeated. For a network of
+    another package (torchvision, timm, ...) the hash is that of its name and the package's version.
     """
     if kind == "network" and (package := hubs.package_of(name)):
         version = hubs.package_version(name)
@@ -183,9 +183,9 @@ def catalog_fields(method_class: type) -> dict[str, Any]:
     """Collect the description of a method class for tables of methods.
 
     Returns:
-        "about" (the first line of the docstring), "title" and "paper" as texts, and of the flags "all_labels" (it trains
-        with all labels, as an upper bound) and "pooled" (it trains on the data of all clients together) those that the
-        class sets.
+        "about" (the first line of the docstring), "title" and "paper" as texts, and of the flags "all_labels" (it
+        trains with all labels, as an upper bound) and "pooled" (it trains on the data of all clients together) those
+        that the class sets.
     """
     about = (method_class.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     texts = {

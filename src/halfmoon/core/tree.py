@@ -144,7 +144,7 @@ class RunningMean:
         self.weight = 0.0
 
     def add(self, tree: Tree, weight: float) -> None:
-        """Update the running weighted mean of trees (nested dicts of tensors) with another tree, whose tensors are copied.
+        """Update the running weighted mean with another tree (nested dict of tensors), whose tensors are copied.
 
         A tree of weight 0 does not change the mean, except that the mean is the first tree until a weight is positive.
         """

@@ -226,11 +226,11 @@ def _check_stream_size(file: Any, data: BinaryIO, location: str, pixels_start: i
 
 
 def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, location: str) -> Image.Image:
-    """Create an image whose larger values are lighter, with its rescale and window in `info`.
+    """Create an image whose larger values are lighter.
 
-    "rescale" is the slope and intercept of value = slope * gray + intercept, "window" the values of black and white. If
-    the file maps values to grays by a table or a sigmoid, the image has these grays, 0 to 1, and "values" is the image
-    before that.
+    Its `info` has "rescale", the slope and intercept of value = slope * gray + intercept, and "window", the values of
+    black and white. If the file maps values by a table or a sigmoid, the image has grays from 0 to 1, and `info` has
+    the image before that as "values".
 
     Args:
         file: the header of the file, as pydicom's data set.
@@ -345,7 +345,7 @@ def _make_plain_image(
 def _presentation_values(
     file: Any, headers: Sequence[Any], pixels: np.ndarray, slope: float, intercept: float
 ) -> np.ndarray | None:
-    """Compute the grays of a file that maps its values by a sigmoid or a table instead of a linear window (PS3.3 C.11.2).
+    """Compute the grays of a file that maps its values by a sigmoid or a table, not a linear window (PS3.3 C.11.2).
 
     Args:
         file: the header of the whole file.

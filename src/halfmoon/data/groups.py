@@ -99,8 +99,8 @@ def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[s
         labels: The label of each image, int64 (N,), negative for none.
 
     Returns:
-        A sentence with the number of copies, and one with the number of images whose copies have another label, if there
-        are such; none without copies. A single sentence if all images are equal, which is a fault of the export.
+        A sentence with the number of copies, and one with the number of images whose copies have another label, if
+        there are such; none without copies. A single sentence if all images are equal, which is a fault of the export.
     """
     copies = len(hashes) - len(set(hashes))  # images beyond the first of each content
     if not copies:

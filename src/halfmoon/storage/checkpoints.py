@@ -120,14 +120,8 @@ class Checkpoints:
     def load(self) -> LoadedCheckpoint | None:
         """Load the newest intact checkpoint of the run, and restore the folder to its state at that round.
 
-        The metrics are truncated to the checkpoint, damaged newer checkpoints are removed, and so are files of the client
-        memory that no checkpoint needs. See `RunFolder.load`.
-
-        Returns:
-            The checkpoint; None if none was completed, so that the run starts from round 0.
-
-        Raises:
-            UserError: if every checkpoint is damaged.
+        The metrics are truncated to the checkpoint, and damaged newer checkpoints and unneeded files of the client
+        memory are removed. None if no checkpoint was completed: the run starts from round 0. See `RunFolder.load`.
         """
         self.writer.acquire_lock()
         rounds = self._rounds()
@@ -157,7 +151,8 @@ class Checkpoints:
                 f"{CLIENTS}/{name} was damaged and has been restored from its copy." for name in clients.repaired
             ]
             return LoadedCheckpoint(round, state, note["meta"], warnings + _version_warning(note), clients)
-        # Damage, unless the only checkpoint has no JSON file: that file is written last, so a first save was interrupted.
+        # Damage, unless the only checkpoint has no JSON file: that file is written last, so a first save was
+        # interrupted.
         if len(rounds) > 1 or (rounds and (self.path / f"{checkpoint_stem(rounds[0])}.json").exists()):
             reasons = "; ".join(f"{checkpoint_stem(bad)}: {why}" for bad, why in problems)
             raise UserError(
@@ -165,14 +160,17 @@ class Checkpoints:
                 option="run_dir",
                 hint="restore one from a backup, or start the run again in another {run_dir}.",
             )
-        # Start from round 0: no metrics, no incomplete checkpoint, no client memory.
+        self._reset(rounds)
+        return None
+
+    def _reset(self, rounds: list[int]) -> None:
+        """Remove metrics, the incomplete checkpoints of `rounds` and the client memory: the run starts from round 0."""
         self._rewind(length=0, digest=atomic_io.sha256(b""))
         for round in rounds:
             self._remove(round)
         no_clients = StoreContents(self.path / CLIENTS, commit=START, version=-1, entries={}, replaced=[])
         with self.writer.convert_errors(CLIENTS):
             remove_unreferenced(no_clients, version=0)
-        return None
 
     def _refuse_old(self, round: int, changed: bool) -> None:
         """Raise ValueError unless the round is after the newest on disk, or is that round with unchanged clients."""
@@ -268,8 +266,8 @@ def _parse_commit(note: dict[str, Any], round: int) -> Commit:
     Its checksum is verified before, so that invalid fields are those of another version or another round.
 
     Args:
-        note: the parsed file: the arguments of `unpack` ("shape"), the length of the metrics in bytes ("metrics"), their
-            SHA-256, further values of the run ("meta"), and the versions of the software that wrote it.
+        note: the parsed file: the arguments of `unpack` ("shape"), the length of the metrics in bytes ("metrics"),
+            their SHA-256, further values of the run ("meta"), and the versions of the software that wrote it.
         round: the round in the file's name.
 
     Raises:

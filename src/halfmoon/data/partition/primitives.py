@@ -31,8 +31,8 @@ class GroupHoldout:
     def draw(self, order: np.ndarray, groups: Sequence[str], count: int) -> np.ndarray:
         """Select rows to hold out: the first ones of `order`, each with all rows of its group in `order`.
 
-        One call selects rows of one class. A group with several classes occurs in several calls, and remains on the side
-        to which the first of them has assigned it.
+        One call selects rows of one class. A group with several classes occurs in several calls, and remains on the
+        side to which the first of them has assigned it.
 
         Args:
             order: Row numbers of a class in random order.

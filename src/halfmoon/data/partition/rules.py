@@ -269,7 +269,8 @@ def fit_counts(log_mixes: np.ndarray, size: int, pool_sizes: np.ndarray, generat
         log_target = np.log(pool_sizes * (size * len(log_mixes) / pool_sizes.sum()))
     log_scale = np.where(pool_sizes > 0, 0.0, -np.inf)
     exact = np.zeros(log_mixes.shape)
-    # The softmax scales the rows exactly; `log_scale` moves the columns until they are off by less than a tenth of a row.
+    # The softmax scales the rows exactly; `log_scale` moves the columns until they are off by less than a tenth of a
+    # row.
     for _ in range(_MAX_FITTING_STEPS):
         exact = size * _softmax(log_mixes + log_scale)
         class_totals = exact.sum(0)

@@ -41,13 +41,14 @@ def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, cac
     """Load decoded images from the cache, or decode them and write them to the cache.
 
     The cache key is a hash of the files' paths, sizes and modification times, and of `cache_id`, which differs between
-    readers that give different pixels for the same files. A damaged cache file is replaced.
+    readers that give different pixels for the same files. A damaged cache file is replaced. The user's cache is
+    optional: if it cannot be written, nothing is cached, and its oldest files are removed when it becomes too large.
 
     Args:
         folder: cache folder. None: the user's cache, if it can be written and the files have at least
             `MIN_CACHED_BYTES`. `NO_CACHE`: write nothing.
         files: the image files that `read` decodes.
-        read: the reader.
+        read: the reader, which decodes into the file that is its argument, or into memory for None.
         cache_id: a string that identifies the preparation of the images.
 
     Raises:

@@ -113,16 +113,19 @@ def _draw_without_copies(
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]] | None:
     """Divide the files into train and test again if images with equal pixels are in both.
 
+    The first division is by files, because only decoded images show copies. In the second one, equal images are a
+    group, which is never divided.
+
     Args:
         classes: The files of each class.
-        groups: The group of each file, one class after the other; None for none.
-        sides: The files of train and of test by class, and their images.
+        groups: The group (such as the patient) of each file, one class after the other; None for none.
+        sides: The files of train and of test by class, and their decoded images, without unreadable ones.
 
     Returns:
         Train and test files by class; None if no image is on both sides.
     """
-    hashes: dict[Path, bytes] = {}
-    side_hashes: list[set[bytes]] = []
+    hashes: dict[Path, bytes] = {}  # of the pixels of readable images
+    side_hashes: list[set[bytes]] = []  # of train and of test
     for files, images in sides:
         paths = [path for group in files.values() for path in group]
         new_hashes = hash_pixels(images.images)
@@ -131,7 +134,7 @@ def _draw_without_copies(
     if side_hashes[0].isdisjoint(side_hashes[1]):
         return None
     paths = [path for group in classes.values() for path in group]
-    # An unreadable image is equal to no other one.
+    # An unreadable image is equal to no other one: its path stands for its hash.
     merged = merge_equal_images(groups, [hashes.get(path, os.fsencode(path)) for path in paths])
     return _hold_out(classes, merged, copies=True)
 
@@ -179,7 +182,11 @@ def has_classes(folder: Path) -> bool:
 
 
 def refuse_unsorted(folder: Path) -> None:
-    """Raise UserError, with instructions, for images that are not sorted into at least two class folders."""
+    """Raise UserError, with instructions, for images that are not sorted into at least two class folders.
+
+    A data set is a folder of class folders (`cat/1.png`, `dog/2.png`). The checks are for frequent mistakes: an empty
+    class, a single class, one folder or several sites above the class folders, no readable image, no class folders.
+    """
     subfolders = _list_folders(folder)
     empty = next((path for path in subfolders if not _list_class_images(path)), None)
     if len(subfolders) > 1 and empty is not None and any(map(_list_class_images, subfolders)):
@@ -190,7 +197,7 @@ def refuse_unsorted(folder: Path) -> None:
         only = subfolders[0]
         if _lists_direct_images(only) or not has_classes(only):
             raise UserError(f"{folder}: {only.name} is its only class folder; sort images of another class, too.")
-    datasets = [path for path in subfolders if has_classes(path)]
+    datasets = [path for path in subfolders if has_classes(path)]  # class folders one level deeper
     if len(datasets) > 1:
         names = f"{datasets[0].name} and {datasets[1].name}"
         raise UserError(
@@ -289,7 +296,14 @@ def _find_collections(classes: Sequence[Path]) -> list[Path]:
     """Find folders that look like data sets of several sites, each with class folders, and not like classes.
 
     These are two or more folders without images of their own whose subfolders have names in common, such as
-    `hospital1/cat` and `hospital2/cat`. Names of digits (`cat/2023`, `dog/2023`) are no classes.
+    `hospital1/cat` and `hospital2/cat`. At least two names must be common, as a data set has two classes or more. Names
+    that begin with a digit (`cat/2023`, `dog/2023`) are no classes.
+
+    Args:
+        classes: The subfolders of a folder, which may be classes or sites.
+
+    Returns:
+        The folders of sites; empty if `classes` are classes.
     """
     subfolder_names: dict[Path, set[str]] = {}
     for folder in classes:

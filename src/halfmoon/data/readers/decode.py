@@ -32,6 +32,8 @@ _ORIENTATION_TAG = 0x0112
 def decode_image(data: bytes, location: str) -> np.ndarray:
     """Decode an image without conversion: uint8 (H, W, 1) for gray or (H, W, 3) for RGB, rotated by its EXIF tag.
 
+    Only a gray DICOM image, which may have more than 8 bits, is converted to 8 bits by its window.
+
     Args:
         data: The file's content.
         location: The file (and row), for messages.
@@ -41,7 +43,7 @@ def decode_image(data: bytes, location: str) -> np.ndarray:
             more than `MAX_PIXELS` pixels.
     """
     image = _open(data, location)
-    if "rescale" in image.info:
+    if "rescale" in image.info:  # a gray DICOM image: `dicom.read` stores its slope and intercept
         image = convert_channels(image, location, 1)
     if image.mode not in MODES:
         raise UserError(
@@ -146,7 +148,8 @@ def open_upright(
         load: Loads the pixels of an opened image. It may reduce the image, because rotation doubles its memory.
     """
     image = _open(data, location, load)
-    return image if "rescale" in image.info else _apply_orientation(image)
+    is_gray_dicom = "rescale" in image.info  # `dicom.read` stores slope and intercept; DICOM has no EXIF tag
+    return image if is_gray_dicom else _apply_orientation(image)
 
 
 def _apply_orientation(image: Image.Image) -> Image.Image:
@@ -201,12 +204,13 @@ def convert_channels(
         location: The file (and row), for messages.
         channels: 1 for gray, 3 for RGB.
         window: The values that become black and white in an image of more than 8 bits; None: the image's own window,
-            or an estimate.
+            or an estimate. In a DICOM image these are real values, such as Hounsfield units.
 
     Raises:
         UserError: If the mode cannot be converted, or the range of its values is unknown (32 bits).
     """
     mode = "L" if channels == 1 else "RGB"
+    # A given window replaces the table or sigmoid of a DICOM file, so it applies to the values before these.
     image = select_values(image, window)
     if is_deep(image):
         stored_window = window_in_stored_values(image, window)
@@ -339,9 +343,18 @@ def _decode_same_shape(
     preparation: Preparation,
     skipped: list[SkippedImage],
 ) -> Iterator[np.ndarray]:
-    """Yield decoded images, uint8 (H, W, C), and append those that cannot be read to `skipped`.
+    """Yield decoded images, uint8 (H, W, C), all of the shape of the first one.
 
-    The other arguments and the errors are those of `decode_all`.
+    Args:
+        images: The content of each file, or the error that reading it raised, and its name for messages.
+        count: The number of images.
+        rgb: True to convert gray images to RGB, unless the preparation defines the channels.
+        preparation: The conversion.
+        skipped: Images that cannot be read are appended to this list.
+
+    Raises:
+        UserError: If no image can be read, or an image has another shape than the first one. Its {resize=N} becomes the
+            flag or the keyword of the option, depending on where the user reads it.
     """
     shape = None
     first = ""  # the location of the first readable image

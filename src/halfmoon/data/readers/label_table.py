@@ -157,7 +157,11 @@ class _ParsedTable(NamedTuple):
 
 
 def _parse_rows(text: str) -> _ParsedTable:
-    """Parse the text of labels.csv. Empty lines are skipped."""
+    """Parse the text of labels.csv. Empty lines are skipped.
+
+    The header is the first line. It names the columns path and label, in any order; group is optional, and the cells of
+    other columns are kept as they are. A line that cannot be used is a fault, and the lines after it are still parsed.
+    """
     separator = detect_separator(text)
     rows: list[tuple[str, str, str]] = []
     faults: list[str] = []
@@ -187,7 +191,7 @@ def _parse_rows(text: str) -> _ParsedTable:
             group = normalize_text(row.get(GROUP_COLUMN, ""))
             # The path is not stripped: file names may begin or end with blanks.
             rows.append((cells[header.index(PATH_COLUMN)], class_name, group))
-            extra_cells.append(tuple(cells[column] for column in extra_columns))
+            extra_cells.append(tuple(cells[column] for column in extra_columns))  # not stripped either
     except csv.Error as error:
         faults.append(f"line {lines.line_num}: {error}")
     if not header and not faults:
@@ -210,14 +214,18 @@ def detect_separator(text: str) -> str:
 
 
 def normalize_header(cells: Sequence[str]) -> list[str]:
-    """Name the columns of a header: "path", "label", "group", "by" and "at", and others as they are written."""
+    """Name the columns of a header: "path", "label", "group", "by" and "at", and others as they are written.
+
+    Upper case, quotes and blanks do not matter for the standard names. Other usual titles of the columns of paths and
+    labels, such as "file_name" and "class", are replaced by "path" and "label".
+    """
     titles = [cell.strip().strip('"').strip() for cell in cells]
     names = [title.lower() if title.lower() in STANDARD_COLUMNS else title for title in titles]
     lowered = [title.lower() for title in titles]
     for name, candidates in ((PATH_COLUMN, PATH_TITLES), (LABEL_COLUMN, LABEL_TITLES)):
-        present = next((title for title in candidates if title in lowered), None)
-        if present is not None:
-            names[lowered.index(present)] = name
+        title_in_use = next((title for title in candidates if title in lowered), None)
+        if title_in_use is not None:
+            names[lowered.index(title_in_use)] = name
     return names
 
 

@@ -32,12 +32,13 @@ class View(Protocol):
         ...
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
-        """Compute the view of images.
+        """Compute the view (the augmented version) of images. It is deterministic: all random numbers are in `draws`.
 
         Args:
             images: uint8 (n, C, H, W).
-            draws: The result of `draw`; it may be on the CPU, where sorting by operation is fastest.
-            normalize: The normalization, applied last.
+            draws: The random numbers of each image, from `draw`; they may be on the CPU, where sorting by operation is
+                fastest.
+            normalize: Converts uint8 to normalized floats, as the network expects them; applied last.
 
         Returns:
             Floats (n, C, H, W) on the images' device.
@@ -157,17 +158,18 @@ class RandomOperations(ABC):
 
     @abstractmethod
     def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw the operations and their parameters.
+        """Draw the operations of a RandAugment variant, and their parameters, for n images.
 
         Args:
-            slots: (n, operations).
+            slots: (n, operations per image), the shape of the draws.
             shape: (C, H, W) of an image.
             generator: The generator.
 
         Returns:
-            operation: Numbers in `pools.OPERATION_NAMES`, of shape `slots`; Identity for one that is skipped.
-            negative: True for the other direction of geometric operations and blends, of shape `slots`.
-            Further draws of the view, such as the corners of gray boxes, each with the first axis n.
+            A dictionary with "operation", numbers in `pools.OPERATION_NAMES`, of shape `slots`, Identity for one that
+            is skipped; "negative", True for the other direction of geometric operations (left instead of right) and
+            blends (such as darker instead of brighter), of shape `slots`; and further draws of the view, such as the
+            corners of gray boxes, each with the first axis n.
         """
 
     @abstractmethod
@@ -203,7 +205,7 @@ class Strong(RandomOperations):
         _check_cutout("Strong", self.cutout)
 
     def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw RandAugment's operations and the gray box for `slots` = (n, operations per image).
+        """Draw RandAugment's operations and one gray box for each of n images; `slots` is (n, operations per image).
 
         Returns:
             "operation", "level", "negative", all (n, operations): the number of each operation, its magnitude level, and
@@ -213,7 +215,9 @@ class Strong(RandomOperations):
         operation = _replace_half_by_identity(operation, generator)
         level = torch.randint(1, self.magnitude, slots, generator=generator)
         negative = torch.rand(slots, generator=generator) < 0.5
-        corner = _draw_corner(slots[:1], shape, _cutout_side(self.cutout, (0, *shape)), generator)
+        images = slots[:1]
+        box_side = _cutout_side(self.cutout, (0, *shape))  # it takes the shape of a batch; the 0 is not used
+        corner = _draw_corner(images, shape, box_side, generator)
         return {"operation": operation, "level": level, "negative": negative, "corner": corner}
 
     def transform_pixels(self, views: Tensor, draws: Draws) -> Tensor:
@@ -233,7 +237,10 @@ class StrongSemiFL(RandomOperations):
     """
 
     def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw RandAugment's operations for `slots` = (n, operations per image).
+        """Draw RandAugment's operations for n images; `slots` is (n, operations per image).
+
+        There is no magnitude to draw, because SemiFL's pool has a single level. A corner is drawn for every operation,
+        so that the random numbers do not depend on which operations are Cutout.
 
         Returns:
             "operation", "negative" (n, operations): the number of each operation, and True for its opposite direction;

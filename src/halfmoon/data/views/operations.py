@@ -85,10 +85,10 @@ def _apply_sorted_(
 
     Args:
         images: uint8 (n, C, H, W), sorted by operation.
-        operation: The operation of each image, ascending, (n,).
-        level: Its level, (n,).
-        negative: True for its negative direction, (n,).
-        pool: The magnitudes.
+        operation: The number of each image's operation in `pools.OPERATION_NAMES`, ascending, (n,).
+        level: Its magnitude level, from 0 to pool.levels - 1, (n,).
+        negative: True for its negative direction, such as a rotation to the other side, bool (n,).
+        pool: The magnitude of each operation by level.
     """
     # Families of operations have consecutive numbers, so that one slice has all images of a family:
     # geometric < POSTERIZE <= tonal < COLOR < SHARPNESS < IDENTITY < CUTOUT.
@@ -97,16 +97,19 @@ def _apply_sorted_(
     tonal = slice(first[POSTERIZE], first[COLOR])
     color = slice(first[COLOR], first[SHARPNESS])
     sharpness = slice(first[SHARPNESS], first[IDENTITY])
-    variant = negative * pool.levels + level  # index in tables by direction and level
+    # Tables are made for every operation, direction and level, with the level varying fastest. A variant is the
+    # direction and level as one number.
+    variant = negative * pool.levels + level
     if geometric.start < geometric.stop:
-        map_number = operation[geometric] * 2 * pool.levels + variant[geometric]
+        variants = 2 * pool.levels
+        map_number = operation[geometric] * variants + variant[geometric]
         images[geometric] = _apply_geometric(images[geometric], map_number, first, pool)
     if tonal.start < tonal.stop:
         direction = negative[tonal].astype(np.int64)
         table_number = tables.first_tone_tables(pool)[operation[tonal] - POSTERIZE, direction, level[tonal]]
-        first_in_slice = [row - tonal.start for row in first]
+        first_in_slice = [row - tonal.start for row in first]  # `first`, counted from the first tonal image
         images[tonal] = _apply_tonal(images[tonal], table_number, first_in_slice, pool)
-    is_rgb = images.shape[1] == 3
+    is_rgb = images.shape[1] == 3  # on gray images Color is the identity
     if color.start < color.stop and is_rgb:
         images[color] = _blend(_to_gray(images[color]), images[color], variant[color], pool)
     if sharpness.start < sharpness.stop:
@@ -118,9 +121,10 @@ def _apply_geometric(images: Tensor, number: np.ndarray, first: list[int], pool:
 
     Args:
         images: uint8 (n, C, H, W), sorted by operation.
-        number: The number of each image's map in `tables.geometric_maps`, (n,).
-        first: The first row of every operation, by the operation's number.
-        pool: The magnitudes.
+        number: The number of each image's map in `tables.geometric_maps`, (n,). A map has the index of the source pixel
+            for each pixel of the result; maps are ordered by operation, direction and level.
+        first: The first of the images with each operation, by the operation's number.
+        pool: The magnitude of each operation by level.
 
     Returns:
         uint8 (n, C, H, W).
@@ -128,9 +132,10 @@ def _apply_geometric(images: Tensor, number: np.ndarray, first: list[int], pool:
     height, width = images.shape[2:]
     maps = tables.geometric_maps(pool, height, width, images.device)
     moved = tables.gather_pixels(images, maps.index_select(0, _to_device(number, images)), inside=False)
-    shears = slice(first[SHEAR_X], first[TRANSLATE_X])
+    shears = slice(first[SHEAR_X], first[TRANSLATE_X])  # ShearX and ShearY
     if pool.bilinear and shears.start < shears.stop:
-        # These maps begin with those of ShearX, of which there are two directions with all levels each.
+        # Pillow interpolates between two source pixels here. The tables for this begin with ShearX, so that the maps of
+        # earlier operations are subtracted: each has two directions with all levels.
         shear_number = _to_device(number[shears] - SHEAR_X * 2 * pool.levels, images)
         shear_tables = tables.shear_maps(pool, height, width, images.device)
         near_map, far_map, weight = (table.index_select(0, shear_number) for table in shear_tables)
@@ -155,9 +160,10 @@ def _apply_tonal(images: Tensor, number: np.ndarray, first: list[int], pool: Ope
 
     Args:
         images: uint8 (n, C, H, W), sorted by operation.
-        number: The number of each image's table in `tables.tone_tables`, (n,).
-        first: The first row of every operation, by the operation's number.
-        pool: The magnitudes.
+        number: The number of each image's table in `tables.tone_tables`, (n,). A tone table has the new value of each
+            of the 256 pixel values.
+        first: The first of the images with each operation, by the operation's number.
+        pool: The magnitude of each operation by level.
 
     Returns:
         uint8 (n, C, H, W).
@@ -167,7 +173,8 @@ def _apply_tonal(images: Tensor, number: np.ndarray, first: list[int], pool: Ope
     table_number = _to_device(number, images)
     contrast = slice(first[CONTRAST], first[AUTOCONTRAST])
     if contrast.start < contrast.stop:
-        # Contrast blends with the mean gray; the tables of all grays follow one another.
+        # Contrast blends with the mean gray. `number` is that of gray 0, and the tables of all grays follow one
+        # another.
         table_number[contrast] += _mean_gray(_to_gray(images[contrast]))
     tones = tables.tone_tables(pool, images.device).index_select(0, table_number)
     tones = tones[:, None].repeat(1, channels, 1)
@@ -182,9 +189,17 @@ def _apply_tonal(images: Tensor, number: np.ndarray, first: list[int], pool: Ope
 
 
 def _autocontrast_tables(pixels: Tensor) -> Tensor:
-    """Create tone tables, uint8 (n, C, 256), that stretch each channel of pixels (n, C, H * W) to 0 to 255."""
+    """Create tone tables that stretch each channel of each image to the full range from 0 to 255.
+
+    Args:
+        pixels: uint8 (n, C, H * W).
+
+    Returns:
+        The new value of each pixel value, uint8 (n, C, 256); a channel of a single value remains unchanged.
+    """
     darkest = pixels.amin(2)
     brightest = pixels.amax(2)
+    # new value = value * scale + darkest * offset; scale and offset depend on the range of values only.
     stretch = tables.autocontrast_stretches(pixels.device)[(brightest - darkest).long()]
     scale = stretch[..., :1]
     offset = stretch[..., 1:]  # per unit of the darkest value

@@ -98,6 +98,8 @@ Designed for ImageNet: shifts by 100 pixels and a box of 40 remove many CIFAR im
 def fedloke_pool(magnitude: int) -> OperationPool:
     """Create torchvision's RandAugment pool at one of its magnitudes, 0 to 30: 14 operations, one level.
 
+    FedLoKe's code uses it. The factors below are torchvision's largest magnitudes; see `OperationPool` for the fields.
+
     Raises:
         UserError: For another magnitude.
     """
@@ -108,7 +110,7 @@ def fedloke_pool(magnitude: int) -> OperationPool:
         operations=OPERATION_NAMES[:CUTOUT],
         degrees=(30 * share,),
         shear=(0.3 * share,),
-        shift=(150 / 331 * share,),
+        shift=(150 / 331 * share,),  # of the side: AutoAugment's 150 pixels of images of 331
         bits=(8 - round(4 * share),),
         threshold=(255 * (1 - share),),
         factor=(1 + 0.9 * share,),

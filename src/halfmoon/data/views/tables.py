@@ -234,7 +234,9 @@ def _rotation_coefficients(degrees: float, width: int, height: int) -> tuple[flo
 
 
 def crop_maps(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int, int], reflect: bool) -> Tensor:
-    """Create the index maps (n, H * W) of random crops from padded images, combined with random mirroring.
+    """Create the index maps of random crops from padded images, combined with random mirroring.
+
+    Returns the source pixel (row * W + column) of each pixel of each crop, (n, H * W), for `gather_pixels`.
 
     Args:
         top: The first row of the crop in the padded image, (n,), 0 to 2 * pad.
@@ -245,14 +247,17 @@ def crop_maps(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int
         reflect: True to mirror the image first and crop it with reflection padding (the weak view); False to crop it
             with black padding and mirror the crop (the labeled view).
     """
+    height, width = size
     row_table, column_table = _crop_tables(pad, size, reflect, top.device)
     row_start = row_table.index_select(0, top)  # (n, H): number of the first pixel in the source row
-    # The second half of the table has the mirrored columns.
-    column = column_table.index_select(0, left + (2 * pad + 1) * flip)  # (n, W): number within the source row
+    # The second half of the table has the mirrored columns, in as many rows as there are values of `left`.
+    positions = 2 * pad + 1
+    column = column_table.index_select(0, left + positions * flip)  # (n, W): number within the source row
     maps = (row_start[:, :, None] + column[:, None, :]).flatten(1)
     # Rows outside have number H * W and columns outside too, so that a sum with either is at least H * W, which is the
     # number of the black pixel.
-    return maps if reflect else maps.clamp_(max=size[0] * size[1])
+    black = height * width
+    return maps if reflect else maps.clamp_(max=black)
 
 
 @lru_cache(maxsize=16)
