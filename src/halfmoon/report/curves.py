@@ -326,8 +326,14 @@ def _describe_seeds_band(groups: dict[str, list[StoredRun]]) -> str:
 
 
 def _describe_split(options: Mapping[str, Any]) -> str:
+    """Describe how a run's images were split, such as "dir, 100 clients"; "" if its options do not tell.
+
+    Args:
+        options: the options of the run's config.toml; `setting` is the rule by which classes differ between clients.
+    """
     setting = str(options.get("setting", ""))
     alpha = options.get("dirichlet_alpha")
+    # A configuration contains the Dirichlet concentration also for settings that do not draw from this distribution.
     uses_alpha = alpha is not None and ("dir" in setting or "fedloke" in setting)
     texts = []
     if uses_alpha:

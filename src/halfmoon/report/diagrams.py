@@ -79,7 +79,14 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
-    """Draw counts (clients, classes) as bubbles, with a legend of three bubbles."""
+    """Draw counts of images as bubbles, with a legend of three bubbles.
+
+    Args:
+        axes: the panel, with clients from left to right and classes from bottom to top.
+        counts: images by client and class, (clients, classes).
+        largest: area of the bubble of the largest count, in square points.
+        color: color of all bubbles.
+    """
     x, y = np.nonzero(counts)
     axes.scatter(x, y, s=bubble_areas(counts, largest)[x, y], color=color, linewidth=0)
     axes.set_xlim(-0.7, counts.shape[0] - 0.3)
@@ -89,7 +96,7 @@ def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> N
     style_axes(axes)
     axes.tick_params(length=2)
     # Marker sizes of Line2D are diameters, those of scatter are areas.
-    samples = _round_numbers(int(counts.max(initial=0)))
+    samples = _round_numbers(int(counts.max(initial=0)))  # round counts up to the largest one
     sizes = [np.sqrt(largest * sample / counts.max()) for sample in samples]
     handles = [
         Line2D([], [], linestyle="", marker="o", color=color, markersize=size, markeredgewidth=0, label=f"{n:,}")

@@ -81,6 +81,9 @@ VALUE_COLUMNS = (
 def metrics_frame(study: Study) -> Any:
     """Collect a data frame with one line for each run, round and metric.
 
+    A study is a grid of cells: its rows are usually methods, its columns data sets or settings, and a cell has one run
+    for each seed. Runs whose folder is missing have no lines.
+
     Returns:
         The columns are "run", "row" (the method, or another value of the rows' axis), "column" (an index of
         `Study.columns`), "seed", "round", "metric" and "value". Metrics are `METRICS`, "megabytes" (sent so far in both
@@ -94,6 +97,7 @@ def metrics_frame(study: Study) -> Any:
         for point in iterate_points(run):
             lines.append((entry.folder, cell.at[study.sweep.rows], study.column_of(cell), entry.seed, *point))
     names = ["run", "row", "column", "seed", "round", "metric", "value"]
+    # A round may have two values of a metric, such as two evaluations by sites: the last one counts.
     return pd.DataFrame(lines, columns=names).drop_duplicates(["row", "column", "run", "round", "metric"], keep="last")
 
 
@@ -122,9 +126,11 @@ def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
 def cells_frame(study: Study) -> Any:
     """Collect a data frame with one line for each cell and seed, and one without a seed for a cell without runs.
 
+    A cell is a combination of one value of every axis, such as a method and a data set.
+
     Returns:
-        The columns are "row" and "column" as in `metrics_frame`, "rounds", "sent" (MB), "costs" (whether any is known),
-        the axes as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are in percent; None is unknown.
+        The columns are "row" and "column" as in `metrics_frame`, "rounds", "sent" (MB in both directions), "costs"
+        (whether any is known), the axes as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are in percent; None is unknown.
     """
     names = ["row", "column", "rounds", "sent", "costs"]
     names += [*(f"axis:{axis.name}" for axis in study.sweep.axes), *VALUE_COLUMNS]
@@ -139,12 +145,19 @@ def cells_frame(study: Study) -> Any:
         lines += [{**cell_values, **_run_values(study, entry)} for entry in cell.runs] or [cell_values]
     # As objects, so that None does not become NaN, and integers do not become floats.
     table = pd.DataFrame([[line.get(name) for name in names] for line in lines], columns=names, dtype=object)
+    # Rounds record the test accuracy only, so another measure is not known before the end of a run.
     if study.sweep.measure == TEST_ACCURACY:
         _add_equal_steps(study, table)
     return table
 
 
 def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
+    """Collect the values of one run for `cells_frame`, accuracies and shares in percent; unknown ones are left out.
+
+    Args:
+        study: the study, which reads the run's folder if it exists.
+        entry: the run in the file of the study, which has accuracy, cost and duration also without the folder.
+    """
     values: dict[str, Any] = {"seed": entry.seed, "finished": entry.finished, "failed": entry.failed}
     values["identity"] = entry.identity
     if not entry.finished:
@@ -174,9 +187,18 @@ def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
 
 
 def _add_equal_steps(study: Study, table: pd.DataFrame) -> None:
-    """Set the accuracies at the largest number of labeled steps that all finished runs of a column reached."""
-    # The lines of the table: the runs of each cell, or one line for a cell without runs.
+    """Set the accuracies at the largest number of labeled steps that all finished runs of a column reached.
+
+    At equal steps methods are compared after the same training on labels, however long each of them trained. The
+    accuracy of a run is that of its last evaluation up to this number.
+
+    Args:
+        study: the study.
+        table: the table of `cells_frame`, whose columns "equal_labeled_steps" and "equal_steps_percent" are set.
+    """
+    # The lines of the table in their order: the runs of each cell, or one line for a cell without runs.
     entries = [entry for cell in study.sweep.cells for entry in cell.runs or [None]]
+    # By number of the line: (labeled steps so far, accuracy) of each evaluation.
     curves = {
         n: _list_evaluations(entry, study.run(entry)) for n, entry in enumerate(entries) if entry and entry.finished
     }
@@ -204,12 +226,14 @@ def _list_evaluations(entry: CellRun, run: StoredRun | None) -> list[tuple[float
 
 
 def format_csv(studies: Sequence[Study]) -> str:
-    """Format the cells of all studies as CSV, with unrounded numbers; unknown fields are empty.
+    """Format the cells of all studies as CSV, a line for each run, with unrounded numbers; unknown fields are empty.
 
-    An axis with the name of another column gets the prefix `axis_`. Texts that a spreadsheet would read as a formula
-    get an apostrophe.
+    The columns are those of the study, its axes (such as the method or the data set), and the values of the run. An
+    axis with the name of another column gets the prefix `axis_`. Texts that a spreadsheet would read as a formula get an
+    apostrophe.
     """
     axes = list(dict.fromkeys(axis.name for study in studies for axis in study.sweep.axes))
+    # `cells_frame` prefixes its axes; the names of the file's columns have a prefix only if they would clash.
     headings = {f"axis:{name}": f"axis_{name}" if name in (*STUDY_COLUMNS, *VALUE_COLUMNS) else name for name in axes}
     tables = []
     for study in studies:

@@ -99,7 +99,11 @@ class LooseRun:
 
     @classmethod
     def from_stored(cls, run: StoredRun) -> "LooseRun":
-        """Read the options of a run; raise `UserError` if a seed or options are not valid."""
+        """Read the options of a run, and separate those of the method, which make a row of the report, from the others.
+
+        Raises:
+            UserError: the seed or the options are not valid.
+        """
         options = run.options
         seed = options.get("seed", 0)
         method_options = options.get("options", {})
@@ -108,6 +112,7 @@ class LooseRun:
         # Tables of options are those of other methods of the comparison.
         method_options = {key: value for key, value in method_options.items() if not isinstance(value, Mapping)}
         rest = {key: value for key, value in options.items() if key not in IGNORED_OPTIONS}
+        # Of a federation's table of addresses and timeouts only its name distinguishes it.
         if isinstance(rest.get("federation"), Mapping):
             rest["federation"] = rest["federation"].get("name")
         return cls(run, seed, str(options.get("method", run.path.name)), method_options, rest)
@@ -116,16 +121,21 @@ class LooseRun:
 def study_from_runs(paths: Sequence[Path]) -> Study:
     """Arrange runs in a grid: a row for each method and its options, a column for each data set, split and setting.
 
-    An option that is not in `DATA_OPTIONS` makes columns if one row was run with several of its values.
+    Options in `DATA_OPTIONS` make columns if runs differ in them. Any other option does so only if one row was run with
+    several of its values.
+
+    Args:
+        paths: folders of runs or comparisons that are not part of a sweep, in any order.
 
     Raises:
         UserError: a path has no run, or two different runs would be the same seed of one cell.
     """
     runs, notes = _read_loose_runs(paths)
-    names = _name_rows(runs)
+    names = _name_rows(runs)  # of each run: its method with the options in which it differs
     rows = _list_rows(runs, names)
     keys = _find_column_options(runs, names)
     positions = [{key: _format_option(run.options.get(key)) for key in keys} for run in runs]
+    # Too many options for headings become one axis "configuration" of letters, which a legend explains.
     if len(keys) > MAX_HEADING_LINES:
         positions = [_merge_axes(position) for position in positions]
     columns = list(positions[0]) if positions else []
@@ -257,17 +267,26 @@ def _find_column_options(runs: Sequence[LooseRun], names: Sequence[str]) -> list
 
 
 def _make_cell_run(loose: LooseRun) -> CellRun:
+    """Convert a run outside of a sweep to the entry that a sweep has for it.
+
+    Raises:
+        UserError: its summary.json describes a split without training.
+    """
     summary = loose.run.summary
-    entry = CellRun(loose.seed, str(loose.run.head.get("identity", "")), _run_key(loose.run))
+    entry = CellRun(seed=loose.seed, identity=str(loose.run.head.get("identity", "")), folder=_run_key(loose.run))
+    # A run writes its summary at the end.
     if summary is None:
         return entry
     if "accuracy" not in summary or "cost" not in summary:
         raise UserError(f"{loose.run.path / 'summary.json'} has no accuracy or no cost: it is of a split only.")
-    accuracy = summary["accuracy"]  # None for a federation without test images
+    measured = summary["accuracy"]  # None for a federation without test images
+    accuracy = None
+    if measured:
+        accuracy = RunAccuracy(last=measured["last"], best=measured.get("best"), best_round=measured.get("best_round"))
     return replace(
         entry,
         finished=True,
-        accuracy=accuracy and RunAccuracy(accuracy["last"], accuracy.get("best"), accuracy.get("best_round")),
+        accuracy=accuracy,
         cost=summary["cost"],
         seconds=summary.get("seconds"),
     )

@@ -138,22 +138,26 @@ def _describe_column(study: Study, rows: Sequence[FinalAccuracy]) -> str:
 def _describe_gain(ranking: Sequence[FinalAccuracy]) -> str:
     """Describe the gain of the best row relative to the gain of all labels; "" if one of the rows is missing.
 
-    Gains are relative to the control if it was run, otherwise to labels only.
+    Gains are relative to the control if it was run, otherwise to labels only. Both train on the labeled images only; the
+    control has the unlabeled images in its batch normalization. The upper bound, or ceiling, has all labels.
+
+    Args:
+        ranking: the rows of a table, the most accurate first.
     """
     rows = {row.name: row for row in ranking}
     base = rows.get(CONTROL) or rows.get(LABELS_ONLY)
-    top = next((row for row in ranking if row.is_ceiling), None)
+    upper_bound = next((row for row in ranking if row.is_ceiling), None)
     best = next((row for row in ranking if row.name not in (LABELS_ONLY, CONTROL) and not row.is_ceiling), None)
-    if base is None or top is None or best is None:
+    if base is None or upper_bound is None or best is None:
         return ""
     gain = best.accuracy.mean - base.accuracy.mean
-    possible_gain = top.accuracy.mean - base.accuracy.mean
+    possible_gain = upper_bound.accuracy.mean - base.accuracy.mean
     if possible_gain <= 0:
-        return f" {top.title} is below {base.title}, so this is {NO_UPPER_BOUND}."
+        return f" {upper_bound.title} is below {base.title}, so this is {NO_UPPER_BOUND}."
     if gain <= 0:
         return f" No method is above {base.title} ({base.accuracy.mean:.1f} %)."
     if gain > possible_gain:
-        return f" {top.title} is below {best.title}, so this is {NO_UPPER_BOUND}."
+        return f" {upper_bound.title} is below {best.title}, so this is {NO_UPPER_BOUND}."
     return f" It has {gain:.1f} of the {possible_gain:.1f} points between {base.title} and all labels."
 
 

@@ -149,8 +149,18 @@ def _format_tabular(
 
 
 def _format_legend(study: Study, columns: Sequence[Column]) -> list[str]:
-    """Format the options behind the letters of configurations in these columns, for below the table."""
-    legend = study.legend()
+    r"""Format what the letters of configurations in these columns stand for, as lines of LaTeX below the table.
+
+    Columns that differ in many options are headed "configuration a", and the legend lists the options of a.
+
+    Args:
+        study: the study.
+        columns: the columns of the table; a key is a tuple of axis values, of which the configuration is the last.
+
+    Returns:
+        The lines; [] if no column has a letter.
+    """
+    legend = study.legend()  # the options of each configuration by its letter
     if not legend:
         return []
     shown_letters = {study.axis(CONFIGURATION).title(key[-1]) for key in columns}

@@ -70,11 +70,19 @@ def render_html(studies: Sequence[Study]) -> str:
 
 
 def _chart_data(study: Study) -> dict[str, Any]:
-    charts = study.sweep.kind != "splits"
+    """Collect the JSON from which the page's script draws the charts of a study.
+
+    Returns:
+        "scale": the sentence on the scale of the study relative to its paper; "styles": color and dashes of each row;
+        "groups": the curves of each column; "splits": images of each client and class; "x": panels with an axis of the
+        study as x; "measured": name of the measure.
+    """
+    # A study of kind "splits" has splits without training, so it has no curves.
+    has_curves = study.sweep.kind != "splits"
     return {
         "scale": describe_scale(study.sweep.scale),
         "styles": series.row_styles(study),
-        "groups": [series.column_charts(study, column) for column in study.columns] if charts else [],
+        "groups": [series.column_charts(study, column) for column in study.columns] if has_curves else [],
         "splits": series.split_charts(study),
         "x": series.line_charts(study, final_scores(study)),
         "measured": study.measured,

@@ -65,8 +65,8 @@ def compare_by_image(method: np.ndarray, baseline: np.ndarray, comparisons: int 
 
     The interval is for new splits and new test images. A difference is the sum of a mean, a random effect of the split,
     one of the image, and a rest. Their mean squares S, I and R give the variance max(S, S + I - R) / (n m), with
-    Satterthwaite's degrees of freedom (1946, An approximate distribution of estimates of variance components). The
-    interval is never narrower than that of the splits only. `results/coverage.md` has its coverage.
+    Satterthwaite's degrees of freedom (1946, An approximate distribution of estimates of variance components).
+    `results/coverage.md` has the coverage of the interval.
 
     Args:
         method: whether the method is right on each of m >= 2 test images in each of n >= 2 splits, (n, m) bool.
@@ -94,7 +94,8 @@ def compare_by_image(method: np.ndarray, baseline: np.ndarray, comparisons: int 
     total = max(split_square, split_square + image_square - residual_square)
     denominator = split_square**2 / (n - 1) + image_square**2 / (m - 1) + residual_square**2 / ((n - 1) * (m - 1))
     freedom = total**2 / denominator if denominator else n - 1
-    # The point estimate is the same; only the intervals of the two models differ.
+    # Estimated degrees of freedom may make the interval narrower than that of the splits alone, which would claim more
+    # than the splits support: the wider one is returned. Both have the same mean, so the upper end tells which it is.
     crossed = _student_t(float(differences.mean()), total / (n * m), freedom, comparisons)
     splits_only = compare_paired(split_means[:, 0].tolist(), [0.0] * n, comparisons=comparisons)
     return crossed if crossed.high > splits_only.high else splits_only
@@ -157,7 +158,11 @@ class DifferenceTable:
 
     @property
     def sentence(self) -> str:
-        """Explanation of the table: the control's gain, the kind of intervals, and whether there are enough seeds."""
+        """Explanation of the table: the control's gain, the kind of intervals, and whether there are enough seeds.
+
+        The control trains on labeled images only, and has unlabeled images in its batch normalization. If it was run, it
+        is the base of the table, and `self.control` is its difference to the method with labels only.
+        """
         sentences = []
         if self.control is not None:
             gain = self.control.difference

@@ -56,9 +56,15 @@ def list_remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[st
 
 
 def _describe_budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe in a sentence how long the methods of a table trained relative to each other; [] if no run records it.
+
+    With the rule "none" each method trains as long as its batch sizes and epochs give. With another rule all get the
+    amount of the reference method: of steps on labeled images, or of images in forward passes.
+    """
     budgets = {
         (summary["budget"]["rule"], summary["budget"]["reference"]) for summary in summaries if "budget" in summary
     }
+    # Without a rule the reference has no effect, so it may differ.
     if len(budgets) > 1 and {rule for rule, _ in budgets} != {"none"}:
         return ["Budget: it differs between the runs."]
     for rule, reference in budgets:

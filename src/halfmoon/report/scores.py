@@ -139,7 +139,8 @@ def final_scores(study: Study) -> ScoreTable:
 def scores_at_equal_steps(study: Study) -> ScoreTable:
     """Compute the accuracies at the largest number of labeled steps that all finished runs of a column reached.
 
-    The table is empty if the sweep measures something else.
+    So methods are compared after the same amount of training on labels. The table is empty if the sweep measures
+    something other than the test accuracy, because other measures are not known in the middle of a run.
     """
     if study.sweep.measure != TEST_ACCURACY:
         return ScoreTable({}, {})
@@ -152,6 +153,13 @@ def scores_at_equal_steps(study: Study) -> ScoreTable:
 
 
 def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], CellScore]:
+    """Compute the score of each cell of a study, by row and column, from the finished runs over seeds.
+
+    Args:
+        study: the study.
+        equal: whether accuracies are those at equal numbers of labeled steps, without the values that are known only
+            for the end of a run; otherwise they are those at the end.
+    """
     scores = {}
     for (row, number), runs in frame.cells_frame(study).groupby(["row", "column"]):
         column = study.columns[number]
@@ -229,10 +237,11 @@ COSTS = {
 
 
 def cost_rows(study: Study, column: Column) -> list[tuple[str, list[float | None]]]:
-    """Compute the costs of each row: the rounds, and each of `COSTS` in total and per round.
+    """Compute the costs of each row in a column: the rounds, and each of `COSTS` in total and per round.
 
     Returns:
-        Title and numbers of each row; means over seeds, None if one is unknown.
+        Title and numbers of each row: the mean over seeds of the rounds, then of each cost the mean total and the mean
+        per round. A number that is unknown for a seed is None.
     """
     table = frame.cells_frame(study)
     table = table[table["column"].eq(study.columns.index(column)) & table["costs"].eq(True)]

@@ -68,7 +68,16 @@ def column_charts(study: Study, column: Column) -> JsonDict:
 
 
 def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
-    """Compute the charts of one row: a curve over seeds for each metric, costs, and the final state by class."""
+    """Compute the charts of one row: a curve over seeds for each metric, costs, and the final state by class.
+
+    Args:
+        table: the lines of `halfmoon.report.frame.metrics_frame` of this row in one column.
+        runs: the runs of this row in the column, one for each seed.
+
+    Returns:
+        "series": curves by metric; "against": mean costs at the rounds of the accuracy curve, as other x coordinates;
+        "per_class": accuracies; "prior": distributions of classes; "confusion"; "clients": accuracy of each client.
+    """
     # A row for each round and a column for each run. A mean over only some of the runs or rounds would mislead, so
     # metrics that a run lacks, and rounds that a run lacks (dropna), are left out.
     tables = {
@@ -225,9 +234,16 @@ def title_users(study: Study, users: Sequence[SplitUser], all_users: Sequence[Sp
 
 
 def _split_chart(split: JsonDict, users: Sequence[SplitUser], title: str) -> JsonDict:
+    """Compute the chart of a split: the numbers of labeled and unlabeled images by client and class.
+
+    Args:
+        split: the run's split.json: totals in "counts", and the counts of the server and of each client by class.
+        users: the runs with this split.
+        title: names these runs.
+    """
     clients = len(split["each"])
-    numbers = pick_evenly(range(clients), MAX_CLIENTS)
-    server = split.get("server")
+    numbers = pick_evenly(range(clients), MAX_CLIENTS)  # the clients that are shown
+    server = split.get("server")  # None if it has no labeled images
     return {
         "title": title,
         "runs": len(users),

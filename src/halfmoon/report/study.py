@@ -254,7 +254,7 @@ class Study:
 
 
 def read_sweep(file: Path) -> Study:
-    """Read a sweep.json and its run folders.
+    """Read a sweep.json, the grid of a sweep with the state of its runs, and the run folders beside it.
 
     Raises:
         UserError: the file is damaged or has another `format`, or a run folder cannot be read.
@@ -262,6 +262,7 @@ def read_sweep(file: Path) -> Study:
     try:
         data = file.read_bytes()
         content = atomic_io.parse_json(data)
+        # Only an object may have a checksum line.
         if isinstance(content, dict):
             content = integrity.parse_checked_lines(data)
     except (OSError, ValueError) as error:

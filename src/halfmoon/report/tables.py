@@ -38,6 +38,10 @@ def format_mean(value: MeanDeviation | PublishedAccuracy | None) -> str:
     return f"{value.mean:.2f}" if value.deviation is None else f"{value.mean:.2f} ± {value.deviation:.2f}"
 
 
+_ACCURACY_DIGITS = 2
+"""Decimal digits of accuracies in percent, which no other quantity has."""
+
+
 class _QuantityColumn(NamedTuple):
     """One quantity of the table.
 
@@ -195,14 +199,21 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> ComparisonTable:
 
 
 def _format_cell(value: MeanDeviation | None, column: _QuantityColumn) -> str:
+    """Format a quantity over seeds as "mean ± deviation", or as its mean if the deviation is unknown.
+
+    Args:
+        value: None if a run did not measure it.
+        column: the column of the quantity, with its number of digits and the text for an unknown number.
+    """
     if value is None:
         return column.missing
     digits = column.digits
     if digits is None:  # three significant digits, or more for large numbers
         digits = max(0, 2 - math.floor(math.log10(value.mean))) if value.mean > 0 else 0
     text = f"{value.mean:,.{digits}f}"
-    # The deviation is left out for costs that are the same for all seeds, but never for accuracies.
-    if value.deviation is None or (value.deviation == 0 and column.digits != 2):
+    # A deviation of 0 is left out for costs, which are often the same for all seeds, but not for accuracies.
+    is_accuracy = column.digits == _ACCURACY_DIGITS
+    if value.deviation is None or (value.deviation == 0 and not is_accuracy):
         return text
     return f"{text} ± {value.deviation:,.{digits}f}"
 
