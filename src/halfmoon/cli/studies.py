@@ -145,7 +145,7 @@ def _print_accuracies(plan: Plan, decision: Decision) -> None:
         return
     names = [mix.name for mix in decision.mixes]
     print_table(
-        [splits, *(f"right % (95 %), {name}" for name in names)],
+        [f"{splits} (95 %)", *(f"{name}, %" for name in names)],
         [
             [labels_only, *(mix.labels_only.text for mix in decision.mixes)],
             [with_unlabeled, *(mix.with_unlabeled.text for mix in decision.mixes)],
