@@ -112,7 +112,8 @@ def compare(
 ) -> Results:
     """Train several methods, each with every seed, on the same split and cohorts. `run_dir` is used as by `run`.
 
-    The shared budget is that of `reference` or, without one, of the method with the largest cost under the batch rule.
+    So that methods of different cost train equally long, the option `budget` gives all of them the steps or passes that
+    one method has by its batch sizes and epochs: the method `reference` or, without one, the costliest.
 
     Args:
         methods: names, or objects of custom methods of different classes.
@@ -130,14 +131,17 @@ def compare(
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
     options, _ = _register_data(config, options, test)
+    # Of each method its name, and the options in which an object differs from the defaults of its class.
     entries = [outside.describe_method(method) for method in methods]
     names = [name for name, _ in entries]
     options = {"method": names[0] if names else Config.method, "baselines": (), **options}
     config = _make_config(config, options, {name: values for name, values in entries if values})
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     with _show_progress(watch, progress) as callbacks:
+        # `again`: a comparison that its folder contains already is resumed or read.
         result = _make_results(runner.compare(config, names, numbers, callbacks, again=True), progress)
     if len(numbers) == 1:
+        # The hint names a command; here it is the argument.
         note(ONE_SEED_HINT.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"), progress)
     return result
 
@@ -182,6 +186,9 @@ def resume(
 ) -> Results:
     """Resume a run or a comparison from its last checkpoint; finished runs are read.
 
+    A folder may also be that of `run(data=FOLDER)` without a method. Such a run has a plan, which chose two methods and
+    compares them.
+
     Args:
         folder: the folder of the run or the comparison.
         watch: a callback for each run and round.
@@ -197,6 +204,7 @@ def resume(
     """
     root = to_path(folder)
     if data is not None:
+        # The configuration of the run names data in memory by their hash, under which they are registered here.
         memory.register(make_memory_data(data, test, clients))
     elif test is not None or clients is not None:
         raise UserError("test and clients are only for data in memory: pass data as well, as to the first call.")
@@ -274,8 +282,17 @@ def sweep(
 def _register_data(config: Config | None, options: dict[str, Any], test: Any) -> tuple[dict[str, Any], bool]:
     """Register the option `data`, if it is in memory, and replace it and ids of clients in the options.
 
+    A configuration contains no arrays: it has the name under which the data are registered in this process.
+
+    Args:
+        config: the configuration of the call, None without.
+        options: the keyword options of the call. `data` is a name, a folder or images in memory; `clients` a number or,
+            for images in memory, the id of the client of each image.
+        test: test images in memory, if any.
+
     Returns:
-        The options, with the registered name and the number of clients, and False if the data may not be planned.
+        The options, with the registered name and the number of clients, and whether a plan may choose the method
+        (`_start_plan`).
 
     Raises:
         UserError: the data are invalid, or an option has no effect on them.
@@ -297,8 +314,9 @@ def _register_data(config: Config | None, options: dict[str, Any], test: Any) ->
     if memory_data.clients is not None:
         _refuse_options(config, options, CLIENT_OPTIONS, "assigns images to clients, but clients has an id for each")
         options["clients"] = int(memory_data.clients.max()) + 1
-    needs_cross_validation = memory_data.train.is_fully_labeled or memory_data.test is None
-    return options, needs_cross_validation and not has_ids
+    # A plan tests partly labeled images by cross-validation, and ignores test images and ids of clients.
+    is_test_unused = memory_data.test is not None and not memory_data.train.is_fully_labeled
+    return options, not is_test_unused and not has_ids
 
 
 def _refuse_options(config: Config | None, options: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
@@ -319,11 +337,22 @@ def _plan_folder(options: Mapping[str, Any], minutes: float | None) -> Plan | No
 
 
 def _start_plan(plan: Plan, watch: Callback, progress: bool) -> Results:
-    """Run a plan in its folder, or resume the run on these images in that folder."""
+    """Run a plan, or resume the run that its folder contains already.
+
+    Without a method, `run` plans from the images what is trained: a method with labels only and one with unlabeled
+    images, how they are compared, and the time it takes.
+
+    Args:
+        plan: its `config` has the options of the run, `contents` describes the folder of images, and `reasons` has
+            pairs of what was chosen and why, printed here.
+        watch: a callback for each run and round.
+        progress: print progress and messages.
+    """
     root = plan.config.run_dir or schema.next_free_folder(plan.config, plan.config.method)
     before = run_plan.load_plan(root)
     if before is None or before.contents.folder != plan.contents.folder:
         reasons = dict(plan.reasons)
+        # Without test images the methods are tested on the labeled images, by cross-validation.
         tests = reasons.get("test") or reasons["labels"]
         minutes = f"about {plan.seconds / 60:.1f} minutes"
         note(f"{plan.contents.sentence}; {reasons['methods']}; test: {tests}; {minutes}", progress)
@@ -357,7 +386,11 @@ def _show_progress(watch: Callback, show: bool) -> Iterator[Callbacks]:
 
 
 def _contains_run(root: Path, config: Config, progress: bool) -> bool:
-    """Check whether a folder contains a run of this configuration, with these baselines."""
+    """Check whether a folder contains a run of this configuration, with these baselines, so that it can be resumed.
+
+    If the run has finished, the user is told that it is read and not trained again. The identity is a hash of the
+    options that change the results; baselines, which are runs beside it, are not part of it.
+    """
     if not RunFolder.exists(root):
         return False
     with RunFolder.open(root) as folder:

@@ -154,6 +154,9 @@ def read_unlabeled(
 ) -> tuple[np.ndarray, bool]:
     """Convert images without labels: an array, a list, or one image; labels of a labeled type are ignored.
 
+    A pair, a tuple of length 2, is (images, labels), as are data sets of PyTorch and of Hugging Face. An array with two
+    axes, or with three of which the last one can be channels or the first one is, is one image.
+
     Args:
         images: a batch or list of images, one image, or a type of `convert_images`.
         preparation: resizing and channels.
@@ -181,7 +184,8 @@ def read_unlabeled(
             raise UserError(f"{name} is empty: give at least one image.")
         if not isinstance(images[0], tuple):
             labels = np.full(len(images), UNKNOWN)
-            return ImageCollection(_make_reader(images, name), labels, (), name).load(preparation), False
+            collection = ImageCollection(_make_reader(images, name), labels, (), name)  # (): no class names
+            return collection.load(preparation), False
     return open_images(images, name=name).load(preparation), False
 
 
@@ -394,27 +398,32 @@ def _list_labels(labels: Any, name: str) -> list[Any]:
 def _classify(
     values: Sequence[Any], classes: Sequence[str] | None, names: Sequence[str] | None, name: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Number labels.
+    """Convert labels of a user's data set to class indices.
+
+    An integer is an index of `names`, if the data set has some. Otherwise it is itself a class name, and with `classes`
+    it may also be an index of these (`_number_labels`).
 
     Args:
-        values: the labels.
+        values: the labels, integers or strings; -1 or None for an unlabeled image.
         classes: the class names that are required; None if the labels define them.
         names: class names of the data set by number; None if it has none.
         name: the argument, for errors.
 
     Returns:
-        Labels, int64 (N,), and class names.
+        Labels, int64 (N,), -1 for unlabeled images, and class names.
     """
+    # Integers remain integers here, all other labels become strings.
     texts = [_label_text(value, row, name) for row, value in enumerate(values)]
     if names:
-        # Numbers count the data set's own names.
-        own_names = tuple(str(each) for each in names)
+        dataset_names = tuple(str(each) for each in names)
         named = [
-            own_names[int(text)] if isinstance(text, int) and 0 <= text < len(own_names) else text for text in texts
+            dataset_names[int(text)] if isinstance(text, int) and 0 <= text < len(dataset_names) else text
+            for text in texts
         ]
+        # An integer without a name becomes a string, which `_number_labels` refuses unless it is in `classes`.
         texts = [str(text) if isinstance(text, int) and text != UNKNOWN else text for text in named]
         if classes is None:
-            classes = own_names
+            classes = dataset_names
     if classes is None:
         present = {text for text in texts if text != UNKNOWN}
         if len({type(text) for text in present}) > 1:
@@ -424,16 +433,25 @@ def _classify(
 
 
 def _number_labels(texts: Sequence[int | str], classes: Sequence[str], name: str) -> np.ndarray:
-    """Number labels by the class names; numbers count the classes if no class name is a number."""
+    """Convert labels to indices of class names, int64 (N,).
+
+    An integer is a class name if one is equal to it as text. Otherwise it is an index of `classes`, from 0, provided
+    that no class name is a number: among the classes "3", "5" and "7" the label 2 would be a mistake, and not "7".
+
+    Args:
+        texts: class names or integers; `UNKNOWN` (-1) remains -1.
+        classes: the class names.
+        name: the argument that has the labels, for errors.
+    """
     number_of = {class_name: number for number, class_name in enumerate(classes)}
-    counts_classes = not any(class_name.isdecimal() for class_name in classes)
+    allows_indices = not any(class_name.isdecimal() for class_name in classes)
     labels = np.empty(len(texts), np.int64)
     for row, text in enumerate(texts):
         if text == UNKNOWN:
             labels[row] = UNKNOWN
         elif str(text) in number_of:
             labels[row] = number_of[str(text)]
-        elif isinstance(text, int) and counts_classes and 0 <= text < len(classes):
+        elif isinstance(text, int) and allows_indices and 0 <= text < len(classes):
             labels[row] = text
         else:
             listing = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")

@@ -127,14 +127,16 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         For the ridge head on vectors these are its outputs, as least squares estimate probabilities; negative ones are set
         to 0 and the rest is scaled to the sum 1. Otherwise they are the softmax of the logits.
         """
-        logits = self._compute_scores(X)
+        # Logits (N, K) of a linear model on vectors; a model on images returns probabilities already.
+        scores = self._compute_scores(X)
         if not isinstance(self.model_, LinearModel):
-            return logits
+            return scores
         if self.method_ == "ridge-head":
             # The outputs add up to 1, so that at least one is positive and the largest one stays the largest.
-            positive = logits.clip(min=0)
+            positive = scores.clip(min=0)
         else:
-            positive = np.exp(logits - logits.max(axis=1, keepdims=True))
+            # The largest logit is subtracted so that `exp` does not overflow.
+            positive = np.exp(scores - scores.max(axis=1, keepdims=True))
         return positive / positive.sum(axis=1, keepdims=True)
 
     def _fit_vectors(self, X: np.ndarray, labels: np.ndarray, split: Split, seed: int) -> None:

@@ -152,9 +152,17 @@ def in_python(text: str) -> str:
 
 
 def _format_option(match: re.Match[str]) -> str:
+    """Turn a flag in a message, with the values that follow it, into a Python argument.
+
+    "--lr 0.1" becomes "lr=0.1", "--seeds 0 1" becomes "seeds=[0, 1]", "--data FOLDER" becomes "data=FOLDER".
+
+    Args:
+        match: a match of `_FLAG`: the flag's name without dashes, and the text after it that may be its values.
+    """
     name = match[1].replace("-", "_")
     values = (match[2] or "").split()
     if values and values[0][0].islower():
+        # A word in small letters is a value if the option accepts it, otherwise the sentence goes on with it.
         if values[0] not in _choices(name):
             return name + match[2]
         values = [f'"{values[0]}"']
@@ -183,7 +191,9 @@ def python_errors(call: Callable[P, R]) -> Callable[P, R]:
         try:
             return call(*args, **options)
         except UserError as error:
-            error.args = (in_python(error.in_python()),)
+            # The method fills in placeholders such as {run_dir}; `in_python` replaces flags that the text spells out.
+            text = error.in_python()
+            error.args = (in_python(text),)
             raise
 
     return translated

@@ -248,9 +248,11 @@ class Results:
         return f"<{count} in {self._short_folder}{': ' if texts else ''}{', '.join(texts)}>"
 
     def _repr_html_(self) -> str:
+        """Format the results for a notebook: the table, differences between methods, sentences, and the folder."""
         table = tables.ComparisonTable(self._table.lines, wide=False)
         pieces = [html_table(table.headings, table.cells)] if table.lines else []
-        ceilings = registry.ceilings()
+        ceilings = registry.ceilings()  # names of the methods that train with all labels, which are upper bounds
+        # None if there are fewer than two methods or two seeds to compare.
         if paired := compare_methods(self.summaries, ceilings):
             pieces += [html_table(paired.headings, paired.cells), f"<p>{escape(paired.sentence)}</p>"]
         sentences = [describe_gain(self.summaries, ceilings), *list_remarks(self.summaries, ceilings)]
@@ -315,6 +317,7 @@ class SweepResults(Results):
         return f"<sweep in {self._short_folder}: {count} runs of {len(self.study.sweep.cells)} cells. {write_headline(self.study)}>"
 
     def _repr_html_(self) -> str:
+        """Format the sweep for a notebook: the table of its cells, the headline, its scale, notes, and the folder."""
         sentences = [write_headline(self.study), study.describe_scale(self.study.sweep.scale), *self.study.notes]
         lines = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence)
         return f"{html_table(*self._cells)}{lines}<p><code>{escape(self._short_folder)}</code></p>"

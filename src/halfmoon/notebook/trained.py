@@ -204,7 +204,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     Args:
         path: the folder of a finished run, or a `model.safetensors`.
         device: where it computes.
-        network: my_module:make of a custom network; a file never causes the import of a module.
+        network: "my_module:make" of a custom network, which the caller must name: a file from somebody else never
+            causes the import of a module.
 
     Raises:
         UserError: there is no model, the run is not finished, or the file is damaged or of another version.

@@ -30,10 +30,11 @@ def predict_images(
         folder: the folder of the images.
         paths: N paths relative to the folder.
         progress: receives the number of finished images and N after each batch.
-        stop: ends the loop before the next batch when it returns True.
+        stop: ends the loop before the next batch when it returns True; `bool` with no argument is always False.
 
     Returns:
-        Probabilities and features of the N images. Rows of images that are unreadable or were not reached are NaN.
+        Probabilities and features of the N images. For images that are unreadable or were not reached the
+        probabilities are NaN and the features 0.
     """
     from halfmoon.sites.inference.image_folder import read_batches  # slow, because it imports torch
 
@@ -42,6 +43,7 @@ def predict_images(
     for number, batch in enumerate(read_batches(model, folder, paths), start=1):
         if stop():
             break
+        # `rows` are the positions in `paths` of the images of the batch that could be read.
         if len(batch.rows):
             logits, vectors = model.represent(batch.images)
             # The number of features is known only after the first batch.

@@ -91,6 +91,9 @@ def encode_for_browser(
 ) -> BrowserImage:
     """Decode an image file and encode it for a browser.
 
+    A full deep image (more than 8 bits for each gray, such as from a scanner) is sent with all its bits and a window:
+    the values that the browser shows as black and white. All other images are sent with 8 bits.
+
     Args:
         path: the file.
         name: its name in error messages.
@@ -112,7 +115,7 @@ def encode_for_browser(
         pixels = read_values(image)
         stored_window = (
             window_in_stored_values(image, window)
-            or image.info.get("extremes")
+            or image.info.get("extremes")  # the window that `_load_reduced` computed before it reduced the image
             or estimate_window([pixels], pixels.size)
         )
         if not small:
@@ -126,10 +129,17 @@ def encode_for_browser(
 
 
 def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float] | None = None) -> Image.Image:
-    """Load the pixels of an opened image, reduced by a whole factor if it is much larger than `max_side`.
+    """Load the pixels of an opened image, reduced by an integer factor if it is much larger than `max_side`.
 
-    A reduced image has no alpha channel. A reduced deep image has the window of all its pixels in `info["extremes"]`.
+    A reduced image has no alpha channel. A reduced deep image (more than 8 bits for each gray) has the window of all
+    its pixels, the values of black and white, in `info["extremes"]`.
+
+    Args:
+        image: the image.
+        max_side: the longer side in pixels; images are never reduced below it, but may remain larger.
+        window: the values of black and white that the user has chosen; None for those of the file.
     """
+    # JPEG files are decoded at a reduced size, which saves time and memory; other formats ignore this.
     image.draft(None, (max_side, max_side))
     image = select_values(load_pixels(image), window)
     if is_deep(image) and max(image.size) > max_side:

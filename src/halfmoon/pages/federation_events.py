@@ -48,14 +48,19 @@ def last_event_time(folder: Path) -> float | None:
 
 
 def describe_wait(folder: Path) -> str:
-    """Describe for whom a federation waits and since when, as of its latest events; "" if it does not wait."""
+    """Describe for whom a federation waits and since when, as of its latest events; "" if it does not wait.
+
+    A waiting server repeats an event of `WAITING_EVENTS` with the fields "whom", such as "sites", and "detail". So the
+    wait began with the first of the equal events at the end of the log, and its latest detail is the valid one.
+    """
     since = ""
     whom = ""
     detail = ""
     for event in reversed(read_events(folder)):
-        if event.name in WAITING_EVENTS and str(event.fields.get("whom")) == (whom or str(event.fields.get("whom"))):
+        event_whom = str(event.fields.get("whom"))
+        if event.name in WAITING_EVENTS and whom in ("", event_whom):
             since = event.time
-            whom = str(event.fields.get("whom"))
+            whom = event_whom
             detail = detail or str(event.fields.get("detail", ""))
         # A site may come or go without an end of the wait.
         elif event.name in WAITING_EVENTS or event.name not in STATES:
@@ -64,7 +69,10 @@ def describe_wait(folder: Path) -> str:
 
 
 def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
-    """Build the view of a server's run folder.
+    """Build the view of a server's run folder, from the events that the server writes.
+
+    "round_finished" has the fields "round", "cohort" (names of the sites in it) and "left_out" (reason by site). The
+    events in `STATES` have the field "site" and set its state; "site_joined" also has the numbers of its images.
 
     Args:
         folder: any folder.
@@ -86,11 +94,13 @@ def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dic
     for event in events:
         if event.name == "round_finished":
             members = event.fields.get("cohort")
+            # Events of earlier versions have no cohort; metrics.jsonl has it as numbers of sites.
             if not isinstance(members, list):
                 members = [names[k] for k in cohorts.get(event.fields.get("round"), ()) if k < len(names)]
             for name, site in sites.items():
                 if name in members:
                     site["contact"] = event.time
+                # An outlier is left out of the aggregation of one round only.
                 if name in members or site["state"] == "left out":
                     site["state"] = "connected"
             for name, reason in (event.fields.get("left_out") or {}).items():
@@ -189,7 +199,13 @@ def site_view(folder: Path) -> dict[str, Any] | None:
 
 
 def describe_participation(view: dict[str, Any]) -> str:
-    """Describe the participation of a site in one line, for its people."""
+    """Describe the participation of a site in one line, for its people.
+
+    Args:
+        view: the keys that `site_view` sets: "federation", its name, "" before the site has joined one; "asked",
+            whether the site is invited and its consent is missing; "round" of "rounds"; "helped", the number of rounds
+            with this site; "over"; "right", the accuracy on the site's test images in percent, None if unknown.
+    """
     if view["asked"]:
         return f"You are asked to take part in {view['federation']}; no training has been done yet."
     if not view["federation"]:

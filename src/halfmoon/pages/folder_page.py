@@ -120,9 +120,13 @@ class FolderPage:
         return Response(image.data, media_type=image.media_type, headers=headers)
 
     def post_label(self, request: Request) -> dict[str, Any]:
-        """Write the label of an image.
+        """Write the label of an image to the site's labels file, and describe all labels for the page.
 
-        If the labels are names of class folders, the first label creates a labels file with all of them.
+        Until there is this file, labels may be the names of class folders; the first label then writes all of them.
+
+        Args:
+            request: JSON with "row" (number of the image), "label" (class name), "seen" (the label that the page
+                showed, so that another person's label is not overwritten) and "since" (version that the page has).
         """
         message = parse_body(request)
         self.store.set_label(

@@ -184,8 +184,10 @@ class FollowedRun:
             now: the time in seconds since 1970.
 
         Returns:
-            The state, and the seconds since the last change.
+            The state, and the seconds since the last change. "waiting" is a run before its first round, or a federation
+            that waits for sites. "stopped" is one that neither finished nor wrote for longer than it should.
         """
+        # Both files get a line after each round; a stamp has the time of the last change in nanoseconds, 0 for none.
         last = max(self.metrics.stamp[1], self.timings.stamp[1])
         if not last:
             try:
@@ -196,6 +198,7 @@ class FollowedRun:
         if self.summary is not None:
             return "finished", age
         # Rounds may be long, and nothing is written within them.
+        # So a run may be silent for ten times its longest recent round.
         max_age = max(STOPPED_SECONDS, 10 * max(self._recent_seconds(), default=0.0))
         event_time = federation_events.last_event_time(self.path)
         wait = federation_events.describe_wait(self.path)
@@ -206,7 +209,8 @@ class FollowedRun:
             timeout = float(value) if isinstance(value, int | float) else DEFAULT_ROUND_TIMEOUT_SECONDS
             # A server that waits for sites repeats this event every 30 s. One that waits for replies is silent.
             max_age = STOPPED_SECONDS if wait.startswith("waiting for sites") else max(max_age, timeout)
-        # None if the system cannot tell. A free lock means that the run has ended, but it may just be starting.
+        # A run holds the lock while it trains. A free lock (False) means that the run has ended, unless it is just
+        # starting. None if the system cannot tell; then only a long silence shows the end.
         is_locked = locks.is_held(self.path / LOCK)
         if not is_locked and age > (max_age if is_locked is None else STOPPED_SECONDS):
             return "stopped", age

@@ -133,20 +133,23 @@ class LabelPage(FolderPage):
     def __init__(
         self, site: SiteFolder, classes: Sequence[str], prediction: BackgroundPrediction | None, options: LabelOptions
     ) -> None:
-        """Open the labels of a site.
+        """Open the labels of a site; no training starts.
 
         Args:
             site: the site's folder.
             classes: the classes to choose from if the site has none.
             prediction: the prediction of a model that the user gave, None without.
-            options: the options of the page.
+            options: the options of the page. Its `reader` is a second reader, who labels in a separate file the images
+                that are labeled already, without seeing their labels; None for the first reader.
         """
         labels_file = LABELS_FILE if options.reader is None else reader_labels_file(options.reader)
         super().__init__(site, site.classes or classes, prediction, options.window, labels_file)
-        # A second reader labels only images that the first one has labeled.
+        # bool (N,): the only images that a second reader labels; all False for the first one.
         self._to_relabel = (site.labels >= 0) & (options.reader is not None)
         self.options = options
         self._lock = threading.Lock()
+        # The last computed order of images and what it was computed for: (number of labels // REORDER_AFTER_LABELS, id
+        # of the predictions, name of the order).
         self._order: tuple[tuple[int, int, str], np.ndarray] | None = None
         self.training = BackgroundTraining(site.folder, site.paths, labels_file)
 

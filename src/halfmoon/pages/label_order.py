@@ -180,7 +180,21 @@ def sort_by_similarity(predictions: Predictions, row: int) -> np.ndarray:
 
 
 def _pick_greedily(predictions: Predictions, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """Pick `count` images one by one; return their positions in `rows`, int64 (count,)."""
+    """Pick the images to label next, one by one, so that classes are balanced and similar images are not repeated.
+
+    Each pick is of the predicted class with the fewest labels and picks so far, and has the largest product of
+    uncertainty and squared distance to all labeled or picked images in the space of features.
+
+    Args:
+        predictions: predictions and features of all images.
+        labels: int64 (N,), -1 for none.
+        rows: the images to choose from, all with a prediction.
+        count: the number of picks, at most that of `rows`.
+
+    Returns:
+        Positions in `rows` in the order of the picks, int64 (count,).
+    """
+    # `mask` selects the images with a prediction.
     all_points = standardize(predictions.features, predictions.mask)
     points = all_points[rows]
     predicted = predictions.predicted[rows]

@@ -44,7 +44,7 @@ class LabelStore:
     """
 
     def __init__(self, site: SiteFolder, classes: Sequence[str], labels_file: str = LABELS_FILE) -> None:
-        """Open the labels of a site.
+        """Open the labels of a site, which are kept in memory and read again when a file has changed.
 
         Args:
             site: the site's folder.
@@ -60,8 +60,8 @@ class LabelStore:
         self.paths = site.paths
         self.classes = list(dict.fromkeys([*classes, *site.classes]))
         self.labels = np.full(len(site), UNLABELED, np.int64)
-        self.undecided = np.zeros(len(site), bool)
-        self.version = 0
+        self.undecided = np.zeros(len(site), bool)  # images that a person marked as not sure
+        self.version = 0  # grows with every change, so that a page can ask for the changes since its last request
         self.written_count = 0
         self._changes: list[tuple[int, int]] = []  # (version, row)
         self._rows = {normalize_path(path): row for row, path in enumerate(site.paths)}
@@ -71,6 +71,7 @@ class LabelStore:
         # Labels from class folders count only while there is no labels file. Therefore the first label that a person
         # gives writes all of them.
         is_first_reader = labels_file == LABELS_FILE
+        # An empty stamp means that there is no labels file.
         self.labels_from_folders = is_first_reader and not file_stamp(self.folder) and bool((site.labels >= 0).any())
         if self.labels_from_folders:
             # The last entry maps the index -1 to "no label".
@@ -92,7 +93,15 @@ class LabelStore:
                 self._stamps[name] = stamp
 
     def _apply_entries(self, entries: dict[str, str], name: str) -> None:
-        """Replace the labels, or the undecided images, by the entries of their file, and record the changed rows."""
+        """Replace the labels, or the undecided images, by the entries of their file, and record the changed rows.
+
+        The file lists all of them: an image without an entry has no label any more.
+
+        Args:
+            entries: the text of each image, by path. In the labels file it is a class name; classes that are not known
+                yet are appended. In the file of undecided images only the path counts.
+            name: the name of the file.
+        """
         is_labels_file = name == self.labels_file
         numbers = {normalize_text(class_name): number for number, class_name in enumerate(self.classes)}
         new = np.full(len(self.paths), UNLABELED, np.int64)
@@ -200,7 +209,12 @@ class LabelStore:
         return np.flatnonzero(counts * 3 < counts.mean()).tolist()
 
     def describe(self, since: int) -> dict[str, Any]:
-        """Describe the labels for a page, with the changes after the version `since`."""
+        """Describe the labels as JSON for a page, with the changes after the version `since`.
+
+        Returns:
+            "changes": [row, label, undecided] of changed images; "counts": labels by class; "starved": classes with far
+            fewer labels than others; "labeled", "unsure" (undecided and without a label) and "total" count images.
+        """
         self.refresh()
         with self._lock:
             return {

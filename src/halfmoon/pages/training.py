@@ -78,12 +78,12 @@ class BackgroundTraining:
     """
 
     def __init__(self, folder: Path, paths: Sequence[str], labels_file: str) -> None:
-        """Read the results of earlier trainings; no training starts.
+        """Read the results of earlier trainings from a file of JSON lines; no training starts.
 
         Args:
             folder: the folder of the images.
             paths: paths of the images relative to the folder.
-            labels_file: name of the labels file. Each one has separate results.
+            labels_file: name of the labels file. Each reader has one, with separate results.
         """
         self.folder = folder
         self.paths = paths
@@ -94,11 +94,11 @@ class BackgroundTraining:
         self._results_file = folder / STATE_FOLDER / f"trainings-{Path(labels_file).stem}.jsonl"
         self.points = atomic_io.read_rows(self._results_file)
         self._lock = threading.Lock()
-        self._process: Any = None
+        self._process: Any = None  # starts with the first training, and remains for the next ones
         self._pipe: Any = None
         self._step_start = 0.0
-        self._step_end = 0.0  # estimated
-        self._has_point = True
+        self._step_end = 0.0  # estimated, on the clock of `time.monotonic`
+        self._has_point = True  # False if the last training had too few labels to estimate the accuracy
 
     def begin(self, labels: np.ndarray, classes: Sequence[str], mask: np.ndarray) -> None:
         """Start a training in the background.
@@ -141,7 +141,11 @@ class BackgroundTraining:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self) -> None:
-        """Receive the replies of the process until the training has ended or the process was killed."""
+        """Receive the replies of the process until the training has ended or the process was killed.
+
+        The process sends tuples of progress, then `Predictions`, and at the end an error message, or the estimated
+        accuracy as a dictionary, which is empty with too few labels. The estimates are the points of a learning curve.
+        """
         outcome: Any = "The training was ended before it was done: train again."
         with suppress(EOFError, OSError):
             while not isinstance(reply := self._pipe.recv(), (str, dict)):
@@ -175,7 +179,11 @@ class BackgroundTraining:
 
     @property
     def summary(self) -> str:
-        """Sentence about the progress of the running training, or the result of the last one."""
+        """Sentence about the progress of the running training, or the result of the last one.
+
+        The accuracy in percent with its interval ("low" to "high") is estimated on "judged" of the "labels". These are
+        the "random" ones, which were drawn at random, or all if too few were.
+        """
         if (progress := self.progress) is not None:
             step, count, total = progress
             if not total:
@@ -190,7 +198,8 @@ class BackgroundTraining:
         point = self.points[-1]
         interval = f"95 %: {point['low']:.0f} to {point['high']:.0f}"
         accuracy = f"{point['labels']:,} labels: {point['accuracy']:.0f} % right ({interval})"
-        if point["judged"] == point["labels"] > point["random"]:
+        judged_on_all = point["judged"] == point["labels"] > point["random"]
+        if judged_on_all:
             return (
                 f"{accuracy}, on all labels because few were drawn at random; the others are harder than average. "
                 f"{point['advice']}"

@@ -52,7 +52,10 @@ class WatchPage:
         self._floors: set[str] = set()
 
     def load_methods(self) -> None:
-        """Load the titles of the methods, and which are upper and lower bounds. Slow, because it imports torch."""
+        """Load the titles of the methods, and which are upper and lower bounds. Slow, because it imports torch.
+
+        A page that only shows run folders works without torch; it then shows the titles that runs recorded.
+        """
         try:
             from halfmoon.methods import registry
         except ImportError:
@@ -64,16 +67,22 @@ class WatchPage:
         self._titles = titles
 
     def get_data(self, request: Request) -> dict[str, Any]:
-        """Build the response with the state of all runs.
+        """Build the JSON of the state of all runs, which the page asks for again and again.
 
         Curves and rows are sent only for runs that the page does not have in their latest version, as listed in
         ?have=NUMBER:VERSION,...
+
+        Returns:
+            "runs"; "planned": number of planned runs of a sweep or comparison; "left_out": number of runs that are too
+            many to follow; "alarms": upper bounds with a lower accuracy than lower bounds; "federation" and "site": the
+            views of a server's and of a site's folder, None for others.
         """
         have = dict(item.rsplit(":", 1) for item in request.query_params.get("have", "").split(",") if ":" in item)
         with self._lock:
             self.follower.update()
             runs = list(self.follower.runs.values())
             now = time.time()
+            # Runs of the same method and options have the same name, and so the same line style ("look").
             variants = name_variants(runs)
             names = list(dict.fromkeys(variants))
             styles = dict(zip(names, line_styles(names), strict=True))

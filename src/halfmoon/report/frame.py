@@ -130,7 +130,8 @@ def cells_frame(study: Study) -> Any:
 
     Returns:
         The columns are "row" and "column" as in `metrics_frame`, "rounds", "sent" (MB in both directions), "costs"
-        (whether any is known), the axes as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are in percent; None is unknown.
+        (whether any is known), the axes as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are in percent; None is
+        unknown.
     """
     names = ["row", "column", "rounds", "sent", "costs"]
     names += [*(f"axis:{axis.name}" for axis in study.sweep.axes), *VALUE_COLUMNS]
@@ -229,8 +230,8 @@ def format_csv(studies: Sequence[Study]) -> str:
     """Format the cells of all studies as CSV, a line for each run, with unrounded numbers; unknown fields are empty.
 
     The columns are those of the study, its axes (such as the method or the data set), and the values of the run. An
-    axis with the name of another column gets the prefix `axis_`. Texts that a spreadsheet would read as a formula get an
-    apostrophe.
+    axis with the name of another column gets the prefix `axis_`. Texts that a spreadsheet would read as a formula get
+    an apostrophe.
     """
     axes = list(dict.fromkeys(axis.name for study in studies for axis in study.sweep.axes))
     # `cells_frame` prefixes its axes; the names of the file's columns have a prefix only if they would clash.

@@ -138,8 +138,8 @@ def _describe_column(study: Study, rows: Sequence[FinalAccuracy]) -> str:
 def _describe_gain(ranking: Sequence[FinalAccuracy]) -> str:
     """Describe the gain of the best row relative to the gain of all labels; "" if one of the rows is missing.
 
-    Gains are relative to the control if it was run, otherwise to labels only. Both train on the labeled images only; the
-    control has the unlabeled images in its batch normalization. The upper bound, or ceiling, has all labels.
+    Gains are relative to the control if it was run, otherwise to labels only. Both train on the labeled images only;
+    the control has the unlabeled images in its batch normalization. The upper bound, or ceiling, has all labels.
 
     Args:
         ranking: the rows of a table, the most accurate first.

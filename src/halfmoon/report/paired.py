@@ -160,8 +160,8 @@ class DifferenceTable:
     def sentence(self) -> str:
         """Explanation of the table: the control's gain, the kind of intervals, and whether there are enough seeds.
 
-        The control trains on labeled images only, and has unlabeled images in its batch normalization. If it was run, it
-        is the base of the table, and `self.control` is its difference to the method with labels only.
+        The control trains on labeled images only, and has unlabeled images in its batch normalization. If it was run,
+        it is the base of the table, and `self.control` is its difference to the method with labels only.
         """
         sentences = []
         if self.control is not None:
