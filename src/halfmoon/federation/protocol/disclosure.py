@@ -206,9 +206,8 @@ class Disclosure:
             f"A site takes part only with {self.min_class_images} labeled images or more of each class that it "
             f"has{unlabeled}."
         )
-        sends_sums = any(
-            tensor.path.startswith("sums/") for tensor in self.tensors
-        )  # of features by class, with counts
+        # Sums of features by class, with the numbers of images in them.
+        sends_sums = any(tensor.path.startswith("sums/") for tensor in self.tensors)
         if sends_sums:
             line += " The server checks each site's sums against its counts."
         return [line]
@@ -288,7 +287,7 @@ def check_class_counts(class_counts: Sequence[int], unlabeled: int, requirements
     Raises:
         UserError: a sum or a mean is of too few images.
     """
-    # Secure aggregation computes sums over sites. A method that needs each site's mean cannot be run with it.
+    # Secure aggregation computes sums over sites. A method that needs single uploads cannot be run with it.
     can_be_secure = requirements.aggregation == "sum"
     secure_advice = ", or have the federation use secure_aggregation" if can_be_secure else ""
     advice = (

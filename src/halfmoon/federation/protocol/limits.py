@@ -69,8 +69,8 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
     """Check that terms do not demand more of a site than any federation needs.
 
     Terms are the configuration that a server sends and the sites agree to. The server may be hostile. So all option
-    are checked before anything is computed from them, and the network's parameters are counted without allocating the
-    network.
+    values are checked before anything is computed from them, and the network's parameters are counted without
+    allocating the network.
 
     Args:
         config: the options of the terms.
@@ -104,7 +104,7 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
             raise UserError(_describe_large_step(f"{name} is {batch_size:,}", image_spec.image))
     network_parameters, _ = count_trained_and_frozen(config, image_spec)
     # The method FedDure trains a second network, the regulator, with one hidden layer. Each hidden unit has a weight
-    # for each class probability, a bias, and a weight of the output. Other methods have no option `hidden`.
+    # for each logit of the main network, a bias, and a weight of the output. Other methods have no option `hidden`.
     regulator_parameters = (class_count + 2) * options.get("hidden", 0)
     parameters = network_parameters + regulator_parameters
     if parameters > MAX_PARAMETERS:

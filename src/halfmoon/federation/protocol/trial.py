@@ -69,9 +69,8 @@ class TrialFederation:
         self.size = self.clients
         try:
             server = method.start(task, task.network.init(rng.generator(self.seed, "model")))
-            period = requirements_of(
-                method, task.network.norm
-            ).period  # a method may do something else every few rounds
+            # A method may do something else every few rounds; after a period, all kinds of rounds repeat.
+            period = requirements_of(method, task.network.norm).period
             rounds = list(range(TRIAL_ROUNDS))
             if period > TRIAL_ROUNDS:
                 # The last round of each period differs from the others, so the first three of these are run as well.

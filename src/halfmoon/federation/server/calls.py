@@ -262,12 +262,12 @@ class SiteCalls:
         The site sends it as one masked vector, which has no shapes. So they are computed, by running the client update
         on random images (`inspection.upload_probe`).
 
-        Raises:
-            UserError: there is no probe, or its loss is not finite.
-
         Args:
             context: the client update.
             received: the tree that a site receives. Its structure determines that of the upload.
+
+        Raises:
+            UserError: there is no probe, or its loss is not finite.
         """
         upload_probe = self.inspection.upload_probe
         spec = None if upload_probe is None else upload_probe.find_spec(context, received)

@@ -592,8 +592,7 @@ def describe_request(request: Request, reply: Reply, received_bytes: int, second
 
     Returns:
         Events: an "evaluated" for each set of images, then "trained" with what is sent, or "masks_replied" for a stage
-        of a secure sum in which the site sends shares. The stage before it, with the public keys, is not logged: a line
-        for each sum is enough.
+        of a secure sum in which the site sends shares. The stage in which it only announces public keys is not logged.
     """
     events = _describe_evaluations(request, reply)
     if request.client_update:
