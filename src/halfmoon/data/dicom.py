@@ -348,7 +348,7 @@ def _presentation_values(
     """Compute the grays of a file that maps its values by a sigmoid or a table, not a linear window (PS3.3 C.11.2).
 
     Args:
-        file: the header of the whole file.
+        file: the header of the file.
         headers: the data sets that may have attributes of the frame; the first one with an attribute counts.
         pixels: the stored values (H, W).
         slope: slope of value = slope * pixel + intercept.
@@ -393,7 +393,7 @@ def _first_table(file: Any, headers: Sequence[Any], name: str, signed: bool) -> 
     """Read the lookup table (LUT) of the first data set that has one; None if there is none (PS3.3 C.11.1.1).
 
     Args:
-        file: the header of the whole file.
+        file: the header of the file.
         headers: the data sets that may have the table: those of the frame, and `file`.
         name: keyword of the sequence whose first item is the table, such as "VOILUTSequence".
         signed: whether the mapped values are signed; the table does not tell.

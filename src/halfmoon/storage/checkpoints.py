@@ -151,8 +151,7 @@ class Checkpoints:
                 f"{CLIENTS}/{name} was damaged and has been restored from its copy." for name in clients.repaired
             ]
             return LoadedCheckpoint(round, state, note["meta"], warnings + _version_warning(note), clients)
-        # Damage, unless the only checkpoint has no JSON file: that file is written last, so a first save was
-        # interrupted.
+        # Without a JSON file, which is written last, a single checkpoint is an interrupted first save and no damage.
         if len(rounds) > 1 or (rounds and (self.path / f"{checkpoint_stem(rounds[0])}.json").exists()):
             reasons = "; ".join(f"{checkpoint_stem(bad)}: {why}" for bad, why in problems)
             raise UserError(

@@ -79,7 +79,7 @@ def parse_checked_lines(data: bytes) -> dict[str, Any]:
         checksum = content.pop(KEY, None)
     except (ValueError, AttributeError, TypeError) as error:
         raise ChecksumError("it is unreadable") from error
-    # Compare bytes of the whole text rather than values: a changed blank would parse to the same values.
+    # Compare bytes rather than values, as in `parse_checked`: a changed blank would parse to the same values.
     if checksum is not None and format_checked_lines(content) != data:
         raise ChecksumError("its checksum differs")
     return content

@@ -163,7 +163,8 @@ def remove_unreferenced(contents: StoreContents, version: int) -> StoreContents:
     A commit of a checkpoint has the checkpoint's round as its version.
 
     Args:
-        contents: the contents to restore; the manifest, a log of files, is truncated to their commit.
+        contents: the contents to restore, from `verify`; the manifest (the log of files) is truncated to their commit,
+            because a killed process may have appended lines.
         version: the oldest commit that must stay readable.
 
     Returns:

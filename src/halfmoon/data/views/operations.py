@@ -101,8 +101,8 @@ def _apply_sorted_(
     # direction and level as one number.
     variant = negative * pool.levels + level
     if geometric.start < geometric.stop:
-        variants = 2 * pool.levels
-        map_number = operation[geometric] * variants + variant[geometric]
+        variant_count = 2 * pool.levels
+        map_number = operation[geometric] * variant_count + variant[geometric]
         images[geometric] = _apply_geometric(images[geometric], map_number, first, pool)
     if tonal.start < tonal.stop:
         direction = negative[tonal].astype(np.int64)
