@@ -154,8 +154,8 @@ def read_unlabeled(
 ) -> tuple[np.ndarray, bool]:
     """Convert images without labels: an array, a list, or one image; labels of a labeled type are ignored.
 
-    A pair, a tuple of length 2, is (images, labels), as are data sets of PyTorch and of Hugging Face. An array with two
-    axes, or with three of which the last one can be channels or the first one is, is one image.
+    A tuple of length 2 is (images, labels). An array is one image if it has two axes, or three of which the last one
+    can be channels or the first one has the length `channels`.
 
     Args:
         images: a batch or list of images, one image, or a type of `convert_images`.
