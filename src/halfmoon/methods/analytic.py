@@ -413,8 +413,8 @@ class MixtureHead(RidgeHead):
         basis = principal_directions(all_moments["second"], self.directions)
         unlabeled_hh = sums["hh"] - sums["label_hh"]
         moments = {
-            **all_moments,
-            "basis": basis,
+            **all_moments,  # of all images
+            "basis": basis,  # their principal directions, as columns
             "scatter": basis.T @ unlabeled_hh @ basis,  # of the unlabeled images
             "label_scatter": basis.T @ sums["label_hh"] @ basis,
             "label_sums": sums["label_hy"].T @ basis,
@@ -442,8 +442,8 @@ class MixtureHead(RidgeHead):
             return server  # no client has an unlabeled image
         counts = moments["label_counts"]
         basis = moments["basis"]
-        # Weight of each labeled image, so that all of them together have `trust` / (1 - `trust`) times the weight of
-        # all unlabeled ones.
+        # `trust` is the share of labels, in the mixture's fit and in the mix of both heads: half at `even_labels` labels a
+        # class. All labeled images together weigh `trust` / (1 - `trust`) times as much as all unlabeled ones.
         trust = counts.mean() / (counts.mean() + self.even_labels)
         label_weight = trust / (1 - trust) * moments["unlabeled"] / counts.sum()
         mass = r + label_weight * counts
@@ -461,7 +461,7 @@ class MixtureHead(RidgeHead):
         mixture = unit_spread(mixture, moments)
         combined = tree.map(lambda a, b: trust * a + (1 - trust) * b, server["ridge"], mixture)
         combined = unit_spread(combined, moments)
-        # The sharpness grows linearly from the first to the last step.
+        # The logits' spread ("sharpness") grows linearly from the first to the last step: soft labels become harder.
         share = min(step + 1, self.em_rounds - 1) / max(self.em_rounds - 1, 1)
         sharpness = SHARPNESS[0] + (SHARPNESS[1] - SHARPNESS[0]) * share
         # Soft labels that are too frequent for a class lower its bias in the next round: a running mean of logarithms.

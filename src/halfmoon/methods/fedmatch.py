@@ -184,6 +184,7 @@ class FedMatch:
             per_client = self._nearest_helpers(broadcast["psi"], federation)
         upload = federation.query("train", broadcast, per_client)
         if self.helpers:
+            # For `_nearest_helpers` in later rounds.
             for index, client in enumerate(to_ints(federation.responders)):
                 federation.state_store.put(f"psi-{client}", tree.index(upload.update["psi"], index))
                 federation.state_store.put(f"embedding-{client}", {"vector": upload.aux["embedding"][index]})

@@ -251,6 +251,7 @@ class SemiFedClient(ClientUpdate):
                 target = network.predict(params, carry["stats"], view).detach()
         stored = carry["labels"][batch.u_rows]
         is_accepted = padding.mask((stored != NO_LABEL).to(plain.dtype), batch.u_real)
+        # Images without a label, which learn from consistency.
         is_open = padding.mask(1 - is_accepted, batch.u_real)
         # Sum over the labeled images, without padding and with class weights if there are any.
         # The product with 0 keeps the loss a function of the parameters, so that it has a gradient.

@@ -29,7 +29,6 @@ class Chain(Network):
 
         FedMatch's networks have neither normalizations nor biases.
 
-
         Args:
             generator: draws the weights of the convolutions in their order, then those of the head.
 

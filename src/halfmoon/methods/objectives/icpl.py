@@ -190,5 +190,6 @@ class ICPL(ReceivedModelObjective):
         is_negative = without_common_class & (similarity > MIN_NEGATIVE_SIMILARITY)
         is_negative = is_negative if mask is None else is_negative & mask
         negatives = torch.where(is_negative, similarity, -torch.inf)
+        # Cross-entropy of the positive among itself and the negatives.
         losses = torch.cat([positive, negatives], -1).logsumexp(-1, keepdim=True) - positive
         return padding.mean(losses, None if mask is None else mask[labeled:])
