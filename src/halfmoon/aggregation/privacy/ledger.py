@@ -97,7 +97,7 @@ class Ledger:
         self.releases.append(release)
 
     def check(self, rounds: int) -> None:
-        """Check that each completed round has a line in this ledger: a round without one would have no price.
+        """Check that each completed round has a line in this ledger: epsilon would not count a round without one.
 
         The hash chain reveals lines that were changed or removed, except at the end of the file.
 
