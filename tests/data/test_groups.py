@@ -74,5 +74,5 @@ def test_the_column_of_labels_csv_says_whose_an_image_is(tmp_path: Path, capsys:
     assert "of 4 patients or groups" in contents.sentence
     assert (
         "labels",
-        "all 4; judged by 3 x 5-fold cross-validation; no patient or group is on both sides",
+        "all 4; judged by 1 x 5-fold cross-validation; no patient or group is on both sides",
     ) in make_plan({"network": "small"}, contents).reasons
