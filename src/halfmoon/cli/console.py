@@ -151,7 +151,7 @@ class NullProgress:
         return next(progress for progress in reversed(self.runs) if progress.folder == run.folder)
 
     def total_seconds_left(self) -> float | None:
-        """Estimate the seconds until all `rows` and the work after them are finished.
+        """Estimate the seconds until all methods, `rows` of them, and the work after them are finished.
 
         Methods that have not started get the mean time of the others, and run as many at once as run now.
 
@@ -163,14 +163,14 @@ class NullProgress:
         known_seconds = [seconds for seconds in running if seconds is not None]
         if len(known_seconds) < len(running) or not self.runs:
             return None
-        # `took` is None for a running method: its total is the elapsed and the remaining time.
+        # `took`, the seconds of a method, is None while it runs: its total is then the elapsed and the remaining time.
         totals = []
         for progress in self.runs:
             elapsed = now - progress.start_time
             totals.append(progress.took or elapsed + (progress.seconds_left(now) or 0))
-        waiting_runs = max(0, self.rows - len(self.runs))
+        waiting_runs = max(0, self.rows - len(self.runs))  # `rows` is 0 if the number of methods is not known
         waiting_seconds = waiting_runs * sum(totals) / len(totals)
-        # The running methods end in parallel, so the slowest counts; the waiting ones share the places that become free.
+        # The running methods end in parallel, so the slowest counts. The waiting ones then run as many at once.
         running_seconds = max(known_seconds, default=0)
         parallel_runs = max(1, len(known_seconds))
         return running_seconds + waiting_seconds / parallel_runs + self.seconds_after_runs
@@ -273,10 +273,13 @@ class LiveProgress(NullProgress):
 
 
 def choose_cells(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], int]:
-    """Choose the cells of a live row that fit on a terminal, most important first.
+    """Choose which cells of the live rows, one for each method, fit on a terminal, most important first.
+
+    A column has the width of its longest text or of its heading, the name of the cell. A cell that does not fit is left
+    out, and a narrower one of less importance may still be shown.
 
     Args:
-        cells: the texts of every row by name of the cell.
+        cells: for each row the texts of its cells by name; all rows have the same names.
         width: columns of the terminal.
 
     Returns:
@@ -349,10 +352,10 @@ def print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence
         console: the console to print on.
         header: the headings of the columns.
         rows: the cells of each row, one for each heading.
-        wrap: print rules on a narrow terminal too, and wrap the text of all columns but the first.
+        wrap: print lines on a narrow terminal too, and wrap the text of all columns but the first.
     """
     is_number = [all(_is_number(row[column]) for row in rows) for column in range(len(header))]
-    widths = []
+    widths = []  # the least width of each column
     for column, heading in enumerate(header):
         # A heading may wrap between its words, but a number has to fit on one line.
         texts = heading.split()
@@ -360,8 +363,8 @@ def print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence
             texts += [row[column] for row in rows]
         widths.append(max(map(len, texts), default=1))
     # Rich puts one column of padding on both sides of a cell.
-    narrow = sum(widths) + 2 * len(widths) > console.width
-    if not console.is_terminal or (narrow and not wrap):
+    is_too_wide = sum(widths) + 2 * len(widths) > console.width
+    if not console.is_terminal or (is_too_wide and not wrap):
         print_line(console, format_plain_table(header, rows, is_number))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)

@@ -75,7 +75,14 @@ SKIPPING_COMMANDS = ("run", "compare", "tune", "data")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and return its exit code.
+
+    Errors of the user and of the machine are printed as one sentence. `--debug` raises them with their traceback, as
+    always happens for a bug.
+
+    Args:
+        argv: the arguments after the program's name; None for those of this process.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     base.replace_unencodable_characters()
     try:
@@ -90,10 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (base.CommandExit, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
+        # Too many images are unreadable, and the user agrees at the terminal to leave them out: run the command again.
         if _is_skip_confirmed(error, arguments):
             return main([*arguments, SKIP_FLAG])
         is_debug = "--debug" in arguments
-        # A CommandExit only carries a message; for debugging, its cause has the traceback.
+        # A command raises CommandExit for a message and an exit code; for debugging, its cause has the traceback.
         if is_debug and isinstance(error, base.CommandExit) and error.__cause__ is not None:
             raise error.__cause__ from None
         message_and_code = _describe_error(error)
@@ -265,7 +273,15 @@ def _add_wide_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run `run`: train a method, or plan and train on a folder of images."""
+    """Run `halfmoon run`: train a method.
+
+    Three other tasks are passed on: `--sites` simulates a federation of site folders, `--data FOLDER` plans a training
+    on a folder of images, and `--explain` prints the options without training.
+
+    Args:
+        args: the parsed command line.
+    """
+    # Three layers of options: flags win over the file of --config, and both over the recipe below.
     file_options, flags, file = base.read_layers(args)
     if args.sites:
         return _rehearse_sites(args, file_options, flags, file)
@@ -289,6 +305,7 @@ def _run(args: argparse.Namespace) -> int:
         }
         return _print_explanation(args, config, layers)
     requested = {**file_options, **flags_and_recipe}
+    # The method "recommended" was resolved to the one for the location of the labels: print which.
     if requested.get("method") == preset.RECOMMENDED:
         print(f"recommended method with labels at {config.labels_at}: {config.method}", file=sys.stderr)
     _print_notes(config, requested)
@@ -359,12 +376,15 @@ def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool
 def _print_notes(config: Config, requested: Mapping[str, Any]) -> None:
     """Print warnings about a centralized method, and about values of a protocol that other options replace.
 
+    A protocol is a named set of option values, such as those of a paper's experiments.
+
     Args:
         config: the configuration of the run.
         requested: the options that the user set.
     """
     from halfmoon.methods import registry
 
+    # A pooled method trains one model on the images of all clients, for comparison.
     if registry.entry(config.method).pooled:
         federated = f"fedavg-{config.method}"
         hint = f"; {federated} is its federated form" if federated in registry.names() else ""
@@ -376,13 +396,16 @@ def _print_notes(config: Config, requested: Mapping[str, Any]) -> None:
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the default recipe of `halfmoon run` without a method: FedDure with baselines on digits, or for few labels.
+    """Add options to those of `halfmoon run` without a method and a file, so that it trains something useful.
+
+    The digits get the options of `MAIN_JOB`, chosen for them: FedDure, the default method, with baselines. Other data
+    get baselines and the protocol for few labels. A protocol or preset of the user gets the baselines only.
 
     Args:
-        flags: the options of the command line, which override the recipe.
+        flags: the options of the command line, which win over those that are added.
 
     Returns:
-        The options of recipe and command line together.
+        All options together.
     """
     if {"protocol", "preset"} & flags.keys():
         return {"baselines": MAIN_JOB["baselines"], **flags}

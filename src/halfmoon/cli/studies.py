@@ -48,7 +48,14 @@ def _parse_minutes(text: str) -> float:
 
 
 def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
-    """Plan the training on `--data FOLDER`; None if the options already set what to train.
+    """Plan the training of `halfmoon run --data FOLDER`: which methods, at which size, within `--minutes`.
+
+    Args:
+        args: the parsed command line.
+        flags: the options of a run among its flags, by name.
+
+    Returns:
+        The plan; None if the options already set what to train, or "data" is the name of a data set.
 
     Raises:
         UserError: `--plan` or `--minutes` is given, but there is nothing to plan.
@@ -64,6 +71,7 @@ def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None
         from halfmoon.data.sources import refuse_without_data
         from halfmoon.studies.plan import EXPLICIT_OPTIONS
 
+        # Nothing explicit is set, so the folder itself cannot be planned: explain which folders can.
         if args.config is None and folder.is_dir() and not EXPLICIT_OPTIONS & flags.keys():
             refuse_without_data(folder)
             raise UserError(
@@ -100,13 +108,14 @@ def print_plan(plan: Plan, as_json: bool) -> None:
 
 
 def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool) -> None:
-    """Print the decision about unlabeled images, and the model to use.
+    """Print the decision whether unlabeled images help, with the accuracies it rests on, and the model to use.
 
     Args:
         plan: the plan that was run.
-        result: its results.
+        result: its results. A site's folder has no `outcome`, the table of results on test images; the decision is None
+            where there was too little to compare.
         root: the run folder.
-        as_json: print JSON, unless the table of a run, which contains the decision, has already been printed as JSON.
+        as_json: print JSON. With an `outcome` nothing is printed: its table, with the decision, was printed before.
     """
     decision = result.decision
     if as_json:
@@ -123,7 +132,7 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
         return
     _print_accuracies(plan, decision)
     print_text(decision.sentence)
-    if decision.by_labels is not None:
+    if decision.by_labels is not None:  # the decision also uses the gains on other image sets
         mean, low, high, _ = decision.by_labels
         print_text(
             f"This rests on {decision.labels:,} labels and on other image sets; by these labels only: {mean:+.1f} points, "
@@ -209,10 +218,16 @@ def rehearsal_config(
 ) -> tuple[Config, list[Path]]:
     """Build the configuration of a rehearsal, and list its site folders.
 
+    A rehearsal (`halfmoon run --sites`) simulates a federation on this machine, with one client for each site's folder.
+
     Args:
         args: the parsed command line.
         requested: the options that the user set; without `--config`, `REHEARSAL_RECIPE` sets others.
         file: the name of the file, for errors.
+
+    Returns:
+        The configuration with its run folder, and the folders. A file with a table [federation] names the sites, so
+        that one folder which contains all of theirs is enough.
     """
     folders = args.sites
     if args.config:
@@ -234,7 +249,14 @@ def rehearsal_config(
 
 
 def print_rehearsal(args: argparse.Namespace, folder: Path, result: Rehearsal) -> None:
-    """Print the table of a rehearsal in `folder`, and the gain of each site."""
+    """Print the results of a rehearsal, in which a federation of site folders was simulated.
+
+    Args:
+        args: the parsed command line; with `--json` the results are printed as JSON.
+        folder: the folder of the runs.
+        result: the accuracy of each model on the same test images: of each site by itself, of all labels in one place,
+            and of federations. And for each site the decision on what it gains; none without a pretrained network.
+    """
     table, gains = result
     if args.json:
         rows = [asdict(row) for row in table]
@@ -255,6 +277,7 @@ def print_rehearsal(args: argparse.Namespace, folder: Path, result: Rehearsal) -
     )
     if gains:
         print_text("With features of a pretrained network, over repeated splits, each site tested on its images:")
+        # `base` and `ours` are accuracies in percent, without and with what the site gains from.
         cells = [[name, f"{gain.base:.1f}", f"{gain.ours:.1f}"] for name, gain in gains.items()]
         print_table(["", "without", "with"], cells)
         for name, gain in gains.items():

@@ -115,14 +115,15 @@ class Decision:
 
     @property
     def sentence(self) -> str:
-        """The decision as a sentence, with its interval."""
+        """The decision as a sentence for the user, with its interval."""
         difference = self.difference
         points = f"{difference.mean:+.1f} points, 95 % {difference.low:+.1f} to {difference.high:+.1f}"
-        if self.base == self.ours == 100:
+        if self.base == self.ours == 100:  # labels only, and the method, are right on every image
             return f"Both are at the ceiling ({points}): no tested image is left that unlabeled images could win."
         if self.kind == "unknown":
             return f"Cannot tell with so few labels ({points}): {self._advise_labels()}."
-        verdict = dict(zip(("help", "harm", "equal"), self.verdicts, strict=True))[self.kind]
+        verdicts_by_kind = dict(zip(("help", "harm", "equal"), self.verdicts, strict=True))
+        verdict = verdicts_by_kind[self.kind]
         return f"{verdict} ({points})."
 
     @property
@@ -207,8 +208,11 @@ def decide_by_evaluations(
         baseline: the evaluation of the baseline on each split.
         test_train_ratio: the ratio of test to training images, as in `difference_interval`.
         tested: the number of different test images of all splits.
-        available: the number of images that could be labeled.
+        available: the number of images that could be labeled, for the advice to label more.
         test_shares: the share of each class among the test images, (classes,).
+
+    Returns:
+        The decision, with the accuracies for two class mixes: an even one, and that of the test images.
     """
 
     def interval(evaluations: Sequence[ModelEvaluation], measure: str) -> Accuracy:
@@ -217,23 +221,27 @@ def decide_by_evaluations(
         mean, low, high, _ = difference_interval(accuracies, [0.0] * len(accuracies), test_train_ratio, tested)
         return Accuracy(mean, max(0.0, low), min(100.0, high))
 
+    # Balanced accuracy is the accuracy where all classes are equally frequent.
     even_shares = np.full(len(test_shares), 1 / len(test_shares))
-    mixes = (
-        ClassMix(
-            EVEN_MIX,
-            tuple(even_shares.tolist()),
-            interval(baseline, "balanced_accuracy"),
-            interval(method, "balanced_accuracy"),
-        ),
-        ClassMix(FOLDER_MIX, tuple(test_shares.tolist()), interval(baseline, "accuracy"), interval(method, "accuracy")),
+    even_mix = ClassMix(
+        name=EVEN_MIX,
+        shares=tuple(even_shares.tolist()),
+        labels_only=interval(baseline, "balanced_accuracy"),
+        with_unlabeled=interval(method, "balanced_accuracy"),
+    )
+    folder_mix = ClassMix(
+        name=FOLDER_MIX,
+        shares=tuple(test_shares.tolist()),
+        labels_only=interval(baseline, "accuracy"),
+        with_unlabeled=interval(method, "accuracy"),
     )
     return decide(
-        [100 * evaluation.balanced_accuracy for evaluation in method],
-        [100 * evaluation.balanced_accuracy for evaluation in baseline],
-        test_train_ratio,
-        tested,
+        method=[100 * evaluation.balanced_accuracy for evaluation in method],
+        baseline=[100 * evaluation.balanced_accuracy for evaluation in baseline],
+        test_train_ratio=test_train_ratio,
+        labels=tested,
         available=available,
-        mixes=mixes,
+        mixes=(even_mix, folder_mix),
     )
 
 

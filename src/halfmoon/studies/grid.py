@@ -146,7 +146,16 @@ def _names_by_axis(recipe: Recipe, values: Sequence[Value]) -> dict[str, str]:
 def _build_cell(
     recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, overrides: Layer
 ) -> RecipeCell:
-    """Build one cell: merge its options, look up its published number, and configure a run for every seed."""
+    """Build one cell of a paper's table: merge its options, look up its published number, and configure its runs.
+
+    Args:
+        recipe: describes the table. Each of its `when` entries has options, and columns of published numbers, for the
+            cells whose names of values are in its selection `at`.
+        values: one value of each axis, which together name the cell.
+        seeds: the seeds, each of which has one run.
+        scale: a scaled-down version of the recipe, with options that win over the recipe's; None for the full experiment.
+        overrides: options that win over all others.
+    """
     at = _names_by_axis(recipe, values)
     conditions = [when for when in recipe.when if matches_axes(when.at, at)]
     # Later layers win, so the order is from the general to the specific. A sweep reports the best round, and therefore
@@ -158,6 +167,7 @@ def _build_cell(
         layers.append(scale.set)
         layers += [when.set for when in scale.when if matches_axes(when.at, at)]
     layers.append(overrides)
+    # The last axis whose value names a measure decides what the table compares in this cell.
     measure = next((value.measure for value in reversed(values) if value.measure), recipe.measure)
     # The papers print test accuracies, so the other measures have no published number.
     has_published = bool(recipe.published) and measure == "test"
@@ -178,9 +188,15 @@ def _build_cell(
 
 
 def _published_columns(recipe: Recipe, at: Mapping[str, str], values: Sequence[Value]) -> dict[str, str]:
-    """Collect the columns that identify the published number of a cell; later sources win.
+    """Collect the columns of published.csv, and their values, that identify the paper's number for a cell.
 
-    The sources are the recipe, the cell's values in the order of the axes, and the conditions that hold in the cell.
+    Later sources win: the recipe, the cell's values in the order of the axes, and the `when` entries of the recipe that
+    hold in the cell. A value without columns of its own is found by its title, in the column with the name of its axis.
+
+    Args:
+        recipe: the recipe.
+        at: the names of the cell's values by axis.
+        values: the cell's values, one for each axis.
     """
     columns = {"paper": recipe.paper, **recipe.published}
     for axis, value in zip(recipe.axes, values, strict=True):

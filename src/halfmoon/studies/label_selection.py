@@ -94,13 +94,19 @@ class FolderFeatures:
 
 
 def folder_features(folder: Path, paths: Sequence[str], report_progress: Progress) -> FolderFeatures:
-    """Compute the features of a folder's images, or load them from the user's cache.
+    """Compute the features of a folder's images by the pretrained network of a plan, or load them from the user's cache.
+
+    Args:
+        folder: the folder that `paths` are in.
+        paths: the images, relative to it.
+        report_progress: receives the number of images that are done, after each batch.
 
     Raises:
         UserError: none of the images is readable.
     """
-    # Features do not depend on labels: two classes are named, because a task has at least two.
-    contents = scan_images(folder, ("a", "b"), [folder / path for path in paths], np.full(len(paths), -1))
+    # Features do not depend on labels: no image has one here, and two classes are named, because a task has at least two.
+    no_labels = np.full(len(paths), -1)
+    contents = scan_images(folder, ("a", "b"), [folder / path for path in paths], no_labels)
     config, _, _ = head_config({}, contents)
     image_spec = _image_spec(contents)
     head, _, normalize = head_task(config, image_spec)
@@ -113,7 +119,8 @@ def folder_features(folder: Path, paths: Sequence[str], report_progress: Progres
         rows = np.arange(first, min(first + BATCH_IMAGES, len(paths)))
         # People label one image at a time: whatever cannot be read is left out of the training, however many.
         preparation = replace(factory.image_preparation(config), skip_unreadable=True)
-        pixels, rows, _ = decode_images(contents, rows, preparation, lambda line: None)
+        # `rows` are then those of the readable images.
+        pixels, rows, _ = decode_images(contents, rows, preparation, report=lambda line: None)
         if pixels:
             images = factory.to_examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
             values.append(load_or_compute_features(head, views, normalize, cache, images).images)
@@ -238,17 +245,25 @@ def head_problem(folder: FolderFeatures, labels: np.ndarray, names: Sequence[str
 
 
 def predict_images(problem: HeadProblem, model: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """Predict a problem's images, and project their features on the principal directions.
+    """Predict a folder's images by a trained head, and project their features on the leading principal directions.
+
+    The labeling page orders images by the predictions, and finds similar images by the projections.
+
+    Args:
+        problem: the features of the images, and the task of the head.
+        model: the trained head, as `HeadProblem.solve` returns it.
 
     Returns:
         Probabilities, float64 (n, classes), and projections, float32 (n, `DIRECTIONS` or fewer).
     """
-    feature_values = problem.data.images[:, 0, 0].float()
+    feature_values = problem.data.images[:, 0, 0].float()  # (n, F): features have one view, of height 1
+    # The head subtracts this mean vector; the projections are those of the vectors that it classifies.
     center = tree.flatten(model["params"])[f"{problem.task.network.head}/center"]
     centered_values = centered(feature_values, center)
     stride = -(-len(centered_values) // SAMPLE_IMAGES)  # rounded up
     sample = centered_values[::stride].double()
-    projections = centered_values @ principal_directions(sample.T @ sample, DIRECTIONS).float()
+    second_moments = sample.T @ sample
+    projections = centered_values @ principal_directions(second_moments, DIRECTIONS).float()
     logits = problem.task.network.predict(model["params"], {}, feature_values)
     return logits.double().softmax(-1).numpy(), projections.numpy()
 

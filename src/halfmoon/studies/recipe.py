@@ -287,7 +287,18 @@ def _parse_whens(entries: Sequence[Any], inherited: int, axis_values: AxisValues
 
 
 def _parse_when(keys: Any, axis_values: AxisValues | None, section: str) -> When:
-    """Parse one `when` entry."""
+    """Parse an entry [[when]] of a recipe's file: it sets options in the cells of a table that match its `at`.
+
+    Args:
+        keys: the entry: `at`, the names of values by axis; `set`, the options; and `published`, the columns and values
+            by which the paper's numbers for these cells are found.
+        axis_values: the names that `at` may have; None to allow any, for an entry of a base file that other recipes
+            extend as well.
+        section: the part of the file, for messages.
+
+    Raises:
+        UserError: For an unknown key, option, column, axis or value.
+    """
     subsection = f"{section}, when"
     check_keys(keys, _WHEN_KEYS, subsection)
     check_layer(keys.get("set", {}), subsection)
@@ -326,7 +337,16 @@ def _parse_axis_selection(keys: Any, axis_values: AxisValues | None, section: st
 
 
 def _parse_scale(name: str, keys: Mapping[str, Any], inherited: int, axis_values: AxisValues, section: str) -> Scale:
-    """Parse one scale, whose first `inherited` `when` entries come from the base file."""
+    """Parse a scale of a recipe's file: options that shorten the experiment, such as fewer rounds or clients.
+
+    Args:
+        name: the name of the scale.
+        keys: its table: `about`, `set` and `when` as in the recipe, and `reading`, how the paper is interpreted where it
+            is ambiguous.
+        inherited: how many of the first `when` entries come from the file that the recipe extends.
+        axis_values: the names of the values of every axis of the recipe.
+        section: the part of the file, for messages.
+    """
     subsection = f"{section}, scale {name}"
     if not keys.get("about"):
         raise UserError(f"{subsection}: about is missing; describe what the scale changes.")

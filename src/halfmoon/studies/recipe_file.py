@@ -37,11 +37,14 @@ def recipes_folder() -> Any:
 
 
 def read_recipe(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a recipe's file and merge its keys over those of the file that it extends.
+    """Read a recipe's file and merge its keys over those of the file that it extends, its base.
+
+    Most keys replace those of the base. Options of the `protocol`, axes and scales are merged one by one, and its `when`
+    entries follow those of the base.
 
     Args:
         path: The file.
-        extending: The files that extend this one, to detect cycles.
+        extending: The files that extend this one, directly or not, to detect cycles.
 
     Returns:
         The merged keys. If the file extends another, `INHERITED` maps "" and the names of scales to how many of their
@@ -55,13 +58,15 @@ def read_recipe(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     base_name = keys.get("extends")
     if base_name is None:
         return keys
-    base = read_recipe(_find_base(path, base_name, (path, *extending)), (path, *extending))
+    chain = (path, *extending)
+    base = read_recipe(_find_base(path, base_name, chain), chain)
     merged = {**base, **keys, "published": {**base.get("published", {}), **keys.get("published", {})}}
     merged["protocol"] = merge_layers([base.get("protocol", {}), keys.get("protocol", {})])
     merged["when"] = [*base.get("when", []), *keys.get("when", [])]
     merged["axes"] = _merge_axes(base.get("axes", {}), keys.get("axes", {}), path.name)
     merged["scales"] = _merge_scales(base.get("scales", {}), keys.get("scales", {}))
-    # The base's `when` entries come first in the merged lists, so their number is enough to identify them.
+    # The base's `when` entries come first in the merged lists, so their number is enough to identify them. They may name
+    # axes and values that this recipe does not have.
     merged[INHERITED] = {name: len(scale.get("when", [])) for name, scale in base.get("scales", {}).items()}
     merged[INHERITED][""] = len(base.get("when", []))
     return merged
@@ -155,10 +160,17 @@ def suggest_choice(text: str, choices: Iterable[str]) -> str:
 def _find_base(path: Path, base_name: str, extending: tuple[Path, ...]) -> Path:
     """Find the file that a recipe extends: the one in the same folder, else the one that halfmoon ships.
 
+    Args:
+        path: The recipe's file.
+        base_name: The name that its key `extends` has, a file name without .toml.
+        extending: The recipe's file and those that extend it, to detect cycles.
+
     Raises:
         UserError: If the file is among `extending`, the files that lead to it.
     """
-    neighbor = path.with_name(f"{base_name}.toml") if Path(base_name).name == base_name else path
+    # A name with a folder in it must not lead out of the recipe's folder; as `path` it is refused as a cycle.
+    is_plain_name = Path(base_name).name == base_name
+    neighbor = path.with_name(f"{base_name}.toml") if is_plain_name else path
     if neighbor in extending:
         raise UserError(f"{path.name}: it extends {base_name}, which leads back to itself.")
     if neighbor.is_file():

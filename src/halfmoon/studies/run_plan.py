@@ -47,25 +47,40 @@ class PlanResult:
 
 
 def load_plan(root: Path) -> Plan | None:
-    """Load the plan of a run folder, to resume it; None if the folder was not made by a plan.
+    """Load the plan of a run folder, to resume it; None if the folder was not made by a plan, or no run has started.
+
+    The run's configuration is that of its folder, and the folder of images is scanned again. The plan's file has the
+    rest, without reasons and times: those were printed at the start.
 
     Raises:
         UserError: the folder of images is empty or gone.
     """
-    record = atomic_io.read_json(root / PLAN)
+    record = atomic_io.read_json(root / PLAN)  # as `_write_plan` writes it
     if record is None or not RunFolder.exists(root):
         return None
     with RunFolder.open(root) as folder:
-        config = replace(parse_config(folder.config, root), baselines=tuple(record.pop("baselines")))
+        config = replace(parse_config(folder.config, root), baselines=tuple(record["baselines"]))
     contents = scan_data(config.data, config.group_pattern)
     if contents is None:
         raise UserError(f"{config.data}, on which {root} was trained, holds no images any more: put them back.")
-    pair = (record["pair"][0], record["pair"][1])
-    return Plan(config, contents, **{**record, "pair": pair}, reasons=(), steps=(PlanStep("", 0.0),))
+    labels_only, with_unlabeled = record["pair"]
+    return Plan(
+        config=config,
+        contents=contents,
+        pair=(labels_only, with_unlabeled),
+        heads=record["heads"],
+        splits=record["splits"],
+        share=record["share"],
+        reasons=(),
+        steps=(PlanStep("", 0.0),),  # `Plan.seconds_after_runs` reads the last step
+    )
 
 
 def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> PlanResult:
-    """Train the plan's methods in the folder `root`, and decide.
+    """Train both methods of a plan in the folder `root`, and decide by repeated splits whether unlabeled images help.
+
+    A site's folder, in which few images have labels, is one client, and all its labels are trained on. Of class folders
+    all labels are known, so some are hidden, and the images are split among simulated clients.
 
     Args:
         plan: the plan.
@@ -94,7 +109,8 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
     if source.skipped:
         runner.write_skipped(root, source.skipped)
         source = replace(source, skipped=())  # the runs of this plan need no lists of their own
-    problem = factory.build_problem(config, split, methods, source, feature_progress(watch))
+    # Without a split, the images are divided by the options of `config`.
+    problem = factory.build_problem(config, split, methods, raw=source, progress=feature_progress(watch))
     outcome = None
     if plan.contents.site:
         runs = _run_site_methods(config, methods, root, watch, problem)
@@ -126,9 +142,21 @@ def _write_plan(plan: Plan, root: Path) -> None:
 def _run_site_methods(
     config: Config, methods: Sequence[str], root: Path, watch: Callback, problem: Problem
 ) -> list[Row]:
-    """Train each method on all of a site's labels. Nothing is tested: the site has no other labels."""
+    """Train each method on all of a site's labels. Nothing is tested: the site has no other labels.
+
+    Args:
+        config: the run's configuration.
+        methods: the method of `config`, whose run folder is `root`, and its baselines, which have folders below it.
+        root: the run folder.
+        watch: receives the progress of each run.
+        problem: the data, split and task of all runs.
+
+    Returns:
+        The summary of each run.
+    """
     summaries: list[Row] = []
     for name in methods:
+        # With a shared budget, all methods take as many steps as the reference method.
         method_config = replace(config, method=name, baselines=(), reference=config.reference or config.method)
         path = root if name == config.method else root / BASELINES / name
         summaries.append(runner.run_in_folder(method_config, path, watch, tests=False, shared=problem))
@@ -198,23 +226,29 @@ class _LabelDraws(NamedTuple):
 
 
 def _redraw_labels(plan: Plan, problem: Problem) -> _LabelDraws:
-    """Draw again which images of class folders are labeled, so that methods are compared on more than one split."""
+    """Draw again which images of class folders are labeled, so that methods are compared on more than one split.
+
+    Rows of the splits number the training and then the test images of the run. Each draw has as many labels of a class as
+    the run. Test images of a test folder stay those; otherwise each draw also holds out other test images.
+    """
     source = problem.source
     assert problem.test is not None, "class folders have test images"
-    images, labels = (torch.cat(pair) for pair in zip(problem.train, problem.test, strict=True))
+    images = torch.cat([problem.train.images, problem.test.images])
+    labels = torch.cat([problem.train.labels, problem.test.labels])
     train_count = len(problem.train.labels)
     if plan.contents.tests:
         test_rows = np.arange(train_count, len(labels))
         test_count = len(test_rows)
         test_train_ratio = test_count / train_count
     else:
-        test_rows = None
+        test_rows = None  # drawn in every split, so that every image may be a test image
         test_count = len(labels)
         test_train_ratio = 1 / (FOLDS - 1)
     groups = None
     if source.train.groups is not None and source.test.groups is not None:
         groups = [*source.train.groups, *source.test.groups]
-    used_labels = source.train.labels[problem.split.labeled & (problem.split.client != -1)]
+    is_used = problem.split.labeled & (problem.split.client != -1)  # an image at client -1 is not trained on
+    used_labels = source.train.labels[is_used]
     labels_per_class = np.bincount(used_labels, minlength=len(plan.contents.classes)).tolist()
     splits = list(label_draws(labels.numpy(), labels_per_class, test_rows, groups))
     return _LabelDraws(Examples(images, labels), splits, test_train_ratio, test_count)

@@ -123,15 +123,24 @@ def _runs_by_identity(cells: Sequence[RecipeCell]) -> dict[str, tuple[str, Confi
 
 
 def _add_earlier_cells(folder: SweepFolder, requested: Sequence[RecipeCell]) -> list[RecipeCell]:
-    """Return the requested cells and those of the present sweep.json, in the order of the axes.
+    """Add the cells of an earlier sweep in the same folder to the requested cells.
 
-    Of the present file only finished runs remain whose configurations equal those of the recipe as it is now.
+    Of the present sweep.json only finished runs remain whose configurations equal those that the recipe has now: the
+    recipe may have been edited since. So several sweeps complete one table.
+
+    Args:
+        folder: the folder of the sweep, with its recipe and scale.
+        requested: the cells of this sweep.
+
+    Returns:
+        The cells in the order of the axes of the recipe, each once.
     """
     cells_by_values = {tuple(cell.at.items()): cell for cell in requested}
     for entry in folder.read().get("cells", ()):
         try:
             identities = {run["seed"]: run["identity"] for run in entry["runs"] if run["finished"]}
             selection = {axis: (name,) for axis, name in dict(entry["at"]).items()}
+            # One value of each axis is selected, so this builds one cell with the configurations of the recipe now.
             rebuilt = build_cells(folder.recipe, selection, list(identities), folder.scale) if identities else []
         except (UserError, LookupError, TypeError, ValueError):
             continue  # the recipe no longer has such a cell

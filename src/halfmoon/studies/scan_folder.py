@@ -358,12 +358,15 @@ def decode_images(
 def load_site_source(
     contents: FolderContents, preparation: Preparation, share: float, flip: bool, report: Callable[[str], None]
 ) -> Source:
-    """Load a site's images as training data; its labeled images are the test data as well.
+    """Load the images of a site's folder, of which few have labels, as a data set in memory.
+
+    It needs test images, and has no others with labels: the labeled images are both. A caller that tests on them
+    replaces both by folds of a cross-validation.
 
     Args:
         contents: the scanned folder.
         preparation: the resizing and the channels.
-        share: the share of the unlabeled images to use; the same images for the same share.
+        share: the share of the unlabeled images to use, 0 to 1. They are drawn at random, the same ones every time.
         flip: whether images may be mirrored.
         report: receives one line for each image that is left out.
 
@@ -379,21 +382,23 @@ def load_site_source(
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
     groups = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
     hashes = hash_pixels(np.stack(images))
-    for note in (notes := describe_equal_images(hashes, contents.labels[rows])):
+    notes = describe_equal_images(hashes, contents.labels[rows])
+    for note in notes:
         report(note)
+    # Equal images form a group, so that no fold trains on a copy of a test image.
     groups = merge_equal_images(groups, hashes)
     train = Images(np.stack(images), contents.labels[rows], groups=groups)
     labeled = train.labels >= 0
     test = Images(train.images[labeled], train.labels[labeled])
     mean, std = channel_statistics(train.images)
     return Source(
-        contents.folder.name,
-        train,
-        test,
-        contents.classes,
-        flip,
-        mean,
-        std,
+        name=contents.folder.name,
+        train=train,
+        test=test,
+        classes=contents.classes,
+        mirror=flip,
+        mean=mean,
+        std=std,
         notes=tuple(notes),
         skipped=skipped,
     )

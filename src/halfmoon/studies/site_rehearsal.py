@@ -87,18 +87,20 @@ class _TrainingRows:
     tests: int
 
     def make_split(self, used_labels: np.ndarray | None = None, site: int | None = None) -> Split:
-        """Make a split of all sites, or of one site as the only client.
+        """Split the images of all sites among clients: each site is a client, or one site is the only one.
 
         Args:
-            used_labels: bool (N,); images whose label is not used are at no client.
-            site: the only client.
+            used_labels: bool (N,), the labels to train on; other labeled images take no part, not even as unlabeled
+                ones. None for all labels.
+            site: the number of the site to train by itself, as client 0; None for all sites.
         """
         labeled = self.labeled if used_labels is None else self.labeled & used_labels
-        client = np.where(self.labeled & ~labeled, -1, self.client)
+        nobody = -1  # the client of an image that takes no part
+        client = np.where(self.labeled & ~labeled, nobody, self.client)
         if site is None:
-            return Split(client, labeled, len(self.names))
+            return Split(client=client, labeled=labeled, clients=len(self.names))
         is_site = client == site
-        return Split(np.where(is_site, 0, -1), labeled & is_site, 1)
+        return Split(client=np.where(is_site, 0, nobody), labeled=labeled & is_site, clients=1)
 
 
 class _RenamedRuns:
@@ -420,21 +422,27 @@ def _merge_classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
 def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: str | None = None) -> np.ndarray:
     """Assign each image of a site to "test", "validation" or "train", or to "" if it is left out; the same every time.
 
-    A patient or group is in one subset. An unlabeled image whose patient is in test or validation is left out.
-    `validation_share` of the labeled images of a class that are not test images are for validation, if at least one
-    remains to train on.
+    Of the labeled images of each class, one of `TEST_STRIDE` is a test image. A patient or group is in one subset. An
+    unlabeled image whose patient is in test or validation is left out.
+
+    Args:
+        site: the site's folder.
+        validation_share: the share of the other labeled images of each class that is for validation; at least one
+            remains to train on.
+        group_pattern: a regular expression that finds the patient or group in FOLDER/NAME, or None.
     """
     subsets = np.full(len(site), "train", dtype="<U10")
     groups = site.image_groups(group_pattern) or [""] * len(site)
     test_side = GroupHoldout()
     validation_side = GroupHoldout()
     for label in np.unique(site.labels[site.labels >= 0]):
+        # The name of the random stream decides which images are drawn: it must not change.
         rows = named_generator(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
         test_rows = test_side.draw(rows, groups, len(rows) // TEST_STRIDE)
-        second_batch_rows = rows[~np.isin(rows, test_rows)]
+        other_rows = rows[~np.isin(rows, test_rows)]
         subsets[test_rows] = "test"
-        validation_count = min(round(validation_share * len(second_batch_rows)), len(second_batch_rows) - 1)
-        subsets[validation_side.draw(second_batch_rows, groups, validation_count)] = "validation"
+        validation_count = min(round(validation_share * len(other_rows)), len(other_rows) - 1)
+        subsets[validation_side.draw(other_rows, groups, validation_count)] = "validation"
     unlabeled = np.flatnonzero(site.labels < 0)
     usable = drop_shared_groups(unlabeled, np.flatnonzero(subsets != "train"), groups)
     subsets[np.setdiff1d(unlabeled, usable)] = ""

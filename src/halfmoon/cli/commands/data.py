@@ -75,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
 def _describe_data(
     args: argparse.Namespace, file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str
 ) -> dict[str, Any]:
-    """Describe a data set and its split, or a site's folder, as fields of the JSON output.
+    """Describe a data set and its split among clients, or a site's folder, as fields of the JSON output.
+
+    A site's folder has a labels.csv, which lists the labeled images; it is the data of one client and is not split. Class
+    folders are a data set of the user, with a label for each image.
 
     Args:
         args: the parsed command line, with the files to write.
@@ -83,7 +86,7 @@ def _describe_data(
         flags: the options of the command line, which override them.
         file: the name of the file, for errors.
     """
-    contents = _contents({**file_options, **flags})
+    contents = _contents({**file_options, **flags})  # None for the name of a data set
     if contents is not None:
         flags = {**_image_options(contents), **flags}
     if contents is not None and contents.site:
@@ -95,6 +98,7 @@ def _describe_data(
 
         # A split file names its data set.
         config = replace(config, data=Split.load(config.split).origin.source or config.data)
+    # The default number of clients may be too large for a folder; a number or split of the user is kept.
     fit_clients = Path(config.data).is_dir() and not {"clients", "split"} & {*file_options, *flags}
     return {**_describe_split(config, args, fit_clients), **_describe_contents(contents)}
 
@@ -193,7 +197,12 @@ def _describe_split(config: Config, args: argparse.Namespace, fit_clients: bool)
 
 
 def print_data(description: Mapping[str, Any]) -> None:
-    """Print the contents of a data set and its split, from the fields that `halfmoon data --json` prints."""
+    """Print the contents of a data set and its split, from the fields that `halfmoon data --json` prints.
+
+    Args:
+        description: the fields. "holds", "labels" and "trained_on" describe a folder of images, and the others a data
+            set; "split" has the statistics of `halfmoon.data.summarize`, and is missing for a site's folder.
+    """
     if "holds" in description:
         print_text(f"{description['holds']}.")
         size = description["trained_on"].get("resize", "as it is")
@@ -221,6 +230,8 @@ def print_data(description: Mapping[str, Any]) -> None:
     if len(split["stages"]) > 1:
         counts = ", ".join(f"{count:,}" for count in split["stages"])
         print_text(f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {counts}")
+    # Total variation, 0 to 1: internal, between a client's labeled and unlabeled images; external, between a client's
+    # and all clients' images.
     imbalances = {
         "internal imbalance": split["internal"],
         "external imbalance, labeled": split["external"]["labeled"],
@@ -242,12 +253,14 @@ def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
     """Describe a split in one line: its rule, the clients, and the numbers of images.
 
     Args:
-        scenario: the fields of the scenario that the split was drawn by; empty for a split of another program.
-        split: the statistics of the split.
+        scenario: the rule that the split was drawn by, and its parameters; empty for a split of another program.
+        split: the statistics of the split, as `halfmoon.data.summarize` returns them: "counts" of images, "server", None
+            unless the server has the labels, and "each", the counts of each client.
     """
     counts = split["counts"]
     setting = scenario.get("setting", "custom")
     rule = setting
+    # Settings with a Dirichlet distribution, and those that deal out shards of one class each, have a parameter.
     if "dir" in setting or "fedloke" in setting:
         rule += f" (alpha {scenario['dirichlet_alpha']:g})"
     elif "shards" in setting:
@@ -267,12 +280,19 @@ def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
 
 
 def _print_clients(description: Mapping[str, Any]) -> None:
-    """Print a row for the server and each client: its images, imbalance, and labeled+unlabeled images per class."""
+    """Print a row for the server and each client: its images, imbalance, and labeled+unlabeled images per class.
+
+    The imbalance "internal" is the total variation between the classes of a client's labeled and unlabeled images.
+
+    Args:
+        description: the fields of `halfmoon data --json`, of which "split" has the statistics of the split.
+    """
     clients = description["split"]["each"]
     server = description["split"]["server"]
+    # A table of many classes would be too wide: it has no column for each.
     classes = description["classes"] if len(description["classes"]) <= SHOWN_CLASSES else []
     named_counts = [(str(number), client) for number, client in enumerate(clients[:SHOWN_CLIENTS])]
-    if server:
+    if server:  # it has labeled images only
         no_unlabeled = {"unlabeled": 0, "unlabeled_classes": [0] * len(description["classes"])}
         named_counts.insert(0, ("server", {**server, **no_unlabeled}))
     rows = []

@@ -221,7 +221,11 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    """Run `serve`: start the server of a federation, or resume it, until it is finished."""
+    """Run `halfmoon serve CONFIG.toml`: start the server of a federation, or resume it, until it is finished.
+
+    The server's process and Flower's are started by `serve`, and restarted if they die. Everything of the run is in its
+    folder, so the same command continues after a stop.
+    """
     from halfmoon.federation.server.plan import load_plan
     from halfmoon.federation.server.server import FederationServer
     from halfmoon.federation.transport.launch import MODEL_FILE, Halted, is_finished, serve, sites_without_model
@@ -233,13 +237,13 @@ def _serve(args: argparse.Namespace) -> int:
     require_flower()
     plan = load_plan(args.config)
     folder = args.run_dir or plan.config.run_dir or Path("runs", plan.terms.name)
-    server = _server_options(args, folder, port, plan.terms.sites, restarts)
+    server_options = _server_options(args, folder, port, plan.terms.sites, restarts)
     write_line = line_writer(args.json)
     # Check the folder before Flower writes into it: a folder with other files is not a run folder.
-    host = FederationServer(plan, folder)
-    host.prepare()
+    server = FederationServer(plan, folder)
+    server.prepare()
     for name in args.readmit or ():
-        host.readmit(name)
+        server.readmit(name)
         write_line(f"{name} is readmitted.")
     # Sites fetch the final model themselves, so a finished federation is served until all of them have it.
     waiting_sites = sites_without_model(folder)
@@ -250,12 +254,12 @@ def _serve(args: argparse.Namespace) -> int:
             write_line(
                 f"{folder} is finished; it is served until {', '.join(waiting_sites)} have the model (Ctrl-C ends this)."
             )
-            server = replace(server, redeliver=True)
+            server_options = replace(server_options, redeliver=True)
         # The same command continues the run: `serve` resumes a folder that is not finished.
         message = f"stopped; go on with: {shlex.join(['halfmoon', *args.words])}"
         try:
             with exit_on_interrupt(message), interruptible(), _serve_page(args, folder, write_line):
-                serve(server, write_line)
+                serve(server_options, write_line)
         except Halted as error:
             raise CommandExit(str(error)) from error
     model = folder / MODEL_FILE

@@ -94,7 +94,11 @@ def add_label_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_label(args: argparse.Namespace) -> int:
-    """Run `site label`: serve the page for labeling until interrupted; with `--list` only print the order of images."""
+    """Run `halfmoon site label`: serve a page for labeling a folder's images in the browser, until interrupted.
+
+    With `--model` the images whose predictions are uncertain come first. With `--list N` the first N images are printed
+    instead of serving the page.
+    """
     from halfmoon.data.preparation import parse_window
     from halfmoon.pages.label import LabelOptions, open_site_to_label
     from halfmoon.pages.label import serve_label_page as label
@@ -118,11 +122,12 @@ def run_label(args: argparse.Namespace) -> int:
         load = lambda: model  # noqa: E731
     if count is not None:
         return _print_order(args, count, seed, site, load)
+    # The page may load the model later, in the background, so a missing one is reported now.
     if args.model is not None and not args.model.exists():
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
     options = LabelOptions(args.by, seed, parse_window(args.window), args.reader)
     with exit_on_interrupt("the page is closed."):
-        label(site, load, classes, options, port, not args.no_browser, line_writer(False))
+        label(site, load, classes, options, port, not args.no_browser, line_writer(as_json=False))
     return 0
 
 
@@ -133,8 +138,9 @@ def _print_order(args: argparse.Namespace, count: int, seed: int, site: Any, loa
         args: the parsed command line.
         count: the number of images.
         seed: the seed of the order of images without a prediction.
-        site: the folder of images.
-        load: loads the model whose uncertain predictions come first; None for a random order.
+        site: the folder of images, with the labels that it has.
+        load: loads the model whose uncertain predictions come first; None for a random order. JSON then has each image's
+            predicted class, its uncertainty, and its rank by it, from 1; null where the image has no prediction.
     """
     from halfmoon.pages.label import order_unlabeled
     from halfmoon.pages.label_order import rank_descending
@@ -149,7 +155,8 @@ def _print_order(args: argparse.Namespace, count: int, seed: int, site: Any, loa
         predictions = predict_images(model, site.folder, site.paths, image_progress())
         names = model.classes
     rows = order_unlabeled(predictions, LabelStore(site, site.classes or names), seed)
-    rank = rank_descending(predictions.uncertainty[rows]).tolist() if predictions is not None else []
+    # Rank 1 is the most uncertain image, and 0 means that an image has no prediction, as it is unreadable.
+    ranks = rank_descending(predictions.uncertainty[rows]).tolist() if predictions is not None else []
     rows = rows[:count]
     if not args.json:
         write_line = line_writer(False)
@@ -158,12 +165,12 @@ def _print_order(args: argparse.Namespace, count: int, seed: int, site: Any, loa
         return 0
     images: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
     if predictions is not None:
-        # `rank` has the ranks of all images, of which the first `count` are printed.
-        for row, image, image_rank in zip(rows, images, rank, strict=False):
+        # `ranks` has the ranks of all images, of which the first `count` are printed.
+        for row, image, rank in zip(rows, images, ranks, strict=False):
             has_prediction = bool(predictions.mask[row])
             image["predicted"] = names[predictions.predicted[row]] if has_prediction else None
             image["uncertainty"] = float(predictions.uncertainty[row]) if has_prediction else None
-            image["uncertainty_rank"] = image_rank or None
+            image["uncertainty_rank"] = rank or None
     print_json({"folder": str(site.folder), "images": images})
     return 0
 

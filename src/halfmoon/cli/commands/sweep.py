@@ -240,7 +240,12 @@ def duration(seconds: float | None) -> str:
 
 
 def _describe_recipe(loaded: Recipe) -> dict[str, Any]:
-    """Describe a recipe as fields of the JSON output."""
+    """Describe a recipe, the runs of a paper's table or figure, as fields of the JSON output.
+
+    "item" is the name of the table or figure, "reading" how an ambiguous paper is interpreted, "kind" what is drawn,
+    and "protocol" the options of all runs. The cells have one value of each of the "axes", and "panels" are parts of a
+    figure. "scales" are scaled-down versions.
+    """
     from halfmoon.studies import grid
 
     return {
@@ -249,9 +254,9 @@ def _describe_recipe(loaded: Recipe) -> dict[str, Any]:
         "paper": loaded.paper,
         "item": loaded.item,
         "about": loaded.about,
-        "reading": loaded.describe_reading(None),
+        "reading": loaded.describe_reading(scale=None),
         "kind": loaded.kind,
-        "cells": len(grid.list_combinations(loaded, {})),
+        "cells": len(grid.list_combinations(loaded, selection={})),
         "seeds": list(loaded.seeds),
         "panels": {
             panel: {axis: list(names) for axis, names in selection.items()}
@@ -367,7 +372,11 @@ SHOWN_TRIALS = 10
 
 
 def _tune(args: argparse.Namespace) -> int:
-    """Run `halfmoon tune`: search options of a run by validation images, and print the best trials."""
+    """Run `halfmoon tune`: search options of a run by validation images, and print the best trials.
+
+    A knob is an option that is searched, with its range or choices. Each trial trains with one value of every knob, once
+    for each seed.
+    """
     from rich.console import Console
 
     from halfmoon.cli import console as screen
@@ -381,6 +390,7 @@ def _tune(args: argparse.Namespace) -> int:
     config = settings.resolve(file_options, flags, file)
     folder = config.run_dir or settings.next_free_folder(config, "tune")
     console = Console(stderr=True)
+    # All trials in the folder, the best first. With enough trials from an earlier call nothing is trained.
     trials = search(config, knobs, args.trials, args.seeds, folder, lambda text: screen.print_line(console, text))
     if args.json:
         rows = [
@@ -396,6 +406,7 @@ def _tune(args: argparse.Namespace) -> int:
         texts = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
         cells.append([str(trial.number), accuracy, *texts])
     print_table(["trial", "validation %", *names], cells)
+    # The steps of each round are neither set nor searched, so they are the method's own, which `compare` may raise.
     if config.budget != "none" and not (config.reference or config.steps or "steps" in names):
         print_text(
             f"Budget: the default steps of {config.method}. compare gives every method the largest budget of all: to "
