@@ -532,7 +532,7 @@ def test_options_of_methods_are_bounded():
     assert terms(method="feddure", options={"hidden": 10**6})
     for options, said in (
         ({"hidden": 10**6 + 1}, "the option hidden is 1,000,001: a federation has 1,000,000 at most"),
-        ({"threshold": math.inf}, "the option threshold is inf: it must be a finite number"),
+        ({"threshold": math.inf}, "option threshold of feddure is inf: it must be from 0 to 1"),
     ):
         with pytest.raises(UserError, match=said):
             terms(method="feddure", options=options)
