@@ -230,7 +230,7 @@ class SemiFedClient(ClientUpdate):
         """Compute SemiFed's loss: cross-entropy of labeled and accepted images, and consistency of the others.
 
         An unlabeled image is accepted, with a permanent label, once enough clients' models agree on it. Of the others
-        ("open") the prediction on the strong view is drawn to that on the view `plain`.
+        the prediction on the strong view is drawn to that on the view `plain`.
 
         Args:
             params: parameters of the network, in which the loss is differentiated.
@@ -251,24 +251,35 @@ class SemiFedClient(ClientUpdate):
                 target = network.predict(params, carry["stats"], view).detach()
         stored = carry["labels"][batch.u_rows]
         is_accepted = padding.mask((stored != NO_LABEL).to(plain.dtype), batch.u_real)
-        # Images without a label, which learn from consistency.
-        is_open = padding.mask(1 - is_accepted, batch.u_real)
-        # Sum over the labeled images, without padding and with class weights if there are any.
-        # The product with 0 keeps the loss a function of the parameters, so that it has a gradient.
-        label_sum = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
-        if batch.x_real is not None:
-            label_sum = cross_entropy_per_image(labeled, batch.y) @ batch.x_real.to(label_sum.dtype)
-        if self.task.class_weights:
-            weights = padding.mask(label_weights(self.task.class_weights, batch.y, labeled), batch.x_real)
-            label_sum = (cross_entropy_per_image(labeled, batch.y) * weights).sum()
+        # Images that are not accepted learn from consistency.
+        is_unlabeled = padding.mask(1 - is_accepted, batch.u_real)
+        label_sum = self._sum_labeled_losses(labeled, batch)
         # Rows without a label (-1) get class 0 for the lookup; their loss is then multiplied by 0.
         accepted_losses = cross_entropy(plain, stored.clamp_min(0), reduction="none") * is_accepted
         count = padding.count(batch.x, batch.x_real) + is_accepted.sum()
         supervised = (label_sum + accepted_losses.sum()) / count.clamp_min(1)
-        consistency = (divergence(target, strong) * is_open).sum() / is_open.sum().clamp_min(1)
+        consistency = (divergence(target, strong) * is_unlabeled).sum() / is_unlabeled.sum().clamp_min(1)
         confidence, predicted = target.softmax(-1).max(-1)
         pseudo = PseudoLabels(torch.where(is_accepted > 0, stored, predicted), confidence, is_accepted)
         return supervised + self.options.unlabeled_weight * consistency, (moments, (pseudo,))
+
+    def _sum_labeled_losses(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Sum the cross-entropy of the labeled images of a minibatch, (); padding is left out.
+
+        Args:
+            logits: logits of the labeled images, (n, classes).
+            batch: the minibatch, with their labels and the mask of padding.
+        """
+        if self.task.class_weights:
+            weights = padding.mask(label_weights(self.task.class_weights, batch.y, logits), batch.x_real)
+            return (cross_entropy_per_image(logits, batch.y) * weights).sum()
+        if batch.x_real is not None:
+            losses = cross_entropy_per_image(logits, batch.y)
+            return losses @ batch.x_real.to(losses.dtype)
+        if not len(batch.x):
+            # The product with 0 keeps the loss a function of the parameters, so that it has a gradient.
+            return logits.sum() * 0.0
+        return F.cross_entropy(logits, batch.y, reduction="sum")
 
 
 ROWS = (
