@@ -218,6 +218,7 @@ RESULTS: dict[str, Small] = {
         "run fedavg --data-dir {data} --runs {out}",
         {"PROTOCOL": {"data": "cifar10", "clients": 4, "cohort": 2, "rounds": 1, "network": "small", "threads": 1}},
     ),
+    "mechanisms": ("run --seeds 9 --rounds 1 --only fedloke --runs {out}", {}),
     "regulator_auc": ("run --seeds 9 --rounds 1 --runs {out}", {}),
     "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1, "ROUNDS": 1}),
     "labels_curve": (
