@@ -108,6 +108,7 @@ SMALLEST: dict[str, Small] = {
     # One kind of each function; a process of Ray is killed in tests/runs/test_workers.py.
     "faults": ("--minutes 0", {"KINDS": dict.fromkeys(ALIKE)}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
+    "head_features": ("{data} --images 60 --tests 20 --seeds 0 1 --sets pneumonia_mnist", {"LABELS": (3,)}),
     "features": (
         "{data} --images 40 --turns 1",
         {
