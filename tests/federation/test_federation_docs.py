@@ -205,6 +205,13 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(term
         assert np.array_equal(leaf.view(np.uint8), simulated[name].view(np.uint8)), name
 
 
+_OPTION = re.compile(r"\{(\w+)\}")
+
+
+def _write_flag(match: "re.Match[str]") -> str:
+    return "--" + match[1].replace("_", "-")
+
+
 @cache
 def templates() -> list[re.Pattern[str]]:
     """Return patterns of all sentences in the code; what is put in stands for anything."""
@@ -218,6 +225,8 @@ def templates() -> list[re.Pattern[str]]:
                     parts = [each.value if isinstance(each, ast.Constant) else None for each in node.values]
                 else:
                     continue
+                # Messages name an option as {run_dir}; the command line writes its flag instead.
+                parts = [_OPTION.sub(_write_flag, part) if isinstance(part, str) else None for part in parts]
                 fixed = "".join(part for part in parts if isinstance(part, str))
                 if len(re.findall("[a-z]", fixed)) >= 7:
                     words = (".*" if part is None else re.escape(str(part)) for part in parts)

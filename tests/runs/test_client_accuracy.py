@@ -37,5 +37,5 @@ def test_summary_table_and_report_have_the_accuracies(tmp_path: Path):
     assert last_row["test"]["clients"] == {name: result[name] for name in ("clients", "mean", "deviation", "worst")}
     assert "clients_worst_percent" in (tmp_path / "table.csv").read_text().splitlines()[0]
     studies = gather_studies([tmp_path])
-    assert "worst tenth of clients %" in render_html(studies)
+    assert "worst tenth %" in render_html(studies)
     assert repr(100 * result["worst"]) in format_csv(studies)

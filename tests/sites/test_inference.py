@@ -27,13 +27,13 @@ import halfmoon
 from halfmoon.cli import main as cli
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.spreadsheet import escape_formulas
 from halfmoon.data import load
 from halfmoon.engine.evaluation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from halfmoon.engine.evaluation import find_temperature as of_tensors
 from halfmoon.models import NETWORKS
 from halfmoon.notebook import trained
 from halfmoon.report import diagrams
-from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.runs import factory
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.inference import InferenceModel, export, load_model, measure

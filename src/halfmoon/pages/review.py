@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.spreadsheet import escape_formula
 from halfmoon.pages.background_prediction import BackgroundPrediction
 from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.label_order import Predictions
-from halfmoon.report.spreadsheet import escape_formula
 from halfmoon.sites.folders.labels import find_labels_file
 from halfmoon.sites.folders.site_folder import CLASSES_FILE, UNLABELED, SiteFolder, read_site
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from halfmoon.core.spreadsheet import escape_formula, escape_formulas
 from halfmoon.report.run_reader import StoredRun
-from halfmoon.report.spreadsheet import escape_formula, escape_formulas
 from halfmoon.report.study import TEST_ACCURACY, CellRun, Study
 
 METRICS = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.spreadsheet import escape_formula
+from halfmoon.core.spreadsheet import escape_formula
 from halfmoon.report.study import PublishedAccuracy
 
 

@@ -25,6 +25,7 @@ from halfmoon.config.schema import (
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.plugins import folder_name
+from halfmoon.core.spreadsheet import escape_formulas
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.data.images import SkippedImage
@@ -39,7 +40,6 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import training_summary
 from halfmoon.report.run_reader import check_finished
-from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.runs import assembly, checks, factory, outside, workers
 from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, write_comparison
 from halfmoon.runs.budgets import build_budget, choose_evaluation_interval, find_costliest_method

@@ -215,6 +215,9 @@ class Split:
         Its columns are the image's row, its client, whether it is labeled and, if images arrive in stages, its stage.
         Its metadata identify the data set and the options of the split.
 
+        Args:
+            path: the file.
+
         Raises:
             UserError: If the file is missing, damaged, or no split.
         """

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.spreadsheet import restore_cell
 from halfmoon.data.class_names import is_missing_label, normalize_class_name, sort_class_names
-from halfmoon.report.spreadsheet import restore_cell
 from halfmoon.storage import atomic_io
 
 LABELS_FILE = "labels.csv"

@@ -17,9 +17,9 @@ from PIL import Image
 
 from halfmoon.config.schema import ADDED_OPTIONS, FEDERATION_TABLE, PARTITION_OPTIONS, PIXEL_OPTIONS, Config
 from halfmoon.core.errors import UserError
+from halfmoon.core.spreadsheet import protect_cell
 from halfmoon.data.images import Images, Source
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.report.spreadsheet import protect_cell
 from halfmoon.sites.folders.site_folder import CLASSES_FILE, LABELS_FILE
 from halfmoon.storage import atomic_io, locks, toml
 

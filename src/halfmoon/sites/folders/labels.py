@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.spreadsheet import protect_cell, restore_cell
 from halfmoon.data.readers.label_table import (
     LABEL_COLUMN,
     LABELS_FILE,
@@ -27,7 +28,6 @@ from halfmoon.data.readers.label_table import (
     normalize_path,
     normalize_text,
 )
-from halfmoon.report.spreadsheet import protect_cell, restore_cell
 from halfmoon.storage import atomic_io, locks
 
 STATE_FOLDER = ".halfmoon"

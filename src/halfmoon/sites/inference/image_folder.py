@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.spreadsheet import escape_formulas
 from halfmoon.data.class_names import match_class_name, normalize_class_name
 from halfmoon.data.readers.cache import write_atomically
 from halfmoon.data.readers.class_folders import (
@@ -26,7 +27,6 @@ from halfmoon.data.readers.class_folders import (
 )
 from halfmoon.data.readers.decode import decode_to_shape
 from halfmoon.data.readers.label_table import LABELS_FILE, find_labels_file, normalize_path, read_label_table
-from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.sites.folders.site_folder import join_names, read_site
 from halfmoon.sites.inference.load import InferenceModel
 from halfmoon.storage import atomic_io
