@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -30,23 +30,19 @@ def gpu_arithmetic(precision: Precision, deterministic: bool) -> Generator[None]
         deterministic: whether to use only algorithms that give the same bits every time. An operation that has none
             raises RuntimeError with its name.
     """
-    # These settings have no types in PyTorch's stubs.
-    backends = cast(Any, torch.backends)
-    holders: list[Any] = [backends.cuda.matmul, backends.cudnn.conv]
-    before: list[str] = [holder.fp32_precision for holder in holders]
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
+    with ExitStack() as restore:
         if precision in GPU_PRECISIONS:
-            for holder in holders:
+            # By default they are not touched, as they belong to the program. PyTorch's stubs have no types for them.
+            backends = cast(Any, torch.backends)
+            for holder in (backends.cuda.matmul, backends.cudnn.conv):
+                restore.callback(setattr, holder, "fp32_precision", holder.fp32_precision)
                 holder.fp32_precision = GPU_PRECISIONS[precision]
         if deterministic:
+            # Only then: the call imports PyTorch's compiler, a second and more of a short run.
+            was_deterministic = torch.are_deterministic_algorithms_enabled()
+            only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+            restore.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=only_warned)
             # cuBLAS reads this variable when it multiplies for the first time in a process.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
             torch.use_deterministic_algorithms(True)
         yield
-    finally:
-        for holder, setting in zip(holders, before, strict=True):
-            holder.fp32_precision = setting
-        if deterministic:  # only then: the call imports PyTorch's compiler, a second and more of a short run
-            torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
