@@ -1,4 +1,7 @@
-"""The checks of an edit and of a change: `nox -s fast`, `nox -s full`; with `--no-venv` in the current environment."""
+"""The checks of an edit, of a change, and of a night: `nox -s fast`, `nox -s full`, `nox -s slow`.
+
+With `--no-venv` they run in the current environment.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +43,7 @@ def fast(session: nox.Session) -> None:
     """Lint, types, and the tests that matter for an edit; what follows `--` goes to pytest, as more files to test."""
     install(session)
     lint(session)
-    session.run("python", "-m", "pytest", "-m", "not slow", *FAST, *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "not slow and not nightly", *FAST, *session.posargs)
 
 
 @nox.session
@@ -54,6 +57,13 @@ def full(session: nox.Session) -> None:
         rest = pool.submit(others, session, folder)
         session.run("python", "benchmarks/smoke.py")
         rest.result()
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """Long evidence that the default suite leaves out: tests marked nightly; what follows `--` goes to pytest."""
+    install(session)
+    session.run("python", "-m", "pytest", "-m", "nightly", "--durations", "20", *session.posargs)
 
 
 def others(session: nox.Session, folder: str) -> None:

@@ -254,6 +254,9 @@ def test_the_checks_name_what_is_there() -> None:
     hosted = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert f"python: {nox.PYTHONS}".replace("'", '"') in hosted
     assert "- run: .ci/run --locked\n" in hosted
+    assert "- run: nox --no-venv --session slow\n" in hosted
+    assert "schedule:" in hosted
+    assert hosted.count("python: [") == hosted.count(f"python: {nox.PYTHONS}".replace("'", '"'))
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     assert "tests/test_layout.py" in hooks
 

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from halfmoon.cli.main import main
 
 pytestmark = [
+    pytest.mark.nightly,  # one attack through the whole protocol is in test_hostile_site.py, refused keys in test_pki.py
     pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux"),
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
 ]
@@ -58,7 +59,6 @@ def fed(tmp_path: Path, exported: Path) -> Iterator[Besieged]:
         made.end()
 
 
-@pytest.mark.slow
 def test_all_attacks_at_once_change_nothing(fed: Besieged, exported: Path):
     """Each attack leaves its sentence where its name says; no pickle is executed; the weights are the simulator's."""
     fed.begin()
