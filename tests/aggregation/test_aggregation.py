@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import begin, dataset, furthest, play, simulate, task
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator, compute_update, downloaded_values, replace_update
@@ -15,6 +14,14 @@ from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import (
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+)
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.loop import TooFewReplies
@@ -75,9 +82,9 @@ def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
     made, shared, plain = scene("fedavg-fixmatch", "both", client_dropout=0.4)
     aggregator = Recorder()
     _, _, baselines = scene("fedavg-fixmatch", "both", client_dropout=0.4, aggregators=[aggregator])
-    rounds = [play(made, each, begin(made, shared), ROUNDS) for each in (plain, baselines)]
+    rounds = [run_rounds(made, each, start_server(made, shared), ROUNDS) for each in (plain, baselines)]
     for one, two in zip(*rounds, strict=True):
-        assert furthest(two.server, one.server) == 0
+        assert max_difference(two.server, one.server) == 0
         assert two.report.cohort == one.report.cohort
     assert [asked[:4] for asked in aggregator.seen] == [(k, 0, 0, "train") for k in ROUNDS]
     assert list(aggregator.seen[-1].clients) == two.report.cohort
@@ -94,15 +101,15 @@ def test_whom_a_guard_leaves_out_has_not_answered():
 
     made, _, alone = scene("fedavg", "both", aggregators=[Recorder(first_only)])
     shared = alone.base
-    (played,) = play(made, alone, begin(made, shared), [0])
+    (played,) = run_rounds(made, alone, start_server(made, shared), [0])
     alone.open(0)
     first = int(alone.cohort[0])
     assert played.report.cohort == [first]
-    upload = alone.query("train", begin(made, shared), clients=torch.tensor([first]))
-    assert furthest(played.server, upload.at(0).update) < 1e-12
+    upload = alone.query("train", start_server(made, shared), clients=torch.tensor([first]))
+    assert max_difference(played.server, upload.at(0).update) < 1e-12
     _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, upload: ([], upload))])
     with pytest.raises(TooFewReplies, match=r"round 1, query 1 \(train\) has no usable upload"):
-        play(made, empty, begin(made, shared), [0])
+        run_rounds(made, empty, start_server(made, shared), [0])
 
 
 def test_a_mean_reduces_what_goes_beside_as_it_is_declared() -> None:
@@ -143,19 +150,19 @@ def test_a_method_that_needs_no_single_upload_gets_along_with_the_mean(name):
     """With the weighted mean in the place of every upload its server does the same, to rounding."""
     made, shared, plain = scene(name, "both")
     _, _, summed = scene(name, "both", aggregators=[Recorder(mean_for_all)])
-    one = play(made, plain, begin(made, shared), ROUNDS)
-    two = play(made, summed, begin(made, shared), ROUNDS)
-    assert furthest(two[-1].server, one[-1].server) < 1e-9
+    one = run_rounds(made, plain, start_server(made, shared), ROUNDS)
+    two = run_rounds(made, summed, start_server(made, shared), ROUNDS)
+    assert max_difference(two[-1].server, one[-1].server) < 1e-9
 
 
 def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
     """With sbn 'server' a sum is enough, for its mean and to be private; a network without such statistics has none."""
-    made, shared = registry.make("semifl", {"threshold": 0.39, "sbn": "server"}), task(rounds=3)
-    held, recorder = dataset(place="server"), Recorder(mean_for_all)
-    plain, summed = simulate(made, shared, held), simulate(made, shared, held, aggregators=[recorder])
-    one = play(made, plain, begin(made, shared), ROUNDS)
-    two = play(made, summed, begin(made, shared), ROUNDS)
-    assert furthest(two[-1].server, one[-1].server) < 1e-9
+    made, shared = registry.make("semifl", {"threshold": 0.39, "sbn": "server"}), make_task(rounds=3)
+    held, recorder = make_dataset(place="server"), Recorder(mean_for_all)
+    plain, summed = make_simulation(made, shared, held), make_simulation(made, shared, held, aggregators=[recorder])
+    one = run_rounds(made, plain, start_server(made, shared), ROUNDS)
+    two = run_rounds(made, summed, start_server(made, shared), ROUNDS)
+    assert max_difference(two[-1].server, one[-1].server) < 1e-9
     assert {asked.client_update for asked in recorder.seen} == {"train"}
     config = Config(method="semifl", labels_at="server", secure_aggregation=True, options={"sbn": "server"})
     assert build_method(config)
@@ -168,18 +175,21 @@ def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
 
 def test_the_servers_own_training_is_not_clipped():
     """Clients' updates are cut to nothing: what is left of a round of SemiFL is its fine-tuning, whole."""
-    made, shared = registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0}), task(rounds=1)
-    first = begin(made, shared)
-    clipped = simulate(ClippedMethod(made, 1e-12), shared, dataset(place="server"))
-    (played,) = play(ClippedMethod(made, 1e-12), clipped, first, range(1))
-    moved = furthest(played.server["params"], first["params"])
-    alone = simulate(made, shared, dataset(place="server"))
+    made, shared = (
+        registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0}),
+        make_task(rounds=1),
+    )
+    first = start_server(made, shared)
+    clipped = make_simulation(ClippedMethod(made, 1e-12), shared, make_dataset(place="server"))
+    (played,) = run_rounds(ClippedMethod(made, 1e-12), clipped, first, range(1))
+    moved = max_difference(played.server["params"], first["params"])
+    alone = make_simulation(made, shared, make_dataset(place="server"))
     alone.open(0)
     alone.query_server("census", first)  # each trip of a round has random numbers of its own
     alone.query("train", first)
     tuned = alone.query_server("fine-tune", {"params": first["params"], "stats": played.server["stats"]})
     assert moved > 1e-3
-    assert furthest(played.server["params"], tuned.update["params"]) < 1e-9
+    assert max_difference(played.server["params"], tuned.update["params"]) < 1e-9
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from callbacks import resumed
-from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same
 from test_contract import scene
 from test_robust import SMALL
 
@@ -17,6 +16,15 @@ from halfmoon.aggregation.robust import FiniteCheck, RobustAggregator
 from halfmoon.api.uploads import Upload
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    SIZES,
+    make_dataset,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -60,7 +68,7 @@ def change(upload: Upload, broadcast: Tree, place: int) -> torch.Tensor:
 def test_honest_clients_and_what_is_no_update_keep_their_bits(attack: Attack):
     _, upload, new = attacked(attack)
     honest = [0, 2]
-    assert same(new.map(lambda leaf: leaf[honest]).tree, upload.map(lambda leaf: leaf[honest]).tree)
+    assert trees_equal(new.map(lambda leaf: leaf[honest]).tree, upload.map(lambda leaf: leaf[honest]).tree)
     assert torch.equal(new.weight, upload.weight)
     assert torch.equal(new.aux["appu"], upload.aux["appu"])
     assert not torch.equal(new.update["params"]["w"][1], upload.update["params"]["w"][1])
@@ -88,7 +96,7 @@ def test_noise_is_ten_times_as_long_as_the_update_and_always_another():
     drawn = change(new, broadcast, 1) - change(upload, broadcast, 1)
     assert float(drawn.norm()) == pytest.approx(10 * float(change(upload, broadcast, 1).norm()), rel=1e-5)
     _, _, again = attacked("noise")
-    assert same(again.tree, new.tree)
+    assert trees_equal(again.tree, new.tree)
     others = [attacked("noise", 1), attacked("noise", 0, 1), attacked("noise", seed=8), attacked("noise", bad=(5, 3))]
     for number, (_, _, other) in enumerate(others):
         assert torch.equal(other.update["params"]["w"][1], new.update["params"]["w"][1]) == (number == 3)
@@ -132,7 +140,7 @@ def test_a_row_names_the_hostile_clients_of_the_round():
 
 def test_liars_call_class_c_the_class_as_far_from_the_other_end():
     """Of four classes 0, 1, 2, 3 become 3, 2, 1, 0, in labeled rows of label_flippers alone; hidden labels stay true."""
-    honest = dataset()
+    honest = make_dataset()
     lying = FederatedDataset(honest.train, honest.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
     for client in range(len(SIZES)):
         (data, hidden), (told, true) = honest.client_data(client), lying.client_data(client)
@@ -140,7 +148,7 @@ def test_liars_call_class_c_the_class_as_far_from_the_other_end():
         assert torch.equal(told.x, data.x)
         assert torch.equal(told.u, data.u)
         assert torch.equal(true, hidden)
-    served = dataset(place="server")
+    served = make_dataset(place="server")
     lying = FederatedDataset(served.train, served.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
     assert torch.equal(lying.client_data(SERVER)[0].y, served.client_data(SERVER)[0].y)
 
@@ -159,9 +167,9 @@ def test_a_liar_trains_on_what_it_says():
         labels[rows] = CLASSES - 1 - labels[rows]
     relabeled = held.train._replace(labels=labels)
     other.local_clients.dataset = other.dataset = FederatedDataset(relabeled, held.split)
-    (one,) = play(made, lied, begin(made, shared), range(1))
-    (two,) = play(made, other, begin(made, shared), range(1))
-    assert same(one.server, two.server)
+    (one,) = run_rounds(made, lied, start_server(made, shared), range(1))
+    (two,) = run_rounds(made, other, start_server(made, shared), range(1))
+    assert trees_equal(one.server, two.server)
 
 
 @pytest.mark.parametrize("attack", ["sign-flip", "noise", "stale"])
@@ -171,9 +179,9 @@ def test_loop_equals_vmap_under_attack(attack: Attack):
         made, shared, simulation = scene(
             "fedavg-fixmatch", "both", executor, aggregators=[HostileClients(attack, [1, 2], 3)]
         )
-        played.append(play(made, simulation, begin(made, shared), range(3)))
+        played.append(run_rounds(made, simulation, start_server(made, shared), range(3)))
     for one, many in zip(*played, strict=True):
-        assert furthest(many.server, one.server) < 1e-9
+        assert max_difference(many.server, one.server) < 1e-9
         assert one.report.aggregator == many.report.aggregator
         assert one.report.aggregator["hostile"] == [k for k in (1, 2) if k in one.report.cohort]
 
@@ -184,15 +192,15 @@ def test_nobody_hostile_changes_nothing(attack: Attack):
     _, _, baselines = scene(
         "fedavg", "both", aggregators=[HostileClients(attack, draw_hostile_clients(4, 0.0, 3), 3), FiniteCheck()]
     )
-    one = play(made, plain, begin(made, shared), range(2))
-    two = play(made, baselines, begin(made, shared), range(2))
-    assert same(one[-1].server, two[-1].server)
+    one = run_rounds(made, plain, start_server(made, shared), range(2))
+    two = run_rounds(made, baselines, start_server(made, shared), range(2))
+    assert trees_equal(one[-1].server, two[-1].server)
 
 
 def test_a_stale_client_holds_the_mean_back_by_its_weight():
     """FedAvg with weights w: mean = sum over honest w u + w of the stale one times the model that was sent."""
     made, shared, plain = scene("fedavg-fixmatch", "both")
-    server = begin(made, shared)
+    server = start_server(made, shared)
     plain.open(0)
     upload = plain.query("train", server)
     bad = int(plain.cohort[1])
@@ -202,9 +210,9 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
         return shares[0] * leaf[0] + shares[1] * old + shares[2] * leaf[2]
 
     _, _, held = scene("fedavg-fixmatch", "both", aggregators=[HostileClients("stale", [bad], 0)])
-    (played,) = play(made, held, server, range(1))
+    (played,) = run_rounds(made, held, server, range(1))
     mean = {name: tree.map(wanted, upload.update[name], server[name]) for name in server}
-    assert furthest(played.server, mean) < 1e-12
+    assert max_difference(played.server, mean) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum"])
@@ -213,7 +221,7 @@ def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
         "fedavg", "both", aggregators=[HostileClients("nan", [1], 0), RobustAggregator(rule, 0.2)]
     )
     met = False
-    for one in play(made, simulation, begin(made, shared), range(4)):
+    for one in run_rounds(made, simulation, start_server(made, shared), range(4)):
         assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(one.server))
         assert 1 not in one.report.cohort
         met |= one.report.aggregator.get("not_finite") == [1]

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from scenes import NETWORK, begin, dataset, furthest, play, simulate, split, task
 from spies import question
 from test_run_folder import WHEN, killed
 
@@ -32,6 +31,16 @@ from halfmoon.cli import console
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import (
+    NETWORK,
+    make_dataset,
+    make_simulation,
+    make_split,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+)
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -151,17 +160,19 @@ def test_loop_equals_vmap_behind_clipping(name: str) -> None:
     got = {}
     for executor, norm in (("loop", 0.05), ("vmap", 0.05), ("loop", 1e9)):
         made = ClippedMethod(registry.make(name), norm)
-        shared = task(GROUPED)
-        held = dataset(all_labels=registry.entry(name).all_labels)
-        got[executor, norm] = play(made, simulate(made, shared, held, executor=executor), begin(made, shared), range(1))
+        shared = make_task(GROUPED)
+        held = make_dataset(all_labels=registry.entry(name).all_labels)
+        got[executor, norm] = run_rounds(
+            made, make_simulation(made, shared, held, executor=executor), start_server(made, shared), range(1)
+        )
     one, two, free = got.values()
-    assert furthest(one[-1].server, two[-1].server) < 1e-9
-    assert furthest(one[-1].server, free[-1].server) > 1e-3
+    assert max_difference(one[-1].server, two[-1].server) < 1e-9
+    assert max_difference(one[-1].server, free[-1].server) > 1e-3
 
 
 def test_a_clipped_client_update_differs_in_its_upload_alone() -> None:
     for name in SUMS:
-        shared = task(GROUPED)
+        shared = make_task(GROUPED)
         for key, client_update in registry.make(name).client_updates(shared).items():
             around = ClippedMethod(registry.make(name), 1.0).client_updates(shared)[key]
             assert isinstance(around, ClippedUpdate)
@@ -235,16 +246,16 @@ def test_what_is_no_update_stops_the_run(tmp_path: Path) -> None:
 def test_no_method_sends_more_than_an_update_and_a_weight(name: str, tmp_path: Path) -> None:
     """Played with the server's half; where nobody is noised or clipped much, all that is left is equal weights."""
     made = ClippedMethod(registry.make(name), 1e6)
-    shared, held = task(GROUPED), dataset(all_labels=registry.entry(name).all_labels)
+    shared, held = make_task(GROUPED), make_dataset(all_labels=registry.entry(name).all_labels)
     aggregator = private(tmp_path, PROMISE._replace(clip=1e6, noise=1e-20))
-    there = simulate(made, shared, held, aggregators=[aggregator])
-    (noised,) = play(made, there, begin(made, shared), range(1))
-    plain = simulate(made, shared, held)
+    there = make_simulation(made, shared, held, aggregators=[aggregator])
+    (noised,) = run_rounds(made, there, start_server(made, shared), range(1))
+    plain = make_simulation(made, shared, held)
     plain.open(0)
-    broadcast = {name: leaf for name, leaf in begin(made, shared).items() if name != "round"}
+    broadcast = {name: leaf for name, leaf in start_server(made, shared).items() if name != "round"}
     upload = plain.query("train", {**broadcast, "gate": torch.tensor(1.0)} if "feddure" in name else broadcast)
     mean = tree.map(lambda leaf: leaf.mean(0), upload.update["params"])
-    assert furthest(noised.server["params"], mean) < 1e-9
+    assert max_difference(noised.server["params"], mean) < 1e-9
     assert noised.report.aggregator is not None
     assert set(noised.report.aggregator) == {"epsilon", "delta"}
 
@@ -404,7 +415,7 @@ def remote(**options: Any) -> RemoteRuntime:
         def exchange(self, requests: Any, what: str) -> Any:
             raise AssertionError("nobody is asked")
 
-    shared = task(GROUPED)
+    shared = make_task(GROUPED)
     names = [f"site-{k}" for k in range(CLIENTS)]
     settings = RuntimeSettings(COHORT, options.pop("seed", 5), cohort_secret=options.pop("secret", None))
     calls = SiteCalls(Nobody(), names, RunIdentity("", "", ""), **options)
@@ -419,7 +430,7 @@ def test_cohorts_are_drawn_as_the_accountant_is_told(where: str) -> None:
     """Thousands of rounds as a runtime opens them: the size is fixed, every client and every pair has its share."""
     if where == "simulation":
         sizes = [(2, 2)] * CLIENTS
-        runtime: Any = simulate(registry.make("fedavg"), task(GROUPED), dataset(sizes), cohort=COHORT)
+        runtime: Any = make_simulation(registry.make("fedavg"), make_task(GROUPED), make_dataset(sizes), cohort=COHORT)
     else:
         runtime = remote(secret=b"of the server" if "secret" in where else None)
     drawn = []
@@ -597,11 +608,11 @@ def test_a_run_ends_at_its_budget_and_says_so(tmp_path: Path, capsys: pytest.Cap
 def run(path: Path, promise: PrivacyPlan = PROMISE, rounds: int = 2, every: int = 2) -> None:
     """Play a private run in a folder, or go on with it there, to its end."""
     method = ClippedMethod(registry.make("fedavg"), promise.clip)
-    shared = task(GROUPED, rounds=rounds, dtype=torch.float32)
+    shared = make_task(GROUPED, rounds=rounds, dtype=torch.float32)
     with RunFolder.open(path) if RunFolder.exists(path) else RunFolder.create(path, "", "0" * 64) as folder:
         loaded = folder.load()
         store = TreeStore()
-        there = simulate(method, shared, aggregators=[private(path, promise)], store=store, client_dropout=0.3)
+        there = make_simulation(method, shared, aggregators=[private(path, promise)], store=store, client_dropout=0.3)
         made = Experiment(method, shared, there, None, 3, checkpoint_every=every)
         played = loop.run_rounds(made, folder, loaded, lambda row: None)
         folder.finish(played["model"], {}, {"aggregation": played["aggregation"]})
@@ -700,7 +711,7 @@ def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
     (aggregator,) = factory.build_aggregators(config, b"x", tmp_path)
     assert isinstance(aggregator, DifferentialPrivacy)
     assert aggregator.plan == PrivacyPlan(0.5, 2.0, 1e-5, 3.0, 4, 9)
-    held = split([(2, 2)] * 7)
+    held = make_split([(2, 2)] * 7)
     held.save(tmp_path / "split.parquet")
     (aggregator,) = factory.build_aggregators(replace(config, split=tmp_path / "split.parquet"), b"x", tmp_path)
     assert isinstance(aggregator, DifferentialPrivacy)

@@ -13,7 +13,6 @@ import torch
 from callbacks import resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenes import begin, furthest, play, same
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator
@@ -32,6 +31,7 @@ from halfmoon.aggregation.robust import (
 )
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import max_difference, run_rounds, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -308,7 +308,7 @@ def test_whoever_weighs_nothing_has_no_say():
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2, 3, 0, 0, 0])
     upload = upload._replace(weight=torch.zeros(5))
     _, still = RobustAggregator("median", 0.2).uploads(ask(5, broadcast), upload)
-    assert same(still.tree, upload.tree)
+    assert trees_equal(still.tree, upload.tree)
 
 
 @given(batches, st.floats(0, 0.49))
@@ -349,7 +349,7 @@ def test_distances_do_not_depend_on_the_size_of_a_chunk(monkeypatch):
     change = {"params/a": torch.randn(6, 50, generator=torch.Generator().manual_seed(0))}
     whole = compute_squared_distances(change)
     monkeypatch.setattr("halfmoon.aggregation.agreement.CHUNK", 7)
-    assert furthest({"d": compute_squared_distances(change)}, {"d": whole}) < 1e-12
+    assert max_difference({"d": compute_squared_distances(change)}, {"d": whole}) < 1e-12
 
 
 def test_krum_bears_as_many_as_there_are_neighbors_for():
@@ -429,7 +429,7 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
         aggregator = RobustAggregator(rule, 0.2)
         places, new = aggregator.uploads(ask(6, broadcast), spoiled)
         assert list(places) == rest
-        assert same(new.tree, alone.tree)
+        assert trees_equal(new.tree, alone.tree)
         assert aggregator.row()["not_finite"] == [20]
 
 
@@ -455,7 +455,7 @@ def test_a_question_without_an_update_passes():
     aggregator = RobustAggregator("median", 0.2)
     places, new = aggregator.uploads(ask(2, {"params": {"w": torch.zeros(3)}}), upload)
     assert list(places) == [0, 1]
-    assert same(new.tree, upload.tree)
+    assert trees_equal(new.tree, upload.tree)
     assert aggregator.row() == {}
 
 
@@ -503,15 +503,15 @@ def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
     played = []
     for executor in ("loop", "vmap"):
         made, shared, simulation = scene(name, "both", executor, aggregators=[RobustAggregator(rule, 0.34)])
-        played.append(play(made, simulation, begin(made, shared), ROUNDS))
+        played.append(run_rounds(made, simulation, start_server(made, shared), ROUNDS))
     for one, many in zip(*played, strict=True):
-        assert furthest(many.server, one.server) < 1e-9
+        assert max_difference(many.server, one.server) < 1e-9
         assert one.report.aggregator.keys() == many.report.aggregator.keys()
         assert one.report.aggregator.get("chosen") == many.report.aggregator.get("chosen")
     _, _, plain = scene(name, "both")
-    (first, *_) = play(made, plain, begin(made, shared), range(1))
+    (first, *_) = run_rounds(made, plain, start_server(made, shared), range(1))
     if not rule.startswith("cosine"):  # of three clients it leaves out nobody, and none of these is long
-        assert furthest(played[0][0].server, first.server) > 1e-6  # the rule has done something
+        assert max_difference(played[0][0].server, first.server) > 1e-6  # the rule has done something
 
 
 def test_a_history_goes_on_where_a_run_was_stopped(tmp_path: Path):
@@ -536,11 +536,11 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
 
     made, shared, honest = scene("feddb", "both", aggregators=[RobustAggregator(rule, 0.34)])
     _, _, lied = scene("feddb", "both", aggregators=[Liar(), RobustAggregator(rule, 0.34)])
-    one = play(made, honest, begin(made, shared), range(1))
-    two = play(made, lied, begin(made, shared), range(1))
-    assert furthest(two[0].server, one[0].server) < 1e-12
+    one = run_rounds(made, honest, start_server(made, shared), range(1))
+    two = run_rounds(made, lied, start_server(made, shared), range(1))
+    assert max_difference(two[0].server, one[0].server) < 1e-12
     _, _, bare = scene("feddb", "both", aggregators=[Liar()])
-    assert furthest(play(made, bare, begin(made, shared), range(1))[0].server, one[0].server) > 1e-6
+    assert max_difference(run_rounds(made, bare, start_server(made, shared), range(1))[0].server, one[0].server) > 1e-6
 
 
 def test_a_configuration_brings_its_rule():

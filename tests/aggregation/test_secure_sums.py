@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from scenes import begin, furthest, play
 from spies import question
 from test_contract import scene
 
@@ -48,6 +47,7 @@ from halfmoon.aggregation.secure.masking import (
 from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
 from halfmoon.contract.checks import SIZES
+from halfmoon.contract.small_federation import max_difference, run_rounds, start_server
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFewReplies
@@ -208,9 +208,9 @@ def test_the_mean_of_a_sum_does_for_a_method(name: str) -> None:
     """Its server does with it what it does with single uploads, to the bound of 3 clients, in double precision."""
     made, shared, plain = scene(name, "both")
     _, _, summing = scene(name, "both", aggregators=[FixedPointMean(False)])
-    (one,), (two,) = (play(made, each, begin(made, shared), range(1)) for each in (plain, summing))
+    (one,), (two,) = (run_rounds(made, each, start_server(made, shared), range(1)) for each in (plain, summing))
     weights = 3 if name == "fml" else sum(sum(SIZES[k]) for k in one.report.cohort)  # FML's are 1
-    assert 0 < furthest(two.server, one.server) <= 3 * 2**-25 / weights + 1e-12
+    assert 0 < max_difference(two.server, one.server) <= 3 * 2**-25 / weights + 1e-12
     assert two.report.aggregator == {"summed": 3}
 
 
@@ -219,10 +219,10 @@ def test_lifted_clients_have_the_same_sum_to_rounding() -> None:
     played = []
     for executor in ("loop", "vmap"):
         made, shared, runtime = scene("fedavg", "both", executor=executor, aggregators=[FixedPointMean(False)])
-        played.append(play(made, runtime, begin(made, shared), range(1))[0])
+        played.append(run_rounds(made, runtime, start_server(made, shared), range(1))[0])
     loop, lifted = played
     weights = sum(sum(SIZES[k]) for k in loop.report.cohort)
-    assert furthest(lifted.server, loop.server) <= 3 * 2**-24 / weights + 1e-12
+    assert max_difference(lifted.server, loop.server) <= 3 * 2**-24 / weights + 1e-12
     assert lifted.report.aggregator == loop.report.aggregator == {"summed": 3}
 
 

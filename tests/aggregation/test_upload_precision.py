@@ -11,7 +11,6 @@ import torch
 from callbacks import resumed
 from events import Sentences
 from safetensors.torch import load_file
-from scenes import NETWORK, begin, dataset, play, same, simulate, task
 from test_contract import scene
 from test_dp import GROUPED, PROMISE, private
 
@@ -21,6 +20,15 @@ from halfmoon.aggregation.precision import compress_upload, decompress_upload, q
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.uploads import UPDATE_ONLY, Upload
 from halfmoon.contract.sites import Wire, make_remote_runtime
+from halfmoon.contract.small_federation import (
+    NETWORK,
+    make_dataset,
+    make_simulation,
+    make_task,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount, Batching, Views
@@ -39,8 +47,8 @@ DRAWS = partial(rng.generator, 0, "upload")
 
 def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, Wire]:
     """Return a federation whose server checks the answers of its four sites."""
-    method, shared = registry.make("fedavg"), task(network, torch.float32, upload_precision=precision)
-    remote, wire = make_remote_runtime(simulate(method, shared, cohort=4), Batching(4, 4))
+    method, shared = registry.make("fedavg"), make_task(network, torch.float32, upload_precision=precision)
+    remote, wire = make_remote_runtime(make_simulation(method, shared, cohort=4), Batching(4, 4))
     most = Amount(99, 99, 99, 99), 99
     remote.calls.inspection = Inspection(UploadProbe(shared, Views(), (1, 8, 8), 0), lambda *_: most, lambda _: 0)
     return method, shared, remote, wire
@@ -93,10 +101,10 @@ def test_every_tensor_of_every_client_and_round_has_draws_of_its_own(monkeypatch
     paths: list[Any] = []
     draw = rng.generator
     monkeypatch.setattr(rng, "generator", lambda *path: paths.append(path) or draw(*path))
-    method, shared = registry.make("fedavg"), task(upload_precision="int8")
-    play(method, simulate(method, shared), begin(method, shared), range(2))
+    method, shared = registry.make("fedavg"), make_task(upload_precision="int8")
+    run_rounds(method, make_simulation(method, shared), start_server(method, shared), range(2))
     uploads = [path for path in paths if path[1] == "upload"]
-    tensors = len(tree.flatten(begin(method, shared)["params"]))
+    tensors = len(tree.flatten(start_server(method, shared)["params"]))
     assert len(set(uploads)) == len(uploads) == 2 * 3 * tensors
 
 
@@ -165,8 +173,8 @@ def test_loop_is_vmap_and_sites_send_what_the_simulation_has(name: str, precisio
         runtime = simulation
         if executor == "sites":
             runtime, _ = make_remote_runtime(simulation, simulation.local_clients.training.batching)
-        runs[executor] = play(method, runtime, begin(method, shared), range(1))[-1].server
-    before = tree.flatten(begin(method, shared))
+        runs[executor] = run_rounds(method, runtime, start_server(method, shared), range(1))[-1].server
+    before = tree.flatten(start_server(method, shared))
     after = {path: leaf for path, leaf in tree.flatten(runs["loop"]).items() if path in before and leaf.numel()}
     largest = max(float((leaf - before[path]).abs().max()) for path, leaf in after.items())
     for path, leaf in tree.flatten(runs["loop"]).items():
@@ -204,7 +212,7 @@ def test_messages_shrink_as_the_uploads_do() -> None:
     for precision in ("float32", "float16", "int8"):
         method, shared, remote, wire = single(replace(NETWORK, width=64), precision)
         remote.open(0)
-        method.round(remote.task, begin(method, shared), remote)
+        method.round(remote.task, start_server(method, shared), remote)
         lengths[precision] = max(map(len, wire.messages[-remote.size :]))
     assert 0.49 < lengths["float16"] / lengths["float32"] < 0.54
     assert 0.24 < lengths["int8"] / lengths["float32"] < 0.30
@@ -232,7 +240,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
     lines: list[str] = []
     remote.calls.log = Sentences(lines)
     remote.open(0)
-    server = method.round(remote.task, begin(method, shared), remote)
+    server = method.round(remote.task, start_server(method, shared), remote)
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server))
     assert [line for line in lines if "the answer of site-0" in line]
 
@@ -240,10 +248,10 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_a_private_mean_moves_by_no_more_than_the_clients_may(precision: Any, tmp_path: Path) -> None:
     """Rounding may lengthen a clipped update; the server clips it again before it adds noise, here next to none."""
-    made, shared = ClippedMethod(registry.make("fedavg"), 0.05), task(GROUPED, upload_precision=precision)
+    made, shared = ClippedMethod(registry.make("fedavg"), 0.05), make_task(GROUPED, upload_precision=precision)
     guard = private(tmp_path, PROMISE._replace(clip=0.05, noise=1e-20))
-    first = begin(made, shared)
-    (after,) = play(made, simulate(made, shared, aggregators=[guard]), first, range(1))
+    first = start_server(made, shared)
+    (after,) = run_rounds(made, make_simulation(made, shared, aggregators=[guard]), first, range(1))
     moved = tree.map(torch.sub, after.server["params"], first["params"])
     assert 0.01 < float(tree.squared_norm(moved).sqrt()) <= 0.05 * (1 + 1e-12)
 
@@ -256,11 +264,11 @@ def test_a_resumed_run_has_the_same_bytes(precision: Any, tmp_path: Path) -> Non
 def test_the_servers_own_training_is_not_rounded() -> None:
     tuned = []
     for precision in ("float32", "int8"):
-        method, shared = registry.make("semifl"), task(upload_precision=precision)
-        alone = simulate(method, shared, dataset(place="server"))
+        method, shared = registry.make("semifl"), make_task(upload_precision=precision)
+        alone = make_simulation(method, shared, make_dataset(place="server"))
         alone.open(0)
-        tuned.append(alone.query_server("fine-tune", begin(method, shared)).update)
-    assert same(*tuned)
+        tuned.append(alone.query_server("fine-tune", start_server(method, shared)).update)
+    assert trees_equal(*tuned)
 
 
 def test_a_head_from_sums_is_the_same(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.func
 import torch.nn.functional as F
-from scenes import same
 from torch import Tensor
 
 from halfmoon.api.types import PseudoLabels, StepMetrics, WeightedMetric
+from halfmoon.contract.small_federation import trees_equal
 from halfmoon.core import tree
 from halfmoon.core.autodiff import cross_entropy, grad_and_value, inside_transform, vjp, vmap_clients
 from halfmoon.models import SmallCNN
@@ -46,10 +46,10 @@ def test_a_gradient_is_that_of_torch_func(quiet: bool):
     with torch.set_grad_enabled(not quiet):
         ours, value, aside = grad_and_value(loss, params, x)
         theirs, (expected, baselines) = torch.func.grad_and_value(loss, has_aux=True)(params, x)
-    assert same(ours, theirs)
+    assert trees_equal(ours, theirs)
     assert torch.equal(value, expected)
     assert torch.equal(aside["logits"], baselines["logits"])
-    assert same(aside["moments"][0], baselines["moments"][0])
+    assert trees_equal(aside["moments"][0], baselines["moments"][0])
     assert aside["none"] == ()
     assert not ours["idle"]["weight"].any()
     found = [*tree.leaves(ours), value, aside["logits"], *tree.leaves(params)]
@@ -59,7 +59,7 @@ def test_a_gradient_is_that_of_torch_func(quiet: bool):
 def test_a_loss_of_nothing_has_the_gradient_zero():
     params, x = scene()
     gradient, _, _ = grad_and_value(lambda p: (x.sum(), ()), params)
-    assert same(gradient, tree.zeros_like(params))
+    assert trees_equal(gradient, tree.zeros_like(params))
 
 
 def test_pulls_are_those_of_torch_func():
@@ -73,8 +73,8 @@ def test_pulls_are_those_of_torch_func():
         expected, theirs, baselines = cast(Any, torch.func.vjp(lambda p: parts(p, x), params, has_aux=True))
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
         assert torch.equal(aside, baselines)
-        assert same(pull(cotangents[0], True), theirs(cotangents[0])[0])
-        assert same(pull(cotangents[1], False), theirs(cotangents[1])[0])
+        assert trees_equal(pull(cotangents[0], True), theirs(cotangents[0])[0])
+        assert trees_equal(pull(cotangents[1], False), theirs(cotangents[1])[0])
     assert not outputs[0].requires_grad
     assert not aside.requires_grad
 
@@ -111,7 +111,7 @@ def test_a_lifted_program_is_that_of_vmap():
 
     carry = {"a": {"b": base, "c": {}}, "d": base[:, 0]}
     (state, notes), (expected, theirs) = vmap_clients(one)(carry, sample), torch.func.vmap(one)(carry, sample)
-    assert same(state, expected)
+    assert trees_equal(state, expected)
     assert list(state) == ["first", "nothing"]
     assert state["first"]["a"]["c"] == {}
     assert isinstance(notes, StepMetrics)

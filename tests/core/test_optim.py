@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from scenes import NETWORK
 from torch.func import vmap
 
 from halfmoon.api.types import Task
+from halfmoon.contract.small_federation import NETWORK
 from halfmoon.core import tree
 from halfmoon.core.optim import (
     SGD,

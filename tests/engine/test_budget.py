@@ -3,10 +3,10 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from scenes import begin, dataset, play, simulate, task
 
 from halfmoon.api.types import ClientUpdate, Passes
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import make_dataset, make_simulation, make_task, run_rounds, start_server
 from halfmoon.engine.budget import Budget, ClientSize, Cost, batch_rule_amount, find_largest_update, images_per_step
 from halfmoon.engine.sampling import Amount, Batching
 from halfmoon.methods import registry
@@ -17,7 +17,7 @@ CLIENT = ClientSize(50, 450)
 
 
 def client_update(name: str, **rules: str) -> ClientUpdate:
-    return next(iter(registry.make(name).client_updates(task(**rules)).values()))
+    return next(iter(registry.make(name).client_updates(make_task(**rules)).values()))
 
 
 def holding(name: str, given_: ClientSize) -> ClientSize:
@@ -115,10 +115,10 @@ def test_played_rounds_keep_to_the_budget(name):
     """What the runs count: the labeled steps of FedDure at "labeled-steps", its images within half a step a client."""
 
     def used(played: str, budget: Budget) -> dict[str, int]:
-        method, shared = registry.make(played), task()
-        held = dataset(all_labels=registry.entry(played).all_labels)
-        simulation = simulate(method, shared, held, batching=Batching(2, "rest"), budget=budget, cohort=4)
-        return play(method, simulation, begin(method, shared), range(1))[-1].report.cost
+        method, shared = registry.make(played), make_task()
+        held = make_dataset(all_labels=registry.entry(played).all_labels)
+        simulation = make_simulation(method, shared, held, batching=Batching(2, "rest"), budget=budget, cohort=4)
+        return run_rounds(method, simulation, start_server(method, shared), range(1))[-1].report.cost
 
     reference = used("feddure", Budget())
     assert used(name, Budget("labeled-steps", client_update("feddure")))["labeled_steps"] == reference["labeled_steps"]
@@ -154,7 +154,7 @@ def test_costs_add_up_by_hand():
 
 def test_an_all_labels_reference_counts_all_its_rows():
     """5 + 45 rows, all labeled, 10 a step: 5 steps for the reference itself and for everybody measured by it."""
-    shared = task()
+    shared = make_task()
     ceiling = registry.make("fedavg-sl").client_updates(shared)["train"]
     fixmatch = registry.make("fedavg-fixmatch").client_updates(shared)["train"]
     budget = Budget("labeled-steps", ceiling, all_labels=True)

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scenes import CLASSES, examples, task
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import PseudoLabels
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import CLASSES, make_examples, make_task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
@@ -35,16 +35,16 @@ counted = hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 9)).filter(lambda
 
 
 def spoken(images: torch.Tensor) -> np.ndarray:
-    oracle = twin(TorchSmall(1, CLASSES, task().network.width), model()).eval()
+    oracle = twin(TorchSmall(1, CLASSES, make_task().network.width), model()).eval()
     with torch.no_grad():
         return oracle(images.double() / 127.5 - 1).numpy()
 
 
 def model():
     """Return a random model with the statistics of the images and logits around zero: it says all classes of them."""
-    shared = task()
+    shared = make_task()
     made = tree.to(shared.network.init(rng.generator(4, "evaluate")), dtype=torch.float64)
-    images = shared.normalize(examples(50, seed=8).images)
+    images = shared.normalize(make_examples(50, seed=8).images)
     for _ in range(40):
         _, moments = shared.network.train(made["params"], images)
         made["stats"] = track(made["stats"], moments)
@@ -56,8 +56,8 @@ def model():
 def test_a_tally_equals_a_count(batch):
     """Accuracy, loss and class-wise accuracy of 50 images equal the module's in eval mode, however they are cut. Each
     cell counts images of its row's class that are said to be of its column's."""
-    test = examples(50, seed=8)
-    shared = task()
+    test = make_examples(50, seed=8)
+    shared = make_task()
     result = evaluate_model(shared.network, model(), shared.normalize, test, batch)
     made, logits, labels = result.row(), spoken(test.images), test.labels.numpy()
     said = logits.argmax(1)
@@ -76,8 +76,8 @@ def test_a_tally_equals_a_count(batch):
 @pytest.mark.parametrize("batch", [1, 7, 1000])
 def test_a_mean_prediction_equals_a_mean(batch):
     """The mean softmax over 50 images, however they are cut; a head 300 times as large says 300 times as much."""
-    images = examples(50, seed=8).images
-    shared, sure = task(), model()
+    images = make_examples(50, seed=8).images
+    shared, sure = make_task(), model()
     sure["params"]["head"] = tree.map(lambda leaf: 300 * leaf, sure["params"]["head"])
     made = compute_mean_prediction(shared.network, sure, shared.normalize, images, batch)
     power = np.exp(300 * spoken(images))
@@ -121,9 +121,9 @@ def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
 
 
 def test_a_class_without_test_images_scores_zero():
-    test = examples(30, seed=8)
+    test = make_examples(30, seed=8)
     without = Examples(test.images, test.labels.clamp_max(CLASSES - 2))
-    per_class = evaluate_model(task().network, model(), task().normalize, without).per_class
+    per_class = evaluate_model(make_task().network, model(), make_task().normalize, without).per_class
     assert len(per_class) == CLASSES
     assert per_class[-1] == 0
 
@@ -234,7 +234,7 @@ def test_what_a_run_has_measured_beside_the_test() -> None:
 
 def test_images_tested_under_their_own_statistics():
     """In batches of 250 in the order of the set, as the module in training mode says of each (here 250 and 30)."""
-    test, shared = examples(280, seed=8), task()
+    test, shared = make_examples(280, seed=8), make_task()
     oracle = twin(TorchSmall(1, CLASSES, shared.network.width), model()).train()
     with torch.no_grad():
         parts = [oracle(part.double() / 127.5 - 1) for part in (test.images[:250], test.images[250:])]
@@ -272,7 +272,7 @@ def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> No
     """A thousand of 28x28, 256 of 64x64, one of 2048x2048; 300 images of 64x64 count all in two parts."""
     sides = (28, 64, 2048)
     assert [images_per_pass(torch.zeros(0, 1, side, side), 1000) for side in sides] == [1000, 256, 1]
-    shared, large = task(), examples(300, side=64)
+    shared, large = make_task(), make_examples(300, side=64)
     made = model()
     parts = [Examples(*(leaf[rows] for leaf in large)) for rows in (slice(0, 256), slice(256, None))]
     counts = [evaluate_model(shared.network, made, shared.normalize, each).confusion for each in (large, *parts)]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scenes import CLASSES, examples, same, simulate, task
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Method
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import CLASSES, make_examples, make_simulation, make_task, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split, summarize
@@ -24,13 +24,13 @@ from halfmoon.runs import runner
 from halfmoon.runs.factory import load_source_for_network
 from halfmoon.storage.run_folder import RunFolder
 
-TEST = examples(40, seed=9)
+TEST = make_examples(40, seed=9)
 
 
 def run(path: Path, method: Method, rounds: int, watch: Any = lambda row: None, **options: Any) -> tuple[Any, list]:
     """Play an experiment in a new folder, or go on there, and return what came out and the rows of metrics.jsonl."""
-    shared = task(dtype=torch.float32, rounds=rounds)
-    made = Experiment(method, shared, simulate(method, shared), TEST, 3, **options)
+    shared = make_task(dtype=torch.float32, rounds=rounds)
+    made = Experiment(method, shared, make_simulation(method, shared), TEST, 3, **options)
     with RunFolder.open(path) if path.exists() else RunFolder.create(path, "", "0" * 64) as folder:
         loaded = folder.load() if RunFolder.exists(path) else None
         return run_rounds(made, folder, loaded, watch), folder.rows()
@@ -73,8 +73,8 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     """A run that is tested in every round has the model and the cost of one that is tested at its end."""
     often, _ = run(tmp_path / "often", FedAvg(FixMatch()), 3)
     once, rows = run(tmp_path / "once", FedAvg(FixMatch()), 3, evaluate_every=3)
-    assert same(often["model"], once["model"])
-    assert same(often["model"], models(3)[-1])
+    assert trees_equal(often["model"], once["model"])
+    assert trees_equal(often["model"], models(3)[-1])
     assert often["cost"] == once["cost"]
     assert ["prior" in row for row in rows] == [False, False, True]
 
@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_after_its_last_round_has_its_confusion(tmp_path:
     made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 3)
     assert len(passes) == 1
     assert len(rows) == 3
-    assert same(made.pop("model"), straight.pop("model"))
+    assert trees_equal(made.pop("model"), straight.pop("model"))
     assert made == straight
 
 
@@ -114,8 +114,8 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
 @pytest.mark.parametrize(("said", "best"), [((0.5, 0.7, 0.6, 0.6), 2), ((0.5, 0.7, 0.6, 0.8), 4), ((0.7, 0.7), 2)])
 def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, best):
     """A round's answers are about the model that it started from, and those after the end about the last one."""
-    method, shared = FedAvg(FixMatch()), task(dtype=torch.float32, rounds=len(said))
-    runtime = simulate(method, shared)
+    method, shared = FedAvg(FixMatch()), make_task(dtype=torch.float32, rounds=len(said))
+    runtime = make_simulation(method, shared)
     close, verdicts, brought = runtime.close, list(said), list[Tree]()
 
     def told(round: int) -> Any:
@@ -130,8 +130,8 @@ def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, 
     with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
         made = run_rounds(Experiment(method, shared, runtime, TEST, 3), folder, None, lambda row: None)
     expected = models(len(said))
-    assert all(same(*pair) for pair in zip(brought, expected, strict=False))
-    assert same(made["model"], expected[best - 1])
+    assert all(trees_equal(*pair) for pair in zip(brought, expected, strict=False))
+    assert trees_equal(made["model"], expected[best - 1])
     assert made["chosen"] == {"round": best, "accuracy": max(said)}
     assert made["accuracy"]["chosen_round"] == best
     assert made["confusion"] == confusion(made["model"])
@@ -139,8 +139,8 @@ def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, 
 
 def models(rounds: int) -> list[Tree]:
     """Return the server's model after every round of what `run` plays."""
-    method, shared = FedAvg(FixMatch()), task(dtype=torch.float32, rounds=rounds)
-    runtime, found = simulate(method, shared), []
+    method, shared = FedAvg(FixMatch()), make_task(dtype=torch.float32, rounds=rounds)
+    runtime, found = make_simulation(method, shared), []
     server = method.start(shared, loop.initial_model(shared, 3, torch.device("cpu")))
     for number in range(rounds):
         runtime.open(number)
@@ -162,14 +162,14 @@ def test_an_average_of_the_servers_models_is_what_is_evaluated(tmp_path: Path) -
 
 
 def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_path: Path) -> None:
-    held = examples(30, seed=4)
+    held = make_examples(30, seed=4)
     made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 5, validation=held)
     assert [set(row) >= {"test", "validation"} for row in rows] == [True] * 5
-    shared = task(dtype=torch.float32)
+    shared = make_task(dtype=torch.float32)
     said = [evaluate_model(shared.network, model, shared.normalize, held).row() for model in models(5)]
     assert [row["validation"] for row in rows] == said
     place = max(range(5), key=lambda k: (said[k]["accuracy"], -said[k]["loss"]))
-    assert same(made["model"], models(5)[place])
+    assert trees_equal(made["model"], models(5)[place])
     assert made["accuracy"]["last"] == rows[-1]["test"]["accuracy"]
     assert made["accuracy"]["chosen"] == rows[place]["test"]["accuracy"]
     assert made["accuracy"]["chosen_round"] == place + 1
@@ -177,7 +177,7 @@ def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_pa
 
 
 def test_average_and_choice_survive_a_kill(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"validation": examples(30, seed=4), "ema": 0.5}
+    options: dict[str, Any] = {"validation": make_examples(30, seed=4), "ema": 0.5}
     whole, _ = run(tmp_path / "whole", FedAvg(FixMatch()), 5, **options)
 
     def stop(row: Any) -> None:
@@ -188,5 +188,5 @@ def test_average_and_choice_survive_a_kill(tmp_path: Path) -> None:
         run(tmp_path / "cut", FedAvg(FixMatch()), 5, stop, **options)
     again, rows = run(tmp_path / "cut", FedAvg(FixMatch()), 5, **options)
     assert len(rows) == 5
-    assert same(again["model"], whole["model"])
+    assert trees_equal(again["model"], whole["model"])
     assert again["accuracy"] == whole["accuracy"]

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import begin, play
 from test_contract import DISTINCT, scene
 
 from halfmoon.api.types import ClientData
+from halfmoon.contract.small_federation import run_rounds, start_server
 from halfmoon.core import tree
 from halfmoon.engine import driver
 
@@ -54,7 +54,7 @@ def test_no_step_reads_a_value_or_mixes_devices(name, executor, monkeypatch):
     simulation.local_clients.training = replace(simulation.local_clients.training, parallel_map=record_queries)
     with monkeypatch.context() as patch:
         patch.setattr(driver, "draw", lambda *args: draws.append(draw(*args)) or draws[-1])
-        play(method, simulation, begin(method, task), range(1))
+        run_rounds(method, simulation, start_server(method, task), range(1))
     assert queries
 
     remaining_draws = iter(draws)

@@ -5,13 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import CLASSES, NETWORK, Snapshot, begin, dataset, furthest, play, simulate, task
 from torch import Tensor
 from torch.func import vmap
 
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method
 from halfmoon.contract.checks import compare_executors
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    NETWORK,
+    Snapshot,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+)
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.engine import driver
@@ -65,9 +75,11 @@ FEDERATED = [name for name in registry.names() if not registry.entry(name).poole
 
 
 def rounds(method: Method, executor: Executor, sizes: Any = UNEQUAL, batching: Batching = REST, **shared: Any):
-    made = task(rounds=2, **shared)
-    simulation = simulate(method, made, dataset(sizes), batching=batching, executor=executor, cohort=len(sizes))
-    return play(method, simulation, begin(method, made), range(2))
+    made = make_task(rounds=2, **shared)
+    simulation = make_simulation(
+        method, made, make_dataset(sizes), batching=batching, executor=executor, cohort=len(sizes)
+    )
+    return run_rounds(method, simulation, start_server(method, made), range(2))
 
 
 @pytest.fixture
@@ -198,8 +210,8 @@ def test_what_is_remembered_of_each_row_is_that_of_the_clients_own(method, agree
 
 def test_labels_of_other_rows_are_forgotten_in_a_program_too():
     """Of a client that has got more rows since, none has a label; of one with as many others neither."""
-    client_update = FedAvg(FixMatch(thresholding="flexmatch", threshold=THRESHOLD)).client_updates(task())["train"]
-    before, after = (dataset(sizes).client_data(0)[0] for sizes in (((2, 3),), ((2, 5),)))
+    client_update = FedAvg(FixMatch(thresholding="flexmatch", threshold=THRESHOLD)).client_updates(make_task())["train"]
+    before, after = (make_dataset(sizes).client_data(0)[0] for sizes in (((2, 3),), ((2, 5),)))
     memory = {"thresholds": {"label": torch.tensor([1, 2, 0]), "mark": before.u.sum().double()}}
     for data, left in ((before, [1, 2, 0, NO_LABEL, NO_LABEL]), (after, [NO_LABEL] * 5)):
         padded = driver._pad_row_memory(client_update, memory, data, 5)
@@ -316,8 +328,8 @@ def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
     after = rounds(method, "vmap", UNEQUAL)
     assert sum(filled) > 100
     for one, other in zip(before, after, strict=True):
-        assert furthest(one.server, other.server) == 0
-        assert furthest(one.state, other.state) == 0
+        assert max_difference(one.server, other.server) == 0
+        assert max_difference(one.state, other.state) == 0
         assert one.report.samples == other.report.samples
 
 
@@ -373,12 +385,12 @@ def test_a_masked_pass_and_its_tangent_are_those_of_the_real_rows(network):
     lifted = tree.index(vmap(passed)(x[None], real[None]), 0)
     for each in (many, lifted):
         each = {**each, "logits": each["logits"][real], "tangent": each["tangent"][real]}
-        assert furthest(each, alone) < CLOSE
+        assert max_difference(each, alone) < CLOSE
 
 
 def test_every_work_of_the_catalog_masks():
     """What declares nothing is batched as before; a clipped work and an averaged teacher say what their insides do."""
-    shared = task()
+    shared = make_task()
     assert FedAvg(Supervised()).client_updates(shared)["train"].requirements.masks_padding
     assert FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].requirements.masks_padding
     assert not ClientUpdate(shared).requirements.masks_padding

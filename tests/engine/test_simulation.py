@@ -7,12 +7,23 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 import torch
-from scenes import CLASSES, NETWORK, SIZES, begin, dataset, furthest, play, same, simulate, task
 from spies import Counting, Spy, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, ClientData, Method
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    NETWORK,
+    SIZES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD, CosineSchedule
 from halfmoon.data.partition.heterogeneity import jensen_shannon
@@ -45,14 +56,14 @@ def cohorts(simulation, rounds: int = 12) -> list[list[int]]:
 def test_all_methods_of_a_seed_meet_the_same_clients():
     """Cohorts, three of nine and sorted, depend on seed and round alone: not on method, executor, or rounds before.
     How often each client is met is tested with the accountant, which is told that they are drawn alike."""
-    held, shared = dataset(((2, 2),) * 9), task()
-    one = cohorts(simulate(FedAvg(), shared, held))
+    held, shared = make_dataset(((2, 2),) * 9), make_task()
+    one = cohorts(make_simulation(FedAvg(), shared, held))
     assert all(cohort == sorted(set(cohort)) and len(cohort) == 3 for cohort in one)
-    assert cohorts(simulate(FedDure(), shared, held, executor="vmap")) == one
-    late = simulate(FedAvg(FixMatch()), shared, held)
+    assert cohorts(make_simulation(FedDure(), shared, held, executor="vmap")) == one
+    late = make_simulation(FedAvg(FixMatch()), shared, held)
     late.open(7)
     assert late.cohort.tolist() == one[7]
-    assert cohorts(simulate(FedAvg(), shared, held, seed=4)) != one
+    assert cohorts(make_simulation(FedAvg(), shared, held, seed=4)) != one
     assert len({tuple(cohort) for cohort in one}) > 5
 
 
@@ -70,8 +81,12 @@ def test_a_cohort_is_the_beginning_of_pytorchs_permutation(count: int) -> None:
 
 def test_no_upload_is_held_while_the_next_client_trains() -> None:
     """Of a cohort of four whose method averages none is alive when the next one's training begins."""
-    method, shared, held = FedAvg(), task(), dataset()
-    simulation, alive, seen = simulate(method, shared, held, cohort=4), weakref.WeakSet[torch.Tensor](), list[int]()
+    method, shared, held = FedAvg(), make_task(), make_dataset()
+    simulation, alive, seen = (
+        make_simulation(method, shared, held, cohort=4),
+        weakref.WeakSet[torch.Tensor](),
+        list[int](),
+    )
 
     def watched(function, items):
         def counted(program):
@@ -86,7 +101,7 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
     local_clients = simulation.local_clients
     local_clients.training = replace(local_clients.training, parallel_map=watched)
     simulation.open(0)
-    method.round(simulation.task, begin(method, shared), simulation)
+    method.round(simulation.task, start_server(method, shared), simulation)
     assert seen == [0, 0, 0, 0]
 
 
@@ -94,8 +109,8 @@ def test_methods_of_a_seed_see_the_same_labeled_batches():
     seen = []
     for method in (FedAvg(), FedAvg(FixMatch()), FedDure()):
         spy = Spy(method)
-        shared = task()
-        play(spy, simulate(spy, shared, batching=Batching(2, "rest")), begin(spy, shared), range(2))
+        shared = make_task()
+        run_rounds(spy, make_simulation(spy, shared, batching=Batching(2, "rest")), start_server(spy, shared), range(2))
         seen.append([batch for _, _, batch in spy.of("step")])
     assert len(seen[0]) == len(seen[1]) == len(seen[2]) > 4
     for one, two, three in zip(*seen, strict=True):
@@ -110,12 +125,12 @@ def test_methods_of_a_seed_see_the_same_labeled_batches():
 @BOTH
 def test_memories_belong_to_their_clients(executor):
     """Each client counts its own visits; who was not asked has no memory; the next visit finds the last one's."""
-    method, shared = Counting(queries=1), task()
-    simulation = simulate(method, shared, executor=executor, cohort=2)
+    method, shared = Counting(queries=1), make_task()
+    simulation = make_simulation(method, shared, executor=executor, cohort=2)
     visits = dict.fromkeys(range(4), 0)
-    server = begin(method, shared)
+    server = start_server(method, shared)
     for number in range(5):
-        (played,) = play(method, simulation, server, range(number, number + 1))
+        (played,) = run_rounds(method, simulation, server, range(number, number + 1))
         server = played.server
         for place, client in enumerate(played.report.cohort):
             assert float(server["ups"]["trip0"]["visits"][place]) == visits[client]
@@ -127,10 +142,10 @@ def test_memories_belong_to_their_clients(executor):
 
 def test_the_regulator_of_each_client_goes_on_where_it_stopped():
     """F-reg has taken as many Adam steps as its client; all clients of a seed start from the same one."""
-    method, shared = FedDure(), task()
-    simulation = simulate(method, shared, cohort=2)
+    method, shared = FedDure(), make_task()
+    simulation = make_simulation(method, shared, cohort=2)
     steps = dict.fromkeys(range(4), 0)
-    for played in play(method, simulation, begin(method, shared), range(4)):
+    for played in run_rounds(method, simulation, start_server(method, shared), range(4)):
         for client in played.report.cohort:
             steps[client] += -(-SIZES[client][1] // 4)
         counted = {int(k): float(m["regulator"]["optimizer"]["steps"]) for k, m in played.state["client"].items()}
@@ -138,19 +153,21 @@ def test_the_regulator_of_each_client_goes_on_where_it_stopped():
     firsts = []
     for seed in (0, 1):
         spy = Spy(method)
-        play(spy, simulate(spy, shared, cohort=4, seed=seed), begin(spy, shared), range(1))
+        run_rounds(spy, make_simulation(spy, shared, cohort=4, seed=seed), start_server(spy, shared), range(1))
         first = [memory["regulator"]["params"] for _, memory, _ in spy.of("begin")]
         assert len(first) == 4
-        assert all(same(first[0], other) for other in first)
+        assert all(trees_equal(first[0], other) for other in first)
         firsts.append(first[0])
-    assert not same(*firsts)
+    assert not trees_equal(*firsts)
 
 
 @BOTH
 def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
     """`each` reaches client k as its k-th slice, merged with what is shared; two trips see other images."""
-    method, shared = Counting(), task()
-    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    method, shared = Counting(), make_task()
+    (played,) = run_rounds(
+        method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
+    )
     ups = played.server["ups"]
     cohort = played.report.cohort
     for query in ("trip0", "trip1"):
@@ -164,9 +181,14 @@ def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
 @pytest.mark.parametrize("views", [(), ("weak",), ("plain", "strong")])
 @pytest.mark.parametrize("batching", [Batching(4, 4), Batching(2, "rest"), Batching(3, 5, steps=2)], ids=str)
 def test_both_executors_draw_the_same(views, batching):
-    method, shared = Counting(views), task()
+    method, shared = Counting(views), make_task()
     one, many = (
-        play(method, simulate(method, shared, executor=e, batching=batching), begin(method, shared), range(2))[-1]
+        run_rounds(
+            method,
+            make_simulation(method, shared, executor=e, batching=batching),
+            start_server(method, shared),
+            range(2),
+        )[-1]
         for e in ("loop", "vmap")
     )
     for query in ("trip0", "trip1"):
@@ -181,11 +203,13 @@ def test_both_executors_draw_the_same(views, batching):
 @BOTH
 def test_a_client_that_may_draw_nothing_takes_no_step(executor):
     """It comes back as it went, costs nothing but bytes, and the others train as they do in other company."""
-    shared = task()
+    shared = make_task()
     some, every = Counting(idle=102), Counting()
-    held = dataset()
+    held = make_dataset()
     idle, busy = (
-        play(m, simulate(m, shared, held, executor=executor, cohort=4), begin(m, shared), range(1))[-1]
+        run_rounds(m, make_simulation(m, shared, held, executor=executor, cohort=4), start_server(m, shared), range(1))[
+            -1
+        ]
         for m in (some, every)
     )
     for query in ("trip0", "trip1"):
@@ -204,8 +228,10 @@ def test_costs_equal_a_hand_count(executor):
     ceil(14/4) + ceil(9/4) = 3 + 2 + 4 + 3 = 12, so 48 labeled and 48 unlabeled images. A step passes 4 + 2 * 4 = 12
     images forward and back: 144 each. The network has 40 + 8, 296 + 16, 584 + 16 and 36, that is 996 parameters, and 2
     * (4 + 8 + 8) = 40 statistics: 1036 numbers of 8 bytes; an upload adds a weight of 8."""
-    method, shared = FedAvg(FixMatch()), task()
-    (played,) = play(method, simulate(method, shared, cohort=4, executor=executor), begin(method, shared), range(1))
+    method, shared = FedAvg(FixMatch()), make_task()
+    (played,) = run_rounds(
+        method, make_simulation(method, shared, cohort=4, executor=executor), start_server(method, shared), range(1)
+    )
     assert played.report.cost == {
         "labeled_steps": 12,
         "labeled_images": 48,
@@ -222,8 +248,10 @@ def test_costs_equal_a_hand_count(executor):
 @BOTH
 def test_private_downloads_are_counted_once(executor):
     """Two trips to three clients: 4 shared bytes to each, and a slice of a float64 and an int64 for each."""
-    method, shared = Counting(), task()
-    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    method, shared = Counting(), make_task()
+    (played,) = run_rounds(
+        method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
+    )
     assert played.report.cost["bytes_down"] == 2 * (3 * 4 + 3 * (8 + 8))
     assert played.report.cost["bytes_up"] == 2 * 3 * 8 * 8
 
@@ -264,12 +292,12 @@ CASES = [(name, *rule) for name in registry.names() for rule in RULES]
 def test_passes_are_what_went_through_the_network(name, network, statistics, labeling):
     """Two rounds of every method of the catalog count what its visits send forward and back, under every rule.
     The count does not depend on the network."""
-    entry, shared = registry.entry(name), task(network, statistics=statistics, labeling=labeling)
+    entry, shared = registry.entry(name), make_task(network, statistics=statistics, labeling=labeling)
     method, side = some(name), 8 if network is NETWORK else 16
     # Small clients: every operation below torch.func is seen in Python here.
     sizes = ((5, 5), (3, 4), (2, 3))
-    held = dataset(sizes, entry.all_labels, entry.label_locations[0], entry.pooled, side=side)
-    simulation = simulate(method, shared, held, cohort=2)
+    held = make_dataset(sizes, entry.all_labels, entry.label_locations[0], entry.pooled, side=side)
+    simulation = make_simulation(method, shared, held, cohort=2)
     params = tree.flatten(network.init(torch.Generator())["params"])
     weights = [leaf.shape for path, leaf in params.items() if path.endswith("conv/weight")]
     assert weights.count(weights[0]) == 1
@@ -281,7 +309,7 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
             return iter(list(visit(*given)))
 
     simulation._client_rounds = watched  # the server's own computing, an embedding say, is nobody's visit
-    (_, last) = play(method, simulation, begin(method, shared), range(2))
+    (_, last) = run_rounds(method, simulation, start_server(method, shared), range(2))
     cost, backward = last.report.cost, counter.backward // weights.count(weights[-1])
     assert (counter.forward, backward) == (cost["forward"], cost["backward"])
 
@@ -290,19 +318,19 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
 def test_hidden_labels_change_nothing(name):
     """Other labels at the unlabeled rows: the same server, memories and losses in every bit, other diagnostics.
     Everything a client is given in two rounds has the same bits, too."""
-    entry, shared, runs, given = registry.entry(name), task(), [], []
-    held = dataset(place=entry.label_locations[0], pooled=entry.pooled)
+    entry, shared, runs, given = registry.entry(name), make_task(), [], []
+    held = make_dataset(place=entry.label_locations[0], pooled=entry.pooled)
     hidden = torch.from_numpy(~held.split.labeled)
     for shift in (0, 1):
         labels = torch.where(hidden, (held.train.labels + shift) % CLASSES, held.train.labels)
         spy = Spy(registry.make(name))
         changed = replace(held, train=Examples(held.train.images, labels))
-        runs.append(play(spy, simulate(spy, shared, changed), begin(spy, shared), range(2)))
+        runs.append(run_rounds(spy, make_simulation(spy, shared, changed), start_server(spy, shared), range(2)))
         kinds = ("begin", "keep", "step", "finish")
         given.append([leaf for kind in kinds for what in spy.of(kind) for leaf in tensors(what)])
     for a, b in zip(*runs, strict=True):
-        assert same(a.server, b.server)
-        assert same(a.state, b.state)
+        assert trees_equal(a.server, b.server)
+        assert trees_equal(a.state, b.state)
         assert a.report.samples == b.report.samples
         if a.report.pseudo is not None:
             assert a.report.pseudo != b.report.pseudo
@@ -316,9 +344,11 @@ def test_hidden_labels_change_nothing(name):
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "feddure"])
 def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
     """The row of a round is that of its pseudo-labels, with unlabeled images known again by their pixels."""
-    held, shared = dataset(), task()
+    held, shared = make_dataset(), make_task()
     spy = Spy(some(name))
-    (played,) = play(spy, simulate(spy, shared, held, confidence_threshold=0.39), begin(spy, shared), range(1))
+    (played,) = run_rounds(
+        spy, make_simulation(spy, shared, held, confidence_threshold=0.39), start_server(spy, shared), range(1)
+    )
     known = {image.numpy().tobytes(): int(label) for image, label in zip(*held.train, strict=True)}
     quality, counted = Quality(CLASSES, 0.39, torch.device("cpu")), 0
     for kind, what in spy.seen:
@@ -339,12 +369,14 @@ def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
 
 @BOTH
 def test_samples_add_over_steps_and_clients(executor):
-    method, shared = Counting(queries=1), task()
-    (played,) = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(1))
+    method, shared = Counting(queries=1), make_task()
+    (played,) = run_rounds(
+        method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
+    )
     loss = played.report.samples["loss"]
     assert float(loss.count) == sum(-(-SIZES[k][1] // 4) for k in played.report.cohort)
     spy = Spy(method)
-    play(spy, simulate(spy, shared), begin(spy, shared), range(1))
+    run_rounds(spy, make_simulation(spy, shared), start_server(spy, shared), range(1))
     losses = [float(notes.loss) for notes in spy.of("notes")]
     assert float(loss.total) == pytest.approx(sum(losses), rel=1e-9)
     assert float(loss.squares) == pytest.approx(sum(value * value for value in losses), rel=1e-9)
@@ -355,21 +387,23 @@ def test_samples_add_over_steps_and_clients(executor):
 def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
     """The run stops with round, client and step (counted from 1 in words); the client's memory stays what it was.
     Those before it may have put theirs down: no checkpoint of that round will name it."""
-    method, shared = Counting(queries=1, doomed=client, when=1, fuse=step), task()
-    simulation = simulate(method, shared, executor=executor, cohort=4)
-    (played,) = play(method, simulation, begin(method, shared), range(1))
+    method, shared = Counting(queries=1, doomed=client, when=1, fuse=step), make_task()
+    simulation = make_simulation(method, shared, executor=executor, cohort=4)
+    (played,) = run_rounds(method, simulation, start_server(method, shared), range(1))
     with pytest.raises(Diverged, match=f"nan in round 2 at client {client}, step {step}:") as caught:
-        play(method, simulation, played.server, range(1, 2))
+        run_rounds(method, simulation, played.server, range(1, 2))
     assert (caught.value.round, caught.value.client, caught.value.step) == (1, client, step - 1)
     kept, before = (each["client"][str(client)] for each in (simulation.state(), played.state))
-    assert same(kept, before)
+    assert trees_equal(kept, before)
 
 
 @BOTH
 def test_a_frozen_client_cannot_diverge(executor):
     """A loss that would be NaN after a client's last step, while others still train, is not the client's."""
-    method, shared = Counting(queries=1, doomed=1, fuse=3), task()
-    (played,) = play(method, simulate(method, shared, executor=executor, cohort=4), begin(method, shared), range(1))
+    method, shared = Counting(queries=1, doomed=1, fuse=3), make_task()
+    (played,) = run_rounds(
+        method, make_simulation(method, shared, executor=executor, cohort=4), start_server(method, shared), range(1)
+    )
     assert played.server["ups"]["trip0"]["steps"].tolist() == [3, 2, 4, 3]
 
 
@@ -377,14 +411,14 @@ def test_a_frozen_client_cannot_diverge(executor):
 @pytest.mark.parametrize("lr", [1e300, 1e12])
 def test_a_real_divergence_stops(executor, lr):
     """A learning rate of 1e300 makes losses infinite; with 1e12 they stay finite, but mean nothing."""
-    method, shared = FedAvg(), task(optimizer=SGD(lr))
+    method, shared = FedAvg(), make_task(optimizer=SGD(lr))
     with pytest.raises(Diverged, match="learning rate"):
-        play(method, simulate(method, shared, executor=executor), begin(method, shared), range(2))
+        run_rounds(method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(2))
 
 
 def test_all_labels_turns_every_row_into_a_labeled_one():
     """The upper bound trains on all rows of a client, in their order, with their labels; nothing is unlabeled."""
-    held = dataset()
+    held = make_dataset()
     every = FederatedDataset(held.train, held.split, all_labels=True)
     for k, (labeled, unlabeled) in enumerate(SIZES):
         local, hidden = every.client_data(k)
@@ -399,7 +433,7 @@ def test_all_labels_turns_every_row_into_a_labeled_one():
 
 def test_a_client_holds_its_rows():
     """Labeled images with labels, unlabeled images without; the labels that are hidden belong to these."""
-    held = dataset()
+    held = make_dataset()
     for k, (labeled, unlabeled) in enumerate(SIZES):
         local, hidden = held.client_data(k)
         assert local.x.shape == (labeled, 1, 8, 8)
@@ -413,7 +447,7 @@ def test_a_client_holds_its_rows():
 def test_clients_lifted_together_are_wrapped_around():
     """Under vmap the rows beyond a client's own repeat them from the start; a client without any shows zeros."""
     sizes = ((5, 0), (3, 7), (6, 4))
-    clients = [dataset(sizes).client_data(k)[0] for k in range(3)]
+    clients = [make_dataset(sizes).client_data(k)[0] for k in range(3)]
     padded = driver._pad(clients)
     for k, (local, (labeled, unlabeled)) in enumerate(zip(clients, sizes, strict=True)):
         assert torch.equal(padded.x[k], local.x[torch.arange(6) % labeled])
@@ -425,32 +459,37 @@ def test_clients_lifted_together_are_wrapped_around():
 
 def test_programs_hold_so_many_clients_and_no_more(programs):
     """Four alike in programs of three: three lifted, the last alone; uploads come as from one program."""
-    shared, method = task(), FedAvg(FixMatch(threshold=0.3))
+    shared, method = make_task(), FedAvg(FixMatch(threshold=0.3))
 
     def asked(together: int | None):
-        simulation = simulate(method, shared, executor="vmap", cohort=4)
+        simulation = make_simulation(method, shared, executor="vmap", cohort=4)
         training = replace(simulation.local_clients.training, max_group_size=together)
         simulation.local_clients.training = training
         simulation.open(0)
-        return simulation.query("train", begin(method, shared)).tree
+        return simulation.query("train", start_server(method, shared)).tree
 
-    assert furthest(asked(3), asked(None)) < 1e-12
+    assert max_difference(asked(3), asked(None)) < 1e-12
     assert [len(program) for program in programs] == [3, 4]
 
 
 @BOTH
 def test_a_spoiled_upload_is_named(executor):
     """The only step has a finite loss and leaves infinite weights: nothing of it reaches the average."""
-    method, shared = FedAvg(), task(optimizer=SGD(1e3, weight_decay=1e308))
+    method, shared = FedAvg(), make_task(optimizer=SGD(1e3, weight_decay=1e308))
     batching = Batching(4, 4, steps=1)
     with pytest.raises(Diverged, match=r"upload 'params/.*' became .* in round 1 at client \d, step 1:"):
-        play(method, simulate(method, shared, executor=executor, batching=batching), begin(method, shared), range(1))
+        run_rounds(
+            method,
+            make_simulation(method, shared, executor=executor, batching=batching),
+            start_server(method, shared),
+            range(1),
+        )
 
 
 def test_a_remembered_client_does_not_hold_its_group():
-    method, shared = FedDure(), task()
-    simulation = simulate(method, shared, executor="vmap", cohort=4)
-    play(method, simulation, begin(method, shared), range(1))
+    method, shared = FedDure(), make_task()
+    simulation = make_simulation(method, shared, executor="vmap", cohort=4)
+    run_rounds(method, simulation, start_server(method, shared), range(1))
     kept = simulation.store.get("client/0")
     assert kept
     for leaf in tree.leaves(kept):
@@ -460,9 +499,9 @@ def test_a_remembered_client_does_not_hold_its_group():
 def test_who_is_silent_leaves_the_cohort():
     """With probability 0.4 a client of three does not answer, the same in all trips of a round; one always does.
     Over 200 rounds 3 * 0.6 = 1.8 answer on average (plus 0.4^3 rounds in which one has to): 1.864 +- 0.06."""
-    simulation = simulate(Counting(), task(rounds=200), client_dropout=0.4)
-    server, heard = begin(Counting(), task()), []
-    for played in play(Counting(), simulation, server, range(12)):
+    simulation = make_simulation(Counting(), make_task(rounds=200), client_dropout=0.4)
+    server, heard = start_server(Counting(), make_task()), []
+    for played in run_rounds(Counting(), simulation, server, range(12)):
         heard.append(len(played.report.cohort))
         for query in ("trip0", "trip1"):
             assert len(played.server["ups"][query]["mark"]) == heard[-1]
@@ -473,13 +512,13 @@ def test_who_is_silent_leaves_the_cohort():
     assert min(heard) == 1
     assert max(heard) == 3
     assert abs(np.mean(heard) - 1.864) < 4 * 0.06
-    everybody = simulate(Counting(), task())
-    assert all(len(played.report.cohort) == 3 for played in play(Counting(), everybody, server, range(4)))
+    everybody = make_simulation(Counting(), make_task())
+    assert all(len(played.report.cohort) == 3 for played in run_rounds(Counting(), everybody, server, range(4)))
 
 
 def test_others_than_the_cohort_can_be_asked():
     """All that are registered, in the order asked; the cohort stays, and each gets its own slice."""
-    simulation = simulate(Counting(queries=1), task())
+    simulation = make_simulation(Counting(queries=1), make_task())
     simulation.open(0)
     cohort = simulation.cohort
     to = torch.tensor([2, 0, 3, 1])
@@ -494,7 +533,7 @@ def test_others_than_the_cohort_can_be_asked():
 
 @pytest.mark.parametrize("clients", [torch.zeros(0, dtype=torch.int64), torch.tensor([])])
 def test_a_query_of_no_client_is_refused(clients):
-    simulation = simulate(Counting(queries=1), task())
+    simulation = make_simulation(Counting(queries=1), make_task())
     simulation.open(0)
     with pytest.raises(ValueError, match=r"query\('count'\) has no clients: give at least one, or leave clients out"):
         simulation.query("count", {"base": torch.tensor(0.0)}, clients=clients)
@@ -504,10 +543,10 @@ def test_a_query_of_no_client_is_refused(clients):
 def test_the_server_trains_on_its_own_rows(executor):
     """It sees its labels and no unlabeled row, remembers from round to round, and nothing travels."""
     method = Counting(queries=1, views=())
-    simulation = simulate(
+    simulation = make_simulation(
         method,
-        task(),
-        dataset(place="server"),
+        make_task(),
+        make_dataset(place="server"),
         executor=executor,
         server_batching=Batching(5, epochs=2),
         budget=Budget(),
@@ -526,8 +565,8 @@ def test_the_server_trains_on_its_own_rows(executor):
 
 def test_a_schedule_reaches_clients_and_server_half():
     """Under a cosine to zero over 4 rounds each round moves the model less; the last one by 15 % of the rate."""
-    shared = task(rounds=4, schedule=CosineSchedule(), optimizer=SGD(0.1))
-    simulation = simulate(FedAvg(), shared, cohort=4)
+    shared = make_task(rounds=4, schedule=CosineSchedule(), optimizer=SGD(0.1))
+    simulation = make_simulation(FedAvg(), shared, cohort=4)
     rates = []
     for number in range(4):
         simulation.open(number)
@@ -539,28 +578,30 @@ def test_a_schedule_reaches_clients_and_server_half():
 @BOTH
 def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor):
     """Labels at the even clients: the average is that of clients 0 and 2 by their sizes, whoever else was asked."""
-    shared = task(optimizer=SGD(0.1))
-    method, held = FedAvg(), dataset(place="some")
-    simulation = simulate(method, shared, held, executor=executor, cohort=4)
-    server = begin(method, shared)
+    shared = make_task(optimizer=SGD(0.1))
+    method, held = FedAvg(), make_dataset(place="some")
+    simulation = make_simulation(method, shared, held, executor=executor, cohort=4)
+    server = start_server(method, shared)
     simulation.open(0)
     upload = simulation.query("train", server)
     assert upload.weight.tolist() == [16.0, 0.0, 20.0, 0.0]
-    assert same(tree.index(upload.update["params"], 1), server["params"])
-    (played,) = play(method, simulate(method, shared, held, executor=executor, cohort=4), server, range(1))
-    assert furthest(played.server["params"], tree.weighted_mean(upload.update["params"], upload.weight)) == 0
-    alone = simulate(method, shared, dataset(((0, 6), (0, 9)), place="clients"), executor=executor, cohort=2)
-    (played,) = play(method, alone, server, range(1))
-    assert same(played.server, server)
+    assert trees_equal(tree.index(upload.update["params"], 1), server["params"])
+    (played,) = run_rounds(method, make_simulation(method, shared, held, executor=executor, cohort=4), server, range(1))
+    assert max_difference(played.server["params"], tree.weighted_mean(upload.update["params"], upload.weight)) == 0
+    alone = make_simulation(
+        method, shared, make_dataset(((0, 6), (0, 9)), place="clients"), executor=executor, cohort=2
+    )
+    (played,) = run_rounds(method, alone, server, range(1))
+    assert trees_equal(played.server, server)
 
 
 def test_a_pooled_federation_is_one_client_with_everything():
     """All rows but nobody's, the server's too, at client 0; the cohort is that one client."""
     for place, labeled in (("clients", 18), ("server", 18), ("some", 11)):
-        held = dataset(place=place, pooled=True)
+        held = make_dataset(place=place, pooled=True)
         local, _ = held.client_data(0)
         assert (int(local.labeled), int(local.unlabeled)) == (labeled, 40)
-        simulation = simulate(FedAvg(FixMatch()), task(), held)
+        simulation = make_simulation(FedAvg(FixMatch()), make_task(), held)
         simulation.open(0)
         assert simulation.cohort.tolist() == [0]
         assert simulation.clients == 1
@@ -568,7 +609,7 @@ def test_a_pooled_federation_is_one_client_with_everything():
 
 def test_labeled_rows_can_be_unlabeled_ones_as_well():
     """A client's unlabeled rows are all its rows; with all labels each row counts once; the server's stay labeled."""
-    held = replace(dataset(), reuse_labeled=True)
+    held = replace(make_dataset(), reuse_labeled=True)
     for k, (labeled, unlabeled) in enumerate(SIZES):
         local, hidden = held.client_data(k)
         assert (int(local.labeled), int(local.unlabeled)) == (labeled, labeled + unlabeled)
@@ -576,18 +617,18 @@ def test_labeled_rows_can_be_unlabeled_ones_as_well():
         images = {image.numpy().tobytes() for image in local.u}
         assert all(image.numpy().tobytes() in images for image in local.x)
         assert astuple(replace(held, all_labels=True).training_size(k)) == (labeled + unlabeled, 0)
-    assert int(replace(dataset(place="server"), reuse_labeled=True).client_data(SERVER)[0].unlabeled) == 0
+    assert int(replace(make_dataset(place="server"), reuse_labeled=True).client_data(SERVER)[0].unlabeled) == 0
 
 
 def test_a_stream_shows_each_stage_in_its_rounds():
     """Three stages over six rounds: two rounds each; unlabeled rows come and go, labeled ones stay."""
-    held = dataset(((3, 9), (3, 6)))
+    held = make_dataset(((3, 9), (3, 6)))
     rows = np.arange(len(held.split))
     stage = np.where(held.split.labeled, 0, rows % 3).astype(np.int64)
     held = replace(held, split=Split(held.split.client, held.split.labeled, 2, stage=stage))
     assert [held.stage(number, 6) for number in range(6)] == [0, 0, 1, 1, 2, 2]
-    spy, shared = Spy(FedAvg(FixMatch())), task(rounds=6)
-    play(spy, simulate(spy, shared, held, cohort=2), begin(spy, shared), range(6))
+    spy, shared = Spy(FedAvg(FixMatch())), make_task(rounds=6)
+    run_rounds(spy, make_simulation(spy, shared, held, cohort=2), start_server(spy, shared), range(6))
     seen = [data for _, _, data in spy.of("begin")]
     assert len(seen) == 12
     for place, data in enumerate(seen):
@@ -596,14 +637,14 @@ def test_a_stream_shows_each_stage_in_its_rounds():
         assert torch.equal(data.u, held.train.images[torch.from_numpy(mine)])
         assert int(data.unlabeled) == len(mine)
         assert int(data.labeled) == 3
-    assert dataset().stage(3, 6) is None
+    assert make_dataset().stage(3, 6) is None
 
 
 def leanings(held, cohort=3, number=0, method=None, **options):
     """Return the open simulation of a round, a model that is sure of itself, and what it leans to there."""
-    method, shared = method or FedAvg(), task(rounds=6)
-    simulation = simulate(method, shared, held, cohort=cohort, **options)
-    model = begin(method, shared)
+    method, shared = method or FedAvg(), make_task(rounds=6)
+    simulation = make_simulation(method, shared, held, cohort=cohort, **options)
+    model = start_server(method, shared)
     model["params"]["head"] = tree.map(lambda leaf: 300 * leaf, model["params"]["head"])
     simulation.open(number)
     return simulation, model, simulation.prediction_bias(model, [0.5, 0.25, 0.25, 0.0])
@@ -623,7 +664,7 @@ def predicted(model, held, rows: np.ndarray) -> np.ndarray:
 @BOTH
 def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
     """Shares and mean prediction of the rows of the three clients of round 2, counted in numpy; nothing is a cost."""
-    held = dataset()
+    held = make_dataset()
     simulation, model, row = leanings(held, number=1, executor=executor)
     mine = np.isin(held.split.client, simulation.cohort.numpy())
     labels = held.train.labels.numpy()
@@ -641,7 +682,7 @@ def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
 
 def test_a_leaning_heeds_stages_and_silence():
     """In a stream the rows of this stage count; of a client that did not answer, none."""
-    held = dataset()
+    held = make_dataset()
     stage = np.where(held.split.labeled, 0, np.arange(len(held.split)) % 3).astype(np.int64)
     held = replace(held, split=Split(held.split.client, held.split.labeled, 4, stage=stage))
     labels, split = held.train.labels.numpy(), held.split
@@ -650,7 +691,7 @@ def test_a_leaning_heeds_stages_and_silence():
         here = np.isin(split.client, simulation.cohort.numpy()) & ~split.labeled & (stage == number // 2)
         assert row["unlabeled"] == shares(labels[here])
         assert row["app_u"] == pytest.approx(predicted(model, held, here), abs=1e-6)
-    held = dataset()
+    held = make_dataset()
     simulation, model, _ = leanings(held, cohort=4, client_dropout=0.6)
     simulation.query("train", model)
     there = simulation.cohort.numpy()
@@ -662,11 +703,11 @@ def test_a_leaning_heeds_stages_and_silence():
 
 def test_a_leaning_knows_who_holds_the_labels():
     """The server's labels where it has them; a cohort without any has no labeled share; all labels leave no row."""
-    labels = dataset().train.labels.numpy()
-    held = dataset(place="server")
+    labels = make_dataset().train.labels.numpy()
+    held = make_dataset(place="server")
     _, _, row = leanings(held)
     assert row["labeled"] == shares(labels[held.split.client == SERVER])
-    held = dataset(place="some")
+    held = make_dataset(place="some")
     for number in range(6):
         simulation, _, row = leanings(held, cohort=1, number=number)
         (client,) = simulation.cohort.tolist()
@@ -674,15 +715,15 @@ def test_a_leaning_knows_who_holds_the_labels():
         known = shares(labels[held.split.rows(client, True)]) if client % 2 == 0 else None
         assert row["labeled"] == known
         assert (row["js_labeled"] is None) == (client % 2 == 1)
-    assert leanings(dataset(all_labels=True))[2] is None
-    assert leanings(dataset(tuple((labeled, 0) for labeled, _ in SIZES)))[2] is None
-    _, _, row = leanings(replace(dataset(), reuse_labeled=True), cohort=4)
+    assert leanings(make_dataset(all_labels=True))[2] is None
+    assert leanings(make_dataset(tuple((labeled, 0) for labeled, _ in SIZES)))[2] is None
+    _, _, row = leanings(replace(make_dataset(), reuse_labeled=True), cohort=4)
     assert row["unlabeled"] == shares(labels)
 
 
 def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
     """Of a pooled run's 40 unlabeled rows 12 are looked at, others in another round; all are in the shares."""
-    held, labels, seen = dataset(pooled=True, place="server"), dataset().train.labels.numpy(), []
+    held, labels, seen = make_dataset(pooled=True, place="server"), make_dataset().train.labels.numpy(), []
 
     def spy(network, model, normalize, images, parallel_map):
         seen.append({image.numpy().tobytes() for image in images})
@@ -703,9 +744,9 @@ def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
 @pytest.mark.parametrize("count", [0, 2])
 def test_the_models_of_single_clients_are_measured(count):
     """Of two of three: what each has sent, and the new model, on the rows of its own; without the option of none."""
-    method, shared = FedAvg(FixMatch()), task(rounds=1)
-    federation = simulate(method, shared, client_models=count)
-    (last,) = play(method, federation, begin(method, shared), range(1))
+    method, shared = FedAvg(FixMatch()), make_task(rounds=1)
+    federation = make_simulation(method, shared, client_models=count)
+    (last,) = run_rounds(method, federation, start_server(method, shared), range(1))
     model = method.solution(shared, last.server)
     tested = []
 
@@ -719,7 +760,7 @@ def test_the_models_of_single_clients_are_measured(count):
         return
     clients = federation.cohort.tolist()[:2]
     assert [each["client"] for each in row["each"]] == clients
-    assert not any(same({"params": local["params"]}, {"params": model["params"]}) for local in tested)
+    assert not any(trees_equal({"params": local["params"]}, {"params": model["params"]}) for local in tested)
     for client, local, each in zip(clients, tested, row["each"], strict=True):
         images = federation.dataset.train.images[federation.dataset.rows(client, False)]
         for name, made, accuracy in (("local", local, [0.0, 0.0, 0.5, 0.5]), ("global", model, [0.5, 0.25, 0.25, 0.0])):

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scenes import begin, dataset, play, simulate, task
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmoon.api.types import ClientUpdate, Method
 from halfmoon.contract.checks import compare_executors
+from halfmoon.contract.small_federation import make_dataset, make_simulation, make_task, run_rounds, start_server
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
 from halfmoon.engine.groups import MAX_PADDING, WorkSize, group_clients
 from halfmoon.engine.sampling import Batching
@@ -21,7 +21,7 @@ from halfmoon.methods.objectives import FixMatch
 
 
 def client_update(**options: object) -> ClientUpdate:
-    return FedAvg(FixMatch(**options)).client_updates(task())["train"]  # pyright: ignore[reportArgumentType]
+    return FedAvg(FixMatch(**options)).client_updates(make_task())["train"]  # pyright: ignore[reportArgumentType]
 
 
 def extents(sizes: list[tuple[int, int]], batching: Batching, of: ClientUpdate) -> list[WorkSize]:
@@ -65,7 +65,7 @@ def test_rows_count_where_they_are_looked_at():
     for labels, programs in (("step", [[0, 1]]), ("round", [[1], [0]])):
         sweeping = client_update(labels=labels)
         assert group_clients(sweeping, extents(sizes, batching, sweeping)) == programs
-    census = BatchNormStatistics(task())
+    census = BatchNormStatistics(make_task())
     assert group_clients(census, extents([(2, 10), (3, 12), (4, 400)], batching, census)) == [[2], [0, 1]]
 
 
@@ -91,12 +91,14 @@ def test_no_program_is_padded_more_than_the_bound():
 def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
     """Five clients of which one is far larger: it trains in the loop, and the round is as without programs."""
     sizes = ((2, 4), (2, 40), (2, 5), (2, 4), (2, 5))
-    method, shared = FedAvg(FixMatch(threshold=0.3)), task()
+    method, shared = FedAvg(FixMatch(threshold=0.3)), make_task()
     played = []
     for executor in ("loop", "vmap"):
-        simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5)
+        simulation = make_simulation(
+            method, shared, make_dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5
+        )
         simulation.local_clients.training = replace(simulation.local_clients.training, max_padding=MAX_PADDING)
-        played.append(play(method, simulation, begin(method, shared), range(1))[0])
+        played.append(run_rounds(method, simulation, start_server(method, shared), range(1))[0])
     assert programs == [[0, 2, 3, 4]]
     assert compare_executors(*([one] for one in played)) < 1e-12
 
@@ -121,9 +123,9 @@ class Waits(TorchDispatchMode):
 
 def waits(method: Method, steps: int) -> Counter[str]:
     """Return what one lifted round of three clients with so many steps waits for, the first round left out."""
-    shared = task()
-    simulation = simulate(method, shared, dataset(), batching=Batching(4, 4, steps=steps), executor="vmap")
-    server = begin(method, shared)
+    shared = make_task()
+    simulation = make_simulation(method, shared, make_dataset(), batching=Batching(4, 4, steps=steps), executor="vmap")
+    server = start_server(method, shared)
     for number in range(2):
         simulation.open(number)
         with Waits() as counted:

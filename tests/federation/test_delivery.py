@@ -8,9 +8,9 @@ from pathlib import Path
 
 from federations import VERSION, Street, ask, node, refusal, terms
 from safetensors.torch import save_file
-from scenes import same
 from test_site_client import folder as folder_of
 
+from halfmoon.contract.small_federation import trees_equal
 from halfmoon.core import rng, tree, weight_files
 from halfmoon.federation.protocol.messages import (
     Acceptance,
@@ -220,9 +220,9 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     files = [tmp_path / f"home-{name}/final/model.safetensors" for name in sites]
     whole = [load_model(path) for path in (tmp_path / "run", *files)]
     for model in whole:
-        assert same(model.params["conv1"], given["params"]["conv1"])
-        assert same(model.params["head"], whole[0].params["head"])
-    assert not same(whole[0].params["head"], given["params"]["head"])
+        assert trees_equal(model.params["conv1"], given["params"]["conv1"])
+        assert trees_equal(model.params["head"], whole[0].params["head"])
+    assert not trees_equal(whole[0].params["head"], given["params"]["head"])
     assert consent.load_end(tmp_path / "home-south").code == 0
 
 

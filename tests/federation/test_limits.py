@@ -20,11 +20,11 @@ import pytest
 import torch
 from events import Sentences
 from federations import Street, bytes_of, mute, node, terms
-from scenes import begin
 from test_messages import FEDERATED, REQUEST, Bad, federation
 from test_site_client import TERMS, folder, made, offer, play, told
 
 from halfmoon.contract.sites import HASH, RUN, SEED, VERSION, Wire
+from halfmoon.contract.small_federation import start_server
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount, Views
@@ -376,7 +376,7 @@ def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str,
         remote.calls.link, remote.calls.log = Bad(wire, lambda _, data=data: SiteResponse(data)), Sentences(heard)
         remote.open(0)
         drawn = remote.cohort.tolist()
-        method.round(remote.task, begin(method, shared), remote)
+        method.round(remote.task, start_server(method, shared), remote)
         assert remote.close().cohort == drawn[1:]
         assert any("refused in round 1" in words for words in heard), name
     harmless(tmp_path)
@@ -398,7 +398,7 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
 
     remote.calls.link, remote.calls.log = Bad(wire, change), Sentences(heard)
     remote.open(0)
-    method.round(remote.task, begin(method, shared), remote)
+    method.round(remote.task, start_server(method, shared), remote)
     (words,) = [each for each in heard if "refused" in each]
     if beyond:
         assert "a message has 1.1 MB; the limit is 1.1 MB" in words
@@ -420,7 +420,7 @@ def test_what_a_pattern_weighs():
 def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: str):
     """Every request of a real run fits; one with a wider layer, a further tensor or one less does not."""
     method, shared, remote, wire = single(name)
-    server = begin(method, shared)
+    server = start_server(method, shared)
     for number in range(3):
         remote.open(number)
         server = method.round(remote.task, server, remote)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from events import Sentences
-from scenes import begin, same
 from test_contract import BATCHINGS, ROUNDS, scene, straight
 
 from halfmoon.api.uploads import Upload
 from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, make_remote_runtime
+from halfmoon.contract.small_federation import start_server, trees_equal
 from halfmoon.federation.protocol.messages import (
     Acceptance,
     MalformedMessage,
@@ -42,7 +42,7 @@ def federation(name: str, rule: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
 
 def test_nothing_but_numbers_travels() -> None:
     method, shared, remote, wire = federation("fedloke", "both")
-    server = begin(method, shared)
+    server = start_server(method, shared)
     for number in range(ROUNDS):
         remote.open(number)
         server = method.round(remote.task, server, remote)
@@ -59,7 +59,7 @@ def test_nothing_but_numbers_travels() -> None:
 
 def test_a_site_remembers_and_its_memory_stays() -> None:
     method, shared, remote, wire = federation("fedloke", "both")
-    server = begin(method, shared)
+    server = start_server(method, shared)
     for number in range(ROUNDS):
         remote.open(number)
         server = method.round(remote.task, server, remote)
@@ -67,7 +67,7 @@ def test_a_site_remembers_and_its_memory_stays() -> None:
     kept = {k: wire.sites[f"site-{k}"].local_clients.memories.get(str(k)) for k in range(4)}
     assert {str(k): memory for k, memory in kept.items() if memory}.keys() == last.state["client"].keys()
     for k, memory in last.state["client"].items():
-        assert same(kept[int(k)] or {}, memory)
+        assert trees_equal(kept[int(k)] or {}, memory)
 
 
 WHOLE = write_message(replace(REQUEST, download={"a": torch.ones(3)}))
@@ -163,6 +163,6 @@ def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, sa
     remote.calls.link, remote.calls.log = Bad(wire, change), Sentences(heard)
     remote.open(0)
     drawn = remote.cohort.tolist()
-    method.round(remote.task, begin(method, shared), remote)
+    method.round(remote.task, start_server(method, shared), remote)
     assert remote.close().cohort == drawn[1:]
     assert any(re.search(said, words) for words in heard), heard

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from events import Sentences
-from scenes import begin, play, same
 from test_contract import BATCHINGS, ROUNDS, scene
 
 from halfmoon.contract.sites import HASH, VERSION, make_remote_runtime
+from halfmoon.contract.small_federation import run_rounds, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFewReplies
@@ -98,7 +98,7 @@ def stage(tmp_path: Path) -> Make:
         identity = RunIdentity(HASH, VERSION, run)
         remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), log=Sentences(heard))
         remote.cohorts.quarantine = remote.calls.quarantine
-        return Stage(method, begin(method, shared), remote, link, heard)
+        return Stage(method, start_server(method, shared), remote, link, heard)
 
     return made
 
@@ -141,7 +141,9 @@ def forced(stage: Stage, number: int, server: Tree, cohort: list[int]) -> Tree:
 @cache
 def cohorts(cohort: int) -> list[list[int]]:
     method, shared, simulation = scene("fedavg", "both", cohort=cohort)
-    return [played.report.cohort for played in play(method, simulation, begin(method, shared), range(ROUNDS))]
+    return [
+        played.report.cohort for played in run_rounds(method, simulation, start_server(method, shared), range(ROUNDS))
+    ]
 
 
 def failing(number: int, attempts: int, how: str, count: int = 1) -> Fate:
@@ -241,7 +243,7 @@ def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | No
     server, first = turn(scenery, 0, scenery.server)
     before = everything(scenery)
     seen: list[bool] = []
-    scenery.remote.calls.wait_for_sites = lambda wanted: seen.append(same(everything(scenery), before))
+    scenery.remote.calls.wait_for_sites = lambda wanted: seen.append(trees_equal(everything(scenery), before))
     server, second = turn(scenery, 1, server)
     assert seen == [True, True], "what counts is as it was before the attempt"
     server, third = turn(scenery, 2, server)
@@ -249,8 +251,8 @@ def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | No
     other = calm.server
     for number, cohort in enumerate((first, second, third)):
         other = forced(calm, number, other, cohort)
-    assert same(server, other)
-    assert same(everything(scenery), everything(calm))
+    assert trees_equal(server, other)
+    assert trees_equal(everything(scenery), everything(calm))
 
 
 def failing_last(name: str) -> Fate:
@@ -274,8 +276,8 @@ def test_sites_of_another_run_bring_nothing_of_it(stage: Make) -> None:
     first.link.fate = failing(0, 1, LOST)
     third = stage("fedloke", cohort=2)
     servers = [rounds(scenery)[0] for scenery in (first, second, third)]
-    assert same(*servers[1:])
-    assert not same(*servers[:2])
+    assert trees_equal(*servers[1:])
+    assert not trees_equal(*servers[:2])
 
 
 def test_an_answer_that_did_not_count_is_not_remembered(stage: Make) -> None:
@@ -283,7 +285,7 @@ def test_an_answer_that_did_not_count_is_not_remembered(stage: Make) -> None:
     FedLoKe's sites remember a model each: with the late visit in it, the result is another one."""
     rules = Rules(min_replies=1)
     lost, gone = (rounds(stage("fedloke", failing(0, 1, how), cohort=4, rules=rules))[0] for how in (LOST, GONE))
-    assert same(lost, gone)
+    assert trees_equal(lost, gone)
 
 
 @pytest.mark.parametrize("name", ["semifl", "feddb", "semifed"])

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenes import begin, task
 from test_contract import DISTINCT, scene
 from test_messages import REQUEST
 
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, StepMetrics, Task, UpdateRequirements
 from halfmoon.api.uploads import UPDATE_ONLY, Aux, Upload, UploadSpec
+from halfmoon.contract.small_federation import make_task, start_server
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -45,7 +45,7 @@ IMAGE, F64 = (1, 8, 8), torch.float64
 
 
 def patterns(shared: Task | None = None) -> UploadProbe:
-    return UploadProbe(shared or task(), Views(), IMAGE, 3)
+    return UploadProbe(shared or make_task(), Views(), IMAGE, 3)
 
 
 class Trip(NamedTuple):
@@ -80,7 +80,7 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
         return outcomes
 
     simulation.local_clients.update = spied
-    server = begin(method, shared)
+    server = start_server(method, shared)
     for number in range(2):
         simulation.open(number)
         server = method.round(simulation.task, server, simulation)
@@ -194,7 +194,7 @@ def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
     def log() -> None:
         begun.append(1)
 
-    known, shared = patterns(), task()
+    known, shared = patterns(), make_task()
     small, weighed = {"w": torch.ones(3)}, {"update": None, "weight": ((), torch.float32)}
     for round in range(3):
         pattern = known.find_spec(context(Echo(shared.at(round), log=log), round), small)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from scenes import begin, play, simulate
 from torch import Tensor, nn
 
 import halfmoon
 from halfmoon import Config, UserError
 from halfmoon.aggregation.privacy.accounting import compute_epsilon
 from halfmoon.api.types import Task
+from halfmoon.contract.small_federation import make_simulation, run_rounds, start_server
 from halfmoon.core import tree
 from halfmoon.core.optim import Adam
 from halfmoon.data.partition.split import SERVER, Split
@@ -139,8 +139,8 @@ def solved(method: RidgeHead, name: str, rounds: int, cohort: int | None = None)
     images = torch.from_numpy(f)[:, None, None]
     held = FederatedDataset(Examples(images, torch.from_numpy(y)), Split(client, labeled, count))
     shared = Task(head_network(), Adam(1e-3), FirstView((0.0,), (1.0,)), rounds=rounds)
-    simulation = simulate(method, shared, held, cohort=cohort or count)
-    return play(method, simulation, begin(method, shared), range(rounds))[-1].server["head"]
+    simulation = make_simulation(method, shared, held, cohort=cohort or count)
+    return run_rounds(method, simulation, start_server(method, shared), range(rounds))[-1].server["head"]
 
 
 SPLITS = ("1", "2", "10", "200", "class", "classes", "some", "server", "sizes")

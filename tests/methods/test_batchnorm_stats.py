@@ -4,10 +4,18 @@ import pytest
 import torch
 from fakes import Pixel, Told, value, weight
 from method_scenes import small
-from scenes import CLASSES, SIZES, begin, dataset, furthest, simulate, task
 from torch import nn
 
 from halfmoon.api.types import ClientData
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    SIZES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    start_server,
+)
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.split import SERVER
@@ -56,7 +64,7 @@ def test_the_mean_of_two_clients_by_hand():
     A server with the pixels 4, 6, 8 (mean 6, variance 4) makes it (32 + 18) / 8 = 6.25 and (4 + 12) / 8 = 2. A client
     without rows changes nothing.
     """
-    shared = task(Pixel(), normalize=AS_IS)
+    shared = make_task(Pixel(), normalize=AS_IS)
     held = {0: local([0, 2], []), 1: local([], [10, 10, 10]), 2: local([], []), SERVER: local([4, 6, 8], [])}
 
     def bn_statistics(broadcast, who):
@@ -88,7 +96,7 @@ def test_without_any_row_it_says_what_to_do():
 @pytest.mark.parametrize("norm", ["group", "none"])
 def test_a_network_without_statistics_asks_nobody(norm):
     """Nothing is sent and nothing comes back, also where the empty tree has got lost on the way through a file."""
-    model = begin(SemiFL(), task(SmallCNN(1, CLASSES, 4, norm)))
+    model = start_server(SemiFL(), make_task(SmallCNN(1, CLASSES, 4, norm)))
     told = Told({})
     assert estimate_statistics(told, model, "all") == {}
     assert estimate_statistics(told, {"params": model["params"]}, "all") == {}
@@ -99,16 +107,16 @@ def test_a_network_without_statistics_asks_nobody(norm):
 @pytest.mark.parametrize("over", ["all", "cohort", "server"])
 def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
     """Labels at the server, unequal clients, one of them empty: each holder's batch moments, weighted by its rows."""
-    held = dataset((*SIZES[:3], (0, 0), (4, 9)), place="server")
-    method, shared = SemiFL(), task()
-    simulation = simulate(method, shared, held, executor=executor)
-    model = begin(method, shared)
+    held = make_dataset((*SIZES[:3], (0, 0), (4, 9)), place="server")
+    method, shared = SemiFL(), make_task()
+    simulation = make_simulation(method, shared, held, executor=executor)
+    model = start_server(method, shared)
     simulation.open(0)
     clients = {"all": range(5), "cohort": simulation.cohort.tolist(), "server": []}[over]
     assert len(clients) in (5, 3, 0)
     ours = estimate_statistics(simulation, model, over)
     holders = [held.client_data(k)[0].u for k in clients if k != 3] + [held.client_data(SERVER)[0].x]
-    assert furthest(ours, counted(model, holders)) < 1e-12
+    assert max_difference(ours, counted(model, holders)) < 1e-12
     rows = sum(len(images) for images in holders)
     cost = simulation.cost
     assert (cost.forward, cost.backward, cost.labeled_steps) == (rows, 0, 0)
@@ -118,12 +126,12 @@ def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
 
 def test_labeled_and_unlabeled_rows_are_cut_into_equal_batches():
     """300 rows, 20 of them labeled: two batches of 150, the labeled rows in the first."""
-    held = dataset(((20, 280),))
-    method, shared = HeteroFL(), task()
-    simulation = simulate(method, shared, held, cohort=1)
-    model = begin(method, shared)
+    held = make_dataset(((20, 280),))
+    method, shared = HeteroFL(), make_task()
+    simulation = make_simulation(method, shared, held, cohort=1)
+    model = start_server(method, shared)
     simulation.open(0)
     data = held.client_data(0)[0]
     ours = estimate_statistics(simulation, model, "all", serving=False)
-    assert furthest(ours, counted(model, [torch.cat([data.x, data.u])], parts=2)) < 1e-12
-    assert furthest(ours, counted(model, [torch.cat([data.x, data.u])])) > 1e-6
+    assert max_difference(ours, counted(model, [torch.cat([data.x, data.u])], parts=2)) < 1e-12
+    assert max_difference(ours, counted(model, [torch.cat([data.x, data.u])])) > 1e-6

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import assert_same, begun, images, rounds_of, small
-from scenes import begin, dataset, furthest, same, task
 
 from halfmoon.api.types import Batch, ClientData
+from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
@@ -40,7 +40,7 @@ def test_first_and_second_classes():
     Class 0 with 0.7 passes; class 1 with 0.9 passes; class 1 with 0.75 does not, its second class does; 0 with 0.55
     does not, and its second class, 1, is in no tail.
     """
-    client_update = CBAFedClient(task(), CBAFed(threshold=0.7, threshold_most=0.9))
+    client_update = CBAFedClient(make_task(), CBAFed(threshold=0.7, threshold_most=0.9))
     p = torch.tensor([[0.7, 0.3], [0.1, 0.9], [0.25, 0.75], [0.55, 0.45]]).double()
     pseudo = client_update.pseudo_label(p, torch.tensor([0.0, 1.0]).double())
     assert pseudo.label.tolist() == [0, 1, 0, 0]
@@ -50,8 +50,8 @@ def test_first_and_second_classes():
 
 def test_a_visit_with_labels_goes_back():
     """Four labeled images in batches of two, back by 0.8 after every second epoch: after steps 4 and 8 of 9."""
-    options, shared = CBAFed(local_residual_every=2), task(optimizer=SGD(0.5))
-    client_update, broadcast = options.client_updates(shared)["train"], begin(options, shared)
+    options, shared = CBAFed(local_residual_every=2), make_task(optimizer=SGD(0.5))
+    client_update, broadcast = options.client_updates(shared)["train"], start_server(options, shared)
     x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
     nobody = ClientData(x, torch.zeros(4).long(), x[:0], torch.tensor(4), torch.tensor(0), {"weak": images(0, 0)})
     carry = begun(client_update, broadcast, nobody)
@@ -78,7 +78,7 @@ def test_a_visit_with_labels_goes_back():
 def test_a_client_with_labels_trains_eleven_epochs_in_the_authors_code():
     """4,750 labeled images in batches of 64: 11 * 74 steps, in which the local residual acts after 5 and 10 epochs; an
     epoch of a client without labels is one pass over what it accepts."""
-    client_update = CBAFed(labeled_epochs=11).client_updates(task())["train"]
+    client_update = CBAFed(labeled_epochs=11).client_updates(make_task())["train"]
     rule = Batching(64, 64, epoch="larger")
     assert batch_rule_amount(rule, client_update, ClientSize(4750, 250)) == (11 * 74, 64, 64, 0)
     assert batch_rule_amount(rule, client_update, ClientSize(0, 5000)) == (79, 0, 64, 1)
@@ -88,7 +88,7 @@ def test_a_client_with_labels_trains_eleven_epochs_in_the_authors_code():
 
 def test_shares_are_those_of_all_labels_together():
     """Two clients of 3 labels + 1 pseudo-label and of 0 + 2: the mean by weight of their shares is counts / 6."""
-    client_update = CBAFedClient(task(), CBAFed())
+    client_update = CBAFedClient(make_task(), CBAFed())
     broadcast = {"share": torch.full((4,), 0.25).double()}
     x = torch.zeros(5, 1, 1, 1, dtype=torch.uint8)
     given = [
@@ -117,25 +117,25 @@ def test_shares_are_those_of_all_labels_together():
 
 def test_the_server_goes_back():
     """Every second round by a quarter of the way to what it kept: the model it began with, then the one of round 2."""
-    shared, played = task(rounds=4), {}
+    shared, played = make_task(rounds=4), {}
     for share in (0.0, 0.25):
         method = CBAFed(residual=share, residual_every=2, threshold=0.3, warmup=0.0)
-        played[share] = rounds_of(method, shared, dataset(place="some"), rounds=4)
+        played[share] = rounds_of(method, shared, make_dataset(place="some"), rounds=4)
     plain, slow = played[0.0], played[0.25]
-    first = begin(CBAFed(), shared)
-    assert same(plain[0].server["params"], slow[0].server["params"])
+    first = start_server(CBAFed(), shared)
+    assert trees_equal(plain[0].server["params"], slow[0].server["params"])
     wanted = blend_with_saved({"params": plain[1].server["params"]}, {"params": first["params"]}, 0.25)
-    assert furthest(slow[1].server["params"], wanted["params"]) < 1e-12
-    assert same(slow[1].server["saved"]["params"], slow[1].server["params"])
-    assert same(slow[2].server["saved"], slow[1].server["saved"])
-    assert not same(slow[3].server["saved"], slow[1].server["saved"])
-    assert same(plain[3].server["saved"]["params"], first["params"])
+    assert max_difference(slow[1].server["params"], wanted["params"]) < 1e-12
+    assert trees_equal(slow[1].server["saved"]["params"], slow[1].server["params"])
+    assert trees_equal(slow[2].server["saved"], slow[1].server["saved"])
+    assert not trees_equal(slow[3].server["saved"], slow[1].server["saved"])
+    assert trees_equal(plain[3].server["saved"]["params"], first["params"])
 
 
 def test_warm_up_is_for_labels_alone():
     """No pseudo-label counts in it; clients without labels then weigh nothing."""
-    method, shared = CBAFed(threshold=0.1), task(rounds=2)
-    first, second = rounds_of(method, shared, dataset(place="some"), cohort=4, rounds=2)
+    method, shared = CBAFed(threshold=0.1), make_task(rounds=2)
+    first, second = rounds_of(method, shared, make_dataset(place="some"), cohort=4, rounds=2)
     assert first.report.pseudo is None or first.report.pseudo["share_used"] == 0
     assert second.report.pseudo["share_used"] > 0
 
@@ -148,7 +148,7 @@ def test_the_warm_up_is_a_share_of_the_rounds(share, first):
     views = {"weak": images(4, 0)}
     data = ClientData(x[:0], torch.zeros(0).long(), x, torch.tensor(0), torch.tensor(4), views)
     for number in range(10):
-        shared = replace(task(rounds=10), round=number)
-        broadcast = begin(method, shared)
+        shared = replace(make_task(rounds=10), round=number)
+        broadcast = start_server(method, shared)
         carry = method.client_updates(shared)["train"].begin(broadcast, {}, data)
         assert carry["weight"].tolist() == [float(number >= first)] * 4

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import small
-from scenes import SIZES, begin, dataset, play, simulate, task
 from spies import Spy
 from textbook_objectives import Textbook, mean_teacher
 from torch_models import state_dict
 
 from halfmoon.api.types import Batch, Method
+from halfmoon.contract.small_federation import SIZES, make_dataset, make_simulation, make_task, run_rounds, start_server
 from halfmoon.core.optim import SGD, CosineSchedule
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
@@ -29,15 +29,15 @@ def visits(method: Method, all_labels: bool, place: str = "clients") -> tuple[di
 
     SGD with Nesterov momentum and weight decay, on a cosine schedule: all that could be forgotten between rounds.
     """
-    shared = task(optimizer=SGD(0.05, 0.9, 1e-2, nesterov=True), schedule=CosineSchedule(), rounds=ROUNDS)
+    shared = make_task(optimizer=SGD(0.05, 0.9, 1e-2, nesterov=True), schedule=CosineSchedule(), rounds=ROUNDS)
     spy = Spy(method)
-    held = dataset(all_labels=all_labels, pooled=True, place=place)
-    simulation = simulate(spy, shared, held, batching=Batching(6, 8))
-    server, rounds = begin(method, shared), []
+    held = make_dataset(all_labels=all_labels, pooled=True, place=place)
+    simulation = make_simulation(spy, shared, held, batching=Batching(6, 8))
+    server, rounds = start_server(method, shared), []
     last = server
     for number in range(ROUNDS):
         before = len(spy.of("step"))
-        (played,) = play(spy, simulation, last, range(number, number + 1))
+        (played,) = run_rounds(spy, simulation, last, range(number, number + 1))
         last = played.server
         rounds.append([batch for _, _, batch in spy.of("step")[before:]])
     return server, last, rounds, shared
@@ -96,14 +96,14 @@ def test_mean_teacher_is_a_plain_loop():
                     slow.mul_(keep).add_(fast, alpha=1 - keep)
         schedule.step()
     compare({"params": last["params"], "stats": last["stats"]}, module)
-    evaluated = entry.method.solution(task(), last)
+    evaluated = entry.method.solution(make_task(), last)
     named = dict(teacher.named_parameters())
     for name, leaf in state_dict({"params": evaluated["params"], "stats": {}}).items():
         torch.testing.assert_close(leaf, named[name].detach(), rtol=1e-9, atol=1e-11, msg=name)
     for layer in teacher.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):
             layer.momentum = 1.0  # the running statistics become those of one pass over all rows
-    images = dataset().train.images.double() / 255
+    images = make_dataset().train.images.double() / 255
     teacher.train()((images - 0.5) / 0.5)
     counted = {name: leaf for name, leaf in teacher.named_buffers() if "running" in name}
     for layer, stats in evaluated["stats"].items():
@@ -138,7 +138,7 @@ def test_where_the_labels_lie_does_not_matter_to_who_has_them_all(name):
     entry = registry.entry(name)
     rows = sum(labeled for labeled, _ in SIZES)
     for place in entry.label_locations:
-        held = dataset(all_labels=entry.all_labels, pooled=True, place=place)
+        held = make_dataset(all_labels=entry.all_labels, pooled=True, place=place)
         own = held.training_size(0)
         there = ALL if place != "some" else ALL - SIZES[1][0] - SIZES[3][0]
         assert held.clients == 1

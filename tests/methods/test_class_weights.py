@@ -6,9 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scenes import begin, dataset, furthest, play, simulate, task
 
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import (
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+)
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.federation.server.plan import load_plan
@@ -59,14 +66,14 @@ def test_weights_change_a_method_or_are_refused(name: str):
     place = entry.label_locations[0]
     servers = []
     for weights, executor in (((), "loop"), ((1.0,) * 4, "loop"), (WEIGHTS, "loop"), (WEIGHTS, "vmap")):
-        shared = task(class_weights=weights, rounds=2)
-        federation = dataset(all_labels=entry.all_labels, place=place, pooled=entry.pooled)
-        runtime = simulate(entry.method, shared, federation, executor=executor)
-        servers.append(play(entry.method, runtime, begin(entry.method, shared), range(1))[-1].server)
+        shared = make_task(class_weights=weights, rounds=2)
+        federation = make_dataset(all_labels=entry.all_labels, place=place, pooled=entry.pooled)
+        runtime = make_simulation(entry.method, shared, federation, executor=executor)
+        servers.append(run_rounds(entry.method, runtime, start_server(entry.method, shared), range(1))[-1].server)
     without, ones, weighted, batched = servers
-    assert furthest(ones, without) < 1e-6
-    assert furthest(weighted, without) > 1e-5
-    assert furthest(batched, weighted) < 1e-6
+    assert max_difference(ones, without) < 1e-6
+    assert max_difference(weighted, without) > 1e-5
+    assert max_difference(batched, weighted) < 1e-6
 
 
 def test_most_methods_have_class_weights():

@@ -9,12 +9,19 @@ import pytest
 import textbook_objectives as textbook
 import torch
 from method_scenes import lifted, rounds_of
-from scenes import begin, dataset, furthest, same, simulate, task
 from test_objectives import Line, W, batch, pseudo_label
 from textbook_objectives import NETWORK, Textbook, drawn_batch, module_of
 from torch.func import grad_and_value
 
 from halfmoon.api.types import Batch, Task
+from halfmoon.contract.small_federation import (
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch, MeanTeacher, Objective, PiModel, PseudoLabel
@@ -52,7 +59,7 @@ def test_mean_teacher_by_hand():
     given = batch([1], [0])._replace(u={"weak": one(1), "weak2": one(5)})
     aux = {"teacher": {"w": torch.zeros((), dtype=torch.float64)}}
     model = {"params": {"w": torch.tensor(W, dtype=torch.float64)}, "stats": {}}
-    loss, gradient, _ = learned(objective, given, model, task(Line(1)), aux)
+    loss, gradient, _ = learned(objective, given, model, make_task(Line(1)), aux)
     assert loss == pytest.approx(log(4 / 3) + 2 / 16, rel=1e-12)
     assert float(gradient["w"]) == pytest.approx(-1 / 4 + 2 * 2 / 4 * 3 / 16, rel=1e-12)
 
@@ -81,7 +88,7 @@ def test_pseudo_labels_of_the_round_and_debiased():
     guess = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
     cached = {"round_logits": guess, "prior": torch.tensor([0.9, 0.1], dtype=torch.float64)}
     given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))
-    shared = task(Line(1))
+    shared = make_task(Line(1))
     params = {"w": torch.tensor(W, dtype=torch.float64)}
     for debias, labels, sure in ((False, [0, 0], [0.99, 0.75]), (True, [0, 1], [11 / 12, 0.75])):
         objective = PseudoLabel(0.7, ramp=0, labels="round", debias=debias)
@@ -98,7 +105,7 @@ def test_guesses_debiased_over_the_step():
     given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))
     objective = PseudoLabel(0.0, ramp=0, labels="round", debias=True, debias_over="step")
     params = {"w": torch.tensor(W, dtype=torch.float64)}
-    _, seen = objective(task(Line(1)), params, {}, given, {}, {"round_logits": guess})
+    _, seen = objective(make_task(Line(1)), params, {}, given, {}, {"round_logits": guess})
     assert seen.pseudo[0].label.tolist() == [0, 1]
     sure = [0.99 / 0.87 / (0.99 / 0.87 + 0.01 / 0.13), 0.25 / 0.13 / (0.25 / 0.13 + 0.75 / 0.87)]
     assert seen.pseudo[0].confidence.tolist() == pytest.approx(sure, rel=1e-12)
@@ -134,13 +141,13 @@ def check(ours: tuple[float, dict, dict], module: torch.nn.Module, loss: torch.T
 @pytest.mark.parametrize("labeled", [5, 0])
 def test_gradients_are_autograds(statistics, labeling, labeled):
     """Loss and gradient of all three under every rule, with labels and without any."""
-    shared = task(NETWORK, statistics=statistics, labeling=labeling)
-    model = begin(FedAvg(), shared)
+    shared = make_task(NETWORK, statistics=statistics, labeling=labeling)
+    model = start_server(FedAvg(), shared)
     given = drawn_batch(labeled, 6, ("weak", "weak2"))
     ours = learned(PiModel(7.0, ramp=0), given, model, shared)
     book = Textbook(module_of(model), statistics, labeling)
     check(ours, book.module, textbook.pi_model(book, given, 7.0))
-    teacher = begin(FedAvg(), shared, seed=1)
+    teacher = start_server(FedAvg(), shared, seed=1)
     aux = {"teacher": teacher["params"], "teacher_stats": model["stats"]}  # the textbook has one set for both
     ours = learned(MeanTeacher(9.0, ramp=0), given, model, shared, aux)
     book = Textbook(module_of(model), statistics, labeling)
@@ -155,7 +162,7 @@ def test_gradients_are_autograds(statistics, labeling, labeled):
 
 def test_ramps_by_hand():
     """Over 0.4 of 10 rounds: 0, 1/4, 1/2, 3/4, then 1; "sigmoid" has exp(-5) first, exp(-5/4) half way; 0 is none."""
-    shared = task(rounds=10)
+    shared = make_task(rounds=10)
     at = lambda n, shape="linear": ramp_weight(replace(shared, round=n), 8.0, 0.4, shape)  # noqa: E731
     assert [at(n) for n in (0, 1, 2, 3, 4, 9)] == pytest.approx([0, 2, 4, 6, 8, 8])
     assert at(0, "sigmoid") == pytest.approx(8 * exp(-5))
@@ -171,9 +178,9 @@ def test_ramps_by_hand():
 @pytest.mark.parametrize(("shape", "factor"), [("linear", 0.5), ("sigmoid", exp(-5 / 4))])
 def test_the_ramp_weighs_the_unlabeled_term(make, shape, factor):
     """Half way, the loss is that of the weight times the ramp's value, ramped no further."""
-    shared = replace(task(NETWORK, rounds=10), round=2)
-    model = begin(FedAvg(), shared)
-    aux = {"teacher": begin(FedAvg(), shared, 1)["params"], "teacher_stats": model["stats"]}
+    shared = replace(make_task(NETWORK, rounds=10), round=2)
+    model = start_server(FedAvg(), shared)
+    aux = {"teacher": start_server(FedAvg(), shared, 1)["params"], "teacher_stats": model["stats"]}
     given = drawn_batch(views=("weak", "weak2", "strong"))
     options: dict[str, Any] = {"threshold": 0.2} if make in (PseudoLabel, FixMatch) else {}
     half = learned(make(unlabeled_weight=8.0, ramp=0.4, ramp_shape=shape, **options), given, model, shared, aux)
@@ -199,26 +206,26 @@ def test_a_teacher_by_hand():
 @pytest.mark.parametrize("objective", [FixMatch(0.39), PseudoLabel(0.39)])
 def test_a_teacher_that_only_evaluates_changes_no_step(objective):
     """With `decay`, the trained model is the same in every bit; the solution is its average, not the model."""
-    shared = task(rounds=3)
+    shared = make_task(rounds=3)
     runs = []
     for method in (FedAvg(objective), FedAvg(replace(objective, decay=0.9))):
         played = rounds_of(method, shared, rounds=2)[-1]
         runs.append((played.server, method.solution(shared, played.server)))
     (plain, evaluated), (taught, average) = runs
-    assert same({"params": plain["params"]}, {"params": taught["params"]})
-    assert same({"params": evaluated["params"]}, {"params": plain["params"]})
-    assert same(average, {"params": taught["teacher"], "stats": taught["teacher_stats"]})
-    assert 1e-3 < furthest(average["params"], evaluated["params"]) < 1
+    assert trees_equal({"params": plain["params"]}, {"params": taught["params"]})
+    assert trees_equal({"params": evaluated["params"]}, {"params": plain["params"]})
+    assert trees_equal(average, {"params": taught["teacher"], "stats": taught["teacher_stats"]})
+    assert 1e-3 < max_difference(average["params"], evaluated["params"]) < 1
 
 
 def test_a_federated_teacher_runs_in_both_executors():
     """FedAvg(MeanTeacher()) on unequal clients: loop = vmap, and the teacher is the clients' weighted mean."""
-    shared = task(rounds=3)
+    shared = make_task(rounds=3)
     method = FedAvg(MeanTeacher(), prox=0.01)
     first = lifted(method, shared, rounds=3)[0]
-    simulation = simulate(method, shared)
+    simulation = make_simulation(method, shared)
     simulation.open(0)
-    upload = simulation.query("train", begin(method, shared))
+    upload = simulation.query("train", start_server(method, shared))
     share = upload.weight / upload.weight.sum()
     bias = (share[:, None] * upload.update["teacher"]["head"]["bias"]).sum(0)
     torch.testing.assert_close(first.server["teacher"]["head"]["bias"], bias, rtol=1e-12, atol=1e-14)
@@ -228,7 +235,7 @@ def test_a_federated_teacher_runs_in_both_executors():
 def test_a_client_without_unlabeled_rows_has_a_uniform_prior():
     """FixMatch with labels of the round sweeps nothing there, and the client takes no step."""
     assert compute_mean_prediction(torch.zeros(0, 4)).tolist() == [0.25] * 4
-    shared, held = task(), dataset(((5, 11), (3, 0), (6, 14)))
+    shared, held = make_task(), make_dataset(((5, 11), (3, 0), (6, 14)))
     method = FedAvg(FixMatch(0.39, labels="round", debias=True))
     played = rounds_of(method, shared, held)[-1]
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(played.server))

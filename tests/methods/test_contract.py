@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import CLASSES, Snapshot, begin, furthest, play
 
 from halfmoon.api.types import Method, Task
 from halfmoon.contract import checks
 from halfmoon.contract.checks import BATCHINGS, ROUNDS
+from halfmoon.contract.small_federation import CLASSES, Snapshot, max_difference, run_rounds, start_server
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -53,7 +53,7 @@ def scene(
 def straight(name: str, rule: str, executor: str = "loop") -> list[Snapshot]:
     """Return the rounds of a run, shared by the tests below."""
     method, shared, simulation = scene(name, rule, executor)
-    return play(method, simulation, begin(method, shared), range(ROUNDS))
+    return run_rounds(method, simulation, start_server(method, shared), range(ROUNDS))
 
 
 def pair(name: str) -> tuple[type, ...]:
@@ -97,7 +97,7 @@ def test_every_place_for_labels_works_in_both_executors(name, place):
     played = []
     for executor in ("loop", "vmap"):
         method, shared, simulation = scene(name, "both", executor, place, client_dropout=0.4)
-        played.append(play(method, simulation, begin(method, shared), range(2)))
+        played.append(run_rounds(method, simulation, start_server(method, shared), range(2)))
     checks.compare_executors(*played)
     assert all(finite(one.server) for one in played[0])
     sizes = {len(one.report.cohort) for one in played[0]}
@@ -119,7 +119,7 @@ def test_guesses_that_are_never_confident_do_no_harm(name):
     method = registry.make(name, never)
     _, shared, simulation = scene(name, "both", cohort=2)
     simulation.method = method
-    for one in play(method, simulation, begin(method, shared), range(2)):
+    for one in run_rounds(method, simulation, start_server(method, shared), range(2)):
         assert finite(one.server)
         if one.report.pseudo is not None and not name.startswith("feddure"):
             assert one.report.pseudo["share_used"] == 0
@@ -143,11 +143,11 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
     FedCon learns from its views without one, and the control has none.
     """
     method, shared, _ = scene(name, "both")
-    server = begin(method, shared)
+    server = start_server(method, shared)
     last = straight(name, "both")[-1]
     before, after = method.solution(shared, server), method.solution(shared, last.server)
-    assert furthest(after["params"], before["params"]) > 1e-3
-    assert furthest(after["stats"], before["stats"]) > 1e-3
+    assert max_difference(after["params"], before["params"]) > 1e-3
+    assert max_difference(after["stats"], before["stats"]) > 1e-3
     if name not in ("fedcon", "fedavg-control") and any(
         client_update.requirements.views for client_update in method.client_updates(shared).values()
     ):
@@ -172,7 +172,7 @@ def test_a_run_repeats_itself_and_changes_nothing_that_it_was_given(name):
     first_model = tree.map(torch.clone, model)
     server = method.start(shared, model)
     first_server = tree.map(torch.clone, server)
-    checks.check_equal_runs(straight(name, "both"), play(method, simulation, server, range(ROUNDS)))
+    checks.check_equal_runs(straight(name, "both"), run_rounds(method, simulation, server, range(ROUNDS)))
     checks.check_unchanged(model, first_model)
     checks.check_unchanged(server, first_server)
     checks.check_stateless(row_of(name), simulation, client_updates)
@@ -213,7 +213,7 @@ def test_the_server_holds_tensors_and_yields_a_model(name):
     """Every leaf is a tensor without a graph; the solution is a model that the network can evaluate."""
     method, shared, _ = scene(name, "both")
     model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
-    for server in (begin(method, shared), straight(name, "both")[-1].server):
+    for server in (start_server(method, shared), straight(name, "both")[-1].server):
         checks.check_tensors(method, shared, server, model)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 from method_scenes import rounds_of
-from scenes import CLASSES, dataset, furthest, same, task
 
+from halfmoon.contract.small_federation import CLASSES, make_dataset, make_task, max_difference, trees_equal
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
@@ -12,7 +12,7 @@ from halfmoon.models import SmallCNN
 
 def final_model(method, held=None, **settings):
     """Train three rounds and return the server's state."""
-    return rounds_of(method, task(**settings), held or dataset(), rounds=3)[-1].server
+    return rounds_of(method, make_task(**settings), held or make_dataset(), rounds=3)[-1].server
 
 
 @pytest.mark.parametrize("statistics", ["joint", "separate"])
@@ -23,21 +23,21 @@ def test_control_equals_fixmatch_without_pseudo_labels(labels, labeling, statist
     settings = {"labeling": labeling, "statistics": statistics}
     control = final_model(registry.make("fedavg-control", {"labels": labels}), **settings)
     fixmatch = final_model(FedAvg(FixMatch(threshold=1.5, labels=labels)), **settings)
-    assert same(control, fixmatch)
+    assert trees_equal(control, fixmatch)
 
 
 @pytest.mark.parametrize("options", [{"prox": 0.1}, {"keep_optimizer": True}])
 def test_control_equals_fixmatch_with_options_of_fedavg(options):
     control = final_model(registry.make("fedavg-control", options))
-    assert same(control, final_model(FedAvg(FixMatch(threshold=1.5), **options)))
+    assert trees_equal(control, final_model(FedAvg(FixMatch(threshold=1.5), **options)))
 
 
 def test_control_differs_from_labels_only_with_batch_normalization():
-    assert furthest(final_model(registry.make("fedavg-control")), final_model(FedAvg())) > 1e-6
+    assert max_difference(final_model(registry.make("fedavg-control")), final_model(FedAvg())) > 1e-6
 
 
 @pytest.mark.parametrize("norm", ["group", "none"])
 def test_control_equals_labels_only_without_batch_normalization(norm):
     network = SmallCNN(1, CLASSES, 4, norm=norm)
     settings = {"network": network}
-    assert same(final_model(registry.make("fedavg-control"), **settings), final_model(FedAvg(), **settings))
+    assert trees_equal(final_model(registry.make("fedavg-control"), **settings), final_model(FedAvg(), **settings))

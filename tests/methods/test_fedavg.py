@@ -5,9 +5,18 @@ import torch
 import torch.nn.functional as F
 from fakes import Pixel, Told, value, weight
 from method_scenes import assert_same, batches, lifted, local, rounds_of, small
-from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 
 from halfmoon.api.uploads import Upload, stack
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
@@ -29,7 +38,7 @@ def test_the_average_by_hand():
 
     Statistics are averaged like parameters.
     """
-    shared = task()
+    shared = make_task()
     client_update = FedAvg().client_updates(shared)["train"]
     ups = []
     for p, s, counts in ((1.0, 10.0, (2, 2)), (5.0, 2.0, (3, 9))):
@@ -48,14 +57,14 @@ def test_the_average_by_hand():
 
 def test_the_server_averages_its_cohort_by_all_rows():
     """One round of three clients: the server's tree is the mean of their uploads by |labeled| + |unlabeled|."""
-    method, shared, held = FedAvg(), task(), dataset()
-    simulation = simulate(method, shared, held)
-    server = begin(method, shared)
+    method, shared, held = FedAvg(), make_task(), make_dataset()
+    simulation = make_simulation(method, shared, held)
+    server = start_server(method, shared)
     simulation.open(0)
     upload = simulation.query("train", server)
     weights = [held.split_size(int(k)).labeled + held.split_size(int(k)).unlabeled for k in simulation.cohort]
     assert upload.weight.tolist() == weights
-    (played,) = play(method, simulate(method, shared, held), server, range(1))
+    (played,) = run_rounds(method, make_simulation(method, shared, held), server, range(1))
     for path, leaf in tree.flatten({"params": upload.update["params"], "stats": upload.update["stats"]}).items():
         expected = sum(w / sum(weights) * each for w, each in zip(weights, leaf, strict=True))
         torch.testing.assert_close(tree.flatten(played.server)[path], expected, rtol=1e-12, atol=1e-14)
@@ -66,11 +75,11 @@ def test_prox_of_zero_is_fedavg_bit_by_bit(pair):
     """FedProx of the catalog with prox = 0 plays the very rounds of FedAvg; with its own prox it does not."""
     runs = []
     for name, chosen in ((pair[0], {}), (pair[1], {"prox": 0.0}), (pair[1], {"prox": 0.5})):
-        method, shared = registry.make(name, chosen), task()
-        held = dataset(all_labels=registry.entry(name).all_labels)
+        method, shared = registry.make(name, chosen), make_task()
+        held = make_dataset(all_labels=registry.entry(name).all_labels)
         runs.append(rounds_of(method, shared, held, rounds=2)[-1].server)
-    assert same(runs[0], runs[1])
-    assert furthest(runs[2], runs[0]) > 1e-4
+    assert trees_equal(runs[0], runs[1])
+    assert max_difference(runs[2], runs[0]) > 1e-4
 
 
 @pytest.mark.parametrize("objective", [None, FixMatch(threshold=0.3)], ids=["supervised", "fixmatch"])
@@ -78,9 +87,9 @@ def test_the_proximal_gradient_is_autograds(objective):
     """Three steps of SGD equal autograd on objective + (prox / 2) ||params - received||^2, written as a loss."""
     prox, lr = 0.7, 0.1
     method = FedAvg(prox=prox) if objective is None else FedAvg(objective, prox=prox)
-    shared = task(optimizer=SGD(lr))
+    shared = make_task(optimizer=SGD(lr))
     client_update = method.client_updates(shared)["train"]
-    broadcast = begin(method, shared)
+    broadcast = start_server(method, shared)
     carry = client_update.begin(broadcast, {}, local())
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), broadcast["params"])
     stats = broadcast["stats"]
@@ -98,15 +107,15 @@ def test_the_proximal_gradient_is_autograds(objective):
         stats = carry["stats"]
         assert float(notes.loss) == pytest.approx(float(plain.detach()), rel=1e-12)
         assert len(seen.moments) == 1
-        assert furthest(carry["params"], tree.map(torch.detach, params)) < 1e-12
-    assert furthest(carry["params"], broadcast["params"]) > 1e-2
+        assert max_difference(carry["params"], tree.map(torch.detach, params)) < 1e-12
+    assert max_difference(carry["params"], broadcast["params"]) > 1e-2
 
 
 def test_every_visit_starts_with_a_fresh_optimizer_from_what_came_down():
     """Momentum is not carried from visit to visit, and nothing stays at the client."""
-    method, shared = FedAvg(), task(optimizer=SGD(0.1, momentum=0.9))
+    method, shared = FedAvg(), make_task(optimizer=SGD(0.1, momentum=0.9))
     client_update = method.client_updates(shared)["train"]
-    broadcast = begin(method, shared)
+    broadcast = start_server(method, shared)
     carry, _ = client_update.step(
         broadcast, client_update.begin(broadcast, {}, local()), batches(("weak", "strong"), 1)[0]
     )
@@ -129,13 +138,13 @@ def test_one_client_with_everything_is_centralized_training(ours, theirs, option
     Two epochs of one step each on all 20 images without augmentation. The rows come in another order each time, which
     changes a mean by rounding only. Parameters and running statistics agree.
     """
-    held = dataset(((20, 0),), all_labels=True)
-    shared = task(optimizer=ours(**options))
+    held = make_dataset(((20, 0),), all_labels=True)
+    shared = make_task(optimizer=ours(**options))
     views = Views(labeled=Plain())
     method = FedAvg()
-    server = begin(method, shared)
-    simulation = simulate(method, shared, held, views=views, batching=Batching(20, epochs=2), cohort=1)
-    (played,) = play(method, simulation, server, range(1))
+    server = start_server(method, shared)
+    simulation = make_simulation(method, shared, held, views=views, batching=Batching(20, epochs=2), cohort=1)
+    (played,) = run_rounds(method, simulation, server, range(1))
     assert played.report.cost["labeled_steps"] == 2
 
     oracle = small(server)
@@ -153,7 +162,7 @@ def test_one_client_with_everything_is_centralized_training(ours, theirs, option
 
 def test_equal_clients_come_back_as_one():
     """Clients that hold the same images and take one whole-batch step, unaugmented: their mean is any of them."""
-    held = dataset(((6, 0),) * 3)
+    held = make_dataset(((6, 0),) * 3)
     copies = held.train.images[torch.from_numpy(held.split.rows(0, True))]
     labels = held.train.labels[torch.from_numpy(held.split.rows(0, True))]
     images, classes = held.train.images.clone(), held.train.labels.clone()
@@ -161,11 +170,11 @@ def test_equal_clients_come_back_as_one():
         images[torch.from_numpy(held.split.rows(k, True))] = copies
         classes[torch.from_numpy(held.split.rows(k, True))] = labels
     held = type(held)(type(held.train)(images, classes), held.split)
-    shared, method = task(), FedAvg()
+    shared, method = make_task(), FedAvg()
     options = {"views": Views(labeled=Plain()), "batching": Batching(6)}
     one, three = (rounds_of(method, shared, held, cohort=size, **options)[-1].server for size in (1, 3))
-    assert furthest(one, three) < 1e-12
-    assert furthest(one, begin(method, shared)) > 1e-3
+    assert max_difference(one, three) < 1e-12
+    assert max_difference(one, start_server(method, shared)) > 1e-3
 
 
 def test_the_average_of_the_servers_models_by_hand():
@@ -176,7 +185,7 @@ def test_the_average_of_the_servers_models_by_hand():
     for keep, averages in ((0.9, (1.0, 0.7, 0.5)), (0.25, (1.0, 0.55, 0.2125))):
         trained = iter((1.0, 0.4, 0.1))
         train = lambda broadcast, who: [Upload({"params": weight(w)}, torch.ones(())) for w in (next(trained),)]  # noqa: B023, E731
-        fed, shared = Told({"train": train}), task(Pixel())
+        fed, shared = Told({"train": train}), make_task(Pixel())
         method = FedAvg(FixMatch(teacher="average", teacher_decay=keep))
         server = method.start(shared, {"params": weight(9.0), "stats": {}})
         for number, expected in enumerate(averages):
@@ -189,7 +198,7 @@ def test_the_average_of_the_servers_models_by_hand():
 @pytest.mark.parametrize(("labels", "like"), [("step", "global"), ("round", "local")])
 def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, like):
     """Before the second round has ended the average is the server's model; with a decay of 0 it always is."""
-    held, shared = dataset(((2, 8),) * 4), task(labeling="running", optimizer=SGD(0.5))
+    held, shared = make_dataset(((2, 8),) * 4), make_task(labeling="running", optimizer=SGD(0.5))
     runs = {}
     for name, options in {
         "received": {"teacher": like},
@@ -200,9 +209,9 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
         runs[name] = rounds_of(method, shared, held, rounds=4)
     ends = {name: [each.server["params"] for each in played] for name, played in runs.items()}
     for number in range(4):
-        assert same(ends["newest"][number], ends["received"][number])
-        assert number > 1 or same(ends["average"][number], ends["received"][number])
-    assert not same(ends["average"][-1], ends["received"][-1])
+        assert trees_equal(ends["newest"][number], ends["received"][number])
+        assert number > 1 or trees_equal(ends["average"][number], ends["received"][number])
+    assert not trees_equal(ends["average"][-1], ends["received"][-1])
     sent = [played[-1].report.cost for played in (runs["average"], runs["received"])]
     assert sent[0]["bytes_up"] == sent[1]["bytes_up"]
     assert sent[0]["bytes_down"] == 2 * sent[1]["bytes_down"]
@@ -212,7 +221,7 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
 def test_loop_and_vmap_agree_where_the_average_teaches(norm):
     """As everywhere, to rounding, with statistics and without."""
     method = FedAvg(FixMatch(threshold=0.3, teacher="average", debias=True))
-    lifted(method, task(SmallCNN(1, CLASSES, 4, norm)), rounds=3)
+    lifted(method, make_task(SmallCNN(1, CLASSES, 4, norm)), rounds=3)
 
 
 @pytest.mark.parametrize(

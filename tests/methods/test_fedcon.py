@@ -11,11 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import assert_same, begun, images, local, rounds_of, small
-from scenes import CLASSES, begin, dataset, furthest, same, task
 from torch import nn
 
 import halfmoon
 from halfmoon.api.types import Batch
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    make_dataset,
+    make_task,
+    max_difference,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
@@ -24,9 +31,12 @@ from halfmoon.methods.fedcon import FedCon
 
 def test_two_steps_of_the_server():
     """Round 1 of 8, a ramp over 4: w = 2 exp(-5 (3 / 4)^2). The target is the mean of the models after one step."""
-    options, shared = FedCon(consistency_weight=2.0, ramp=0.5, server_decay=0.3), task(optimizer=SGD(0.3), rounds=8)
+    options, shared = (
+        FedCon(consistency_weight=2.0, ramp=0.5, server_decay=0.3),
+        make_task(optimizer=SGD(0.3), rounds=8),
+    )
     shared = shared.at(1)
-    update, broadcast = options.client_updates(shared)["fine-tune"], begin(options, shared)
+    update, broadcast = options.client_updates(shared)["fine-tune"], start_server(options, shared)
     carry = begun(update, broadcast, local(6, 0))
     other = tree.map(lambda leaf: leaf + 0.1 * torch.randn(leaf.shape, dtype=leaf.dtype), broadcast["params"])
     carry["teacher"] = other
@@ -71,8 +81,8 @@ def predictor_of(part: dict[str, Any]) -> nn.Module:
 @pytest.mark.parametrize("labeled", [0, 3])
 def test_two_steps_of_a_client(labeled: int):
     """Features predict those of the target, which keeps 0.8 of itself; labels, where there are some, teach alone."""
-    options, shared = FedCon(target_decay=0.8), task(optimizer=SGD(0.3, weight_decay=0.1), statistics="separate")
-    update, broadcast = options.client_updates(shared)["train"], begin(options, shared)
+    options, shared = FedCon(target_decay=0.8), make_task(optimizer=SGD(0.3, weight_decay=0.1), statistics="separate")
+    update, broadcast = options.client_updates(shared)["train"], start_server(options, shared)
     memory = update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     features = broadcast["params"]["head"]["weight"].shape[1]
     assert memory["predictor"]["first"]["weight"].shape == (3 * features, features)
@@ -103,7 +113,7 @@ def test_two_steps_of_a_client(labeled: int):
     assert_same(memory["target"], target)
     for own, p in zip(tree.leaves(memory["predictor"]["last"]), head[3].parameters(), strict=True):
         torch.testing.assert_close(own, p.detach(), rtol=1e-8, atol=1e-10)
-    assert same(upload.update["params"]["head"], broadcast["params"]["head"]) == (not labeled)
+    assert trees_equal(upload.update["params"]["head"], broadcast["params"]["head"]) == (not labeled)
     own = {name: part for name, part in upload.update["params"].items() if name != "head"}
     theirs = {name: p.detach() for name, p in model.named_parameters() if not name.startswith("head")}
     for (name, p), leaf in zip(theirs.items(), tree.leaves(own), strict=True):
@@ -113,12 +123,12 @@ def test_two_steps_of_a_client(labeled: int):
 
 def test_the_server_trains_before_the_first_round_and_last_in_each():
     """The head moves by the server's trainings: two by the end of the first round, three by that of the second."""
-    shared = task(rounds=3)
+    shared = make_task(rounds=3)
     method = FedCon()
-    start = begin(method, shared)
-    played = rounds_of(method, shared, dataset(place="server"), rounds=2)
+    start = start_server(method, shared)
+    played = rounds_of(method, shared, make_dataset(place="server"), rounds=2)
     heads = [each["params"]["head"] for each in (start, *(one.server for one in played))]
-    assert all(furthest(after, before) > 0 for before, after in itertools.pairwise(heads))
+    assert all(max_difference(after, before) > 0 for before, after in itertools.pairwise(heads))
     assert all(one.report.pseudo is None for one in played)
     steps = [float(leaf) for path, leaf in tree.flatten(played[-1].state).items() if path.endswith("teacher_steps")]
     once = [float(leaf) for path, leaf in tree.flatten(played[0].state).items() if path.endswith("teacher_steps")]
@@ -147,6 +157,6 @@ def test_a_network_without_a_head_is_refused_in_a_sentence():
     class Headless:
         head = None
 
-    shared = replace(task(), network=Headless())
+    shared = replace(make_task(), network=Headless())
     with pytest.raises(UserError, match="ends in a linear layer"):
         FedCon().client_updates(shared)["train"].initial_memory({"params": {}}, torch.Generator())

@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 import torch
 from method_scenes import begun, rounds_of
-from scenes import ADAM, begin, dataset, furthest, play, same, simulate, task
 from test_objectives import Line, W
 from torch import Tensor
 from torch.func import grad
 
 from halfmoon.api.types import Batch, ClientData, Task
 from halfmoon.api.uploads import Upload
+from halfmoon.contract.small_federation import (
+    ADAM,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.methods.averaging import average_uploads
@@ -176,20 +185,20 @@ def average_by_rows(*, keep: bool, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("options", [{}, {"labels": "step"}, {"debias": False}, {"mean": "all"}], ids=str)
 def test_by_rows_and_without_accumulation_it_is_fedavg_bit_by_bit(keep, rule, options):
     """Two rounds: FedDB(dma="size") and FedAvg(FixMatch(labels="round", debias=True, mean="used"))."""
-    shared = task(**rule)
+    shared = make_task(**rule)
     runs = [rounds_of(method, shared, rounds=2)[-1] for method in average_by_rows(keep=keep, **options)]
-    assert same(runs[0].server, runs[1].server)
-    assert same(runs[0].state, runs[1].state)
+    assert trees_equal(runs[0].server, runs[1].server)
+    assert trees_equal(runs[0].state, runs[1].state)
     assert runs[0].report.pseudo == runs[1].report.pseudo
 
 
 @pytest.mark.parametrize("how", ["step", "finish"])
 def test_accumulating_changes_no_step(how):
     """What is accumulated goes to the server: with weights by rows, the model is the same in every bit."""
-    shared = task()
+    shared = make_task()
     plain = FedDB(threshold=0.39, dma="size", accumulate="none")
     one, two = (rounds_of(method, shared, rounds=2)[-1].server for method in (plain, replace(plain, accumulate=how)))
-    assert same(one, two)
+    assert trees_equal(one, two)
 
 
 @WAYS
@@ -280,12 +289,12 @@ def test_the_readings_of_dma_on_random_clients(classes, concentration, wanted):
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_the_server_by_hand(dma, momentum):
     """Two rounds: params move by v <- momentum v + old - mean; statistics are the weighted mean."""
-    shared = task(optimizer=ADAM)
+    shared = make_task(optimizer=ADAM)
     method = FedDB(threshold=0.39, dma=dma, server_momentum=momentum)
-    server = begin(method, shared)
+    server = start_server(method, shared)
     assert ("momentum" in server) == bool(momentum)
     params, v = server["params"], tree.zeros_like(server["params"])
-    twin, simulation = simulate(method, shared), simulate(method, shared)
+    twin, simulation = make_simulation(method, shared), make_simulation(method, shared)
     for number in range(2):
         twin.open(number)
         upload = twin.query("train", {"params": server["params"], "stats": server["stats"]})
@@ -293,10 +302,10 @@ def test_the_server_by_hand(dma, momentum):
         mean = average_uploads(upload._replace(weight=weights))
         v = tree.map(lambda v, p, m: momentum * v + p - m, v, params, mean["params"])
         params = tree.map(torch.sub, params, v)
-        (played,) = play(method, simulation, server, range(number, number + 1))
+        (played,) = run_rounds(method, simulation, server, range(number, number + 1))
         server = played.server
-        assert furthest(server["params"], params) < 1e-12
-        assert furthest(server["stats"], mean["stats"]) < 1e-12
+        assert max_difference(server["params"], params) < 1e-12
+        assert max_difference(server["stats"], mean["stats"]) < 1e-12
 
 
 @dataclass
@@ -316,9 +325,9 @@ def test_a_client_without_rows_weighs_nothing(dma):
     appu = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
     upload = {"params": {"w": torch.tensor([[1.0], [1.0], [7.0]])}, "stats": {}}
     federation: Any = Answers(Upload(upload, torch.tensor([3.0, 2.0, 0.0]), {"appu": appu}))
-    assert FedDB(dma=dma).round(task(), server, federation)["params"]["w"].tolist() == pytest.approx([1.0])
+    assert FedDB(dma=dma).round(make_task(), server, federation)["params"]["w"].tolist() == pytest.approx([1.0])
     federation = Answers(Upload(upload, torch.zeros(3), {"appu": appu}))
-    assert FedDB(dma=dma).round(task(), server, federation)["params"]["w"].tolist() == [7.0]
+    assert FedDB(dma=dma).round(make_task(), server, federation)["params"]["w"].tolist() == [7.0]
 
 
 def test_what_travels_and_what_is_counted():
@@ -326,7 +335,7 @@ def test_what_travels_and_what_is_counted():
 
     Each of the three clients sweeps its unlabeled rows once, "finish" twice; "step" passes the minibatch once more.
     """
-    shared, held = task(), dataset()
+    shared, held = make_task(), make_dataset()
     costs = {}
     for how in ("none", "step", "finish"):
         method = FedDB(threshold=0.39, accumulate=how)

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import lifted, local
-from scenes import CLASSES, task
 from textbook_feddure import Textbook
 from torch import nn
 from torch_models import TorchResNet9, TorchSmall, twin
 
 from halfmoon.api.types import Batch, Task
 from halfmoon.api.uploads import Upload
+from halfmoon.contract.small_federation import CLASSES, make_task
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.driver import create_first_memory
@@ -467,4 +467,4 @@ def test_loop_equals_vmap_with_every_option():
         regulator_start="client", coarse_step="plain", judge_prior=True, labeled_first=1, reward_baseline=0.9,
         reward_bound=0.1, debias=True, keep_optimizer=True,
     )  # fmt: skip
-    lifted(method, task(SmallCNN(1, CLASSES, 4)), cohort=4)
+    lifted(method, make_task(SmallCNN(1, CLASSES, 4)), cohort=4)

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import assert_same, begun, images, local, rounds_of, small
-from scenes import CLASSES, begin, dataset, task
 from torch import Tensor
 
 from halfmoon.api.types import Batch
+from halfmoon.contract.small_federation import CLASSES, make_dataset, make_task, start_server
 from halfmoon.core.optim import SGD
 from halfmoon.methods.fedirm import FedIRM
 
@@ -21,8 +21,8 @@ def matrix(z: Tensor, y: Tensor) -> Tensor:
 def test_a_client_update_with_its_teacher_and_relations():
     """Two steps, both on batch statistics; images that are not sure have no part in the relations."""
     options = FedIRM(unlabeled_weight=3.0, confidence=0.31, entropy=1.35, decay=0.6, ramp=0.0, warmup=0.0)
-    shared = task(optimizer=SGD(0.3))
-    client_update, broadcast = options.client_updates(shared)["train"], begin(options, shared)
+    shared = make_task(optimizer=SGD(0.3))
+    client_update, broadcast = options.client_updates(shared)["train"], start_server(options, shared)
     wanted = matrix(
         3 * torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(5)).double(), torch.arange(9) % 3
     )
@@ -64,11 +64,11 @@ def test_a_client_update_with_its_teacher_and_relations():
 
 def test_relations_are_those_of_clients_with_labels():
     """During the warm-up clients without labels weigh nothing; relations are rows of probabilities, and stay."""
-    shared = task(rounds=4)
-    servers = [each.server for each in rounds_of(FedIRM(warmup=0.5), shared, dataset(place="some"), rounds=4)]
+    shared = make_task(rounds=4)
+    servers = [each.server for each in rounds_of(FedIRM(warmup=0.5), shared, make_dataset(place="some"), rounds=4)]
     for server in servers:
         assert float(server["related"]) == 1
         torch.testing.assert_close(server["relation"].sum(-1), torch.ones(CLASSES).double())
-    floor = [each.server for each in rounds_of(FedIRM(warmup=1.0), shared, dataset(place="some"), rounds=4)]
+    floor = [each.server for each in rounds_of(FedIRM(warmup=1.0), shared, make_dataset(place="some"), rounds=4)]
     assert torch.equal(servers[1]["relation"], floor[1]["relation"])
     assert not torch.equal(servers[3]["relation"], floor[3]["relation"])

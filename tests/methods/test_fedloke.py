@@ -21,12 +21,19 @@ from method_scenes import (
     rounds_of,
     tracked,
 )
-from scenes import begin, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 from torch.distributions import Categorical
 
 from halfmoon.api.types import Batch, Task
+from halfmoon.contract.small_federation import (
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
@@ -70,7 +77,7 @@ def test_one_step_by_hand():
     Losses: ln 2 + (1/4)(1/2) KL, KL = 3/4 ln(3/2) + 1/4 ln(1/2), and -ln(3/4).
     """
     method = FedLoKe(ema=0.5, delta=0.6)
-    shared = task(PIXEL, optimizer=SGD(1.0), round=50)
+    shared = make_task(PIXEL, optimizer=SGD(1.0), round=50)
     batch = Batch(
         pixels(99),  # the run's own labeled view is not used
         torch.tensor([0]),
@@ -158,9 +165,9 @@ def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statisti
     moves before the other has been read, or a KL the wrong way round would show. Some guesses pass the filter, not all.
     """
     method = FedLoKe(**{"delta": 1.1, "ramp_rounds": 4, "ema": 1.0, **options})
-    shared = task(optimizer=SGD(0.2), statistics=statistics, labeling=labeling, round=3)
-    broadcast = begin(method, shared)
-    memory = begin(method, shared, seed=5)
+    shared = make_task(optimizer=SGD(0.2), statistics=statistics, labeling=labeling, round=3)
+    broadcast = start_server(method, shared)
+    memory = start_server(method, shared, seed=5)
     for one, shift in ((broadcast, 0.05), (memory, 0.02)):  # surer than at their start, with statistics of something
         one["params"]["head"] = tree.map(lambda leaf: 3 * leaf, one["params"]["head"])
         one["stats"] = {k: {"mean": each["mean"] + shift, "var": 0.3 * each["var"]} for k, each in one["stats"].items()}
@@ -175,18 +182,18 @@ def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statisti
         models, loss = oracle.step(models, batch)
         assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
         for name, each in models.items():
-            assert furthest({"params": carry[name]["params"], "stats": carry[name]["stats"]}, each) < 1e-11
+            assert max_difference({"params": carry[name]["params"], "stats": carry[name]["stats"]}, each) < 1e-11
         shares += [float(s.total / s.count) for s in notes.samples.values()]
-    assert furthest(carry["global"]["params"], broadcast["params"]) > 1e-2
+    assert max_difference(carry["global"]["params"], broadcast["params"]) > 1e-2
     if method.delta is not None:
         assert 0 < sum(shares) < len(shares)
 
 
 def test_guesses_are_reported_of_who_teaches():
     """The global model's; the local one's where the global one teaches nobody. They weigh the ramp times the mask."""
-    shared = task(round=1, statistics="separate")
+    shared = make_task(round=1, statistics="separate")
     (batch,) = batches(ROLES["default"], 1)
-    broadcast, memory = begin(FedLoKe(), shared), begin(FedLoKe(), shared, seed=5)
+    broadcast, memory = start_server(FedLoKe(), shared), start_server(FedLoKe(), shared, seed=5)
     whole = FedLoKe(ema=1.0, delta=1.34, ramp_rounds=4)
     for method, teacher in (
         (whole, broadcast),
@@ -217,7 +224,7 @@ def test_the_fusion_by_hand():
     broadcast = {"params": {"w": torch.tensor([8.0])}, "stats": {"n": {"mean": torch.tensor([80.0])}}}
     memory = {"params": {"w": torch.tensor([4.0])}, "stats": {"n": {"mean": torch.tensor([40.0])}}}
     for mu, expected in ((0.75, 5.0), (1.0, 4.0), (0.0, 8.0)):
-        carry = FedLoKe(ema=mu).client_updates(task())["train"].begin(broadcast, memory, local())
+        carry = FedLoKe(ema=mu).client_updates(make_task())["train"].begin(broadcast, memory, local())
         assert carry["local"]["params"]["w"].tolist() == [expected]
         assert carry["local"]["stats"]["n"]["mean"].tolist() == [10 * expected]
         assert carry["global"]["params"]["w"].tolist() == [8.0]
@@ -225,11 +232,11 @@ def test_the_fusion_by_hand():
 
 def test_a_local_model_starts_as_the_first_received():
     """Two clients meet two different global models: each remembers its own."""
-    client_update = FedLoKe().client_updates(task())["train"]
+    client_update = FedLoKe().client_updates(make_task())["train"]
     for seed in (0, 1):
-        broadcast = begin(FedLoKe(), task(), seed)
-        assert same(client_update.initial_memory(broadcast, torch.Generator()), broadcast)
-    assert FedLoKe(local=False).client_updates(task())["train"].initial_memory(broadcast, torch.Generator()) == {}
+        broadcast = start_server(FedLoKe(), make_task(), seed)
+        assert trees_equal(client_update.initial_memory(broadcast, torch.Generator()), broadcast)
+    assert FedLoKe(local=False).client_updates(make_task())["train"].initial_memory(broadcast, torch.Generator()) == {}
 
 
 STEPPED = {"batching": Batching(2, "rest"), "views": FIXED, "cohort": 4}
@@ -257,17 +264,17 @@ def test_no_sure_guess_leaves_two_models_that_do_not_meet():
 
     And a client's local model has been trained on its own labels' weak views alone, as autograd does it.
     """
-    shared = task(optimizer=SGD(0.1), statistics="separate")
+    shared = make_task(optimizer=SGD(0.1), statistics="separate")
     spy = Spy(FedLoKe(ema=1.0, delta=0.0, ramp_rounds=0))
-    start = begin(spy, shared)
-    ours = play(spy, simulate(spy, shared, **STEPPED), start, range(2))[-1]
-    theirs = play(FedAvg(), simulate(FedAvg(), shared, **STEPPED), start, range(2))[-1]
-    assert furthest(ours.server["params"], theirs.server["params"]) < 1e-12
-    assert furthest(ours.server["params"], start["params"]) > 1e-2
+    start = start_server(spy, shared)
+    ours = run_rounds(spy, make_simulation(spy, shared, **STEPPED), start, range(2))[-1]
+    theirs = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, **STEPPED), start, range(2))[-1]
+    assert max_difference(ours.server["params"], theirs.server["params"]) < 1e-12
+    assert max_difference(ours.server["params"], start["params"]) > 1e-2
     alone = purely_local(spy, start, shared, "weak")
     assert len(alone) == 4
     for k, params in enumerate(alone):
-        assert furthest(ours.state["client"][str(k)]["params"], params) < 1e-12
+        assert max_difference(ours.state["client"][str(k)]["params"], params) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -283,12 +290,13 @@ def test_no_sure_guess_leaves_two_models_that_do_not_meet():
 def test_what_the_local_model_reads_of_the_global(options, reads):
     """With mu = 1 its guesses alone: without these, another global model leaves the same local one, bit by bit."""
     method = FedLoKe(**{"delta": None, "ramp_rounds": 0, **options})
-    shared = task(optimizer=SGD(0.1))
-    memory = begin(method, shared, seed=5)
+    shared = make_task(optimizer=SGD(0.1))
+    memory = start_server(method, shared, seed=5)
     one, two = (
-        visit(method, shared, begin(method, shared, seed), memory, batches(ROLES["default"]))[3] for seed in (0, 1)
+        visit(method, shared, start_server(method, shared, seed), memory, batches(ROLES["default"]))[3]
+        for seed in (0, 1)
     )
-    assert same(one, two) != reads
+    assert trees_equal(one, two) != reads
 
 
 def test_the_first_round_has_no_unsupervised_loss():
@@ -296,17 +304,17 @@ def test_the_first_round_has_no_unsupervised_loss():
 
     Guesses are counted as unused.
     """
-    shared = task(rounds=2)
+    shared = make_task(rounds=2)
     runs = []
     for delta in (None, 0.0):
         method = FedLoKe(delta=delta, ramp_rounds=4)
         runs.append(rounds_of(method, shared, rounds=2))
     (first, second), (quiet, later) = runs
-    assert furthest(first.server, quiet.server) == 0
-    assert furthest(first.state, quiet.state) == 0
+    assert max_difference(first.server, quiet.server) == 0
+    assert max_difference(first.state, quiet.state) == 0
     assert first.report.pseudo["share_used"] == 0
     assert second.report.pseudo["share_used"] == 1
-    assert furthest(second.server, later.server) > 1e-5
+    assert max_difference(second.server, later.server) > 1e-5
 
 
 @pytest.mark.parametrize(("round", "expected"), [(0, 0), (50, 0.25), (200, 1), (499, 1)])
@@ -323,12 +331,12 @@ def test_without_local_models_it_is_uda_without_threshold():
 
     So FedAvg + UDA at temperature 1 and threshold 0, on labeled images in the strong view. Clients remember nothing.
     """
-    shared = task(optimizer=SGD(0.1))
+    shared = make_task(optimizer=SGD(0.1))
     ours, theirs = FedLoKe(local=False, delta=None, ramp_rounds=0), FedAvg(UDA(threshold=0.0, temperature=1.0))
-    start = begin(ours, shared)
-    one = play(ours, simulate(ours, shared, views=FIXED), start, range(2))[-1]
-    two = play(theirs, simulate(theirs, shared, views=FIXED), start, range(2))[-1]
-    assert furthest(one.server, two.server) < 1e-12
+    start = start_server(ours, shared)
+    one = run_rounds(ours, make_simulation(ours, shared, views=FIXED), start, range(2))[-1]
+    two = run_rounds(theirs, make_simulation(theirs, shared, views=FIXED), start, range(2))[-1]
+    assert max_difference(one.server, two.server) < 1e-12
     assert one.state == {} or not one.state["client"]
     assert one.report.cost["stored_client"] == 0
     assert one.report.cost["forward"] == two.report.cost["forward"]
@@ -337,12 +345,12 @@ def test_without_local_models_it_is_uda_without_threshold():
 
 def test_what_a_round_costs():
     """FedAvg's bytes (down the model, up the model and a weight), one more model at a client, and twice the passes."""
-    shared = task()
+    shared = make_task()
     method, alone = FedLoKe(), FedLoKe(local=False)
-    start = begin(method, shared)
-    cost = play(method, simulate(method, shared), start, range(1))[-1].report.cost
+    start = start_server(method, shared)
+    cost = run_rounds(method, make_simulation(method, shared), start, range(1))[-1].report.cost
     assert cost["bytes_down"] == 3 * tree.nbytes(start)
     assert cost["bytes_up"] == 3 * (tree.nbytes(start) + 8)
     assert cost["stored_client"] == tree.nbytes(start)
-    half = play(alone, simulate(alone, shared), start, range(1))[-1].report.cost
+    half = run_rounds(alone, make_simulation(alone, shared), start, range(1))[-1].report.cost
     assert (cost["forward"], cost["backward"]) == (2 * half["forward"], 2 * half["backward"])

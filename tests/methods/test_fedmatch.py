@@ -8,11 +8,20 @@ import torch
 import torch.nn.functional as F
 from fakes import Line, line
 from method_scenes import begun
-from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
@@ -64,7 +73,7 @@ def batch_of(u: Tensor, strong: Tensor, x: Tensor | None = None, y: Tensor | Non
 
 def work_of(method: FedMatch, network: Network = LINE, helpers: int = 0, **shared: Any) -> FedMatchClient:
     """Return the client's work with so many helpers, under plain SGD."""
-    return FedMatchClient(task(network, optimizer=SGD(RATE), **shared), replace(method, helpers=helpers), helpers)
+    return FedMatchClient(make_task(network, optimizer=SGD(RATE), **shared), replace(method, helpers=helpers), helpers)
 
 
 def down_of(sigma: Tree, psi: Tree, helpers: list[Tree] | None = None, there: list[float] | None = None) -> Tree:
@@ -188,7 +197,7 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     client_update = work_of(method, BARE, helpers, statistics=statistics, labeling=labeling)
     g = torch.Generator().manual_seed(0)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    server = begin(method, client_update.task)
+    server = start_server(method, client_update.task)
     near = lambda leaf: leaf + 0.2 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype)  # noqa: E731
     other = [tree.map(near, server["psi"]) for _ in "ab"]
     batch = batch_of(draw(7), draw(7), draw(5), torch.arange(5) % CLASSES)
@@ -199,17 +208,17 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     logits = BARE.predict(add_halves(sigma, server["psi"]), {}, batch.x)
     labeled = method.labeled_weight * F.cross_entropy(logits, batch.y)
     sigma = descended(sigma, labeled)
-    assert furthest(carry["sigma"], sigma) < 1e-12
-    assert furthest(carry["sigma"], server["sigma"]) > 1e-3
+    assert max_difference(carry["sigma"], sigma) < 1e-12
+    assert max_difference(carry["sigma"], server["sigma"]) > 1e-3
     psi = learnable(server["psi"])
     loss, sure = written(BARE, sigma, psi, server["sigma"], other[:helpers], batch, method)
     assert 0 < sure < 7
     assert int(notes.pseudo[0].weight.sum()) == sure
-    assert furthest(carry["psi"], descended(psi, loss)) < 1e-12
+    assert max_difference(carry["psi"], descended(psi, loss)) < 1e-12
     assert float(notes.loss) == pytest.approx(float((labeled + loss).detach()), rel=1e-12)
     if helpers:  # the terms over images are what moves psi here, not the penalties alone
         still = visit(work_of(replace(method, consistency_weight=0.0), BARE, helpers), broadcast, batch)[0]
-        assert furthest(carry["psi"], still["psi"]) > 1e-3
+        assert max_difference(carry["psi"], still["psi"]) > 1e-3
 
 
 def test_each_part_learns_from_its_own_images():
@@ -218,22 +227,22 @@ def test_each_part_learns_from_its_own_images():
     client_update = work_of(method, BARE)
     g = torch.Generator().manual_seed(0)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    server, x, u, strong, y = begin(method, client_update.task), draw(4), draw(6), draw(6), torch.arange(4)
+    server, x, u, strong, y = start_server(method, client_update.task), draw(4), draw(6), draw(6), torch.arange(4)
     broadcast = down_of(server["sigma"], server["psi"])
     one, two = (visit(client_update, broadcast, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
-    assert same(one["sigma"], two["sigma"])
-    assert not same(one["psi"], two["psi"])
+    assert trees_equal(one["sigma"], two["sigma"])
+    assert not trees_equal(one["psi"], two["psi"])
     frozen = work_of(replace(method, labeled_weight=0.0), BARE)
     one, two = (visit(frozen, broadcast, batch_of(u, strong, seen, y))[0] for seen in (x, draw(4)))
-    assert same(one["psi"], two["psi"])
-    assert same(one["sigma"], server["sigma"])
-    assert not same(one["psi"], server["psi"])
+    assert trees_equal(one["psi"], two["psi"])
+    assert trees_equal(one["sigma"], server["sigma"])
+    assert not trees_equal(one["psi"], server["psi"])
 
 
 def test_helpers_that_are_not_there_say_nothing():
     """With one of two places empty: the term and the votes of one helper; with both: those of a client alone."""
     method = FedMatch(threshold=0.3, consistency_weight=2.0, unlabeled_weight=2.0, ties="own")
-    server = begin(method, task(BARE))
+    server = start_server(method, make_task(BARE))
     g = torch.Generator().manual_seed(1)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     friend = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), server["psi"])
@@ -248,8 +257,8 @@ def test_helpers_that_are_not_there_say_nothing():
             visit(work_of(method, BARE, 2), given, batch),
             visit(work_of(method, BARE, count), equal, batch),
         )
-        assert furthest(one["psi"], two["psi"]) < 1e-14
-    assert furthest(*(visit(work_of(method, BARE, 2), given, batch)[0]["psi"] for given, _ in pairs)) > 1e-3
+        assert max_difference(one["psi"], two["psi"]) < 1e-14
+    assert max_difference(*(visit(work_of(method, BARE, 2), given, batch)[0]["psi"] for given, _ in pairs)) > 1e-3
 
 
 def test_who_is_sure_of_nothing_learns_from_labels_alone():
@@ -259,8 +268,8 @@ def test_who_is_sure_of_nothing_learns_from_labels_alone():
     carry, notes = visit(
         client_update, broadcast, batch_of(images(1, 2), images(2, 1), images(1, 2), torch.tensor([0, 0]))
     )
-    assert same(carry["psi"], broadcast["psi"])
-    assert not same(carry["sigma"], broadcast["sigma"])
+    assert trees_equal(carry["psi"], broadcast["psi"])
+    assert not trees_equal(carry["sigma"], broadcast["sigma"])
     assert bool(notes.loss.isfinite())
 
 
@@ -317,7 +326,7 @@ def test_bytes_by_hand():
     upload, memory = finished(client_update, broadcast, memory, line(2.0, 0.5, 1.09, 0.91, *ones[4:]), line(*ones))
     assert client_update.traffic(broadcast, upload) == (160, 24 + 0 + 80)
     assert upload.update["sigma"]["head"]["weight"].flatten().tolist() == [2.0, 0.5, *ones[2:]]
-    assert same(
+    assert trees_equal(
         {"sigma": upload.update["sigma"], "psi": upload.update["psi"]},
         {name: memory[name] for name in ("sigma", "psi")},
     )
@@ -327,7 +336,7 @@ def test_bytes_by_hand():
     upload, after = finished(client_update, broadcast, memory, sigma, line(*zero[:6], 0.04, *ones[:3]))
     assert client_update.traffic(broadcast, upload) == (72 + 80, 0 + 80 + 80)
     assert upload.update["psi"]["head"]["weight"].flatten().tolist() == [0.0] * 7 + [1.0] * 3
-    assert same(
+    assert trees_equal(
         {"sigma": upload.update["sigma"], "psi": upload.update["psi"]}, {name: after[name] for name in ("sigma", "psi")}
     )
 
@@ -387,30 +396,32 @@ def test_a_weight_that_is_no_number_is_not_left_out(threshold):
 @pytest.mark.parametrize("norm", ["none", "batch"])
 def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
     """No helpers, no weight on what moves psi: sigma is trained as FedAvg trains theta, at labeled_weight * rate."""
-    network, held = SmallCNN(1, CLASSES, 4, norm), dataset(((6, 8),) * 4)
+    network, held = SmallCNN(1, CLASSES, 4, norm), make_dataset(((6, 8),) * 4)
     method = FedMatch(helpers=0, labeled_weight=4.0, delta_threshold=threshold, **ALONE)
-    slow, fast = (task(network, optimizer=SGD(rate)) for rate in (RATE, 4 * RATE))
-    server = begin(method, slow)
+    slow, fast = (make_task(network, optimizer=SGD(rate)) for rate in (RATE, 4 * RATE))
+    server = start_server(method, slow)
     options: dict[str, Any] = {"batching": Batching(3, "rest", epochs=2)}
-    ours = play(method, simulate(method, slow, held, **options), server, range(3))
-    theirs = play(FedAvg(), simulate(FedAvg(), fast, held, **options), method.solution(slow, server), range(3))
+    ours = run_rounds(method, make_simulation(method, slow, held, **options), server, range(3))
+    theirs = run_rounds(
+        FedAvg(), make_simulation(FedAvg(), fast, held, **options), method.solution(slow, server), range(3)
+    )
     for one, two in zip(ours, theirs, strict=True):
-        assert furthest(method.solution(slow, one.server)["params"], two.server["params"]) < 1e-12
-        assert furthest(one.server["psi"], server["psi"]) < 1e-15  # a mean of equal numbers
+        assert max_difference(method.solution(slow, one.server)["params"], two.server["params"]) < 1e-12
+        assert max_difference(one.server["psi"], server["psi"]) < 1e-15  # a mean of equal numbers
         assert one.report.cost["labeled_images"] == two.report.cost["labeled_images"]
-    assert furthest(ours[-1].server["sigma"], server["sigma"]) > 1e-2
+    assert max_difference(ours[-1].server["sigma"], server["sigma"]) > 1e-2
 
 
 def test_the_server_teaches_sigma_and_clients_psi():
     """Labels at the server: its sigma after a round is SGD on its own labels, written out; clients never move it."""
-    method, held = FedMatch(threshold=0.3, labeled_weight=2.0), dataset(place="server")
-    shared = task(BARE, optimizer=SGD(RATE))
-    simulation = simulate(method, shared, held, server_batching=Batching(4))
+    method, held = FedMatch(threshold=0.3, labeled_weight=2.0), make_dataset(place="server")
+    shared = make_task(BARE, optimizer=SGD(RATE))
+    simulation = make_simulation(method, shared, held, server_batching=Batching(4))
     spy = Spy(method)
     simulation.client_updates = spy.client_updates(shared)
-    server = begin(method, shared)
+    server = start_server(method, shared)
     simulation.method = spy
-    (played,) = play(spy, simulation, server, range(1))
+    (played,) = run_rounds(spy, simulation, server, range(1))
     steps = [what for what in spy.of("step") if "helpers" not in what[0] and len(what[2].x)]
     sigma = server["sigma"]
     for _, _, batch in steps:
@@ -418,24 +429,24 @@ def test_the_server_teaches_sigma_and_clients_psi():
         logits = BARE.predict(add_halves(sigma, server["psi"]), {}, batch.x)
         sigma = descended(sigma, 2.0 * F.cross_entropy(logits, batch.y))
     assert len(steps) == round(18 / 4)
-    assert furthest(played.server["sigma"], sigma) < 1e-12
-    assert furthest(played.server["psi"], server["psi"]) > 1e-3
+    assert max_difference(played.server["sigma"], sigma) < 1e-12
+    assert max_difference(played.server["psi"], server["psi"]) > 1e-3
     upload = played.report.cost["bytes_up"]
     assert upload <= 3 * (tree.nbytes(server["psi"]) + CLASSES * 8)
 
 
 def test_sigma_is_averaged_over_those_with_labels():
     """Labels at some clients: those without send back the sigma that they received, and it does not count."""
-    method, shared = FedMatch(delta_threshold=0.0), task(BARE, optimizer=SGD(RATE))
-    held = dataset(place="some")
-    server = begin(method, shared)
-    simulation = simulate(method, shared, held)
+    method, shared = FedMatch(delta_threshold=0.0), make_task(BARE, optimizer=SGD(RATE))
+    held = make_dataset(place="some")
+    server = start_server(method, shared)
+    simulation = make_simulation(method, shared, held)
     simulation.open(0)
     upload = simulation.query("train", {**server, "stats": {}})
     has = [held.training_size(k).labeled > 0 for k in simulation.responders.tolist()]
     assert 0 < sum(has) < len(has)
     assert upload.aux["labels"].tolist() == [float(each) for each in has]
-    (played,) = play(method, simulate(method, shared, held), server, range(1))
+    (played,) = run_rounds(method, make_simulation(method, shared, held), server, range(1))
     for path, leaf in tree.flatten(upload.update["sigma"]).items():
         expected = torch.stack([each for each, mine in zip(leaf, has, strict=True) if mine]).mean(0)
         torch.testing.assert_close(tree.flatten(played.server["sigma"])[path], expected, rtol=1e-12, atol=1e-14)
@@ -450,16 +461,16 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
     method = FedMatch(
         interval=2, threshold=0.3, delta_threshold=None, l1_threshold=0.0
     )  # what is sent is what was trained
-    shared = task(BARE, optimizer=SGD(RATE))
-    spy, server = Spy(method), begin(method, shared)
-    held = dataset()
-    simulation = simulate(spy, shared, held)
+    shared = make_task(BARE, optimizer=SGD(RATE))
+    spy, server = Spy(method), start_server(method, shared)
+    held = make_dataset()
+    simulation = make_simulation(spy, shared, held)
     known: dict[int, tuple[Tensor, Tree]] = {}
     met: list[int] = []
     for number in range(4):
         spy.seen.clear()
         before = dict(known)
-        (played,) = play(spy, simulation, server, range(number, number + 1))
+        (played,) = run_rounds(spy, simulation, server, range(number, number + 1))
         server = played.server
         for place, k in enumerate(played.report.cohort):
             broadcast = spy.of("begin")[place][0]
@@ -473,7 +484,7 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
             met.append(len(nearest_two))
             assert broadcast["there"].tolist() == [1.0] * len(nearest_two) + [0.0] * (2 - len(nearest_two))
             for position, j in enumerate(nearest_two):
-                assert same(tree.index(broadcast["helpers"], position), before[j][1])
+                assert trees_equal(tree.index(broadcast["helpers"], position), before[j][1])
         for place, k in enumerate(played.report.cohort):
             vector = simulation.state_store.get(f"embedding-{k}")
             assert vector is not None
@@ -490,13 +501,13 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
 
 def test_the_start_and_what_is_evaluated():
     """psi is 0.2 of every kernel, nothing else has one; entries of psi of at most l1_threshold do not count."""
-    method, shared = FedMatch(l1_threshold=0.3), task()
-    server = begin(method, shared)
-    model = begin(FedAvg(), shared)
+    method, shared = FedMatch(l1_threshold=0.3), make_task()
+    server = start_server(method, shared)
+    model = start_server(FedAvg(), shared)
     assert set(tree.flatten(server["psi"])) == {
         name for name in tree.flatten(model["params"]) if name.endswith("conv/weight") or name == "head/weight"
     }
-    assert same(server["sigma"], model["params"])
-    assert furthest(server["psi"], tree.map(lambda leaf: 0.2 * leaf, kernels(model["params"]))) == 0
+    assert trees_equal(server["sigma"], model["params"])
+    assert max_difference(server["psi"], tree.map(lambda leaf: 0.2 * leaf, kernels(model["params"]))) == 0
     parts = {"sigma": line(1, 2), "psi": line(0.3, -0.31), "stats": {}}
     assert method.solution(shared, parts)["params"]["head"]["weight"].flatten().tolist() == [1.0, 1.69]

@@ -6,11 +6,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 
 from halfmoon.api.uploads import Upload
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
@@ -65,7 +74,7 @@ def test_the_mean_of_group_means_by_hand():
     """
     pair, single = sorted(split([0, 1, 2], 0), key=len, reverse=True)
     federation: Any = Answers({pair[0]: 1.0, pair[1]: 3.0, single[0]: 6.0}, [])
-    new = FedRGD().round(task(), number(0.0), federation)
+    new = FedRGD().round(make_task(), number(0.0), federation)
     assert new["params"]["w"].tolist() == pytest.approx([4.0])
     assert set(new) == {"params", "stats"}
 
@@ -80,7 +89,7 @@ def test_server_copies_join_their_groups_by_hand():
     pair = max(groups, key=len)
     values |= {pair[0]: 1.0, pair[1]: 3.0}
     federation: Any = Answers(values, [6.0, 10.0])
-    new = FedRGD().round(task(), number(5.0), federation)
+    new = FedRGD().round(make_task(), number(5.0), federation)
     means = [
         (sum(values[k] for k in members) + copy) / (len(members) + 1)
         for members, copy in zip(groups, (6, 10), strict=True)
@@ -95,7 +104,7 @@ def test_groups_are_given_back_by_hand():
 
     A group of which nobody answers keeps its model, and does not count in the mean over groups.
     """
-    method, shared = FedRGD(return_group=True), task(rounds=5)
+    method, shared = FedRGD(return_group=True), make_task(rounds=5)
     server = method.start(shared, number(0.0))
     groups = split([0, 1, 2, 3], 0)
     values = dict(zip(groups[0] + groups[1], (1.0, 3.0, 6.0, 8.0), strict=True))
@@ -145,37 +154,40 @@ def test_with_equal_groups_it_is_fedavg(norm, decay):
 
     So is its averaged teacher, where it has one.
     """
-    held, shared = dataset(((4, 8),) * 4), task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.05, momentum=0.5))
+    held, shared = (
+        make_dataset(((4, 8),) * 4),
+        make_task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.05, momentum=0.5)),
+    )
     objective = replace(SURE, decay=decay)
     ours, theirs = FedRGD(objective, keep_optimizer=True), FedAvg(objective, keep_optimizer=True)
-    server = begin(ours, shared)
-    one = play(ours, simulate(ours, shared, held, cohort=4), server, range(3))
-    two = play(theirs, simulate(theirs, shared, held, cohort=4), server, range(3))
+    server = start_server(ours, shared)
+    one = run_rounds(ours, make_simulation(ours, shared, held, cohort=4), server, range(3))
+    two = run_rounds(theirs, make_simulation(theirs, shared, held, cohort=4), server, range(3))
     for a, b in zip(one, two, strict=True):
-        assert furthest(a.server, b.server) < 1e-12
-        assert furthest(a.state["client"], b.state["client"]) < 1e-12
+        assert max_difference(a.server, b.server) < 1e-12
+        assert max_difference(a.state["client"], b.state["client"]) < 1e-12
         assert a.report.cost == b.report.cost
-        assert furthest(ours.solution(shared, a.server), theirs.solution(shared, b.server)) < 1e-12
-    assert furthest(one[-1].server, server) > 1e-2
+        assert max_difference(ours.solution(shared, a.server), theirs.solution(shared, b.server)) < 1e-12
+    assert max_difference(one[-1].server, server) > 1e-2
     other = FedRGD(objective, keep_optimizer=True, groups=3)  # of two, one and one
-    (first, *_) = play(other, simulate(other, shared, held, cohort=4), server, range(1))
-    assert furthest(first.server, one[0].server) > 1e-4
+    (first, *_) = run_rounds(other, make_simulation(other, shared, held, cohort=4), server, range(1))
+    assert max_difference(first.server, one[0].server) > 1e-4
 
 
 def test_return_group_changes_who_starts_where():
     """The first round is that of one model for all; from the second on clients start from two different models."""
-    shared = task(GROUPED, optimizer=SGD(0.05))
+    shared = make_task(GROUPED, optimizer=SGD(0.05))
     runs, starts = [], []
     for back in (False, True):
         method = FedRGD(SURE, return_group=back)
         spy = Spy(method)
-        runs.append(play(spy, simulate(spy, shared), begin(method, shared), range(2)))
+        runs.append(run_rounds(spy, make_simulation(spy, shared), start_server(method, shared), range(2)))
         starts.append({float(broadcast["params"]["head"]["bias"][0]) for broadcast, _, _ in spy.of("begin")[3:]})
-    assert furthest(runs[1][0].server["params"], runs[0][0].server["params"]) < 1e-15
+    assert max_difference(runs[1][0].server["params"], runs[0][0].server["params"]) < 1e-15
     assert [len(each) for each in starts] == [1, 2]
     groups = runs[1][0].server["groups"]["params"]["head"]["bias"][:, 0]
     assert starts[1] == set(groups.tolist())
-    assert furthest(runs[1][1].server["params"], runs[0][1].server["params"]) > 1e-6
+    assert max_difference(runs[1][1].server["params"], runs[0][1].server["params"]) > 1e-6
 
 
 def test_the_servers_copies_are_plain_training():
@@ -183,10 +195,10 @@ def test_the_servers_copies_are_plain_training():
 
     So w = (1/2) sum_s (w_s + |s| w_0) / (|s| + 1) with w_s by torch.autograd, |s| = 2 and 1.
     """
-    method, held = FedRGD(FixMatch(threshold=1.01)), dataset(place="server")
-    shared = task(GROUPED, optimizer=SGD(0.05))
-    spy, server = Spy(method), begin(method, shared)
-    (played,) = play(spy, simulate(spy, shared, held, server_batching=Batching(6)), server, range(1))
+    method, held = FedRGD(FixMatch(threshold=1.01)), make_dataset(place="server")
+    shared = make_task(GROUPED, optimizer=SGD(0.05))
+    spy, server = Spy(method), start_server(method, shared)
+    (played,) = run_rounds(spy, make_simulation(spy, shared, held, server_batching=Batching(6)), server, range(1))
     steps = [batch for _, _, batch in spy.of("step") if len(batch.x)]
     assert len(steps) == 2 * 3
     copies = []
@@ -203,6 +215,6 @@ def test_the_servers_copies_are_plain_training():
     for name, leaf in tree.flatten(server["params"]).items():
         expected = sum((copy[name] + size * leaf) / (size + 1) for copy, size in zip(copies, sizes, strict=True)) / 2
         torch.testing.assert_close(tree.flatten(played.server["params"])[name], expected, rtol=1e-10, atol=1e-12)
-    assert not same(tree.unflatten(copies[0]), tree.unflatten(copies[1]))  # each with minibatches of its own
+    assert not trees_equal(tree.unflatten(copies[0]), tree.unflatten(copies[1]))  # each with minibatches of its own
     assert played.report.pseudo is not None
     assert played.report.pseudo["share_used"] == 0

@@ -4,9 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import begun, images, local, rounds_of, small
-from scenes import NETWORK, begin, dataset, furthest, same, task
 
 from halfmoon.api.types import Batch
+from halfmoon.contract.small_federation import (
+    NETWORK,
+    make_dataset,
+    make_task,
+    max_difference,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.methods.fl2 import FL2, compute_asam_step
@@ -27,8 +34,8 @@ def test_a_step_as_asam_does_it():
 
     Six rows: two with confidence 0.96 and 0.99, which alone count for the climb and for the KL.
     """
-    options, shared = FL2(rho=0.5, eta=0.05, sharpness_weight=0.7), task(optimizer=SGD(0.3))
-    broadcast = begin(options, shared)
+    options, shared = FL2(rho=0.5, eta=0.05, sharpness_weight=0.7), make_task(optimizer=SGD(0.3))
+    broadcast = start_server(options, shared)
     confidence = torch.tensor([0.5, 0.96, 0.7, 0.99, 0.6, 0.4]).double()
     label, strong = torch.tensor([0, 1, 2, 3, 0, 1]), images(6, 3)
     rows = torch.tensor([5, 1, 3, 0])
@@ -68,8 +75,8 @@ def test_a_step_as_asam_does_it():
 
 def test_status_and_thresholds():
     """t is the mean confidence of the weak views under the received statistics; a client weighs 1 - t, or 1."""
-    shared = task()
-    broadcast = begin(FL2(), shared)
+    shared = make_task()
+    broadcast = start_server(FL2(), shared)
     data = local(0, 5, weak=images(5, 1))
     p = NETWORK.predict(broadcast["params"], broadcast["stats"], data.views["weak"]).softmax(-1)
     t, q = p.max(-1).values.mean(), p.mean(0)
@@ -89,21 +96,21 @@ def test_status_and_thresholds():
 
 def test_without_its_parts_it_is_semifl_without_a_mix():
     """Two rounds, labels at the server: the same bits but for rounding, statistics and momentum included."""
-    shared, runs = task(rounds=2), []
+    shared, runs = make_task(rounds=2), []
     for method in (
         FL2(adaptive=False, sharpness=False, status_aware=False, warmup=0, threshold=0.39),
         SemiFL(mix_weight=0.0, threshold=0.39),
     ):
-        runs.append(rounds_of(method, shared, dataset(place="server"), rounds=2)[-1])
-    assert furthest(runs[0].server, runs[1].server) < 1e-9
+        runs.append(rounds_of(method, shared, make_dataset(place="server"), rounds=2)[-1])
+    assert max_difference(runs[0].server, runs[1].server) < 1e-9
     assert runs[0].report.cost == runs[1].report.cost
 
 
 def test_each_switch_changes_the_run():
     """With labels at the server; the server's own training before the first round too."""
-    shared = task(rounds=1)
+    shared = make_task(rounds=1)
     options = {"threshold": 0.3, "warmup": 1}
     every = [FL2(**options, **{name: False}) for name in ("adaptive", "sharpness", "status_aware")]
     methods = (FL2(**options), *every, FL2(threshold=0.3, warmup=2))
-    servers = [rounds_of(method, shared, dataset(place="server"))[-1].server for method in methods]
-    assert not any(same(one, other) for k, one in enumerate(servers) for other in servers[:k])
+    servers = [rounds_of(method, shared, make_dataset(place="server"))[-1].server for method in methods]
+    assert not any(trees_equal(one, other) for k, one in enumerate(servers) for other in servers[:k])

@@ -20,13 +20,23 @@ from method_scenes import (
     rounds_of,
     tracked,
 )
-from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 from torch.distributions import Categorical
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, Task
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    SIZES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import rng, tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.driver import create_first_memory
@@ -43,7 +53,7 @@ def test_one_step_by_hand():
     Meme: 1/2 (1/2 - 1) + 1/2 (1/2 - 3/4) + 1/2 (1/2 - 9/10) 2 = -0.25 - 0.125 - 0.4 = -0.775.
     Private: 1/2 (3/4 - 1) + 1/2 (3/4 - 1/2) + 1/2 (9/10 - 1/2) 2 = -0.125 + 0.125 + 0.4 = 0.4.
     """
-    client_update = FML().client_updates(task(PIXEL, optimizer=SGD(1.0)))["train"]
+    client_update = FML().client_updates(make_task(PIXEL, optimizer=SGD(1.0)))["train"]
     carry = client_update.begin(model(0, 0), model(log(3), 0), local())
     batch = Batch(pixels(1), torch.tensor([0]), torch.tensor([0]), {"weak": pixels(2)}, torch.tensor([0]))
     carry, notes = client_update.step({}, carry, batch)
@@ -110,10 +120,10 @@ def test_steps_are_autograds_on_the_formula(options: dict[str, Any], statistics)
 
     The oracle adds both losses and differentiates once: a target that is not detached would show.
     """
-    method, shared = FML(**options), task(optimizer=SGD(0.2), statistics=statistics)
+    method, shared = FML(**options), make_task(optimizer=SGD(0.2), statistics=statistics)
     broadcast, memory = (
         {**one, "params": {**one["params"], "head": tree.map(lambda leaf: 3 * leaf, one["params"]["head"])}}
-        for one in (begin(method, shared), begin(method, shared, seed=5))
+        for one in (start_server(method, shared), start_server(method, shared, seed=5))
     )
     client_update, oracle = method.client_updates(shared)["train"], Formula(method, shared)
     carry, models, shares = client_update.begin(broadcast, memory, local()), {"meme": broadcast, "private": memory}, []
@@ -122,9 +132,9 @@ def test_steps_are_autograds_on_the_formula(options: dict[str, Any], statistics)
         models, loss = oracle.step(models, batch)
         assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
         for name, each in models.items():
-            assert furthest({"params": carry[name]["params"], "stats": carry[name]["stats"]}, each) < 1e-11
+            assert max_difference({"params": carry[name]["params"], "stats": carry[name]["stats"]}, each) < 1e-11
         shares.append(float(notes.pseudo[0].weight.mean()))
-    assert furthest(carry["meme"]["params"], broadcast["params"]) > 1e-2
+    assert max_difference(carry["meme"]["params"], broadcast["params"]) > 1e-2
     assert 0 < sum(shares) < 3 if method.delta is not None else sum(shares) == 3
 
 
@@ -136,13 +146,13 @@ def test_without_distillation_the_meme_is_fedavgs():
 
     Of unequal clients with the weights of their sizes, and of equal ones with uniform weights.
     """
-    shared = task()
-    for weights, held in (("size", dataset()), ("uniform", dataset(((4, 7),) * 4))):
+    shared = make_task()
+    for weights, held in (("size", make_dataset()), ("uniform", make_dataset(((4, 7),) * 4))):
         method = replace(ALONE, weights=weights)
-        start = begin(method, shared)
-        ours = play(method, simulate(method, shared, held), start, range(2))[-1]
-        theirs = play(FedAvg(), simulate(FedAvg(), shared, held), start, range(2))[-1]
-        assert same(ours.server, theirs.server)
+        start = start_server(method, shared)
+        ours = run_rounds(method, make_simulation(method, shared, held), start, range(2))[-1]
+        theirs = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, held), start, range(2))[-1]
+        assert trees_equal(ours.server, theirs.server)
         assert ours.report.pseudo is None
         assert ours.report.cost["forward"] == 2 * theirs.report.cost["forward"]
         assert ours.report.cost["backward"] == 2 * theirs.report.cost["backward"]
@@ -155,7 +165,7 @@ def test_without_distillation_a_private_model_trains_alone(keep):
 
     Without `keep_optimizer` every visit has a new optimizer.
     """
-    shared = task(optimizer=SGD(0.1, momentum=0.9))
+    shared = make_task(optimizer=SGD(0.1, momentum=0.9))
     spy = Spy(replace(ALONE, keep_optimizer=keep))
     ours = rounds_of(spy, shared, rounds=3)
     seed = 3  # the scene's
@@ -188,17 +198,17 @@ def test_without_distillation_a_private_model_trains_alone(keep):
 
 def test_the_memes_optimizer_is_new_in_every_visit():
     """The private one is as it was left, the meme's is zero."""
-    shared = task(optimizer=SGD(0.1, momentum=0.9))
+    shared = make_task(optimizer=SGD(0.1, momentum=0.9))
     method = FML()
     client_update = method.client_updates(shared)["train"]
-    broadcast = begin(method, shared)
+    broadcast = start_server(method, shared)
     memory = create_first_memory(client_update, broadcast, 0, 0)
     for batch in batches(("weak",), 2):
         carry = client_update.begin(broadcast, memory, local())
         assert not any(leaf.any() for leaf in tree.leaves(carry["meme"]["optimizer"]))
         carry, _ = client_update.step(broadcast, carry, batch)
         _, memory = client_update.finish(broadcast, carry, local())
-        assert same(client_update.begin(broadcast, memory, local())["private"], memory)
+        assert trees_equal(client_update.begin(broadcast, memory, local())["private"], memory)
         assert any(leaf.any() for leaf in tree.leaves(memory["optimizer"]))
 
 
@@ -208,13 +218,13 @@ def test_how_a_private_model_starts():
     With equal shares a copy stays the meme's twin for a whole visit, so neither teaches the other anything: their
     losses are those of the labels alone. A fresh one is no twin.
     """
-    shared = task()
-    broadcast = begin(FML(), shared)
+    shared = make_task()
+    broadcast = start_server(FML(), shared)
     client_update = FML().client_updates(shared)["train"]
     memory = create_first_memory(client_update, broadcast, 7, 0)
     drawn = tree.to(shared.network.init(rng.generator(7, "remember")), dtype=torch.float64)
-    assert same({"params": memory["params"], "stats": memory["stats"]}, drawn)
-    assert not same(memory["params"], broadcast["params"])
+    assert trees_equal({"params": memory["params"], "stats": memory["stats"]}, drawn)
+    assert not trees_equal(memory["params"], broadcast["params"])
     for private in ("copy", "fresh"):
         method = FML(private=private)
         client_update = method.client_updates(shared)["train"]
@@ -227,7 +237,7 @@ def test_how_a_private_model_starts():
                 (labels, _), _ = looked(shared, before[name]["params"], batch.x, batch.u["weak"])
                 losses.append(F.cross_entropy(labels, batch.y).item() / 2)
             assert (float(notes.loss) == pytest.approx(sum(losses), rel=1e-12)) == (private == "copy")
-        assert same(carry["meme"], carry["private"]) == (private == "copy")
+        assert trees_equal(carry["meme"], carry["private"]) == (private == "copy")
 
 
 def test_a_filter_that_lets_nothing_through():
@@ -235,8 +245,8 @@ def test_a_filter_that_lets_nothing_through():
 
     So in separate passes the parameters are those of unlabeled weight 0, where as many steps are taken.
     """
-    shared = task(optimizer=SGD(0.1), statistics="separate")
-    broadcast, memory = begin(FML(), shared), begin(FML(), shared, seed=5)
+    shared = make_task(optimizer=SGD(0.1), statistics="separate")
+    broadcast, memory = start_server(FML(), shared), start_server(FML(), shared, seed=5)
     ends = []
     for method in (FML(delta=0.0), FML(unlabeled_weight=0.0), FML()):
         client_update = method.client_updates(shared)["train"]
@@ -244,14 +254,14 @@ def test_a_filter_that_lets_nothing_through():
         for batch in batches(("weak",)):
             carry, _ = client_update.step(broadcast, carry, batch)
         ends.append({"meme": carry["meme"]["params"], "private": carry["private"]["params"]})
-    assert furthest(ends[0], ends[1]) < 1e-12
-    assert furthest(ends[2], ends[1]) > 1e-4
+    assert max_difference(ends[0], ends[1]) < 1e-12
+    assert max_difference(ends[2], ends[1]) > 1e-4
 
 
 @pytest.mark.parametrize("place", ["clients", "some"])
 def test_the_weights(place):
     """1 each, or the sizes; where labels alone teach, a client without any weighs nothing."""
-    shared = task()
+    shared = make_task()
     with_labels = [k for k in range(4) if place == "clients" or k % 2 == 0]
     size = [sum(SIZES[k]) if k in with_labels else SIZES[k][1] for k in range(4)]
     for method, expected in (
@@ -260,9 +270,9 @@ def test_the_weights(place):
         (FML(unlabeled_weight=0.0), [int(k in with_labels) for k in range(4)]),
         (FML(unlabeled_weight=0.0, weights="size"), [size[k] * (k in with_labels) for k in range(4)]),
     ):
-        simulation = simulate(method, shared, dataset(place=place), cohort=4)
+        simulation = make_simulation(method, shared, make_dataset(place=place), cohort=4)
         simulation.open(0)
-        assert simulation.query("train", begin(method, shared)).weight.tolist() == expected
+        assert simulation.query("train", start_server(method, shared)).weight.tolist() == expected
 
 
 def test_a_known_clients_first_memory_is_not_drawn_again():
@@ -277,11 +287,11 @@ def test_a_known_clients_first_memory_is_not_drawn_again():
             drawn.append(generator)
             return super().init(generator)
 
-    method, shared = FML(), task(Counted(1, CLASSES, 4))
-    simulation, counts = simulate(method, shared, cohort=4), []
-    server = begin(method, shared)
+    method, shared = FML(), make_task(Counted(1, CLASSES, 4))
+    simulation, counts = make_simulation(method, shared, cohort=4), []
+    server = start_server(method, shared)
     for number in range(3):
         drawn.clear()
-        server = play(method, simulation, server, range(number, number + 1))[-1].server
+        server = run_rounds(method, simulation, server, range(number, number + 1))[-1].server
         counts.append(len(drawn))
     assert counts == [5, 1, 1]

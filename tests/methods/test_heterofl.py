@@ -8,13 +8,23 @@ import torch
 import torch.nn.functional as F
 from fakes import Told
 from method_scenes import lifted, rounds_of
-from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
 from test_batchnorm_stats import counted
 from torch import Tensor, nn
 from torch_models import module_of
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    SIZES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
@@ -70,7 +80,7 @@ def shapes(params: Tree) -> dict[str, tuple[int, ...]]:
 
 def test_a_client_of_half_width_gets_the_leading_half():
     """Hidden channels 4, 8, 8 become 2, 4, 4; the image's one channel and the four classes stay."""
-    params = begin(HeteroFL(), task(WIDE))["params"]
+    params = start_server(HeteroFL(), make_task(WIDE))["params"]
     half = cut_to_leading_channels(params, 0.5, fixed_dimensions(WIDE))
     assert shapes(half) == {
         "conv1/conv/weight": (2, 1, 3, 3), "conv1/conv/bias": (2,), "conv1/norm/weight": (2,), "conv1/norm/bias": (2,),
@@ -80,7 +90,7 @@ def test_a_client_of_half_width_gets_the_leading_half():
     }  # fmt: skip
     assert torch.equal(half["conv2"]["conv"]["weight"], params["conv2"]["conv"]["weight"][:4, :2])
     assert torch.equal(half["head"]["weight"], params["head"]["weight"][:, :4])
-    assert same(cut_to_leading_channels(params, 1.0, fixed_dimensions(WIDE)), params)
+    assert trees_equal(cut_to_leading_channels(params, 1.0, fixed_dimensions(WIDE)), params)
 
 
 def test_sizes_are_rounded_up_and_no_name_is_needed():
@@ -119,7 +129,7 @@ def test_the_average_by_hand():
 
     server = {"params": pair([0, 0], [[0, 0], [0, 0]], [0, 0]), "stats": {}}
     fed = told()
-    new = HeteroFL("1-0.5").round(task(Pair()), server, fed)["params"]
+    new = HeteroFL("1-0.5").round(make_task(Pair()), server, fed)["params"]
     assert fed.asked == [("train-1", [0, 2, 4]), ("train-0.5", [3])]
     assert shapes(fed.downlinks[1]["params"]) == {
         "layer/conv/weight": (1, 1, 1, 1),
@@ -129,7 +139,7 @@ def test_the_average_by_hand():
     assert new["layer"]["conv"]["weight"].flatten().tolist() == [4, 3]
     assert new["head"]["weight"].tolist() == [[25, 20], [30, 40]]
     assert new["head"]["bias"].tolist() == [2, 5]
-    free = HeteroFL("1-0.5", masked=False).round(task(Pair()), server, told())["params"]
+    free = HeteroFL("1-0.5", masked=False).round(make_task(Pair()), server, told())["params"]
     assert free["layer"]["conv"]["weight"].flatten().tolist() == [4, 3]
     assert free["head"]["weight"][0].tolist() == pytest.approx([100 / 3, 40])
 
@@ -139,11 +149,11 @@ def test_what_nobody_holds_stays():
     old = pair([1, 2], [[3, 4], [5, 6]], [7, 8])
     answers = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [1, 0])]}
     fed = Told(answers, cohort=torch.tensor([1]))
-    new = HeteroFL("1-0.5").round(task(Pair()), {"params": old, "stats": {}}, fed)["params"]
-    assert same(new, pair([10, 2], [[20, 4], [5, 6]], [40, 8]))
+    new = HeteroFL("1-0.5").round(make_task(Pair()), {"params": old, "stats": {}}, fed)["params"]
+    assert trees_equal(new, pair([10, 2], [[20, 4], [5, 6]], [40, 8]))
     nobody = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [0, 0], 0)]}
     fed = Told(nobody, cohort=torch.tensor([1]))
-    assert same(HeteroFL("1-0.5").round(task(Pair()), {"params": old, "stats": {}}, fed)["params"], old)
+    assert trees_equal(HeteroFL("1-0.5").round(make_task(Pair()), {"params": old, "stats": {}}, fed)["params"], old)
 
 
 def test_the_servers_momentum_by_hand():
@@ -151,11 +161,11 @@ def test_the_servers_momentum_by_hand():
     uploads = iter([0.7, 0.2])
     answers = {"train-1": lambda broadcast, who: [upload(pair([next(uploads), 0], [[0, 0]] * 2, [0, 0]), [1, 1])]}
     method, fed = HeteroFL(server_momentum=0.5), Told(answers, cohort=torch.tensor([0]))
-    server = method.start(task(Pair()), {"params": pair([1, 0], [[0, 0]] * 2, [0, 0]), "stats": {}})
+    server = method.start(make_task(Pair()), {"params": pair([1, 0], [[0, 0]] * 2, [0, 0]), "stats": {}})
     for expected in (0.7, 0.05):
-        server = method.round(task(Pair()), server, fed)
+        server = method.round(make_task(Pair()), server, fed)
         assert float(server["params"]["layer"]["conv"]["weight"][0]) == pytest.approx(expected)
-    assert "momentum" not in HeteroFL().start(task(Pair()), {"params": server["params"], "stats": {}})
+    assert "momentum" not in HeteroFL().start(make_task(Pair()), {"params": server["params"], "stats": {}})
 
 
 def test_the_mask_by_hand():
@@ -171,7 +181,7 @@ def test_the_mask_by_hand():
     nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
     data = ClientData(nothing, torch.tensor([0, 1, 1]), nothing, torch.tensor(3), torch.tensor(0))
     for masked, loss in ((True, log(2)), (False, log(103 / 2))):
-        client_update = HeteroFL(masked=masked).client_updates(task(network, optimizer=SGD(1.0)))["train-1"]
+        client_update = HeteroFL(masked=masked).client_updates(make_task(network, optimizer=SGD(1.0)))["train-1"]
         carry = client_update.begin({"params": params}, {}, data)
         assert carry["present"].tolist() == [True, True, False]
         after, notes = client_update.step({}, carry, batch)
@@ -200,9 +210,11 @@ class Scaler(nn.Module):
 @pytest.mark.parametrize(("network", "rate"), [(WIDE, 0.5), (WIDE, 0.3), (WideResNet(1, CLASSES, 1, depth=10), 0.5)])
 def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
     """A narrow torch module with a scaler behind each convolution, logits filled with 0, torch.optim's SGD."""
-    shared = task(network, optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01))
+    shared = make_task(network, optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01))
     method = HeteroFL(f"1-{rate}", masked=masked)
-    broadcast = {"params": cut_to_leading_channels(begin(method, shared)["params"], rate, fixed_dimensions(network))}
+    broadcast = {
+        "params": cut_to_leading_channels(start_server(method, shared)["params"], rate, fixed_dimensions(network))
+    }
     client_update = method.client_updates(shared)[f"train-{rate}"]
 
     oracle = module_of(network).double()
@@ -234,24 +246,24 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
         loss.backward()
         optimizer.step()
         assert float(notes.loss) == pytest.approx(float(loss.detach()), rel=1e-9)
-    assert furthest(tree.unflatten({k: p.detach() for k, p in leaves.items()}), carry["params"]) < 1e-8
-    assert furthest(carry["params"], broadcast["params"]) > 1e-2
+    assert max_difference(tree.unflatten({k: p.detach() for k, p in leaves.items()}), carry["params"]) < 1e-8
+    assert max_difference(carry["params"], broadcast["params"]) > 1e-2
 
 
 @pytest.mark.parametrize("keep_optimizer", [False, True])
 def test_all_wide_and_unmasked_it_is_fedavg_with_static_statistics(keep_optimizer):
     """Equal clients, rate 1: parameters and memories of FedAvg on all labels; the statistics are counted."""
-    held = dataset(((4, 8),) * 4, all_labels=True)
-    shared = task(optimizer=SGD(0.1, momentum=0.9))
+    held = make_dataset(((4, 8),) * 4, all_labels=True)
+    shared = make_task(optimizer=SGD(0.1, momentum=0.9))
     ours, theirs = HeteroFL(masked=False, keep_optimizer=keep_optimizer), FedAvg(keep_optimizer=keep_optimizer)
     one, two = (rounds_of(m, shared, held, rounds=3) for m in (ours, theirs))
-    assert furthest(one[-1].server["params"], two[-1].server["params"]) < 1e-12
-    assert furthest(one[-1].state, two[-1].state) < 1e-12
+    assert max_difference(one[-1].server["params"], two[-1].server["params"]) < 1e-12
+    assert max_difference(one[-1].state, two[-1].state) < 1e-12
     assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"]
     holders = [held.client_data(k)[0].x for k in range(4)]
-    assert furthest(one[-1].server["stats"], counted(one[-1].server, holders)) < 1e-10
-    masked = play(HeteroFL(), simulate(HeteroFL(), shared, held), begin(ours, shared), range(3))
-    assert furthest(masked[-1].server["params"], two[-1].server["params"]) > 1e-3
+    assert max_difference(one[-1].server["stats"], counted(one[-1].server, holders)) < 1e-10
+    masked = run_rounds(HeteroFL(), make_simulation(HeteroFL(), shared, held), start_server(ours, shared), range(3))
+    assert max_difference(masked[-1].server["params"], two[-1].server["params"]) > 1e-3
 
 
 def test_bytes_by_hand():
@@ -262,8 +274,8 @@ def test_bytes_by_hand():
     are whole, 1 is half, 2 a quarter wide. Up come four classes and a weight beside. The census sends four whole
     networks and takes back 40 moments and a count each.
     """
-    method, shared = HeteroFL("1-0.5-0.25"), task(WIDE)
-    (played,) = rounds_of(method, shared, dataset(all_labels=True), cohort=4)
+    method, shared = HeteroFL("1-0.5-0.25"), make_task(WIDE)
+    (played,) = rounds_of(method, shared, make_dataset(all_labels=True), cohort=4)
     trained = 2 * 996 + 284 + 90
     assert played.report.cost["bytes_down"] == 8 * (trained + 4 * 996)
     assert played.report.cost["bytes_up"] == 8 * (trained + 4 * 5 + 4 * 41)
@@ -272,26 +284,33 @@ def test_bytes_by_hand():
 @pytest.mark.parametrize("options", [{}, {"keep_optimizer": True, "server_momentum": 0.5, "sbn": "cohort"}])
 def test_widths_lift(options):
     """Loop and vmap agree with clients of three widths, two of them in one program, some without an answer."""
-    held = dataset((*SIZES, (4, 4), (3, 7)), all_labels=True)
-    run = lifted(HeteroFL("1-0.5-0.3", **options), task(), held, rounds=3, cohort=6, client_dropout=0.3)
+    held = make_dataset((*SIZES, (4, 4), (3, 7)), all_labels=True)
+    run = lifted(HeteroFL("1-0.5-0.3", **options), make_task(), held, rounds=3, cohort=6, client_dropout=0.3)
     assert min(len(one.report.cohort) for one in run) < 6
-    assert furthest(run[-1].server["params"], begin(HeteroFL(), task())["params"]) > 1e-2
+    assert max_difference(run[-1].server["params"], start_server(HeteroFL(), make_task())["params"]) > 1e-2
 
 
 def test_the_cohort_alone_may_be_counted():
     """sbn "cohort" counts the rows of the round's clients, "all" those of all clients; the server's are left out."""
-    held = dataset(all_labels=True, place="server")
+    held = make_dataset(all_labels=True, place="server")
     for sbn in ("all", "cohort"):
         method = HeteroFL(sbn=sbn)
-        (played,) = play(method, simulate(method, task(), held), begin(method, task()), range(1))
+        (played,) = run_rounds(
+            method, make_simulation(method, make_task(), held), start_server(method, make_task()), range(1)
+        )
         who = range(4) if sbn == "all" else played.report.cohort
         expected = counted(played.server, [held.client_data(k)[0].x for k in who])
-        assert furthest(played.server["stats"], expected) < 1e-10
+        assert max_difference(played.server["stats"], expected) < 1e-10
 
 
 def test_the_widest_is_named_first():
     """The first work of a method is what others are measured by."""
-    assert list(HeteroFL("0.5-1-0.25-0.5").client_updates(task())) == ["train-1", "train-0.5", "train-0.25", "census"]
+    assert list(HeteroFL("0.5-1-0.25-0.5").client_updates(make_task())) == [
+        "train-1",
+        "train-0.5",
+        "train-0.25",
+        "census",
+    ]
     assert parse_rates("1-0.5-0.0625") == (1.0, 0.5, 0.0625)
 
 

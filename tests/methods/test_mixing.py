@@ -9,12 +9,12 @@ import pytest
 import textbook_objectives as textbook
 import torch
 from method_scenes import lifted, rounds_of
-from scenes import begin, dataset, furthest, same, task
 from test_consistency import check, learned
 from test_objectives import Line, W, batch
 from textbook_objectives import NETWORK, Textbook, drawn_batch, module_of
 
 from halfmoon.api.types import Batch, ClientData
+from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.methods.fedavg import FedAvg
@@ -65,11 +65,11 @@ def test_mixmatch_by_hand():
     given = batch([1], [0])._replace(u={"weak": pixel, "weak2": pixel}, mixing=drawn)
     model = {"params": {"w": torch.tensor(W, dtype=torch.float64)}, "stats": {}}
     objective = MixMatch(2.0, ramp=0)
-    loss, gradient, _ = learned(objective, given, model, task(Line(1)))
+    loss, gradient, _ = learned(objective, given, model, make_task(Line(1)))
     assert loss == pytest.approx(log(4 / 3) + 2 * 0.15**2, rel=1e-12)
     assert float(gradient["w"]) == pytest.approx(-1 / 4 - 2 * 2 * 0.15 * 3 / 16, rel=1e-12)
     drawn["mix"] = torch.tensor(0.5, dtype=torch.float64)
-    loss, _, _ = learned(objective, given, model, task(Line(1)))
+    loss, _, _ = learned(objective, given, model, make_task(Line(1)))
     wanted = 0.95 * log(4 / 3) + 0.05 * log(4) + 2 * (0.15**2 + 0.2**2) / 2
     assert loss == pytest.approx(wanted, rel=1e-12)
 
@@ -78,8 +78,8 @@ def test_mixmatch_by_hand():
 @pytest.mark.parametrize("labeled", [5, 0])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_mixmatchs_gradients_are_autograds(statistics, labeling, labeled, temperature):
-    shared = task(NETWORK, statistics=statistics, labeling=labeling)
-    model = begin(FedAvg(), shared)
+    shared = make_task(NETWORK, statistics=statistics, labeling=labeling)
+    model = start_server(FedAvg(), shared)
     given = drawn_batch(labeled, 6, ("weak", "weak2"))
     book = Textbook(module_of(model), statistics, labeling)
     ours = learned(MixMatch(30.0, temperature, ramp=0), given, model, shared)
@@ -88,7 +88,7 @@ def test_mixmatchs_gradients_are_autograds(statistics, labeling, labeled, temper
 
 def remix_model(objective: ReMixMatch, shared: Any) -> dict:
     """Return a model whose rotation head is not zero, with a running mean."""
-    model = objective.start(shared, begin(FedAvg(), shared))
+    model = objective.start(shared, start_server(FedAvg(), shared))
     g = torch.Generator().manual_seed(5)
     head = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), model["params"]["rotation"])
     model = {**model, "params": {**model["params"], "rotation": head}}
@@ -100,7 +100,7 @@ def remix_model(objective: ReMixMatch, shared: Any) -> dict:
 @pytest.mark.parametrize("align", [True, False])
 def test_remixmatchs_gradients_are_autograds(statistics, labeling, labeled, align):
     """Loss and gradient, the rotation head's among them."""
-    shared = task(NETWORK, statistics=statistics, labeling=labeling)
+    shared = make_task(NETWORK, statistics=statistics, labeling=labeling)
     objective = ReMixMatch(1.5, 0.5, 0.7, align=align, ramp=0)
     model = remix_model(objective, shared)
     given = drawn_batch(labeled, 6, REMIX)
@@ -150,9 +150,9 @@ def test_class_frequencies_count_a_clients_own_rows():
     none = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
     data = ClientData(none, y, none, torch.tensor(3), torch.tensor(0))
     broadcast = {"predicted": torch.zeros(4, dtype=torch.float64)}
-    found = ReMixMatch().prepare(task(NETWORK), broadcast, data)["label_frequencies"]
+    found = ReMixMatch().prepare(make_task(NETWORK), broadcast, data)["label_frequencies"]
     assert found.tolist() == pytest.approx([2 / 3, 0, 1 / 3, 0])
-    empty = ReMixMatch().prepare(task(NETWORK), broadcast, data._replace(y=y[:0], labeled=torch.tensor(0)))
+    empty = ReMixMatch().prepare(make_task(NETWORK), broadcast, data._replace(y=y[:0], labeled=torch.tensor(0)))
     assert empty["label_frequencies"].tolist() == [0.0] * 4
 
 
@@ -166,8 +166,8 @@ def test_quarter_turns_by_hand():
 
 def test_a_head_of_zeros_guesses_all_turns_alike():
     """At the start the rotation term is ln 4, and moves the head alone."""
-    shared, objective = task(NETWORK), ReMixMatch(0.0, 0.0, 1.0)
-    model = objective.start(shared, begin(FedAvg(), shared))
+    shared, objective = make_task(NETWORK), ReMixMatch(0.0, 0.0, 1.0)
+    model = objective.start(shared, start_server(FedAvg(), shared))
     given = drawn_batch(views=REMIX)
     cached = {"label_frequencies": torch.full((4,), 0.25, dtype=torch.float64)}
 
@@ -178,7 +178,7 @@ def test_a_head_of_zeros_guesses_all_turns_alike():
     with_it, without = (torch.func.grad_and_value(lambda p, r=r: lost(p, r))(model["params"]) for r in (1.0, 1e-300))
     assert float(with_it[1] - without[1]) == pytest.approx(log(4), rel=1e-9)
     rest = [{k: v for k, v in each[0].items() if k != "rotation"} for each in (with_it, without)]
-    assert furthest(*rest) < 1e-12
+    assert max_difference(*rest) < 1e-12
     assert float(with_it[0]["rotation"]["weight"].abs().max()) > 1e-3
 
 
@@ -187,7 +187,7 @@ def test_options_of_remixmatch_do_what_they_say():
     assert ReMixMatch(anchors=3).requirements.views == ("weak", "strong", "strong2", "strong3")
     assert ReMixMatch().requirements.labeled_views == ("strong",)
     assert ReMixMatch(strong_labels=False).requirements.labeled_views == ()
-    shared = task(NETWORK)
+    shared = make_task(NETWORK)
     given = drawn_batch(views=REMIX)
     weak_labels = given._replace(x_views={"strong": given.x})
     without = given._replace(x_views={})
@@ -199,7 +199,7 @@ def test_options_of_remixmatch_do_what_they_say():
 
     assert loss(ReMixMatch(), weak_labels) == loss(ReMixMatch(strong_labels=False), without)
     assert loss(ReMixMatch(), given) != loss(ReMixMatch(), weak_labels)
-    late = task(NETWORK, rounds=64, round=1)
+    late = make_task(NETWORK, rounds=64, round=1)
     early = ReMixMatch(rotation_weight=0.0, strong_labels=False)
     assert float(early(shared, model["params"], model["stats"], without, model, cached)[0]) < float(
         early(late, model["params"], model["stats"], without, model, cached)[0]
@@ -208,14 +208,14 @@ def test_options_of_remixmatch_do_what_they_say():
 
 def test_the_solution_has_the_networks_own_shape():
     """After three rounds of three clients the rotation head has learned, and is not in what is evaluated."""
-    shared, method = task(rounds=3), FedAvg(ReMixMatch())
+    shared, method = make_task(rounds=3), FedAvg(ReMixMatch())
     server = rounds_of(method, shared, rounds=3)[-1].server
     plain = shared.network.init(torch.Generator())
     assert tree.flatten(method.solution(shared, server)).keys() == tree.flatten(plain).keys()
-    assert same({"p": method.solution(shared, server)["params"]["head"]}, {"p": server["teacher"]["head"]})
+    assert trees_equal({"p": method.solution(shared, server)["params"]["head"]}, {"p": server["teacher"]["head"]})
     assert float(server["params"]["rotation"]["weight"].abs().max()) > 1e-3
     assert float(server["predicted"].sum()) == pytest.approx(1.0, rel=1e-12)
-    assert furthest({"p": server["predicted"]}, {"p": torch.full_like(server["predicted"], 0.25)}) > 1e-3
+    assert max_difference({"p": server["predicted"]}, {"p": torch.full_like(server["predicted"], 0.25)}) > 1e-3
 
 
 def test_images_that_are_not_square_are_not_turned():
@@ -226,4 +226,4 @@ def test_images_that_are_not_square_are_not_turned():
 @pytest.mark.parametrize("objective", [MixMatch(), ReMixMatch(), ReMixMatch(align=False, rotation_weight=0.0)])
 def test_federated_mixing_runs_in_both_executors(objective):
     """On unequal clients, some without labels: loop = vmap."""
-    lifted(FedAvg(objective), task(rounds=3), dataset(place="some"), rounds=3)
+    lifted(FedAvg(objective), make_task(rounds=3), make_dataset(place="some"), rounds=3)

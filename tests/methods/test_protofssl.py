@@ -3,11 +3,11 @@
 import pytest
 import torch
 from method_scenes import images, rounds_of
-from scenes import CLASSES, NETWORK, begin, dataset, furthest, task
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
+from halfmoon.contract.small_federation import CLASSES, NETWORK, make_dataset, make_task, max_difference, start_server
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
@@ -35,8 +35,8 @@ def textbook(options: ProtoFSSL, params: Tree, broadcast: Tree, batch: Batch) ->
 def test_an_episode_image_by_image(through: bool):
     """Loss and gradient, with two of five helpers there; the labels are 0, 2, 2, 0."""
     options = ProtoFSSL(through_target=through)
-    shared = task()
-    broadcast = begin(options, shared)
+    shared = make_task()
+    broadcast = start_server(options, shared)
     broadcast["helpers"][:2] = torch.randn(2, CLASSES, 8, generator=torch.Generator().manual_seed(3)).double()
     broadcast["there"] = torch.tensor([1.0, 1, 0, 0, 0]).double()
     broadcast["known"] = torch.tensor([1.0, 1, 1, 0]).double()
@@ -45,7 +45,7 @@ def test_an_episode_image_by_image(through: bool):
     gradient, loss, (moments, pseudo) = grad_and_value(client_update._loss, broadcast["params"], broadcast, batch)
     wanted, theirs, _ = grad_and_value(lambda p: (textbook(options, p, broadcast, batch), ()), broadcast["params"])
     assert float(loss) == pytest.approx(float(theirs), rel=1e-10)
-    assert furthest(gradient, wanted) < 1e-10
+    assert max_difference(gradient, wanted) < 1e-10
     assert len(moments) == 1
     assert pseudo.weight.tolist() == [1.0] * 5
     assert not gradient["head"]["weight"].any()
@@ -59,8 +59,8 @@ def test_supports_and_distances_by_hand():
 
 def test_prototypes_are_means_of_features():
     """Of classes 0, 1, 1 under the tracked statistics, without padding rows; class 2 and 3 are not there."""
-    options, shared = ProtoFSSL(), task()
-    broadcast = begin(options, shared)
+    options, shared = ProtoFSSL(), make_task()
+    broadcast = start_server(options, shared)
     x = torch.randint(0, 256, (4, 1, 8, 8), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     data = ClientData(x, torch.tensor([0, 1, 1, 3]), x[:0], torch.tensor(3), torch.tensor(0))
     upload, memory = options.client_updates(shared)["train"].finish(broadcast, {**broadcast, "optimizer": {}}, data)
@@ -74,8 +74,8 @@ def test_prototypes_are_means_of_features():
 
 def test_the_head_says_the_distances():
     """Its softmax is that of -d to the mean prototypes; a class that nobody knows is never said."""
-    options, shared = ProtoFSSL(), task()
-    server = begin(options, shared)
+    options, shared = ProtoFSSL(), make_task()
+    server = start_server(options, shared)
     server["mean"] = torch.randn(CLASSES, 8, generator=torch.Generator().manual_seed(4)).double()
     server["known"] = torch.tensor([1.0, 1, 1, 0]).double()
     model = options.solution(shared, server)
@@ -89,8 +89,8 @@ def test_the_head_says_the_distances():
 
 def test_the_server_fills_and_keeps_helpers():
     """Three clients answer: of four helpers' places the last is empty, and the first round has no helpers."""
-    options, shared = ProtoFSSL(helpers=4), task(rounds=2)
-    first, second = rounds_of(options, shared, dataset(), rounds=2)
+    options, shared = ProtoFSSL(helpers=4), make_task(rounds=2)
+    first, second = rounds_of(options, shared, make_dataset(), rounds=2)
     assert first.server["there"].tolist() == [1, 1, 1, 0]
     assert not first.server["helpers"][3].any()
     assert set(first.server["known"].tolist()) <= {0.0, 1.0}
@@ -111,8 +111,8 @@ class Answers:
 
 def test_a_round_by_hand():
     """Class 0 is known to two clients with 1 and 3: the mean 2 fills the third's. Who weighs nothing does not count."""
-    options, shared = ProtoFSSL(helpers=2), task()
-    server = begin(options, shared)
+    options, shared = ProtoFSSL(helpers=2), make_task()
+    server = start_server(options, shared)
     own = torch.zeros(4, CLASSES, 8).double()
     own[0, 0], own[1, 0], own[2, 1], own[3] = 1, 3, 7, 99
     present = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]]).double()

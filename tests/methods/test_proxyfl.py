@@ -7,10 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import images, rounds_of
-from scenes import CLASSES, NETWORK, begin, furthest, play, same, simulate, task
 from torch import Tensor
 
 from halfmoon.api.types import Batch
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    NETWORK,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
@@ -77,9 +86,9 @@ def textbook(objective: ICPL, params: Tree, stats: Tree, came: Tree, prior: Tens
 )
 def test_the_loss_image_by_image(objective: ICPL):
     """Loss and gradient, which reaches the classifier through the proxies."""
-    shared = task()
+    shared = make_task()
     g = torch.Generator().manual_seed(5)
-    broadcast = begin(FedAvg(objective), shared)
+    broadcast = start_server(FedAvg(objective), shared)
     head = broadcast["params"]["head"]["weight"]
     other = {"weight": 8 * torch.randn(head.shape, generator=g, dtype=head.dtype)}
     every = torch.cat([given().x, given().u["weak"]])
@@ -99,7 +108,7 @@ def test_the_loss_image_by_image(objective: ICPL):
         lambda p: (textbook(objective, p, broadcast["stats"], came, prior, given()), ()), params
     )
     assert float(loss) == pytest.approx(float(theirs), rel=1e-12)
-    assert furthest(gradient, wanted) < 1e-12
+    assert max_difference(gradient, wanted) < 1e-12
     assert gradient["proxy_head"]["weight"].abs().max() > 1e-4
     (pseudo,) = seen.pseudo
     used = float(pseudo.weight.sum())
@@ -111,9 +120,9 @@ def test_the_prior_runs_by_hand():
     """decay 0.99 and counts (3, 1, 0, 0) from uniform: 0.99 / 4 + 0.01 (3/4, 1/4, 0, 0)."""
     uniform = torch.full((4,), 0.25, dtype=torch.float64)
     counts = torch.tensor([3.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    new = ICPL().finish(task(), {"prior": uniform, "counts": counts})["prior"]
+    new = ICPL().finish(make_task(), {"prior": uniform, "counts": counts})["prior"]
     assert new.tolist() == pytest.approx([0.255, 0.25, 0.2475, 0.2475], rel=1e-12)
-    assert same(ICPL().finish(task(), {"prior": new, "counts": counts * 0}), {"prior": new})
+    assert trees_equal(ICPL().finish(make_task(), {"prior": new, "counts": counts * 0}), {"prior": new})
 
 
 def test_tuning_by_autograd_and_sgd():
@@ -163,26 +172,26 @@ def test_any_averaging_method_can_take_the_step():
         inner = registry.entry(name).method
         runs = []
         for method in (inner, ProxyTuning(inner, tuning_passes=0), ProxyTuning(inner, tuning_lr=0.1)):
-            shared = task(rounds=1)
+            shared = make_task(rounds=1)
             runs.append(rounds_of(method, shared)[-1].server)
         plain, none, tuned = runs
-        assert same(plain, none)
+        assert trees_equal(plain, none)
         assert not torch.equal(plain["params"]["head"]["weight"], tuned["params"]["head"]["weight"])
         tuned["params"]["head"] = {**tuned["params"]["head"], "weight": plain["params"]["head"]["weight"]}
-        assert same(plain, tuned)
+        assert trees_equal(plain, tuned)
 
 
 def test_clients_that_weigh_nothing_have_no_say():
     """With nobody to learn from, the averaged classifier is what it was."""
     method = ProxyTuning(FedAvg())
-    shared = replace(task(), rounds=1)
-    held = simulate(method, shared).dataset
+    shared = replace(make_task(), rounds=1)
+    held = make_simulation(method, shared).dataset
     empty = replace(held, split=replace(held.split, labeled=held.split.labeled & False))
-    server = begin(method, shared)
-    assert same(play(method, simulate(method, shared, empty), server, range(1))[-1].server, server)
+    server = start_server(method, shared)
+    assert trees_equal(run_rounds(method, make_simulation(method, shared, empty), server, range(1))[-1].server, server)
 
 
 def test_the_solution_has_no_heads():
-    server = begin(ProxyTuning(), task())
+    server = start_server(ProxyTuning(), make_task())
     assert {"feature_head", "proxy_head"} < set(server["params"])
-    assert not {"feature_head", "proxy_head"} & set(ProxyTuning().solution(task(), server)["params"])
+    assert not {"feature_head", "proxy_head"} & set(ProxyTuning().solution(make_task(), server)["params"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import assert_same, images, local, rounds_of, small
-from scenes import begin, dataset, furthest, same, task
 
 from halfmoon.api.types import Batch
 from halfmoon.api.uploads import Upload
+from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.methods.rscfed import RSCFed
@@ -41,8 +41,8 @@ def test_a_visit_with_its_teacher():
 
     After t steps it keeps min(0.6, 1 - 1 / t) of itself, as in the authors' `update_ema_variables`: 0, 1/2, 0.6.
     """
-    options, shared = RSCFed(unlabeled_weight=2.0, decay=0.6), task(optimizer=SGD(0.3))
-    client_update, broadcast = options.client_updates(shared)["train"], begin(options, shared)
+    options, shared = RSCFed(unlabeled_weight=2.0, decay=0.6), make_task(optimizer=SGD(0.3))
+    client_update, broadcast = options.client_updates(shared)["train"], start_server(options, shared)
     memory = client_update.initial_memory(broadcast, torch.Generator())
     memory["teacher"] = tree.map(lambda leaf: leaf * 1.1 + 0.01, memory["teacher"])
     carry = client_update.begin(broadcast, memory, local(2, 3))
@@ -68,21 +68,21 @@ def test_a_visit_with_its_teacher():
     assert_same(carry["params"], model)
     assert_same(carry["teacher"], teacher)
     upload, kept = client_update.finish(broadcast, carry, local(2, 3))
-    assert same(kept["teacher"], carry["teacher"])
+    assert trees_equal(kept["teacher"], carry["teacher"])
     assert kept["teacher_steps"] == 2
     assert (float(upload.weight), float(upload.aux["labels"])) == (5, 1)
 
 
 def test_one_group_of_all_without_distance_is_fedavg():
     """beta 0 and factor 1: rows weigh; groups of one are a plain mean of the drawn; a run moves the model."""
-    shared, servers = task(rounds=1), {}
+    shared, servers = make_task(rounds=1), {}
     for name, options in {
         "all": {"groups": 1, "size": 9}, "twice": {"groups": 2, "size": 3}, "single": {"groups": 1, "size": 1},
     }.items():  # fmt: skip
         method = RSCFed(beta=0.0, beta_labeled=0.0, labeled_factor=1.0, **options)
-        servers[name] = rounds_of(method, shared, dataset(place="some"))[-1].server
-    assert furthest(servers["all"], servers["twice"]) < 1e-12
-    assert furthest(servers["all"], servers["single"]) > 1e-3
+        servers[name] = rounds_of(method, shared, make_dataset(place="some"))[-1].server
+    assert max_difference(servers["all"], servers["twice"]) < 1e-12
+    assert max_difference(servers["all"], servers["single"]) > 1e-3
 
 
 def test_a_group_of_clients_without_rows_is_left_out():
@@ -95,5 +95,5 @@ def test_a_group_of_clients_without_rows_is_left_out():
             return upload
 
     server = {"params": {"a": torch.tensor([0.0])}, "stats": {}}
-    new = RSCFed(groups=8, size=1).round(task(), server, OneUpload())  # pyright: ignore[reportArgumentType]
+    new = RSCFed(groups=8, size=1).round(make_task(), server, OneUpload())  # pyright: ignore[reportArgumentType]
     assert new["params"]["a"].tolist() == [4.0]

@@ -8,11 +8,20 @@ import pytest
 import torch
 from fakes import Line, line
 from method_scenes import begun, lifted
-from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
@@ -43,7 +52,7 @@ def client(seen: Tensor, labeled: int = 1, shade: int = 0) -> ClientData:
 
 def work_of(method: SemiFed, labels: bool = False, network: Network = LINE, **shared: Any) -> SemiFedClient:
     """Return the client's work under plain SGD of rate 0.1."""
-    return SemiFedClient(task(network, optimizer=SGD(0.1), **shared), method, labels)
+    return SemiFedClient(make_task(network, optimizer=SGD(0.1), **shared), method, labels)
 
 
 def labeled(
@@ -87,7 +96,7 @@ def test_votes_by_hand():
 
 def test_the_threshold_moves_in_a_straight_line():
     """From 0.95 to 0.5 over 10 rounds: 0.75 in round 4. SOFT's 0.576 is enough in round 8 (0.55), not in 7 (0.6)."""
-    method, shared = SemiFed(threshold=0.95, threshold_last=0.5, agree=1.0), task(rounds=10)
+    method, shared = SemiFed(threshold=0.95, threshold_last=0.5, agree=1.0), make_task(rounds=10)
     assert [method.threshold_in(shared.at(t)) for t in (0, 4, 9)] == pytest.approx([0.95, 0.75, 0.5])
     assert SemiFed(threshold=0.7).threshold_in(shared.at(5)) == 0.7
     client_update = work_of(method, True, rounds=10)
@@ -151,7 +160,7 @@ def test_the_step_is_autograds(count, labeling):
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     x, y, weak, strong = draw(count), torch.arange(count) % CLASSES, draw(6), draw(6)
     rows, labels = torch.tensor([4, 0, 2, 1, 5, 3]), [2, -1, -1, 0, 3, -1]
-    at = begin(method, task(BARE))
+    at = start_server(method, make_task(BARE))
     batch = Batch(x, y, torch.arange(count), {"weak": weak, "strong": strong}, rows)
     carry, notes = step(method, at, batch, labels, network=BARE, labeling=labeling)
 
@@ -170,8 +179,8 @@ def test_the_step_is_autograds(count, labeling):
     names = tree.flatten(params)
     gradients = torch.autograd.grad(torch.as_tensor(loss), list(names.values()))
     moved = {name: leaf.detach() - 0.1 * d for (name, leaf), d in zip(names.items(), gradients, strict=True)}
-    assert furthest(carry["params"], tree.unflatten(moved)) < 1e-12
-    assert furthest(carry["params"], at["params"]) > 1e-3
+    assert max_difference(carry["params"], tree.unflatten(moved)) < 1e-12
+    assert max_difference(carry["params"], at["params"]) > 1e-3
     assert float(notes.loss) == pytest.approx(float(torch.as_tensor(loss).detach()), rel=1e-12)
 
 
@@ -179,13 +188,13 @@ def test_the_step_is_autograds(count, labeling):
 def test_without_votes_and_consistency_it_is_fedavg(norm):
     """No labeling round within the run, no weight on consistency: FedAvg on labels, though it looks at all images."""
     network = SmallCNN(1, CLASSES, 4, norm)
-    shared, method = task(network, optimizer=SGD(0.1), statistics="separate"), SemiFed(unlabeled_weight=0.0)
-    server, rule = begin(method, shared), Batching(3, "rest")
-    ours = play(method, simulate(method, shared, batching=rule), server, range(3))
-    theirs = play(FedAvg(), simulate(FedAvg(), shared, batching=rule), server, range(3))
+    shared, method = make_task(network, optimizer=SGD(0.1), statistics="separate"), SemiFed(unlabeled_weight=0.0)
+    server, rule = start_server(method, shared), Batching(3, "rest")
+    ours = run_rounds(method, make_simulation(method, shared, batching=rule), server, range(3))
+    theirs = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, batching=rule), server, range(3))
     for one, two in zip(ours, theirs, strict=True):
-        assert furthest(one.server["params"], two.server["params"]) < 1e-12
-    assert furthest(ours[-1].server["params"], server["params"]) > 1e-2
+        assert max_difference(one.server["params"], two.server["params"]) < 1e-12
+    assert max_difference(ours[-1].server["params"], server["params"]) > 1e-2
 
 
 def test_the_models_that_travel():
@@ -193,14 +202,14 @@ def test_the_models_that_travel():
 
     Its bytes are those of as many models as are sent; in the other rounds of one.
     """
-    method, shared = SemiFed(interval=2, peers=3, threshold=0.3), task(BARE, optimizer=SGD(0.1))
-    spy, server = Spy(method), begin(method, shared)
-    simulation = simulate(spy, shared, cohort=2)
+    method, shared = SemiFed(interval=2, peers=3, threshold=0.3), make_task(BARE, optimizer=SGD(0.1))
+    spy, server = Spy(method), start_server(method, shared)
+    simulation = make_simulation(spy, shared, cohort=2)
     last: dict[int, tuple[int, Tree]] = {}
     numbers, spent = [], 0
     for number in range(8):
         spy.seen.clear()
-        (played,) = play(spy, simulation, server, range(number, number + 1))
+        (played,) = run_rounds(spy, simulation, server, range(number, number + 1))
         downlinks = [broadcast for broadcast, _, _ in spy.of("begin")]
         sent = [
             len(broadcast["peers"]["params"]["head"]["weight"]) if "peers" in broadcast else 0
@@ -210,14 +219,14 @@ def test_the_models_that_travel():
         if number % 2:
             numbers.append(sent[0])
             theirs = [tree.index(downlinks[0]["peers"], k)["params"] for k in range(sent[0])]
-            found = [[k for k, (_, params) in last.items() if same(params, each)] for each in theirs]
+            found = [[k for k, (_, params) in last.items() if trees_equal(params, each)] for each in theirs]
             assert all(len(each) == 1 for each in found)
             assert len({each[0] for each in found}) == sent[0] == min(3, len(last))
             newest = sorted((when for when, _ in last.values()), reverse=True)[: sent[0]]
             assert sorted((last[each[0]][0] for each in found), reverse=True) == newest
         else:
             assert sent == [0, 0]
-        assert all(same(broadcast["params"], server["params"]) for broadcast in downlinks)
+        assert all(trees_equal(broadcast["params"], server["params"]) for broadcast in downlinks)
         one = tree.nbytes(server["params"])
         assert played.report.cost["bytes_down"] - spent == 2 * (1 + sent[0]) * one
         spent = played.report.cost["bytes_down"]
@@ -231,10 +240,10 @@ def test_the_models_that_travel():
 
 def test_no_peers_leaves_the_vote_to_the_server():
     """With peers 0 nothing lies on the shelf, and the received model labels alone."""
-    method, shared = SemiFed(interval=1, peers=0, threshold=0.3), task(BARE, optimizer=SGD(0.1))
+    method, shared = SemiFed(interval=1, peers=0, threshold=0.3), make_task(BARE, optimizer=SGD(0.1))
     spy = Spy(method)
-    simulation = simulate(spy, shared)
-    played = play(spy, simulation, begin(method, shared), range(2))
+    simulation = make_simulation(spy, shared)
+    played = run_rounds(spy, simulation, start_server(method, shared), range(2))
     assert simulation.state_store.keys() == []
     assert all("peers" not in broadcast for broadcast, _, _ in spy.of("begin"))
     assert played[-1].report.pseudo is not None
@@ -243,8 +252,8 @@ def test_no_peers_leaves_the_vote_to_the_server():
 
 def test_clients_of_one_size_are_lifted_together():
     """Equal clients, some met before and some not: loop and vmap agree, with labels given and used."""
-    method, shared = SemiFed(interval=1, threshold=0.3, agree=0.6), task(BARE, optimizer=SGD(0.1))
-    run = lifted(method, shared, dataset(((4, 8),) * 4), rounds=4, cohort=2)
+    method, shared = SemiFed(interval=1, threshold=0.3, agree=0.6), make_task(BARE, optimizer=SGD(0.1))
+    run = lifted(method, shared, make_dataset(((4, 8),) * 4), rounds=4, cohort=2)
     labels = [memory["labels"] for memory in run[-1].state["client"].values()]
     assert all(len(each) == 8 for each in labels)
     assert 0 < sum(int((each >= 0).sum()) for each in labels) < 32
@@ -252,13 +261,13 @@ def test_clients_of_one_size_are_lifted_together():
 
 def test_clients_without_labels_follow_themselves():
     """Labels at some clients: one without any learns from consistency alone, and is finite and moves."""
-    method, shared, held = SemiFed(), task(BARE, optimizer=SGD(0.1)), dataset(place="some")
-    simulation = simulate(method, shared, held)
-    server = begin(method, shared)
+    method, shared, held = SemiFed(), make_task(BARE, optimizer=SGD(0.1)), make_dataset(place="some")
+    simulation = make_simulation(method, shared, held)
+    server = start_server(method, shared)
     simulation.open(0)
     upload = simulation.query("train", {**server, "stats": {}})
     for place, k in enumerate(simulation.responders.tolist()):
         own = held.training_size(k)
         assert float(upload.weight[place]) == own.labeled + own.unlabeled
         if not own.labeled:
-            assert furthest(upload.at(place).update["params"], server["params"]) > 1e-6
+            assert max_difference(upload.at(place).update["params"], server["params"]) > 1e-6

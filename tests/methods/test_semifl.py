@@ -8,11 +8,21 @@ import torch
 import torch.nn.functional as F
 from fakes import Pixel, Told, pixels, upload, value, weight
 from method_scenes import assert_same, begun, lifted, rounds_of, small
-from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
 from test_batchnorm_stats import counted
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    NETWORK,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.data.partition.split import SERVER
@@ -40,7 +50,7 @@ def client(views: torch.Tensor, labeled: int = 0) -> ClientData:
 
 def one_step(method: SemiFL, w: float, batch: Batch, rows: torch.Tensor, labeled: int = 0) -> tuple[float, float]:
     """Return the loss and the gradient of a first step of `Pixel` at w, by SGD of rate 1."""
-    client_update = method.client_updates(task(Pixel(), optimizer=SGD(1.0), statistics="separate"))["train"]
+    client_update = method.client_updates(make_task(Pixel(), optimizer=SGD(1.0), statistics="separate"))["train"]
     broadcast = {"params": weight(w), "stats": {}}
     carry = begun(client_update, broadcast, client(rows, labeled))
     carry, notes = client_update.step(broadcast, carry, batch)
@@ -96,7 +106,7 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
 
     A client that is sure of nothing weighs 0; with labels of its own it keeps all rows and weighs 1.
     """
-    client_update = SemiFL(threshold=0.7).client_updates(task(Pixel()))["train"]
+    client_update = SemiFL(threshold=0.7).client_updates(make_task(Pixel()))["train"]
     requirements = client_update.requirements
     assert (requirements.precomputed_views, requirements.views, requirements.second_batch, requirements.mixup) == (
         ("weak",),
@@ -118,9 +128,9 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         assert drawn is not None
         assert drawn.tolist() == kept
         assert float(client_update.finish(broadcast, carry, data)[0].weight) == share
-    assert SemiFL(mix_weight=0).client_updates(task())["train"].requirements.second_batch == ()
-    assert SemiFL(mix_weight=0).client_updates(task())["train"].requirements.mixup is None
-    assert SemiFL(concentration=0.5).client_updates(task())["train"].requirements.mixup == 0.5
+    assert SemiFL(mix_weight=0).client_updates(make_task())["train"].requirements.second_batch == ()
+    assert SemiFL(mix_weight=0).client_updates(make_task())["train"].requirements.mixup is None
+    assert SemiFL(concentration=0.5).client_updates(make_task())["train"].requirements.mixup == 0.5
 
 
 def test_debiasing_by_hand():
@@ -132,7 +142,7 @@ def test_debiasing_by_hand():
     broadcast, rows = {"params": weight(1.0), "stats": {}}, pixels([log(9), log(4), log(1.5)])
     found = {}
     for debias in (True, False):
-        client_update = SemiFL(debias=debias).client_updates(task(Pixel()))["train"]
+        client_update = SemiFL(debias=debias).client_updates(make_task(Pixel()))["train"]
         found[debias] = begun(client_update, broadcast, client(rows))
     assert found[True]["label"].tolist() == [0, 0, 1]
     assert found[True]["confidence"].tolist() == pytest.approx([0.7326, 0.5490, 0.6866], abs=1e-4)
@@ -167,10 +177,10 @@ def test_the_gradient_is_autograds(drop, labels, statistics, labeling, debias, l
     """A step equals autograd on the formula, for all readings of the labels, the statistics, and whence they come."""
     lr = 0.1
     o = {"labels": labels, "debias": debias, "mix_weight": 0.7, "unlabeled_weight": 1.3, "drop_unsure": drop}
-    shared = task(optimizer=SGD(lr), statistics=statistics, labeling=labeling)
+    shared = make_task(optimizer=SGD(lr), statistics=statistics, labeling=labeling)
     batch, sweep = random_batch(labeled, 1)
     g = torch.Generator().manual_seed(2)
-    model = begin(SemiFL(), shared)
+    model = start_server(SemiFL(), shared)
     model["params"]["head"] = spread(model["params"], sweep, g)
     near = NETWORK.train(model["params"], sweep)[1]
     stats = tree.map(lambda leaf: leaf + 0.01 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), near)
@@ -225,8 +235,8 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
 
     Loss and momentum of SGD with weight decay; they agree to 1e-14 of the longest step, alone and under vmap.
     """
-    shared = task(optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01), statistics="separate", labeling="batch")
-    (batch, sweep), model = random_batch(0, 7), begin(SemiFL(), shared)
+    shared = make_task(optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01), statistics="separate", labeling="batch")
+    (batch, sweep), model = random_batch(0, 7), start_server(SemiFL(), shared)
     model["params"]["head"] = spread(model["params"], batch.u["weak"], torch.Generator().manual_seed(2))
     oracle = small(model)
     for layer in oracle.modules():
@@ -264,7 +274,7 @@ def test_the_labels_of_a_step_follow_the_model_of_the_moment():
     seen = {}
     for labels in ("round", "step"):
         client_update = SemiFL(threshold=0.5, labels=labels, unlabeled_weight=0.0).client_updates(
-            task(Pixel(), optimizer=SGD(1.0), statistics="separate")
+            make_task(Pixel(), optimizer=SGD(1.0), statistics="separate")
         )["train"]
         broadcast = {"params": weight(0.1), "stats": {}}
         carry = begun(client_update, broadcast, client(pixels([1.0, 1.0]), 1))
@@ -281,22 +291,22 @@ def test_the_labels_of_a_step_follow_the_model_of_the_moment():
 def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     """With labels "step", momentum and weight decay: nothing moves without a label or a confident guess; weight 1."""
     optimizer = SGD(0.1, momentum=0.9, weight_decay=0.1)
-    shared = task(optimizer=optimizer)
+    shared = make_task(optimizer=optimizer)
     method = SemiFL(threshold=1.1, labels="step")
-    client_update, broadcast = method.client_updates(shared)["train"], begin(SemiFL(), shared)
+    client_update, broadcast = method.client_updates(shared)["train"], start_server(SemiFL(), shared)
     assert client_update.requirements.precomputed_views == ()
     batch, sweep = random_batch(0, 4)
     memory = {"optimizer": tree.map(torch.ones_like, optimizer.init(broadcast["params"]))}
     carry = client_update.begin(broadcast, memory, client(sweep))
     after, _ = client_update.step(broadcast, carry, batch)
-    assert same(after, carry)
+    assert trees_equal(after, carry)
     upload, kept = client_update.finish(broadcast, after, client(sweep))
     assert float(upload.weight) == 1
-    assert same(kept, memory)
+    assert trees_equal(kept, memory)
     sure = replace(method, threshold=0.0).client_updates(shared)["train"]
-    assert not same(sure.step(broadcast, carry, batch)[0], carry)
+    assert not trees_equal(sure.step(broadcast, carry, batch)[0], carry)
     batch, sweep = random_batch(5, 4)
-    assert not same(
+    assert not trees_equal(
         client_update.step(broadcast, client_update.begin(broadcast, memory, client(sweep, 5)), batch)[0], carry
     )
 
@@ -322,7 +332,7 @@ def test_the_servers_momentum_by_hand():
     """
     rounds = [[(0.6, 1), (0.8, 1), (100, 0)], [(0.1, 1), (0.3, 1)], [(7, 0), (8, 0)]]
     fed = told(rounds, [lambda w: w - 0.1] * 3)
-    method, shared = SemiFL(), task(Pixel())
+    method, shared = SemiFL(), make_task(Pixel())
     server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
     for w, v in ((0.6, 0.3), (-0.05, 0.55), (-0.15, 0.55)):
         server = method.round(shared, server, fed)
@@ -336,7 +346,7 @@ def test_training_side_by_side_by_hand():
     Then the server comes to .5, the clients to .1: g = .5 - .3 = .2, v = .5 * .2 + .2 = .3, W = .2. Then nobody but
     the server trained: W is its own. A server without labels has no share: from W = 1 to the clients' .4.
     """
-    method, shared = SemiFL(fine_tune=False), task(Pixel())
+    method, shared = SemiFL(fine_tune=False), make_task(Pixel())
     own = iter([0.8, 0.5, 0.4])
     fed = told([[(0.3, 1), (0.5, 1)], [(0.1, 1)] * 2, [(9, 0)] * 2], [lambda w: next(own)] * 3)
     server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
@@ -358,7 +368,7 @@ def test_the_share_of_two_groups_by_hand():
     """
     fed = told([[(0.3, 1), (0.4, 1), (0.4, 1), (0.5, 1)]], [lambda w: 0.7])
     server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
-    server = SemiFL(fine_tune=False, server_share="groups").round(task(Pixel()), server, fed)
+    server = SemiFL(fine_tune=False, server_share="groups").round(make_task(Pixel()), server, fed)
     assert [value(server["params"]), value(server["momentum"])] == pytest.approx([0.5, 0.2])
 
 
@@ -367,8 +377,8 @@ HALVES = SemiFL(threshold=0.3, labels="step", mix_weight=0.0, halves=True)
 
 def test_halves_are_whole_networks_that_add_up():
     """sigma is the first model's kernels, psi those of another draw; head, biases and normalizations are in neither."""
-    server, model = begin(HALVES, task()), begin(FedAvg(), task())
-    theta = tree.flatten(HALVES.solution(task(), server)["params"])
+    server, model = start_server(HALVES, make_task()), start_server(FedAvg(), make_task())
+    theta = tree.flatten(HALVES.solution(make_task(), server)["params"])
     sigma, psi = (tree.flatten(server[name]) for name in ("sigma", "psi"))
     assert sigma.keys() == psi.keys() == {path for path in theta if path.endswith("conv/weight")}
     for path, leaf in tree.flatten(model["params"]).items():
@@ -382,8 +392,8 @@ def test_halves_are_whole_networks_that_add_up():
 
 def test_clients_train_psi_and_the_server_sigma():
     """One step of each, written out with autograd: FixMatch in psi, cross-entropy in sigma; SGD without momentum."""
-    shared = task(NETWORK, optimizer=SGD(0.1), statistics="separate")
-    client_updates, server = HALVES.client_updates(shared), begin(HALVES, shared)
+    shared = make_task(NETWORK, optimizer=SGD(0.1), statistics="separate")
+    client_updates, server = HALVES.client_updates(shared), start_server(HALVES, shared)
     broadcast = {name: part for name, part in server.items() if name != "momentum"}
     batch, sweep = random_batch(6, 4)
     for name, part, images in (("train", "psi", "strong"), ("fine-tune", "sigma", "x")):
@@ -406,20 +416,20 @@ def test_clients_train_psi_and_the_server_sigma():
         loss.backward()
         assert sent.update.keys() == {part}
         moved = tree.map(lambda leaf: (leaf - 0.1 * leaf.grad).detach(), leaves)
-        assert furthest(sent.update[part], moved) < 1e-12
-        assert furthest(sent.update[part], broadcast[part]) > 1e-4
+        assert max_difference(sent.update[part], moved) < 1e-12
+        assert max_difference(sent.update[part], broadcast[part]) > 1e-4
 
 
 def test_momentum_of_halves_is_psis_alone():
     """Labels at the server: psi moves by the momentum that the server keeps, sigma by its training, the rest not."""
-    shared = task(NETWORK, optimizer=SGD(0.1), statistics="separate")
-    one, two = rounds_of(HALVES, shared, dataset(place="server"), rounds=2)
-    first = begin(HALVES, shared)
-    assert furthest(one.server["psi"], tree.map(torch.sub, first["psi"], one.server["momentum"])) < 1e-15
-    assert furthest(two.server["psi"], tree.map(torch.sub, one.server["psi"], two.server["momentum"])) < 1e-15
+    shared = make_task(NETWORK, optimizer=SGD(0.1), statistics="separate")
+    one, two = rounds_of(HALVES, shared, make_dataset(place="server"), rounds=2)
+    first = start_server(HALVES, shared)
+    assert max_difference(one.server["psi"], tree.map(torch.sub, first["psi"], one.server["momentum"])) < 1e-15
+    assert max_difference(two.server["psi"], tree.map(torch.sub, one.server["psi"], two.server["momentum"])) < 1e-15
     for name in ("psi", "sigma"):
-        assert furthest(two.server[name], one.server[name]) > 1e-4
-    assert same(two.server["rest"], first["rest"])
+        assert max_difference(two.server[name], one.server[name]) > 1e-4
+    assert trees_equal(two.server["rest"], first["rest"])
 
 
 @pytest.mark.parametrize(("sbn", "who"), [("all", [[0, 1], [2, 3]]), ("cohort", [[0, 1]]), ("server", [])])
@@ -429,7 +439,7 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
     counts = {"pixel": {"mean": torch.tensor([6.0]), "var": torch.tensor([2.0])}}
     bn_statistics = lambda broadcast, who: [Upload({}, torch.tensor(2.0), {"moments": counts}) for _ in who]  # noqa: E731
     fed.answers = {**fed.answers, "census": bn_statistics}
-    method, shared = SemiFL(sbn=sbn), task(Pixel())
+    method, shared = SemiFL(sbn=sbn), make_task(Pixel())
     fresh = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
     server = {"params": weight(1.0), "stats": fresh, "momentum": weight(0.0)}
     statistics_requirements = [("census", each) for each in [*who, [SERVER]]]
@@ -450,25 +460,25 @@ def test_without_mixing_it_is_fixmatch_on_the_clients(place):
     With labels at the clients, equal sizes and no server momentum, so are whole rounds; and so they are, with a
     threshold that nothing reaches, where clients learn from their labels alone.
     """
-    held, shared = dataset(((4, 8),) * 4, place=place), task(FREE, optimizer=SGD(0.1, momentum=0.9))
+    held, shared = make_dataset(((4, 8),) * 4, place=place), make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
     for threshold in (0.0, 1.1) if place == "clients" else (0.0,):
         ours = SemiFL(threshold=threshold, mix_weight=0.0, server_momentum=0.0)
         theirs = FedAvg(FixMatch(threshold=threshold, labels="round", mean="used"), keep_optimizer=True)
         if place == "clients":
             one, two = (rounds_of(m, shared, held, rounds=3) for m in (ours, theirs))
-            assert furthest(one[-1].server["params"], two[-1].server["params"]) < 1e-12
-            assert furthest(one[-1].state, two[-1].state) < 1e-12
+            assert max_difference(one[-1].server["params"], two[-1].server["params"]) < 1e-12
+            assert max_difference(one[-1].state, two[-1].state) < 1e-12
             assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"] > 0
-            assert furthest(one[-1].server["params"], begin(ours, shared)["params"]) > 1e-2
+            assert max_difference(one[-1].server["params"], start_server(ours, shared)["params"]) > 1e-2
             continue
         ups = []
         for method in (ours, theirs):
-            simulation = simulate(method, shared, held)
+            simulation = make_simulation(method, shared, held)
             simulation.open(0)
-            model = begin(method, shared)
+            model = start_server(method, shared)
             ups.append(simulation.query("train", {"params": model["params"], "stats": {}}))
-        assert furthest(ups[0].update["params"], ups[1].update["params"]) < 1e-12
-        assert furthest(ups[0].at(0).update["params"], begin(ours, shared)["params"]) > 1e-2
+        assert max_difference(ups[0].update["params"], ups[1].update["params"]) < 1e-12
+        assert max_difference(ups[0].at(0).update["params"], start_server(ours, shared)["params"]) > 1e-2
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
@@ -478,13 +488,13 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     With Nesterov momentum that lives on from round to round. The clients send their model back untouched and weigh
     nothing; v stays 0; statistics are counted for the new model over everybody's rows.
     """
-    held = dataset(place="server")
+    held = make_dataset(place="server")
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
-    method, shared = SemiFL(threshold=1.1), task(optimizer=SGD(**options))
+    method, shared = SemiFL(threshold=1.1), make_task(optimizer=SGD(**options))
     serving = Batching("all", 4, epochs=2)
-    simulation = simulate(method, shared, held, views=PLAIN, server_batching=serving, executor=executor)
-    server = begin(method, shared)
-    played = play(method, simulation, server, range(2))
+    simulation = make_simulation(method, shared, held, views=PLAIN, server_batching=serving, executor=executor)
+    server = start_server(method, shared)
+    played = run_rounds(method, simulation, server, range(2))
 
     oracle = small(server)
     optimizer = torch.optim.SGD(oracle.parameters(), **options)
@@ -496,13 +506,13 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     after = played[-1].server
     assert_same(after["params"], oracle, rtol=1e-9)
     holders = [held.client_data(k)[0].u for k in range(4)] + [data.x]
-    assert furthest(after["stats"], counted(after, holders)) < 1e-9
+    assert max_difference(after["stats"], counted(after, holders)) < 1e-9
     assert not any(leaf.any() for leaf in tree.leaves(after["momentum"]))
     assert played[-1].report.cost["unlabeled_images"] == 0
     simulation.open(2)
     upload = simulation.query("train", {"params": after["params"], "stats": after["stats"]})
     assert upload.weight.tolist() == [0, 0, 0]
-    assert all(same(tree.index(upload.update["params"], k), after["params"]) for k in range(3))
+    assert all(trees_equal(tree.index(upload.update["params"], k), after["params"]) for k in range(3))
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
@@ -512,13 +522,13 @@ def test_one_client_is_sure_and_one_is_not(executor):
     Pixel 255 is 1 and w = log 3 gives it p = 3/4; 128 is near 0 and gives 1/2. Three confident rows in batches of two
     are two steps an epoch.
     """
-    method, shared = SemiFL(threshold=0.7), task(Pixel(), optimizer=SGD(0.1, momentum=0.9))
-    held = dataset(((0, 4), (0, 4)), side=4, classes=2)
+    method, shared = SemiFL(threshold=0.7), make_task(Pixel(), optimizer=SGD(0.1, momentum=0.9))
+    held = make_dataset(((0, 4), (0, 4)), side=4, classes=2)
     rows = [torch.from_numpy(held.split.rows(k, False)) for k in range(2)]
     held.train.images[rows[0]] = 255
     held.train.images[rows[0][0]] = 128
     held.train.images[rows[1]] = 128
-    simulation = simulate(
+    simulation = make_simulation(
         method, shared, held, views=PLAIN, cohort=2, batching=Batching(2, 2, epochs=3), executor=executor
     )
     simulation.open(0)
@@ -538,11 +548,11 @@ def test_one_client_is_sure_and_one_is_not(executor):
 
 def test_a_clients_momentum_lives_on_where_it_is_kept():
     """The optimizer's state comes back with the next visit, or starts anew."""
-    shared = task(FREE, optimizer=SGD(0.1, momentum=0.9))
+    shared = make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
     data = client(random_batch(0, 5)[1])
     for kept in (True, False):
         client_update = SemiFL(keep_optimizer=kept).client_updates(shared)["train"]
-        broadcast = begin(SemiFL(), shared)
+        broadcast = start_server(SemiFL(), shared)
         ones = {"optimizer": tree.map(torch.ones_like, shared.optimizer.init(broadcast["params"]))} if kept else {}
         assert bool(client_update.initial_memory(broadcast, torch.Generator())) == kept
         carry = client_update.begin(broadcast, ones, data)
@@ -569,15 +579,15 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
 )
 def test_every_variant_lifts(method, place):
     """Loop and vmap agree on the readings that are no row of the catalog, wherever labels lie."""
-    last = lifted(method, task(statistics="separate"), dataset(place=place))[-1]
-    first = method.solution(task(), begin(method, task()))
-    assert furthest(method.solution(task(), last.server)["params"], first["params"]) > 1e-3
+    last = lifted(method, make_task(statistics="separate"), make_dataset(place=place))[-1]
+    first = method.solution(make_task(), start_server(method, make_task()))
+    assert max_difference(method.solution(make_task(), last.server)["params"], first["params"]) > 1e-3
 
 
 def test_a_server_without_labels_keeps_nothing():
     """With labels at the clients it takes no step and remembers no optimizer; at the server it does."""
     for place in ("clients", "server"):
-        (last,) = rounds_of(SemiFL(threshold=0.3), task(), dataset(place=place))
+        (last,) = rounds_of(SemiFL(threshold=0.3), make_task(), make_dataset(place=place))
         assert (str(SERVER) in last.state["client"]) == (place == "server")
 
 
@@ -599,9 +609,9 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
             seen["forward"] += len(x)
             return super().predict(params, stats, x)
 
-    shared = task(Counting(1, CLASSES, 4), statistics=statistics, labeling=labeling)
+    shared = make_task(Counting(1, CLASSES, 4), statistics=statistics, labeling=labeling)
     method = SemiFL(labels=labels, mix_weight=mix_weight)
-    client_update, broadcast = method.client_updates(shared)["train"], begin(method, shared)
+    client_update, broadcast = method.client_updates(shared)["train"], start_server(method, shared)
     assert isinstance(client_update, SemiFLClient)
     batch, sweep = random_batch(5, 6)
     batch = batch._replace(u={name: batch.u[name] for name in client_update.requirements.views})
@@ -614,7 +624,7 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
 
 def test_a_visit_counts_epochs_over_the_kept_rows():
     """Two confident rows of nine, in batches of four, for three epochs: three steps, not nine."""
-    client_update = SemiFL(threshold=0.7).client_updates(task(Pixel(), optimizer=SGD(0.1)))["train"]
+    client_update = SemiFL(threshold=0.7).client_updates(make_task(Pixel(), optimizer=SGD(0.1)))["train"]
     images = torch.full((9, 1, 4, 4), 128, dtype=torch.uint8)
     images[[2, 5]] = 255
     data = ClientData(images[:0], torch.zeros(0, dtype=torch.int64), images, torch.tensor(0), torch.tensor(9))

@@ -5,11 +5,11 @@ from math import exp, log
 import pytest
 import torch
 from method_scenes import lifted, rounds_of
-from scenes import dataset, same, task
 from test_objectives import Line, batch, pseudo_label
 from torch import Tensor
 
 from halfmoon.api.types import ClientData, Task
+from halfmoon.contract.small_federation import make_dataset, make_task, trees_equal
 from halfmoon.core.optim import SGD
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import FixMatch, PseudoLabel
@@ -209,8 +209,8 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
     """Two rounds of all clients: loop = vmap, running state in the clients' memories alone, the same bits anew."""
     options = {**METHODS[name], "thresholding": rule}
     method = registry.make(name, options)
-    shared, entry = task(rounds=2), registry.entry(name)
-    held = dataset(SIZES, pooled=entry.pooled, place=entry.label_locations[0])
+    shared, entry = make_task(rounds=2), registry.entry(name)
+    held = make_dataset(SIZES, pooled=entry.pooled, place=entry.label_locations[0])
     run = lifted(method, shared, held, cohort=4)
     assert not any("threshold" in path for one in run for path in one.server)
     memories = run[-1].state["client"]
@@ -222,14 +222,17 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
     if kept and rule == "freematch" and len(states) > 1:
         assert len({float(state["confidence"]) for state in states}) == len(states)
     plain = rounds_of(registry.make(name, METHODS[name]), shared, held, rounds=2, cohort=4)
-    assert not same(plain[-1].server, run[-1].server)
+    assert not trees_equal(plain[-1].server, run[-1].server)
 
 
 @pytest.mark.parametrize("teacher", ["global", "both"])
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "fedprox-uda", "pseudo-label"])
 def test_received_labels_in_both_executors(name, teacher):
-    method, shared = registry.make(name, {"teacher": teacher, "threshold": 0.39}), task(rounds=2, labeling="running")
-    lifted(method, shared, dataset(SIZES, pooled=registry.entry(name).pooled))
+    method, shared = (
+        registry.make(name, {"teacher": teacher, "threshold": 0.39}),
+        make_task(rounds=2, labeling="running"),
+    )
+    lifted(method, shared, make_dataset(SIZES, pooled=registry.entry(name).pooled))
     passes = method.client_updates(shared)["train"].passes(4, 6)
     assert passes.forward == {"fedavg-fixmatch": 16, "fedprox-uda": 16, "pseudo-label": 10}[name] + 6 * (
         teacher == "both"

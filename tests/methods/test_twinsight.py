@@ -6,11 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_scenes import images, small
-from scenes import NETWORK, begin, dataset, play, same, simulate, task
 from torch import Tensor
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch
+from halfmoon.contract.small_federation import (
+    NETWORK,
+    make_dataset,
+    make_simulation,
+    make_task,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
@@ -35,8 +43,8 @@ def test_the_gram_term_by_hand():
 @pytest.mark.parametrize("statistics", ["joint", "separate"])
 def test_a_step_on_two_modules(statistics):
     """Both networks after a step of SGD, their running statistics, and the loss, summed pair by pair."""
-    options, shared = TwinSight(hidden=6, projected=5), task(optimizer=SGD(0.2), statistics=statistics)
-    broadcast = begin(options, shared)
+    options, shared = TwinSight(hidden=6, projected=5), make_task(optimizer=SGD(0.2), statistics=statistics)
+    broadcast = start_server(options, shared)
     classifier = small(options.solution(shared, broadcast))
     second = {"params": dict(broadcast["params"]["twin"]), "stats": broadcast["stats"]["twin"]}
     projector, head = second["params"].pop("projector"), second["params"]["head"]
@@ -81,12 +89,12 @@ def test_a_step_on_two_modules(statistics):
 
 def test_without_its_terms_the_classifier_learns_from_labels():
     """Weights 0: the classifier sees labels alone, but on the weak view; the twin stands still; the solution is one."""
-    method, shared = TwinSight(contrast_weight=0.0, gram_weight=0.0), task(rounds=1)
-    server = begin(method, shared)
-    simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4), cohort=4)
-    new = play(method, simulation, server, range(1))[-1].server
+    method, shared = TwinSight(contrast_weight=0.0, gram_weight=0.0), make_task(rounds=1)
+    server = start_server(method, shared)
+    simulation = make_simulation(method, shared, make_dataset(place="some"), batching=Batching(4, 4), cohort=4)
+    new = run_rounds(method, simulation, server, range(1))[-1].server
     gap = [float((one - other).abs().max()) for one, other in zip(
         tree.leaves(new["params"]["twin"]), tree.leaves(server["params"]["twin"]), strict=True)]  # fmt: skip
     assert max(gap) < 1e-12
-    assert set(method.solution(shared, new)["params"]) == set(begin(FedAvg(), shared)["params"])
-    assert not same(method.solution(shared, new)["params"], method.solution(shared, server)["params"])
+    assert set(method.solution(shared, new)["params"]) == set(start_server(FedAvg(), shared)["params"])
+    assert not trees_equal(method.solution(shared, new)["params"], method.solution(shared, server)["params"])

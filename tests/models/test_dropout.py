@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 import torch
 from callbacks import resumed
-from scenes import begin, dataset, furthest, play, simulate, task
 from torch import Tensor, nn
 
 from halfmoon.config.schema import Config
+from halfmoon.contract.small_federation import (
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+)
 from halfmoon.core import plugins, rng, tree
 from halfmoon.methods import registry
 from halfmoon.models.dropout import drop, dropout_key
@@ -122,21 +129,21 @@ def test_loop_and_vmap_drop_the_same(name: str, statistics: Any):
     entry = registry.entry(name)
     servers = []
     for executor in ("loop", "vmap"):
-        shared = task(NETWORK, statistics=statistics, rounds=2)
-        federation = dataset(all_labels=entry.all_labels, place=entry.label_locations[0], pooled=entry.pooled)
-        runtime = simulate(entry.method, shared, federation, executor=executor)
-        servers.append(play(entry.method, runtime, begin(entry.method, shared), range(2))[-1].server)
-    assert furthest(*servers) < 1e-6
+        shared = make_task(NETWORK, statistics=statistics, rounds=2)
+        federation = make_dataset(all_labels=entry.all_labels, place=entry.label_locations[0], pooled=entry.pooled)
+        runtime = make_simulation(entry.method, shared, federation, executor=executor)
+        servers.append(run_rounds(entry.method, runtime, start_server(entry.method, shared), range(2))[-1].server)
+    assert max_difference(*servers) < 1e-6
 
 
 def test_attention_works_with_a_dropout_behind_it():
     method = registry.entry("fedavg-fixmatch").method
     servers = []
     for executor in ("loop", "vmap"):
-        shared = task(from_factory("attending", 1, 4, (8, 8)), rounds=2)
-        runtime = simulate(method, shared, executor=executor)
-        servers.append(play(method, runtime, begin(method, shared), range(2))[-1].server)
-    assert furthest(*servers) < 1e-6
+        shared = make_task(from_factory("attending", 1, 4, (8, 8)), rounds=2)
+        runtime = make_simulation(method, shared, executor=executor)
+        servers.append(run_rounds(method, runtime, start_server(method, shared), range(2))[-1].server)
+    assert max_difference(*servers) < 1e-6
 
 
 def test_a_run_that_was_stopped_ends_in_the_bytes_of_a_straight_one(tmp_path: Path):

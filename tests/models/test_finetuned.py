@@ -9,12 +9,12 @@ import outside_parts
 import pytest
 import torch
 from safetensors.torch import save_file
-from scenes import furthest, play, same, simulate, task
 from torch import nn
 from torch_models import TorchSmall
 
 from halfmoon.api.uploads import Upload
 from halfmoon.contract.checks import check_sites, run_experiment
+from halfmoon.contract.small_federation import make_simulation, make_task, max_difference, run_rounds, trees_equal
 from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -59,7 +59,7 @@ def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_p
     assert (which.norm, which.head, mine["stats"], which.zero_moments(mine["params"])) == ("none", "head", {}, {})
     network, whole = which.full_model(mine)
     assert network == OURS
-    assert same(whole, model)
+    assert trees_equal(whole, model)
     x = torch.randn(6, 1, 8, 8)
     logits, features = OURS.represent(model["params"], model["stats"], x)
     torch.testing.assert_close(which.predict(mine["params"], {}, x), logits)
@@ -122,7 +122,7 @@ def test_loop_vmap_and_messages_compute_the_same(tmp_path: Path, name: str, patt
     """Two executors to rounding, sites behind messages to the bit; what is frozen is in no message."""
     which, entry = partly(tmp_path, *patterns), registry.entry(name)
     loop = run_experiment(entry, "both", network=which)
-    assert furthest(run_experiment(entry, "both", "vmap", which)[-1].server, loop[-1].server) < 1e-9
+    assert max_difference(run_experiment(entry, "both", "vmap", which)[-1].server, loop[-1].server) < 1e-9
     messages, _ = check_sites(entry, "both", loop, which)
     said = b"".join(messages)
     assert b"head" in said
@@ -132,7 +132,7 @@ def test_loop_vmap_and_messages_compute_the_same(tmp_path: Path, name: str, patt
 def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path) -> None:
     """What a cohort sends has the leaves of the head alone, and 4 bytes for each of its 36 numbers."""
     which = partly(tmp_path, "backbone")
-    method, shared = registry.make("fedavg"), task(which, torch.float32)
+    method, shared = registry.make("fedavg"), make_task(which, torch.float32)
     seen: list[Upload] = []
 
     class Spy:
@@ -146,9 +146,9 @@ def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path)
         def stop_reason(self, round):
             return None
 
-    simulation = simulate(method, shared, aggregators=[Spy()])
+    simulation = make_simulation(method, shared, aggregators=[Spy()])
     server = method.start(shared, which.init(rng.generator(0, "m")))
-    played = play(method, simulation, server, range(1))[0]
+    played = run_rounds(method, simulation, server, range(1))[0]
     assert {path for path in tree.flatten(seen[0].update) if "params" in path} == {
         "params/head/weight",
         "params/head/bias",

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import furthest
 from torch import nn
 from torch.func import grad
 from torch_models import module_of, scene, twin
 
+from halfmoon.contract.small_federation import max_difference
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.models import (
@@ -103,7 +103,7 @@ def test_networks_have_no_side_effect(network, side):
     _, moments = network.train(model["params"], x)
     network.predict(model["params"], model["stats"], x)
     track(model["stats"], moments)
-    assert furthest(model, copy) == 0
+    assert max_difference(model, copy) == 0
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_a_joint_pass_shares_its_statistics_and_separate_ones_have_their_own():
     (one, two), (three,), passes = forward(network, params, True, (a, b), (c,))
     assert torch.equal(torch.cat([one, two, three]), whole)
     assert len(passes) == 1
-    assert furthest(passes[0], moments) == 0
+    assert max_difference(passes[0], moments) == 0
     (one, two), (three,), passes = forward(network, params, False, (a, b), (c,))
     for made, group, moments in zip((three, one, two), (c, a, b), passes, strict=True):
         logits, alone = network.train(params, group)
         assert torch.equal(made, logits)
-        assert furthest(moments, alone) == 0
+        assert max_difference(moments, alone) == 0
 
 
 @pytest.mark.parametrize("joint", [True, False])

@@ -9,9 +9,17 @@ import outside_parts
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scenes import Snapshot, begin, dataset, furthest, play, simulate, task
 from torch import Tensor, nn
 
+from halfmoon.contract.small_federation import (
+    Snapshot,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+)
 from halfmoon.core import plugins, rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -36,10 +44,10 @@ def as_theirs(model: Tree) -> Tree:
 
 def played(which, name: str, executor: str, model: Tree, separate: bool = False) -> Snapshot:
     rules = {"statistics": "separate", "labeling": "running"} if separate else {}
-    shared = task(which, rounds=3, **rules)
+    shared = make_task(which, rounds=3, **rules)
     method = registry.make(name)
-    simulation = simulate(method, shared, dataset(SIZES), executor=executor)
-    return play(method, simulation, method.start(shared, tree.to(model, dtype=torch.float64)), range(2))[-1]
+    simulation = make_simulation(method, shared, make_dataset(SIZES), executor=executor)
+    return run_rounds(method, simulation, method.start(shared, tree.to(model, dtype=torch.float64)), range(2))[-1]
 
 
 @pytest.mark.parametrize("name", ["feddure", "semifl", "fedloke"])
@@ -52,7 +60,7 @@ def test_a_module_trains_as_our_network_does(name: str, executor: str, separate:
     theirs = played(network("small"), name, executor, as_theirs(model), separate).server
     parts = [part for part in ("params", "stats") if ours.get(part)]
     assert parts == ["params", "stats"]
-    gap = furthest({part: theirs[part] for part in parts}, {**as_theirs(ours)})
+    gap = max_difference({part: theirs[part] for part in parts}, {**as_theirs(ours)})
     assert gap < 1e-12 if name == "feddure" else gap == 0
 
 
@@ -65,8 +73,8 @@ def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
     model = which.init(rng.generator(0, "model"))
     assert model["stats"] == {}
     loop, vmap = (played(which, name, executor, model).server for executor in ("loop", "vmap"))
-    assert furthest(vmap, loop) < 1e-9
-    assert furthest(loop["params"], tree.to(model["params"], dtype=torch.float64)) > 1e-4
+    assert max_difference(vmap, loop) < 1e-9
+    assert max_difference(loop["params"], tree.to(model["params"], dtype=torch.float64)) > 1e-4
 
 
 def test_passes_equal_ours() -> None:
@@ -76,7 +84,7 @@ def test_passes_equal_ours() -> None:
     logits, moments = OURS.train(model["params"], x)
     their_logits, their_moments = which.train(theirs["params"], x)
     assert torch.equal(logits, their_logits)
-    assert furthest(their_moments, as_theirs({"params": {}, "stats": moments})["stats"]) == 0
+    assert max_difference(their_moments, as_theirs({"params": {}, "stats": moments})["stats"]) == 0
     assert torch.equal(OURS.embed(model["params"], x)[1], which.embed(theirs["params"], x)[1])
     assert torch.equal(OURS.predict(model["params"], model["stats"], x), which.predict(**theirs, x=x))
 
@@ -98,8 +106,8 @@ def test_a_module_is_drawn_from_the_generator() -> None:
     before = torch.random.get_rng_state()
     one, two, other = (which.init(rng.generator(seed, "model")) for seed in (0, 0, 1))
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert furthest(one, two) == 0
-    assert furthest(one["params"], other["params"]) > 0.01
+    assert max_difference(one, two) == 0
+    assert max_difference(one["params"], other["params"]) > 0.01
     with torch.device("meta"):
         assert {leaf.device.type for leaf in tree.leaves(which.init(torch.Generator()))} == {"meta"}
 
@@ -211,9 +219,9 @@ def test_heterofl_says_why_it_cannot_cut_a_module() -> None:
     """Its leading channels are known of our networks alone."""
     which = network("grouped")
     with pytest.raises(UserError, match="leading channels"):
-        registry.make("heterofl").client_updates(task(which))
+        registry.make("heterofl").client_updates(make_task(which))
     assert outside_parts.__doc__
-    assert begin(registry.make("fedavg"), task(which))
+    assert start_server(registry.make("fedavg"), make_task(which))
 
 
 class Held(nn.Sequential):

@@ -6,9 +6,18 @@ from typing import Any
 import outside_parts
 import pytest
 import torch
-from scenes import CLASSES, begin, dataset, examples, furthest, play, simulate, task
 
 from halfmoon import Config
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    make_dataset,
+    make_examples,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+)
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.evaluation import compute_mean_prediction, evaluate_model
@@ -81,10 +90,13 @@ def test_a_round_trains_in_both_executors(method, batching):
     moved: dict[tuple[str, str], Any] = {}
     for network in (SmallCNN(1, CLASSES, 4), rounded(SmallCNN(1, CLASSES, 4))):
         for executor in ("loop", "vmap"):
-            made = task(network, torch.float32, optimizer=SGD(0.05))
-            first = begin(method, made)
-            (played,) = play(
-                method, simulate(method, made, dataset(), batching=batching, executor=executor), first, range(1)
+            made = make_task(network, torch.float32, optimizer=SGD(0.05))
+            first = start_server(method, made)
+            (played,) = run_rounds(
+                method,
+                make_simulation(method, made, make_dataset(), batching=batching, executor=executor),
+                first,
+                range(1),
             )
             assert {leaf.dtype for leaf in tree.leaves(played.server["params"])} == {torch.float32}
             step = tree.map(torch.sub, played.server["params"], first["params"])
@@ -98,7 +110,7 @@ def test_a_round_trains_in_both_executors(method, batching):
 def test_tests_and_what_is_saved_are_float32():
     """Accuracy, mean predictions and the saved network are those of the float32 network, bit by bit."""
     network, model = rounded(SmallCNN(1, CLASSES, 8)), SmallCNN(1, CLASSES, 8).init(torch.Generator().manual_seed(0))
-    images, normalize = examples(20), task(dtype=torch.float32).normalize
+    images, normalize = make_examples(20), make_task(dtype=torch.float32).normalize
     ours, theirs = (evaluate_model(each, model, normalize, images).row() for each in (network, network.in_float32))
     assert ours == theirs
     ours, theirs = (
@@ -125,4 +137,4 @@ def test_float32_is_what_it_was():
     x = torch.randn((3, 1, side, side), dtype=torch.float64)
     assert network.train(model["params"], x)[0].dtype == torch.float64
     assert network.in_float32 is network
-    assert furthest(seen(network, side), seen(replace(network), side)) == 0
+    assert max_difference(seen(network, side), seen(replace(network), side)) == 0

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from callbacks import resumed
-from scenes import examples, same, simulate, task
 
 from halfmoon.config.schema import Config, identity
+from halfmoon.contract.small_federation import make_examples, make_simulation, make_task, trees_equal
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine import loop
@@ -41,7 +41,7 @@ class Score(NamedTuple):
 def run(path: Path, scores: list[Score], patience: int, evaluate_every: int = 1) -> tuple[dict[str, Any], list[Tree]]:
     """Run ten rounds whose validation scores are given; return the result and the validated models."""
     method = FedAvg(FixMatch())
-    settings = task(dtype=torch.float32, rounds=10)
+    settings = make_task(dtype=torch.float32, rounds=10)
     models: list[Tree] = []
 
     def evaluate(network: Any, model: Tree, *rest: Any, **options: Any) -> Score:
@@ -49,8 +49,8 @@ def run(path: Path, scores: list[Score], patience: int, evaluate_every: int = 1)
         return scores[len(models) - 1]
 
     experiment = Experiment(
-        method, settings, simulate(method, settings), None, 3, evaluate_every=evaluate_every,
-        validation=examples(3, seed=1), patience=patience,
+        method, settings, make_simulation(method, settings), None, 3, evaluate_every=evaluate_every,
+        validation=make_examples(3, seed=1), patience=patience,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, RunFolder.create(path, "", "0" * 64) as folder:
         patch.setattr(loop, "evaluate_model", evaluate)
@@ -65,7 +65,7 @@ def test_it_stops_after_so_many_evaluations_and_keeps_the_best_model(tmp_path: P
     assert (
         result["ended"] == "stopped after round 5 of 10: no better validation accuracy in 2 evaluations; best round 5"
     )
-    assert same(result["model"], models[4])
+    assert trees_equal(result["model"], models[4])
 
 
 def test_it_does_not_stop_while_scores_improve(tmp_path: Path):
@@ -106,7 +106,7 @@ def test_patience_counts_evaluations_and_not_rounds(tmp_path: Path):
     scores = [Score(0.5, 1.0), Score(0.7, 1.0), Score(0.6, 0.1)]
     result, models = run(tmp_path / "run", scores, patience=1, evaluate_every=2)
     assert result["ended"] == "stopped after round 6 of 10: no better validation accuracy in 1 evaluation; best round 4"
-    assert same(result["model"], models[1])
+    assert trees_equal(result["model"], models[1])
 
 
 @pytest.mark.parametrize("at", ["server", "site"])

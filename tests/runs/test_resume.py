@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from scenes import begin, play, same, simulate, task
 
+from halfmoon.contract.small_federation import make_simulation, make_task, run_rounds, start_server, trees_equal
 from halfmoon.methods.feddure import FedDure
 from halfmoon.storage.state_store import TreeStore
 
@@ -293,14 +293,16 @@ def test_where_the_memories_lie_changes_no_bit(tmp_path: Path) -> None:
     """All in memory, or all on disk and mapped: servers and memories of three rounds agree in every bit."""
     played = []
     for cap in (10**9, 0):
-        method, shared, store = FedDure(), task(), TreeStore(tmp_path / str(cap), cap)
-        played.append(play(method, simulate(method, shared, store=store), begin(method, shared), range(3)))
+        method, shared, store = FedDure(), make_task(), TreeStore(tmp_path / str(cap), cap)
+        played.append(
+            run_rounds(method, make_simulation(method, shared, store=store), start_server(method, shared), range(3))
+        )
         assert bool(list(tmp_path.glob(f"{cap}/*.spill"))) == (cap == 0)
         assert (store.resident == 0) == (cap == 0)
     for held, spilled in zip(*played, strict=True):
         assert len(held.state["client"]) >= 3
-        assert same(held.server, spilled.server)
-        assert same(held.state, spilled.state)
+        assert trees_equal(held.server, spilled.server)
+        assert trees_equal(held.state, spilled.state)
 
 
 def test_a_changed_configuration_is_refused(shell: Shell, straight: Path, tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scenes import CLASSES, NETWORK, Snapshot, begin, play, simulate
 from torch import Tensor, nn
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method, Task
 from halfmoon.contract.checks import compare_executors
+from halfmoon.contract.small_federation import CLASSES, NETWORK, Snapshot, make_simulation, run_rounds, start_server
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.views import Plain
@@ -72,7 +72,9 @@ def rounds_of(
     method: Method, shared: Task, held: FederatedDataset | None = None, *, rounds: int = 1, **options: Any
 ) -> list[Snapshot]:
     """Return the first rounds of a federation."""
-    return play(method, simulate(method, shared, held, **options), begin(method, shared), range(rounds))
+    return run_rounds(
+        method, make_simulation(method, shared, held, **options), start_server(method, shared), range(rounds)
+    )
 
 
 def lifted(
