@@ -724,7 +724,7 @@ def test_epsilon_is_told() -> None:
     assert describe_round(row, 9) == "round 3 of 9: 2 sites; epsilon 1.235 (delta 1e-05)"
     progress = console.Progress(Path("run"), "FedAvg", 3, 0, 0.0)
     progress.add(row)
-    assert console.describe_progress(progress, 0.0) == "FedAvg: round 3/3, accuracy -, epsilon 1.235, delta 1e-05"
+    assert console.describe_progress(progress, 0.0) == "FedAvg: round 3/3, epsilon 1.235, delta 1e-05"
 
 
 def test_the_command_says_what_a_plan_costs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -449,6 +449,8 @@ def test_time_left_is_the_mean_pace_of_this_session() -> None:
     # Going on after round 10 of 40: 5 rounds in 20 s are 4 s a round; 25 rounds are left, so 100 s.
     progress = console.Progress(Path("run"), "FedAvg", 40, first=10, start_time=1000.0)
     assert progress.seconds_left(1001.0) is None
+    # Heads are evaluated after the last round only: until then there is no accuracy to print.
+    assert console.describe_progress(progress, 1001.0) == "FedAvg: round 10/40"
     progress.add(row(15, 0.5, 0.25))
     assert progress.seconds_left(1020.0) == 100.0
     progress.add(row(16))

@@ -314,8 +314,10 @@ def make_progress(
 
 
 def describe_progress(progress: Progress, now: float) -> str:
-    """Describe the progress of a method in one line."""
-    items = [f"round {progress.round}/{progress.rounds}", f"accuracy {percent(progress.accuracy)}"]
+    """Describe the progress of a method in one line; values that no round has measured yet are left out."""
+    items = [f"round {progress.round}/{progress.rounds}"]
+    if progress.accuracy is not None:
+        items.append(f"accuracy {percent(progress.accuracy)}")
     if progress.pseudo is not None:
         items.append(f"pseudo-labels {percent(progress.pseudo)}")
     if progress.used is not None:
@@ -323,8 +325,9 @@ def describe_progress(progress: Progress, now: float) -> str:
     for name, value in progress.aggregator.items():
         if isinstance(value, int | float):
             items.append(f"{name.replace('_', ' ')} {value:.4g}")
-    if progress.round < progress.rounds:
-        items.append(f"{duration(progress.seconds_left(now))} left")
+    seconds_left = progress.seconds_left(now)
+    if progress.round < progress.rounds and seconds_left is not None:
+        items.append(f"{duration(seconds_left)} left")
     return f"{progress.title}: {', '.join(items)}"
 
 
