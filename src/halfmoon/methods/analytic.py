@@ -109,7 +109,8 @@ class SumsUpdate(ClientUpdate):
     def roots(self, broadcast: Tree, images: Tensor) -> Tensor:
         """Compute q (n, F), float64: the square roots of the frozen backbone's features, before they are centered.
 
-        Features of an image network are means after a ReLU. Their square roots vary less with the few largest ones.
+        From sums over these vectors the server solves the network's head. Features of an image network are means after
+        a ReLU. Their square roots vary less with the few largest ones.
 
         Args:
             broadcast: the tree that the server sent; "head" has the "center" (F,), which gives shape and dtype here.
@@ -182,8 +183,9 @@ class MomentSums(SumsUpdate):
             data: the client's labeled images x with labels y, and its unlabeled images u.
 
         Returns:
-            Over all images "count" (), "h" (F,) and "hh" (the sum of h h'); over the labeled ones alone "label_counts"
-            (K,), "label_h" (F,), "label_hh", and "label_hy" (F, K), the sum of h of each class.
+            Over all images "count" (), "h" (F,) and "hh", the upper triangle of the sum of the outer products h h';
+            over the labeled ones alone "label_counts" (K,), "label_h" (F,), "label_hh", and "label_hy" (F, K), the sum
+            of h of each class.
         """
         labeled_h = self.unit(broadcast, data.x)
         unlabeled_h = self.unit(broadcast, data.u)
@@ -200,7 +202,7 @@ class MomentSums(SumsUpdate):
         }
 
     def faults(self, sums: Tree, labeled: int, unlabeled: int) -> Iterator[str]:
-        """Yield each reason why a client's sums cannot be those of so many images.
+        """Yield each reason why a client's sums cannot be those of so many images, for which the server refuses them.
 
         An image's h (F,) is its centered feature vector of norm 1, so no sum of vectors is longer than its count. Second
         moments minus those of the means are positive semidefinite, with a trace of the count at most; this bounds every
@@ -223,6 +225,7 @@ class MomentSums(SumsUpdate):
             yield f"it counts {label_count:g} labeled images of {count:g}"
         unlabeled_count = max(0.0, count - label_count)
         unlabeled_h = sums["h"] - sums["label_h"]
+        # No sum of vectors of length 1 may be longer than their number: one sum for each class, one for all unlabeled.
         yield from length_faults("label_hy", sums["label_hy"].T, label_counts)
         yield from length_faults("h without label_h", unlabeled_h[None], label_counts.new_tensor([unlabeled_count]))
         allowed = TOLERANCE * max(1.0, label_count)
@@ -232,11 +235,11 @@ class MomentSums(SumsUpdate):
         label_hh = symmetric_matrix(sums["label_hh"], side)
         unlabeled_hh = symmetric_matrix(sums["hh"] - sums["label_hh"], side)
         # A group's sum s of n vectors has the second moment s s' / n: divided by the root of n, it is an outer product.
-        class_means = sums["label_hy"] / label_counts.clamp_min(1e-9).sqrt()
-        yield from moment_faults("label_hh", moments=label_hh, means=class_means, count=label_count)
-        unlabeled_mean = unlabeled_h[:, None] / max(unlabeled_count, 1e-9) ** 0.5
+        class_sums = sums["label_hy"] / label_counts.clamp_min(1e-9).sqrt()
+        yield from moment_faults("label_hh", moments=label_hh, scaled_sums=class_sums, count=label_count)
+        unlabeled_sum = unlabeled_h[:, None] / max(unlabeled_count, 1e-9) ** 0.5
         yield from moment_faults(
-            "hh without label_hh", moments=unlabeled_hh, means=unlabeled_mean, count=unlabeled_count
+            "hh without label_hh", moments=unlabeled_hh, scaled_sums=unlabeled_sum, count=unlabeled_count
         )
 
 
@@ -306,6 +309,7 @@ class RidgeHead:
         flat = tree.flatten(model["params"])
         head = task.network.head
         if flat.keys() != {f"{head}/{name}" for name in ("weight", "bias", "center")}:
+            # {name=value} is shown as an option of the command, or as Python, wherever the message is read.
             raise UserError(
                 "the head is solved on the features of a frozen backbone that ends in a centered layer: add "
                 f"{{network={hubs.MULTILAYER}}} {{tune=head}}.",
@@ -388,7 +392,7 @@ class MixtureHead(RidgeHead):
         return self._em_step(task.round - 1, server, sums)
 
     def _start_em(self, server: Tree, sums: Tree) -> Tree:
-        """Start EM on a mixture of Gaussians from the ridge head, and store the moments that stay the same.
+        """Start EM on a mixture of Gaussians from the ridge head, and store the moments, which all EM steps share.
 
         The ridge head's intercept contains the labels' class frequencies. They are removed, as those of the unlabeled
         images may differ. The mixture is fitted in `directions` principal directions only, as a covariance of all F
@@ -409,7 +413,8 @@ class MixtureHead(RidgeHead):
         ridge = solve(sums, self.strength)
         # Regression outputs have no scale as logits: give them spread 1 over the images, then a chosen sharpness.
         ridge = unit_spread({"weight": ridge["weight"], "bias": ridge["bias"] - prior}, all_moments)
-        head = {**server["head"], **tree.map(lambda leaf: SHARPNESS[0] * leaf, ridge)}
+        first_sharpness, _ = SHARPNESS
+        head = {**server["head"], **tree.map(lambda leaf: first_sharpness * leaf, ridge)}
         basis = principal_directions(all_moments["second"], self.directions)
         unlabeled_hh = sums["hh"] - sums["label_hh"]
         moments = {
@@ -506,7 +511,12 @@ def sum_over_clients(
 
 
 def solve(sums: Tree, strength: float) -> Tree:
-    """Solve the ridge regression from the sums over labeled images.
+    """Solve the ridge regression of the one-hot labels y on the feature vectors h, from sums over labeled images.
+
+    Args:
+        sums: "label_counts" (K,), the number of images of each class; "label_h" (F,), "label_hh" (F, F) and "label_hy"
+            (F, K), the sums of h, of h h' and of h y'.
+        strength: the ridge penalty, added to the diagonal of the centered second moments.
 
     Returns:
         The head: "weight" (K, F) and "bias" (K,).
@@ -540,6 +550,7 @@ def positive_definite(matrix: Tensor) -> Tensor:
     if is_positive_definite(matrix):
         return matrix
     values, vectors = eigen_decomposition(matrix)
+    # A thousandth of the largest eigenvalue: the inverse, in which small ones dominate, then stays moderate.
     floor = (values.abs().max() * 1e-3).clamp_min(1e-12)
     return (vectors * values.clamp_min(floor)) @ vectors.T
 
@@ -572,23 +583,25 @@ def length_faults(name: str, vectors: Tensor, counts: Tensor) -> Iterator[str]:
         yield f"its {name} has the length {float(lengths[row]):g}, of {float(counts[row]):g} vectors of length 1"
 
 
-def moment_faults(name: str, moments: Tensor, means: Tensor, count: float) -> Iterator[str]:
+def moment_faults(name: str, moments: Tensor, scaled_sums: Tensor, count: float) -> Iterator[str]:
     """Yield a fault, a clause about the site that sent them, if second moments are impossible.
 
-    They are possible if `count` vectors of norm 1 with the given means can have them: the trace is then the count, and
-    the moments minus those of the means, which are the scatter within groups, are positive semidefinite.
+    They are possible if `count` vectors of norm 1 in groups with the given sums can have them: the trace is then the
+    count, and the moments minus those of the groups' means, which are the scatter within groups, are positive
+    semidefinite.
 
     Args:
         name: name of the moments, for the message.
         moments: sum of h h' over the vectors h, (F, F).
-        means: sums of n groups of the vectors (F, n), each divided by the root of the group's size.
+        scaled_sums: sums of n groups of the vectors (F, n), each divided by the root of the group's size: so their
+            outer products are the moments that the groups would have if all their vectors were equal.
         count: number of vectors.
     """
     allowed = TOLERANCE * max(1.0, count)  # rounding error
     trace = float(moments.trace())
     if trace > count + allowed:
         yield f"its {name} has the trace {trace:g}, of {count:g} vectors of length 1"
-    within = moments - means @ means.T
+    within = moments - scaled_sums @ scaled_sums.T
     # Rounding can turn an eigenvalue 0 slightly negative.
     within = within + allowed * torch.eye(len(within), dtype=within.dtype, device=within.device)
     if not is_positive_definite(within):
@@ -628,6 +641,8 @@ def symmetric_matrix(upper: Tensor, side: int) -> Tensor:
 
 def unit_spread(head: Tree, moments: Tree) -> Tree:
     """Scale a head so that its logits, centered over classes, have the mean square 1 over all images.
+
+    The outputs of a regression have no scale as logits; this gives two heads equal weight before they are mixed.
 
     Args:
         head: "weight" (K, F) and "bias" (K,).

@@ -54,7 +54,7 @@ def average_uploads(upload: Upload, server: Tree | None = None) -> Tree:
 def take_momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tuple[Tree, Tree]:
     """Move the server's parameters to the clients' mean with momentum.
 
-    v <- keep v + params - mean, params <- params - v.
+    v <- keep v + params - mean, params <- params - v: v points away from the mean, like a gradient.
 
     This is SGD with a learning rate of 1 on the change of the round (FedAvgM, Hsu et al. 2019; SemiFL's global
     momentum).

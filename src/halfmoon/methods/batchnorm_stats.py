@@ -61,18 +61,18 @@ class BatchNormStatistics(ClientUpdate):
 
 
 def statistics_requirements(norm: str, over: Over) -> Requirements:
-    """State what a method with static batch normalization needs from aggregation and from the labels' location.
+    """Build the requirements of a method with static batch normalization (sBN): how uploads may be aggregated.
 
-    Static batch normalization (sBN): clients train without running statistics, and upload those of the averaged model
-    afterwards. Secure aggregation, which shows the server only sums of uploads, cannot be used for that.
+    Under sBN clients train without running statistics, and upload those of the averaged model in a query after the
+    round. The server needs each client's ("individual", the default), so secure aggregation, which shows it only sums,
+    is refused. Robust aggregation rules are refused too, as none checks such a query (`counts_statistics`).
 
     Args:
         norm: normalization of the network: "batch", "group" or "none".
         over: clients on whose images the statistics are estimated; "server": on the server's images, without a query.
 
     Returns:
-        The requirement "individual" (the default), with its reason as the end of a sentence, if clients upload statistics;
-        else "sum".
+        Requirements with the reason and the remedy for error messages; "sum" if clients upload no statistics.
     """
     if norm != "batch" or over == "server":
         return Requirements(aggregation="sum", reason="", label_locations=LABEL_LOCATIONS)
@@ -81,7 +81,9 @@ def statistics_requirements(norm: str, over: Over) -> Requirements:
         "norm 'group' or 'none')"
     )
     return Requirements(
-        reason=reason, label_locations=LABEL_LOCATIONS, counts_statistics="norm 'group' or 'none', or sbn 'server'"
+        reason=reason,
+        label_locations=LABEL_LOCATIONS,
+        counts_statistics="norm 'group' or 'none', or sbn 'server'",  # the remedy, the end of a sentence
     )
 
 
@@ -95,7 +97,7 @@ def sum_row_moments(task: Task, params: Tree, data: ClientData) -> Tree:
     Args:
         task: with the network.
         params: the network's parameters.
-        data: the client's images.
+        data: the client's images; `real` has masks if the client is padded to the size of others.
 
     Returns:
         A tree like the network's running statistics; {} if there is no image.
@@ -105,7 +107,7 @@ def sum_row_moments(task: Task, params: Tree, data: ClientData) -> Tree:
     if data.real:
         return _sum_padded_row_moments(task, params, data, images)
     for chunk in split_into_chunks(images) if len(images) else ():
-        moments = task.network.train(params, task.normalize(chunk))[1]
+        _, moments = task.network.train(params, task.normalize(chunk))
         # Weighted by rows: the moments of a chunk are means, and chunks may differ by one row.
         total = total or tree.zeros_like(moments)
         total = tree.map(partial(torch.add, alpha=len(chunk)), total, moments)
@@ -126,11 +128,12 @@ def _sum_padded_row_moments(task: Task, params: Tree, data: ClientData, images: 
     unlabeled_index = index - data.labeled + len(data.x)
     order = torch.where(index < data.labeled, index, unlabeled_index).clamp_max(len(images) - 1)
     is_real = index < data.labeled + data.unlabeled
+    # The same chunks as those of a client without padding; the mask tells which rows of a chunk are real.
     chunk_rows, chunk_masks, _ = index_chunks(is_real)
     total: Tree = {}
     for rows, mask in zip(chunk_rows.unbind(), chunk_masks.unbind(), strict=True):
         batch = task.normalize(images[order[rows]])
-        moments = task.network.train(params, batch, real=mask)[1]
+        _, moments = task.network.train(params, batch, real=mask)
         total = total or tree.zeros_like(moments)
         # Weighted by the number of real images in the chunk. The default argument binds this iteration's mask.
         total = tree.map(lambda old, new, mask=mask: old + mask.sum() * new, total, moments)
@@ -141,8 +144,8 @@ def estimate_statistics(federation: Federation, server: Tree, over: Over, servin
     """Estimate the batch-norm statistics of the server's model, as the mean over the clients' images.
 
     This is static batch normalization (HeteroFL, SemiFL). The method's client update "census" has to be
-    `BatchNormStatistics`. Clients are queried in groups of the size of a cohort, so that a device has no more of them
-    in memory than in training.
+    `BatchNormStatistics`: its upload has the sums over the client's images, with their number as its weight. Clients
+    are queried in groups of the size of a cohort, so that a device has no more of them in memory than in training.
 
     Args:
         federation: the clients.
@@ -173,11 +176,11 @@ def estimate_statistics(federation: Federation, server: Tree, over: Over, servin
     if serving and federation.labeled:
         # The server's upload gets a leading dimension, like a group of one client.
         uploads.append(federation.query_server("census", broadcast).map(lambda leaf: leaf[None]))
-    rows = sum(float(upload.weight.sum()) for upload in uploads)
-    if not rows:
+    images = sum(float(upload.weight.sum()) for upload in uploads)
+    if not images:
         raise UserError(
             f"static batch normalization over '{over}' finds no image: the server has none; set sbn to 'all' or "
             "'cohort'."
         )
     sums = [tree.map(lambda leaf: leaf.sum(0), upload.aux["moments"]) for upload in uploads]
-    return tree.map(lambda *leaves: torch.stack(leaves).sum(0) / rows, *sums)
+    return tree.map(lambda *leaves: torch.stack(leaves).sum(0) / images, *sums)

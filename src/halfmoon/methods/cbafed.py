@@ -101,13 +101,14 @@ class CBAFed(ModelAveraging):
         return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Train the cohort, average, and blend the average with an older model every `residual_every` rounds.
+        """Run a round of CBAFed: train the cohort, average, and every `residual_every` rounds blend in an older model.
 
         Args:
             task: the settings that all methods share, with the round.
             server: the server's state: model, class shares of the training labels, and the last blend ("saved").
             federation: the clients of this round.
         """
+        # A network without batch normalization has no "stats".
         broadcast: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "saved"}}
         new = federation.average("train", broadcast).update
         saved: Tree = {"stats": {}, **server["saved"]}
@@ -213,7 +214,7 @@ class CBAFedClient(RoundLabelingClient):
         return PseudoLabels(label, confidence, accepted.to(p.dtype))
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, and every few epochs of the labeled images blend the model with the saved one.
+        """Take one optimizer step of CBAFed; every few epochs of the labeled images, blend in the saved model.
 
         Args:
             broadcast: the server's tree.
@@ -232,7 +233,7 @@ class CBAFedClient(RoundLabelingClient):
             interval_ends = (images / interval).floor() > (carry["images"] / interval).floor()
             blend = blend_with_saved(model, saved, self.options.local_residual)
             new |= {**tree.select(interval_ends, blend, model), "saved": tree.select(interval_ends, blend, saved)}
-        # The metric "kept" is the share of the unlabeled rows whose pseudo-label was accepted.
+        # The metric "kept" is the share of all unlabeled images of the client whose pseudo-label `begin` accepted.
         accepted = (carry["weight"] > 0).to(loss.dtype)
         samples = {"kept": weighted_metric(accepted, carry["real"].get("u"))}
         return {**new, "images": images}, StepMetrics(loss, samples=samples, pseudo=(pseudo,))
@@ -260,6 +261,7 @@ class CBAFedClient(RoundLabelingClient):
         total = class_counts.sum()
         share = torch.where(total > 0, class_counts / total.clamp_min(1), old_share)
         upload, memory = super().finish(broadcast, carry, data)
+        # The sum of ones in floating point is rounded to the number of images that it is.
         return Upload({**upload.update, "share": share}, weight=total.round().double()), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:

@@ -60,10 +60,11 @@ class SupervisedWithUnlabeledStatistics(Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        """Compute the labeled images' cross-entropy, with unlabeled images in the same forward pass.
+        """Compute the loss of a control experiment for FixMatch: the labeled images' cross-entropy alone.
 
-        These have no loss: they only contribute to the batch statistics that normalize the labeled images. As a control
-        of FixMatch, its passes are the same: strong views, and weak views if labels were predicted in each "step".
+        Unlabeled images are in the same forward passes as in FixMatch (strong views, and weak views if it predicts
+        labels in each "step"), but have no loss: they only contribute to the batch statistics that normalize the
+        labeled images. The difference to FixMatch is then the effect of its pseudo-labels.
 
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.

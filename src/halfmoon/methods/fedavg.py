@@ -82,7 +82,7 @@ class LocalTraining(ClientUpdate):
         Args:
             broadcast: the model that the server sent; the proximal term pulls towards it.
             carry: the local model, the optimizer's state, and the state of the objective.
-            batch: the minibatch.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
             The new carry, and the step's loss and pseudo-labels.

@@ -136,6 +136,7 @@ class FedConServerUpdate(MeanTeacherClient):
         divergences = divergence(second_target, first_logits) + divergence(first_target, second_logits)
         consistency = padding.mean_or_zero(divergences, batch.x_real)
         weight = ramp_weight(self.task, self.options.consistency_weight, self.options.ramp, "sigmoid")
+        # Both terms are sums over two views: halved, they are means.
         return (labeled_loss + weight * consistency) / 2, moments
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -202,6 +203,7 @@ class FedConClient(ClientUpdate):
         predictions = _predict(params[PREDICTOR], features, batch)
         similarity = _view_similarity(predictions, targets, batch)
         labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
+        # The similarity is the sum of both directions: halved, it is their mean.
         return labeled_loss - similarity / 2, labeled_moments + moments
 
     def _embed_views(self, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:

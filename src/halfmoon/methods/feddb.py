@@ -104,7 +104,10 @@ class FedDB(ModelAveraging):
 
     @property
     def objective(self) -> FixMatch:
-        """Build the clients' loss: FixMatch on predictions that are divided by the client's mean prediction."""
+        """Build FedDB's client loss: FixMatch on predictions divided by the client's mean prediction (with `debias`).
+
+        `mean` is whether the loss is averaged over "all" unlabeled images or over those whose pseudo-label is used.
+        """
         return FixMatch(
             threshold=self.threshold,
             unlabeled_weight=self.unlabeled_weight,
@@ -138,7 +141,7 @@ class FedDB(ModelAveraging):
         """
         upload = federation.query("train", self.solution(task, server))
         if self.dma == "size":
-            weights = upload.weight
+            weights = upload.weight  # numbers of images, as in FedAvg
         else:
             # Algorithm 2 needs only the clients' mean predictions, no images.
             weights = compute_aggregation_weights(upload.aux["appu"], self.dma, self.dma_steps, self.dma_lr)
@@ -175,7 +178,7 @@ class FedDBClient(LocalTraining):
         return {**ClientUpdate.begin(self, broadcast, memory, data), **objective_state, **appu, "cached": cached}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, and update the client's mean prediction (APP-U) with the model before the step.
+        """Take one optimizer step of FedDB, and update the client's mean prediction (APP-U) by the model before it.
 
         Args:
             broadcast: the model that the server sent (unused: `carry` has it).
@@ -187,6 +190,7 @@ class FedDBClient(LocalTraining):
         """
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
+        # The number of unlabeled images seen so far, from which `finish` computes the number of epochs.
         new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
             new["appu"] = self._update_appu(carry, batch, result.pseudo[0].weight)
@@ -231,7 +235,8 @@ class FedDBClient(LocalTraining):
         Args:
             carry: state of the client update, with the model before the step and APP-U.
             batch: the minibatch of b unlabeled images.
-            used: weights of the pseudo-labels in the loss, (b,).
+            used: weights of the pseudo-labels in the loss, (b,); with `accumulate_over` other than "all" they also
+                weigh the predictions in the mean.
 
         Returns:
             gamma^e * APP-U + (1 - gamma^e) * mean prediction, where e is the minibatch's share of an epoch.
