@@ -301,6 +301,8 @@ def compute_log_shares(data: ClientData, classes: int) -> Tensor:
 def update_running_mean(baseline: Tree, value: Tensor, decay: float) -> Tree:
     """Update an exponential moving average that starts as the plain mean of its first values.
 
+    FedDure subtracts this mean of past rewards (`reward_baseline`) from a client's reward.
+
     Args:
         baseline: "mean" () of the earlier values, and their "count" ().
         value: the new value, ().
@@ -414,6 +416,7 @@ class FedDureClient(ClientUpdate):
             model_leaf = next(tree.leaves(broadcast["params"]))
             carry["label_log_shares"] = compute_log_shares(data, self.task.network.classes).to(model_leaf.dtype)
         if self.options.labeled_first:
+            # Number of steps so far: in the first `labeled_first` ones only labels count, and the regulators rest.
             carry["steps"] = torch.zeros((), dtype=torch.int64, device=data.y.device)
         return carry
 
@@ -514,20 +517,22 @@ class FedDureClient(ClientUpdate):
             labeled_losses = 2 * labeled  # before and after C-reg's step, whose difference is the reward
             forward += strong_views + labeled_losses
             backward += unlabeled  # C-reg's step
-            # The tangent uses the activations of C-reg's pass, so it counts once, with two convolutions a layer.
+            # The student is C-reg. Its tangent costs one forward pass, as the activations are those of C-reg's pass.
             tangent = unlabeled
-            student_backward = unlabeled
+            virtual_step = unlabeled
         elif self.task.statistics == "joint":
-            # All images share a batch normalization. Twice: the activations must be computed again for the tangent.
+            # The student is the local model, whose images, those of `backward`, share batch statistics and so their
+            # passes. For the tangent its activations are computed again: two forward passes.
             tangent = 2 * backward
-            student_backward = backward
+            virtual_step = backward
         else:
+            # The same, but the tangent needs only the pass of the strong views, which has no labeled images.
             tangent = 2 * unlabeled
-            student_backward = labeled + unlabeled
+            virtual_step = labeled + unlabeled
         if self.options.fine:
-            # `student_backward` is F-reg's virtual step of the student, `labeled` the labeled loss after it.
+            # F-reg's step: the student's virtual step and tangent, and the labeled loss after the virtual step.
             forward += tangent + labeled
-            backward += student_backward + labeled
+            backward += virtual_step + labeled
         return Passes(forward, backward)
 
     def _regulate(
@@ -602,7 +607,7 @@ class FedDureClient(ClientUpdate):
         def labeled_loss(params: Tree) -> tuple[Tensor, tuple[()]]:
             return self._labeled_loss(params, carry, batch), ()
 
-        # Eq. 4: a virtual step of the student. The graph is retained for C-reg's step, which uses it later.
+        # Eq. 4: a virtual step of the student. True: the graph is retained for C-reg's step, which uses it later.
         logit_gradient = weighted_loss.logit_gradient(regulator["params"])
         virtual_gradient = student.backward(logit_gradient, True)
         virtual_params = gradient_step(student.params, virtual_gradient, virtual_lr)

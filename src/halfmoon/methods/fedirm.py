@@ -166,11 +166,13 @@ class FedIRMClient(MeanTeacherClient):
         options = self.options
         classes = len(broadcast["relation"])
         joint = self.task.statistics == "joint"
+        # The student gets one weak view of an image ("weak2"), the teacher another ("weak").
         groups = (batch.x, batch.u["weak2"])
         (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(views=1))
         probabilities = logits.softmax(-1)
         pseudo = as_pseudo_labels(probabilities)
         low_entropy = select_low_entropy(logits, options.entropy)
+        # 1 for images whose prediction is certain by both criteria, else 0: only these enter the relation matrix.
         confident = mask(low_entropy * (pseudo.confidence >= options.confidence), batch.u_real)
         predicted_classes = one_hot(pseudo.label, classes, logits) * confident[:, None]
         relation = compute_relations(logits, predicted_classes, options.temperature)

@@ -214,19 +214,21 @@ class FedLoKeClient(ClientUpdate):
         models = 2 if self.options.local else 1
         return Passes(models * forward, models * backward)
 
-    def _run_model(self, model: Tree, batch: Batch, labeled: str) -> mutual.ModelOutputs:
-        """Run a model on one view of the labeled images, and on the weak and the strong view of the unlabeled ones.
+    def _run_model(self, model: Tree, batch: Batch, labeled_view: str) -> mutual.ModelOutputs:
+        """Run one of FedLoKe's two models on a view of the labeled images, and on two views of the unlabeled ones.
 
         Args:
             model: "params" and "stats" (running batch-norm statistics).
             batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
-            labeled: name of the view of the labeled images.
+            labeled_view: name of the view of the labeled images.
 
         Returns:
             Logits, predictions on the weak view, batch statistics, and a function for the gradient.
         """
         weak_view, strong_view = self.requirements.views
-        views = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[weak_view], "strong": batch.u[strong_view]})
+        views = batch._replace(
+            x=batch.x_views[labeled_view], u={"weak": batch.u[weak_view], "strong": batch.u[strong_view]}
+        )
 
         def outputs(params: Tree) -> mutual.Outputs:
             """Split the outputs into those to differentiate and auxiliary ones."""

@@ -216,6 +216,7 @@ class FedMatch:
         embeddings: dict[int, Tensor] = {}
         for key in state_store.keys():  # noqa: SIM118
             if key.startswith("embedding-"):
+                # A stored key has a tree: `or {}` is for the type checker only.
                 embeddings[int(key.removeprefix("embedding-"))] = (state_store.get(key) or {})["vector"]
         missing = tree.zeros_like(psi)
         trees: list[Tree] = []
@@ -295,6 +296,7 @@ class FedMatchClient(ClientUpdate):
         options = self.options
         # The mean prediction of all images is needed to debias, and by some rules of the confidence threshold.
         predicts_all_rows = options.debias or options.rule.needs_all_rows
+        # What the server accepts as values: a "mark" is 0 or 1, a "count" a whole number.
         aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
         upload_spec = UploadSpec(update=("sigma", "psi", "stats"), weight="one", aux=aux)
         return UpdateRequirements(
@@ -368,6 +370,8 @@ class FedMatchClient(ClientUpdate):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take a step of sigma on the labeled images, if there are any, then a step of psi on the unlabeled ones.
 
+        The parameters of FedMatch's network are sigma + psi.
+
         Args:
             broadcast: the tree that the server sent, with the helpers' psi.
             carry: state of the client update: sigma and psi with their optimizers' states, thresholds, statistics.
@@ -438,7 +442,8 @@ class FedMatchClient(ClientUpdate):
         """Count the bytes that are sent to a client and back, with changed entries only (FedMatch's sparse updates).
 
         Args:
-            broadcast: the tree that the server sent.
+            broadcast: the tree that the server sent; "helpers" has the psi of similar clients, and "there" is 1 for
+                those that exist, 0 for padding.
             upload: the client's upload, with the numbers of changed entries.
 
         Returns:
@@ -620,7 +625,7 @@ def take_labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: 
 def vote_on_labels(
     label: Tensor, helper_labels: Tensor, exists: Tensor, classes: int, ties: Literal["first", "own"]
 ) -> Tensor:
-    """Compute the majority vote of a client and its helpers.
+    """Compute FedMatch's pseudo-labels: the majority vote of a client and its helpers, the models of similar clients.
 
     Args:
         label: the client's class for each image, (b,).

@@ -94,9 +94,11 @@ class FedRGD:
         Returns:
             The server's new state.
         """
+        # "stats" is {} in a network without batch normalization.
         model: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "groups"}}
         group_of = assign_groups(to_ints(federation.cohort), task.round, self.groups)
         if self.return_group:
+            # Each client continues its group's model instead of the average of all groups.
             starts: Tree = {"stats": {}, **server["groups"]}
             group_indices = torch.tensor([group_of[client] for client in to_ints(federation.cohort)])
             upload = federation.query("train", {}, tree.map(lambda leaf: leaf[group_indices], starts))

@@ -38,18 +38,18 @@ GradientPath = Literal["product", "detached"]
 """Whether gradients of the weighted loss also pass through F-reg's input ("product") or not ("detached")."""
 
 
-def compute_instance_weights(regulator: Tree, logits: Tensor, kind: RegulatorInput) -> Tensor:
+def compute_instance_weights(regulator: Tree, logits: Tensor, regulator_input: RegulatorInput) -> Tensor:
     """Weigh pseudo-labeled images by FedDure's fine-grained regulator (F-reg), an MLP on their logits (Eq. 6).
 
     Args:
         regulator: F-reg's parameters.
         logits: (n, classes).
-        kind: transform of the logits that F-reg gets as its input.
+        regulator_input: F-reg's input: the logits, their softmax, or the logits minus their mean ("centered").
 
     Returns:
         Weights between 0 and 1, (n,).
     """
-    _, weights = _forward(regulator, _regulator_input(logits, kind))
+    _, weights = _forward(regulator, _transform_logits(logits, regulator_input))
     return weights
 
 
@@ -61,7 +61,7 @@ class WeightedLoss:
         inputs: F-reg's inputs, (n, classes).
         loss: cross-entropy of each image, (n,).
         probability_error: softmax(z) - onehot(y), the gradient of the cross-entropy in the logits, (n, classes).
-        kind: transform of the logits that F-reg gets as its input.
+        regulator_input: transform of the logits that F-reg gets as its input.
         gradient_path: whether gradients also pass through F-reg's input.
         count: the number of images, n.
     """
@@ -69,7 +69,7 @@ class WeightedLoss:
     inputs: Tensor
     loss: Tensor
     probability_error: Tensor
-    kind: RegulatorInput
+    regulator_input: RegulatorInput
     gradient_path: GradientPath
     count: Tensor | int
 
@@ -78,7 +78,7 @@ class WeightedLoss:
         cls,
         logits: Tensor,
         pseudo_labels: Tensor,
-        kind: RegulatorInput,
+        regulator_input: RegulatorInput,
         gradient_path: GradientPath,
         mask: Tensor | None = None,
     ) -> "WeightedLoss":
@@ -87,7 +87,7 @@ class WeightedLoss:
         Args:
             logits: (n, classes).
             pseudo_labels: (n,) int64.
-            kind: transform of the logits that F-reg gets as its input.
+            regulator_input: F-reg's input: the logits, their softmax, or the logits minus their mean ("centered").
             gradient_path: whether gradients also pass through F-reg's input ("product") or not ("detached").
             mask: (n,) bool, False for padding rows; None if no row is padding.
 
@@ -105,10 +105,10 @@ class WeightedLoss:
             probability_error = probability_error * mask[:, None]
             count = mask.sum()
         return cls(
-            inputs=_regulator_input(logits, kind),
+            inputs=_transform_logits(logits, regulator_input),
             loss=loss,
             probability_error=probability_error,
-            kind=kind,
+            regulator_input=regulator_input,
             gradient_path=gradient_path,
             count=count,
         )
@@ -130,7 +130,8 @@ class WeightedLoss:
             score_gradient = self.loss * weights * (1 - weights)  # through the sigmoid
             hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
             input_gradient = hidden_gradient @ regulator["hidden"]["weight"]
-            gradient = gradient + self._input_transform(input_gradient)
+            # The chain rule needs the transposed Jacobian of F-reg's input: the same, as it is symmetric.
+            gradient = gradient + self._apply_input_jacobian(input_gradient)
         return gradient / self.count
 
     def regulator_gradient(self, regulator: Tree, logit_tangent: Tensor) -> Tree:
@@ -163,7 +164,7 @@ class WeightedLoss:
                 out_bias=score_gradient.sum(),
             )
         # The tangent also moves F-reg's input, and with it the hidden layer and the score: Da is not 0.
-        input_tangent = self._input_transform(logit_tangent)
+        input_tangent = self._apply_input_jacobian(logit_tangent)
         hidden_tangent = torch.where(hidden > 0, F.linear(input_tangent, regulator["hidden"]["weight"]), 0.0)
         score_tangent = hidden_tangent @ regulator["out"]["weight"][0]  # Da
         score_tangent_gradient = self.loss * sigmoid_slope  # d(D L)/dDa
@@ -179,19 +180,19 @@ class WeightedLoss:
             out_bias=full_score_gradient.sum(),
         )
 
-    def _input_transform(self, direction: Tensor) -> Tensor:
+    def _apply_input_jacobian(self, direction: Tensor) -> Tensor:
         """Apply the Jacobian of F-reg's input in the logits. It is symmetric, so it serves tangents and gradients."""
-        if self.kind == "softmax":
+        if self.regulator_input == "softmax":
             return self.inputs * (direction - (self.inputs * direction).sum(-1, keepdim=True))
-        if self.kind == "centered":
+        if self.regulator_input == "centered":
             return direction - direction.mean(-1, keepdim=True)
         return direction
 
 
-def _regulator_input(logits: Tensor, kind: RegulatorInput) -> Tensor:
-    if kind == "softmax":
+def _transform_logits(logits: Tensor, regulator_input: RegulatorInput) -> Tensor:
+    if regulator_input == "softmax":
         return logits.softmax(-1)
-    if kind == "centered":
+    if regulator_input == "centered":
         return logits - logits.mean(-1, keepdim=True)
     return logits
 

@@ -161,7 +161,7 @@ class FL2Client(RoundLabelingClient):
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        """Build the state of a client update, with the pseudo-labels of all images by the received model.
+        """Build the state of a client update of (FL)^2, with the pseudo-labels of all images by the received model.
 
         Args:
             broadcast: the server's model, "params" and "stats".
@@ -173,7 +173,7 @@ class FL2Client(RoundLabelingClient):
         probabilities = logits.softmax(-1)
         rule = Threshold("fl2" if self.options.adaptive else "fixed", self.options.threshold)
         pseudo = rule.pseudo_label_all(probabilities, {}, data.u_real)
-        # The learning status t: the mean confidence on the client's rows.
+        # The learning status t: the mean confidence on the client's images. `finish` weighs the upload by 1 - t.
         status = padding.mean_or_zero(probabilities.amax(-1), data.u_real)
         return {**super().begin(broadcast, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
 

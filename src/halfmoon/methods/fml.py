@@ -126,6 +126,7 @@ class FMLClient(ClientUpdate):
             "local": _low_entropy_pseudo_labels(private.prediction, options.delta),
         }
         samples = {"private_sure": weighted_metric(pseudo["local"].weight, batch.u_real)}
+        # `pseudo` is the main curve of pseudo-label quality, `models` the curves of both models.
         return new, StepMetrics(loss, samples=samples, pseudo=(pseudo["local"],), models=pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
@@ -163,7 +164,9 @@ class FMLClient(ClientUpdate):
     def _mutual_loss(
         self, teacher: mutual.ModelOutputs, batch: Batch, share: float
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Build share * CE(y) + (1 - share) * KL on labeled images + unlabeled_weight * KL on unlabeled ones.
+        """Build a model's loss in Federated Mutual Learning, in which two models learn from each other.
+
+        It is share * CE(y) + (1 - share) * KL on labeled images + unlabeled_weight * KL on unlabeled ones.
 
         Args:
             teacher: outputs of the other model; KL is the divergence from its predictions.

@@ -109,6 +109,7 @@ class HeteroFL(ModelAveraging):
         counts = tree.zeros_like(full)
         # One query for each rate, as the clients of a query share the shapes of their parameters.
         for rate in sorted(set(rates), reverse=True):
+            # Client k has the rate at position k of the list, which is repeated.
             members = [client for client in to_ints(federation.cohort) if rates[client % len(rates)] == rate]
             if members:
                 broadcast = {"params": cut_to_leading_channels(server["params"], rate, fixed_dims)}
@@ -123,11 +124,12 @@ class HeteroFL(ModelAveraging):
                 server["params"], new["params"], server["momentum"], self.server_momentum
             )
             new = {"params": params, "momentum": momentum}
+        # `serving` False: the server's images do not count, as it trains on none.
         stats = estimate_statistics(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
         return {**new, "stats": stats}
 
     def _add_uploads(self, upload: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
-        """Add the parameters of narrow networks to the sums over clients, in place.
+        """Add the parameters of HeteroFL's narrow networks to the sums over clients, in place.
 
         A small client trains the leading channels of each layer, so its leaf is the leading block of the full one. With
         `masked`, a client counts in the head only for the classes of which it has images ("present").

@@ -77,7 +77,7 @@ def run_model(forward: Callable[[Tree], Outputs], params: Tree) -> ModelOutputs:
 def optimizer_step(
     update: ClientUpdate, model: Tree, outputs: ModelOutputs, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tree, Tensor]:
-    """Take one optimizer step of a model, whose forward pass has already been made.
+    """Take one optimizer step of one of two models that learn from each other; its forward pass has already been made.
 
     Args:
         update: the client update, with the optimizer.
@@ -92,7 +92,7 @@ def optimizer_step(
     # gradient there is back-propagated through the stored pass.
     logits = {"labeled": outputs.labeled, "unlabeled": outputs.unlabeled}
     logit_gradient, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
-    # False: the stored pass is not needed again.
+    # False: the stored pass is not needed again, and is freed.
     gradient = outputs.backward((logit_gradient["labeled"], logit_gradient["unlabeled"]), False)
     return update.optimizer_step(model, gradient, outputs.moments, consume=True), value
 
@@ -104,7 +104,7 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def select_low_entropy(logits: Tensor, max_entropy: float | None) -> Tensor:
-    """Select predictions with a low entropy.
+    """Select the predictions that are certain enough to be pseudo-labels: those with a low entropy.
 
     Args:
         logits: (n, classes).

@@ -115,6 +115,7 @@ class ProtoFSSL:
         new = average_uploads(upload, server)
         prototypes = upload.aux["own"]  # (k, classes, features)
         present = upload.aux["present"] * (upload.weight > 0)[:, None]
+        # Of each class, the clients that have images of it count the same in its mean prototype.
         client_share = present / present.sum(0).clamp_min(1)
         class_present = (present.sum(0) > 0)[:, None]
         # A class without an image in this cohort retains its prototype of an earlier round.

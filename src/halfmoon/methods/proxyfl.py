@@ -85,6 +85,7 @@ class ProxyTuning:
         Returns:
             The inner method's new state, with the tuned weight of the linear layer "head".
         """
+        # The inner method queries the clients through this wrapper, which stores the classifiers that they upload.
         recorder = ClassifierRecorder(federation)
         new = self.method.round(task, server, cast(Federation, recorder))
         if not len(recorder.rows):

@@ -105,10 +105,10 @@ def entry(name: str) -> MethodEntry:
     if not plugins.is_plugin(name, "method"):
         suggestion = suggest(name, names())
         raise UserError(f"unknown method '{name}': {suggestion}")
-    return row(name, plugins.load(name, "method"))
+    return plugin_entry(name, plugins.load(name, "method"))
 
 
-def row(name: str, plugin: Any) -> MethodEntry:
+def plugin_entry(name: str, plugin: Any) -> MethodEntry:
     """Build the catalog entry of a plug-in, from what it supplies.
 
     A `MethodEntry` is used as it is, under the plug-in's name. A method (with `round`) is described by its class. An
@@ -192,8 +192,9 @@ def make(name: str, values: dict[str, Any] | None = None) -> Method:
     method = entry(name).method
     values = dict(values or {})
     defaults = options_in(method)
-    for option in sorted(set(values) - set(defaults)):
-        raise UserError(f"{name} has no option '{option}': {hint(option, defaults)}")
+    unknown = sorted(set(values) - set(defaults))
+    if unknown:
+        raise UserError(f"{name} has no option '{unknown[0]}': {hint(unknown[0], defaults)}")
     return with_options(method, values)
 
 

@@ -108,6 +108,7 @@ class RSCFed(ModelAveraging):
         generator = rng.generator(0, "rscfed", task.round)
         group_means: list[Tree] = []
         for _ in range(self.groups):
+            # A group is `size` clients, drawn without replacement; a client may be in several groups.
             members = torch.randperm(len(upload.weight), generator=generator)[: self.size].to(upload.weight.device)
             # A group without any image would have no mean.
             if bool(upload.weight[members].sum() > 0):
@@ -185,7 +186,7 @@ class RSCFedClient(MeanTeacherClient):
             The loss (), and (batch statistics of the pass, the teacher's predictions (b, classes)).
         """
         joint = self.task.statistics == "joint"
-        groups = (batch.x, batch.u["weak2"])
+        groups = (batch.x, batch.u["weak2"])  # "weak2" is a second weak view
         (labeled_logits, student_logits), _, moments = forward(
             self.task.network, params, joint, groups, real=batch.masks(views=1)
         )

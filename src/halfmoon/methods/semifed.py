@@ -135,7 +135,7 @@ class SemiFed(ModelAveraging):
         """
         state_store = federation.state_store
         no_slots = torch.full((self.peers,), -1)
-        # For each slot: the client whose model it has, and the round of that model; -1 if it is empty.
+        # "book" stores for each slot the client whose model it has, and the round of that model; -1 if it is empty.
         slots = state_store.get("book") or {"client": no_slots, "round": no_slots}
         clients = slots["client"].tolist()
         rounds = slots["round"].tolist()
@@ -192,7 +192,7 @@ class SemiFedClient(ClientUpdate):
         return unlabeled * (1 + self.options.peers) if self.labels else 0
 
     def _vote(self, broadcast: Tree, data: ClientData) -> Tensor:
-        """Label the client's images by a vote of the global model and other clients' models.
+        """Label the client's images by a vote of the global model and other clients' models (SemiFed).
 
         Args:
             broadcast: the global model, and "peers" with leaves (n, ...): other clients' models, if any were sent.
@@ -230,7 +230,7 @@ class SemiFedClient(ClientUpdate):
         """Compute SemiFed's loss: cross-entropy of labeled and accepted images, and consistency of the others.
 
         An unlabeled image is accepted, with a permanent label, once enough clients' models agree on it. Of the others
-        the prediction on the strong view is drawn to that on the view `plain`.
+        the prediction on the strong view is drawn to that on the view that the option `view` names, called plain here.
 
         Args:
             params: parameters of the network, in which the loss is differentiated.
@@ -265,6 +265,8 @@ class SemiFedClient(ClientUpdate):
 
     def _sum_labeled_losses(self, logits: Tensor, batch: Batch) -> Tensor:
         """Sum the cross-entropy of the labeled images of a minibatch, (); padding is left out.
+
+        It is a sum, as SemiFed's mean is over labeled and accepted images together.
 
         Args:
             logits: logits of the labeled images, (n, classes).

@@ -151,7 +151,7 @@ class SemiFL:
         return "psi" if self.halves else "params"
 
     def parameters(self, model: Tree, trained: Tree | None = None) -> Tree:
-        """Assemble the network's parameters; with `halves` each kernel is the sum of FedMatch's sigma and psi.
+        """Assemble the network's parameters from SemiFL's tree; with `halves` each kernel is FedMatch's sigma + psi.
 
         The server trains sigma on labels, clients train psi on pseudo-labels. Other parameters ("rest": biases,
         normalizations) are not trained then.
@@ -174,7 +174,7 @@ class SemiFL:
         return {"train": SemiFLClient(task, self), "fine-tune": fine_tuning, "census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Build the server's state before the first round from the initial model.
+        """Build the state of SemiFL's server before the first round from the initial model.
 
         With `halves` each kernel is sigma + psi (FedMatch): sigma starts as the model's kernels. Momentum is of the
         parameters that clients train.
@@ -212,16 +212,18 @@ class SemiFL:
             # Clients predict pseudo-labels with these statistics, so the initial model needs some.
             model = {**model, "stats": estimate_statistics(federation, self.solution(task, model), self.sbn)}
         mean = federation.average("train", model)
+        # The server steps from `old` to the clients' mean. `trained` names what clients train: the parameters or, with
+        # `halves`, psi; without `fine_tune`, `halves` is refused, so it is then the parameters.
         old = model[self.trained]
         share = 0.0
         if federation.labeled and not self.fine_tune:
-            # As in the authors' code the momentum step starts at the server's trained model (see the module docstring).
+            # As in the authors' code, the step starts at the model that the server has just trained, not at the one
+            # that it sent; the module docstring computes the effect with momentum.
             old = federation.query_server("fine-tune", model).update["params"]
             # `share` is the server's part of the average: half, or that in FedRGD's "groups". There, two groups of n / 2
             # clients each average with a copy of the server's model: it counts as one of n / 2 + 1 models.
             trained_clients = float(mean.weight)  # each has the weight 1
             share = 0.5 if self.server_share == "half" else 1 / (trained_clients / 2 + 1)
-        # `trained` names what clients train: the parameters, or their half psi.
         mean = mean._replace(update={"params": mean.update[self.trained]})
         new, momentum = step_towards_mean(old, mean, server["momentum"], self.server_momentum, share)
         model = {**model, self.trained: new}

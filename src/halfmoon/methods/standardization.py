@@ -53,8 +53,9 @@ class Standardization:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Compute mean and scale of all clients' feature vectors: query the mean, then squared distances to it.
 
-        One query of sums and sums of squares would be enough in exact arithmetic; two avoid the cancellation of large
-        means.
+        The scale is the factor of each coordinate that gives all the same variance, so that a classifier can be trained
+        on the vectors. One query of sums and sums of squares would be enough in exact arithmetic; two avoid the
+        cancellation of large means.
 
         Args:
             task: settings that all methods share: network, optimizer, rules for batch statistics.

@@ -43,7 +43,7 @@ def register(method: CustomMethod) -> str:
         # A class without defaults is registered as it is.
         with suppress(TypeError):
             instance = method_class()
-    registry.row(name, instance)  # raises the error; its entry is not needed here
+    registry.plugin_entry(name, instance)  # raises the error; its entry is not needed here
     plugins.register("method", name, instance)
     return name
 
