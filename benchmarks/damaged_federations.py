@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_integrity as t  # noqa: E402
-from rehearsals import Town, eager, found, quick, stopping  # noqa: E402
+from in_process_federation import Town, eager, found, quick, stopping  # noqa: E402
 
 from halfmoon.core.errors import UserError  # noqa: E402
 from halfmoon.federation.transport import client_app  # noqa: E402

@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_integrity as t  # noqa: E402
-from callbacks import Stop  # noqa: E402
+from interrupted_runs import Stop  # noqa: E402
 
 from halfmoon.config.schema import Config  # noqa: E402
 from halfmoon.runs import runner  # noqa: E402

@@ -40,9 +40,9 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_failing_disks as disks  # noqa: E402
 import test_integrity as folders  # noqa: E402
-from callbacks import Stop  # noqa: E402
 from fuzz_targets import TARGETS, bombs  # noqa: E402
 from fuzzing import Broken, attempt  # noqa: E402
+from interrupted_runs import Stop  # noqa: E402
 
 SAME, REFUSED, SILENT, TRACEBACK, HUNG = VERDICTS = ("same", "refused", "silent", "traceback", "hung")
 PATIENCE = 180

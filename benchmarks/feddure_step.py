@@ -40,7 +40,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from textbook_feddure import Textbook
+from reference_feddure import Textbook
 from torch_models import TorchResNet9, twin
 
 from halfmoon.api.types import Batch, ClientData, Statistics, Task

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_scenes import entry, sweep
+from report_folders import entry, sweep
 from scripts import script
 
 from halfmoon.core.errors import UserError

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from callbacks import resumed
+from interrupted_runs import resumed
 from test_contract import scene
 from test_robust import SMALL
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from spies import question
+from recording_methods import question
 from test_run_folder import WHEN, killed
 
 from halfmoon.aggregation.privacy import accounting
@@ -655,17 +655,17 @@ def test_a_run_that_falls_back_to_an_older_checkpoint_counts_a_new_sum_too(tmp_p
 def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Give three sites behind Flower's two apps, whose server's secret is what a simulation of seed 0 has."""
     pytest.importorskip("flwr")
-    import rehearsals
+    import in_process_federation
 
-    with rehearsals.quick(), pytest.MonkeyPatch.context() as patch:
+    with in_process_federation.quick(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(FederationServer, "_secret", lambda self: b"seed 0")
-        yield rehearsals.found("clients", tmp_path_factory.mktemp("private"))
+        yield in_process_federation.found("clients", tmp_path_factory.mktemp("private"))
 
 
 @pytest.mark.parametrize("method", ["feddure", "fedavg"])
 def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str, flower: Any) -> None:
     """Model, rows and ledger, where all sites train in every round: a smaller cohort is drawn from the secret."""
-    import rehearsals
+    import in_process_federation
 
     there: list[RemoteRuntime] = []
     original = RemoteRuntime.open
@@ -680,9 +680,9 @@ def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str
         run = flower.play(file)
     simulated = flower.runs / f"{method}-simulated"
     runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
-    assert rehearsals.bits(run) == rehearsals.bits(simulated)
+    assert in_process_federation.bits(run) == in_process_federation.bits(simulated)
     assert (run / LEDGER).read_bytes() == (simulated / LEDGER).read_bytes()
-    ours, theirs = rehearsals.rows(run), rehearsals.rows(simulated)
+    ours, theirs = in_process_federation.rows(run), in_process_federation.rows(simulated)
     for key in ("train", "cohort", "aggregation"):
         assert [row[key] for row in ours] == [row[key] for row in theirs]
     assert f"epsilon {ours[-1]['aggregation']['epsilon']:.4g}" in (run / "serve.log").read_text()
@@ -692,12 +692,12 @@ def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str
 
 def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
     """After the sites have trained, before it has taken their answers; cohorts of two of three, from the secret."""
-    import rehearsals
+    import in_process_federation
 
     file = flower.write("fedavg", norm="group", cohort=2, rounds=3, dp_clip=0.3, dp_noise=0.5)
     straight = flower.play(file, "straight")
     flower.forget()
-    with rehearsals.stopping((1, 0), after=True):
+    with in_process_federation.stopping((1, 0), after=True):
         flower.play(file, "stopped")
     stopped = flower.play(file, "stopped")
     for name in ("model.safetensors", "metrics.jsonl", LEDGER):

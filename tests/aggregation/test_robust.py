@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from callbacks import resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupted_runs import resumed
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator

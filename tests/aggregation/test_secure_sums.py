@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from spies import question
+from recording_methods import question
 from test_contract import scene
 
 from halfmoon.aggregation.secure import signing
@@ -641,14 +641,14 @@ MALFORMED: list[Tree] = [
 
 @pytest.mark.parametrize("masks", MALFORMED, ids=range(len(MALFORMED)))
 def test_what_is_no_part_of_a_sum_is_refused_by_its_pattern(masks: Tree) -> None:
-    from federations import terms
+    from fake_transport import terms
 
     with pytest.raises(RefusalError, match="for a secure sum is invalid: it"):
         secure_sum.check_masks(make_tree_spec(masks), terms(cohort=3, secure_aggregation=True))
 
 
 def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
-    from federations import TERMS
+    from fake_transport import TERMS
 
     secure_sum.check_masks({}, TERMS)
     with pytest.raises(RefusalError, match="the terms have no secure aggregation"):

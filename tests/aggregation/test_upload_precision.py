@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from callbacks import resumed
-from events import Sentences
+from interrupted_runs import resumed
 from safetensors.torch import load_file
 from test_contract import scene
 from test_dp import GROUPED, PROMISE, private
+from text_log import Sentences
 
 import halfmoon
 from halfmoon import Config

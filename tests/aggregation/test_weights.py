@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from recording_methods import question
 from safetensors.torch import load_file
-from spies import question
 from torch import Tensor
 
 from halfmoon.aggregation.attacks import FALSE_COUNT_FACTOR, HostileClients

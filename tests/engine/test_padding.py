@@ -362,7 +362,7 @@ def test_masked_chunks_are_the_chunks_of_the_real_rows(size):
         assert torch.equal(rows.flatten()[places][:count], torch.arange(count))
 
 
-OUTSIDE = from_factory("outside_parts:small", 1, CLASSES, (8, 8))
+OUTSIDE = from_factory("custom_models:small", 1, CLASSES, (8, 8))
 
 
 @pytest.mark.parametrize("network", [NETWORK, ResNet9(1, CLASSES, 2), OUTSIDE], ids=["small", "resnet9", "module"])

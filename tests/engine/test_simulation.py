@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 import torch
-from spies import Counting, Spy, tensors
+from recording_methods import Counting, Spy, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import TorchSmall, twin
 

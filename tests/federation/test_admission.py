@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from federations import SITES, Node, Street, ask, joined, node
+from fake_transport import SITES, Node, Street, ask, joined, node
 
 pytest.importorskip("flwr")
 

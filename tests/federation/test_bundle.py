@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federations import terms
+from fake_transport import terms
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle

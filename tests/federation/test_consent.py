@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from federations import Node, Street, joined, node, refusal
+from fake_transport import Node, Street, joined, node, refusal
 from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offer, play, told
 
 from halfmoon.cli import main as cli

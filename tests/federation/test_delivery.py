@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from federations import VERSION, Street, ask, node, refusal, terms
+from fake_transport import VERSION, Street, ask, node, refusal, terms
 from safetensors.torch import save_file
 from test_site_client import folder as folder_of
 
@@ -183,20 +183,20 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     given = SmallCNN(1, 2, 2).init(rng.generator(5, "given"))
     save_file(tree.flatten(given), tmp_path / "start.safetensors")
     (tmp_path / "wards.toml").write_text(
-        'method = "outside_parts:Mine"\nnetwork = "small"\nwidth = 2\nweights = "start.safetensors"\n'
+        'method = "custom_models:Mine"\nnetwork = "small"\nwidth = 2\nweights = "start.safetensors"\n'
         'freeze = ["backbone"]\nrounds = 1\nlabeled_batch = 2\nunlabeled_batch = 2\n[federation]\n'
         'sites = ["north", "south"]\nclasses = ["sound", "ill"]\nimage = [1, 8, 8]\nmin_replies = 1\nabsence = 0.1\n'
     )
     plan = load_plan(tmp_path / "wards.toml")
     sites = {
         name: SiteClient.from_folder(
-            ward(tmp_path / name), name, tmp_path / f"home-{name}", trusted=("outside_parts:Mine",)
+            ward(tmp_path / name), name, tmp_path / f"home-{name}", trusted=("custom_models:Mine",)
         )
         for name in ("north", "south")
     }
     offer = write_message(Offer(VERSION, plan.terms.text))
     careful = replace(sites["north"], trusted=())
-    assert "--method outside_parts:Mine" in read_message(careful.reply_to(offer), Refusal).reason
+    assert "--method custom_models:Mine" in read_message(careful.reply_to(offer), Refusal).reason
     with monkeypatch.context() as patch:
         patch.setattr(weight_files, "_REGISTERED", {})
         assert (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from federations import free_port
+from fake_transport import free_port
 from support.dicom_files import MARK, write_marked_dicom
 
 from halfmoon.cli.main import main

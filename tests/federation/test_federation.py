@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Message
-from rehearsals import (
+from in_process_federation import (
     CLASSES,
     SECRET,
     SHORT,

@@ -149,7 +149,7 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(term
     What has a terminal of its own on the page are processes; a command that only has to come to its end is called here.
     """
     pytest.importorskip("flwr")
-    from federations import free_port
+    from fake_transport import free_port
 
     folder = terminals.folder
     monkeypatch.chdir(folder)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from rehearsals import Town, before_each_message, bits, eager, found, quick, recorded, stopping
+from in_process_federation import Town, before_each_message, bits, eager, found, quick, recorded, stopping
 from safetensors.numpy import load_file
 
 from halfmoon.core.errors import UserError

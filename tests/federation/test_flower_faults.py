@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from federations import Node, Street, ask, joined, node
+from fake_transport import Node, Street, ask, joined, node
 
 pytest.importorskip("flwr")
 

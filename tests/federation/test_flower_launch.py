@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from federations import free_port
+from fake_transport import free_port
 from PIL import Image
 
 from halfmoon.cli import main as cli

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rehearsals import quick
+from in_process_federation import quick
 
 from halfmoon.config import schema as settings
 from halfmoon.core import tree

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from events import Sentences
-from federations import Street, bytes_of, mute, node, terms
+from fake_transport import Street, bytes_of, mute, node, terms
 from test_messages import FEDERATED, REQUEST, Bad, federation
 from test_site_client import TERMS, folder, made, offer, play, told
+from text_log import Sentences
 
 from halfmoon.contract.sites import HASH, RUN, SEED, VERSION, Wire
 from halfmoon.contract.small_federation import start_server

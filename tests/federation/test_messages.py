@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from events import Sentences
 from test_contract import BATCHINGS, ROUNDS, scene, straight
+from text_log import Sentences
 
 from halfmoon.api.uploads import Upload
 from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, make_remote_runtime

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federations import FORM, SITES, TERMS, terms
+from fake_transport import FORM, SITES, TERMS, terms
 
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError

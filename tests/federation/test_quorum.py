@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from events import Sentences
 from test_contract import BATCHINGS, ROUNDS, scene
+from text_log import Sentences
 
 from halfmoon.contract.sites import HASH, VERSION, make_remote_runtime
 from halfmoon.contract.small_federation import run_rounds, start_server, trees_equal

@@ -15,10 +15,10 @@ import torch
 
 pytest.importorskip("flwr")
 
-import rehearsals
-from rehearsals import Town, before_each_message, bits, eager, found, quick, rows, stopping
+import in_process_federation
+from in_process_federation import Town, before_each_message, bits, eager, found, quick, rows, stopping
+from pipe_server import put, take
 from safetensors.torch import load_file
-from sum_server import put, take
 
 from halfmoon.aggregation.secure.masking import Party
 from halfmoon.api.uploads import Upload
@@ -62,7 +62,7 @@ def no_waiting() -> Iterator[None]:
 def town(tmp_path_factory: pytest.TempPathFactory) -> Town:
     """Four sites, of which three have to stay to a sum's end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsals, "SMALL", {**rehearsals.SMALL, "clients": SITES})
+        patch.setattr(in_process_federation, "SMALL", {**in_process_federation.SMALL, "clients": SITES})
         return found("clients", tmp_path_factory.mktemp("federations"))
 
 
@@ -314,7 +314,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
         return reply
 
     server = subprocess.Popen(
-        [sys.executable, Path(__file__).parents[1] / "support" / "sum_server.py", file, folder / "run", str(SITES)],
+        [sys.executable, Path(__file__).parents[1] / "support" / "pipe_server.py", file, folder / "run", str(SITES)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -1,7 +1,7 @@
 """Who is there: names instead of nodes, restarts, late and lost answers, on a made-up street with a made-up clock."""
 
 import pytest
-from federations import SITES, Node, Street, ask, joined, mute, node, refusal, terms
+from fake_transport import SITES, Node, Street, ask, joined, mute, node, refusal, terms
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federations import bytes_of, terms
+from fake_transport import bytes_of, terms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from federations import VERSION, joined, terms
+from fake_transport import VERSION, joined, terms
 from torch import Tensor
 
 from halfmoon.aggregation.weights import WeightCap

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fakes import Pixel, Told, value, weight
-from method_scenes import small
+from method_helpers import small
+from scripted_federation import Pixel, Told, value, weight
 from torch import nn
 
 from halfmoon.api.types import ClientData

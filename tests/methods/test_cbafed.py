@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import assert_same, begun, images, rounds_of, small
+from method_helpers import assert_same, begun, images, rounds_of, small
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal

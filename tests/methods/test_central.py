@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import small
-from spies import Spy
-from textbook_objectives import Textbook, mean_teacher
+from method_helpers import small
+from recording_methods import Spy
+from reference_objectives import Textbook, mean_teacher
 from torch_models import state_dict
 
 from halfmoon.api.types import Batch, Method

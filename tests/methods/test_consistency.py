@@ -6,11 +6,11 @@ from math import exp, log
 from typing import Any
 
 import pytest
-import textbook_objectives as textbook
+import reference_objectives as textbook
 import torch
-from method_scenes import lifted, rounds_of
+from method_helpers import lifted, rounds_of
+from reference_objectives import NETWORK, Textbook, drawn_batch, module_of
 from test_objectives import Line, W, batch, pseudo_label
-from textbook_objectives import NETWORK, Textbook, drawn_batch, module_of
 from torch.func import grad_and_value
 
 from halfmoon.api.types import Batch, Task

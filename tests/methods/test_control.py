@@ -1,7 +1,7 @@
 """The control: FixMatch without pseudo-labels, and labels only in networks without batch normalization."""
 
 import pytest
-from method_scenes import rounds_of
+from method_helpers import rounds_of
 
 from halfmoon.contract.small_federation import CLASSES, make_dataset, make_task, max_difference, trees_equal
 from halfmoon.methods import registry

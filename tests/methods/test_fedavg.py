@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import Pixel, Told, value, weight
-from method_scenes import assert_same, batches, lifted, local, rounds_of, small
+from method_helpers import assert_same, batches, lifted, local, rounds_of, small
+from scripted_federation import Pixel, Told, value, weight
 
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.contract.small_federation import (

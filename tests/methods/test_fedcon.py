@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import assert_same, begun, images, local, rounds_of, small
+from method_helpers import assert_same, begun, images, local, rounds_of, small
 from torch import nn
 
 import halfmoon

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from method_scenes import begun, rounds_of
+from method_helpers import begun, rounds_of
 from test_objectives import Line, W
 from torch import Tensor
 from torch.func import grad

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import lifted, local
-from textbook_feddure import Textbook
+from method_helpers import lifted, local
+from reference_feddure import Textbook
 from torch import nn
 from torch_models import TorchResNet9, TorchSmall, twin
 

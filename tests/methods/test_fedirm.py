@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import assert_same, begun, images, local, rounds_of, small
+from method_helpers import assert_same, begun, images, local, rounds_of, small
 from torch import Tensor
 
 from halfmoon.api.types import Batch

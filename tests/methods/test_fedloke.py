@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import (
+from method_helpers import (
     FIXED,
     PIXEL,
     autograd_step,
@@ -21,7 +21,7 @@ from method_scenes import (
     rounds_of,
     tracked,
 )
-from spies import Spy
+from recording_methods import Spy
 from torch import Tensor
 from torch.distributions import Categorical
 

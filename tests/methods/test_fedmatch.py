@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import Line, line
-from method_scenes import begun
-from spies import Spy
+from method_helpers import begun
+from recording_methods import Spy
+from scripted_federation import Line, line
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from spies import Spy
+from recording_methods import Spy
 from torch import Tensor
 
 from halfmoon.api.uploads import Upload

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import begun, images, local, rounds_of, small
+from method_helpers import begun, images, local, rounds_of, small
 
 from halfmoon.api.types import Batch
 from halfmoon.contract.small_federation import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import (
+from method_helpers import (
     PIXEL,
     assert_same,
     autograd_step,
@@ -20,7 +20,7 @@ from method_scenes import (
     rounds_of,
     tracked,
 )
-from spies import Spy
+from recording_methods import Spy
 from torch import Tensor
 from torch.distributions import Categorical
 from torch_models import TorchSmall, twin

@@ -6,8 +6,8 @@ from math import log
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import Told
-from method_scenes import lifted, rounds_of
+from method_helpers import lifted, rounds_of
+from scripted_federation import Told
 from test_batchnorm_stats import counted
 from torch import Tensor, nn
 from torch_models import module_of

@@ -6,12 +6,12 @@ from math import log
 from typing import Any
 
 import pytest
-import textbook_objectives as textbook
+import reference_objectives as textbook
 import torch
-from method_scenes import lifted, rounds_of
+from method_helpers import lifted, rounds_of
+from reference_objectives import NETWORK, Textbook, drawn_batch, module_of
 from test_consistency import check, learned
 from test_objectives import Line, W, batch
-from textbook_objectives import NETWORK, Textbook, drawn_batch, module_of
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal

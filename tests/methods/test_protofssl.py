@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from method_scenes import images, rounds_of
+from method_helpers import images, rounds_of
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData

@@ -6,7 +6,7 @@ from math import exp
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import images, rounds_of
+from method_helpers import images, rounds_of
 from torch import Tensor
 
 from halfmoon.api.types import Batch

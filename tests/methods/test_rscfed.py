@@ -5,7 +5,7 @@ from math import exp
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import assert_same, images, local, rounds_of, small
+from method_helpers import assert_same, images, local, rounds_of, small
 
 from halfmoon.api.types import Batch
 from halfmoon.api.uploads import Upload

@@ -6,8 +6,8 @@ from math import log
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import Pixel, Told, pixels, upload, value, weight
-from method_scenes import assert_same, begun, lifted, rounds_of, small
+from method_helpers import assert_same, begun, lifted, rounds_of, small
+from scripted_federation import Pixel, Told, pixels, upload, value, weight
 from test_batchnorm_stats import counted
 
 from halfmoon.api.types import Batch, ClientData

@@ -4,7 +4,7 @@ from math import exp, log
 
 import pytest
 import torch
-from method_scenes import lifted, rounds_of
+from method_helpers import lifted, rounds_of
 from test_objectives import Line, batch, pseudo_label
 from torch import Tensor
 

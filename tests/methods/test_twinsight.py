@@ -5,7 +5,7 @@ from math import exp, log
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import images, small
+from method_helpers import images, small
 from torch import Tensor
 from torch_models import TorchSmall, twin
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from callbacks import resumed
+from interrupted_runs import resumed
 from torch import Tensor, nn
 
 from halfmoon.config.schema import Config

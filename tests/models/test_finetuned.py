@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import outside_parts
+import custom_models
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -89,7 +89,7 @@ def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path: Path, ours: bool) -> None:
     """Frozen first layer: a torch module whose first normalization is in eval mode, ours and one from outside."""
-    network = OURS if ours else from_factory("outside_parts:small", 1, 4, (8, 8))
+    network = OURS if ours else from_factory("custom_models:small", 1, 4, (8, 8))
     model = given(network)
     which = partly(tmp_path, "conv1", network=network, model=model)
     mine = which.init(rng.generator(0, "m"))
@@ -214,15 +214,15 @@ class Ending(nn.Module):
 
 
 def test_a_state_dict_of_a_module_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = outside_parts.small(1, 4, (8, 8)).eval()
+    module = custom_models.small(1, 4, (8, 8)).eval()
     module(torch.zeros(1, 1, 8, 8))
     save_file(module.state_dict(), tmp_path / "s.safetensors")
-    network = from_factory("outside_parts:small", 1, 4, (8, 8))
+    network = from_factory("custom_models:small", 1, 4, (8, 8))
     which = fine_tune(network, read_weights_file(str(tmp_path / "s.safetensors")), ("conv?",), NAMES)
     x = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(which.predict(which.init(rng.generator(0, "m"))["params"], {}, x), module(x).detach())
-    monkeypatch.setattr(outside_parts, "ending", Ending, raising=False)
-    headless = from_factory("outside_parts:ending", 1, 4, (8, 8))
+    monkeypatch.setattr(custom_models, "ending", Ending, raising=False)
+    headless = from_factory("custom_models:ending", 1, 4, (8, 8))
     save_file(Ending(1, 4, (8, 8)).state_dict(), tmp_path / "e.safetensors")
     with pytest.raises(UserError, match="freeze backbone means every layer but the head, and this network does not"):
         fine_tune(headless, read_weights_file(str(tmp_path / "e.safetensors")), ("backbone",), NAMES)

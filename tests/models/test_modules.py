@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import outside_parts
+import custom_models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,8 +33,8 @@ SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
 
 
 def network(factory: str, channels: int = 1) -> ModuleNetwork:
-    """Return a network of `outside_parts` for images of 8x8 pixels and four classes."""
-    return from_factory(f"outside_parts:{factory}", channels, 4, (8, 8))
+    """Return a network of `custom_models` for images of 8x8 pixels and four classes."""
+    return from_factory(f"custom_models:{factory}", channels, 4, (8, 8))
 
 
 def as_theirs(model: Tree) -> Tree:
@@ -207,7 +207,7 @@ def test_a_description_makes_the_network_again() -> None:
         assert networks.from_description(networks.describe(which)) == which
     for said in (
         {"name": "smal"},
-        {"name": "outside_parts:small"},
+        {"name": "custom_models:small"},
         {"name": "small", "width": 0},
         {"name": "small", "a": 1},
     ):
@@ -220,7 +220,7 @@ def test_heterofl_says_why_it_cannot_cut_a_module() -> None:
     which = network("grouped")
     with pytest.raises(UserError, match="leading channels"):
         registry.make("heterofl").client_updates(make_task(which))
-    assert outside_parts.__doc__
+    assert custom_models.__doc__
     assert start_server(registry.make("fedavg"), make_task(which))
 
 

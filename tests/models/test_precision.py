@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import outside_parts
+import custom_models
 import pytest
 import torch
 
@@ -32,14 +32,14 @@ from halfmoon.models.modules import from_factory
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 
-assert outside_parts
+assert custom_models
 NETWORKS = {
     "small": (SmallCNN(1, CLASSES, 8), 8),
     "group": (SmallCNN(1, CLASSES, 8, "group"), 8),
     "none": (SmallCNN(1, CLASSES, 8, "none"), 8),
     "resnet9": (ResNet9(1, CLASSES, 4), 16),
     "wrn": (WideResNet(1, CLASSES, 1, depth=10), 8),
-    "module": (from_factory("outside_parts:small", 1, CLASSES, (8, 8)), 8),
+    "module": (from_factory("custom_models:small", 1, CLASSES, (8, 8)), 8),
 }
 
 

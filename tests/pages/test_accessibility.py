@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from browsers import needs_browser, press, serving, sized, until
-from page_scenes import write_run, write_sweep
 from PIL import Image
+from report_folders import write_run, write_sweep
 
 from halfmoon.pages.label import LabelOptions, LabelPage
 from halfmoon.pages.label_order import Predictions

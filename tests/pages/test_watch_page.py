@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from browsers import needs_browser, opened, serving, sized, until
-from page_scenes import write_run, write_sweep
+from report_folders import write_run, write_sweep
 
 from halfmoon.cli import main as cli
 from halfmoon.pages import federation_events as views

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from page_scenes import (
+from report_folders import (
     METHODS,
     accuracy_of,
     entry,

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from browsers import chromium, needs_browser
-from page_scenes import (
+from report_folders import (
     METHODS,
     accuracy_of,
     entry,

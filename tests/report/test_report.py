@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from page_scenes import split_of
 from PIL import Image
+from report_folders import split_of
 
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry

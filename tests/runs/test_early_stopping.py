@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from callbacks import resumed
+from interrupted_runs import resumed
 
 from halfmoon.config.schema import Config, identity
 from halfmoon.contract.small_federation import make_examples, make_simulation, make_task, trees_equal

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from callbacks import Stop
+from interrupted_runs import Stop
 from safetensors.torch import load_file
 
 import halfmoon
@@ -38,7 +38,7 @@ def left(run: Path) -> tuple[bytes, bytes]:
         ({"width": 64}, "auto"),  # 1.8 million products an image
         ({"executor": "loop"}, "loop"),
         ({"network": "resnet9", "width": 4}, "vmap"),
-        ({"network": "outside_parts:small"}, "auto"),  # a module: nobody knows what it computes
+        ({"network": "custom_models:small"}, "auto"),  # a module: nobody knows what it computes
     ],
 )
 def test_tiny_networks_train_as_one_program(options: dict[str, Any], wanted: str) -> None:

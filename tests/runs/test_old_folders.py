@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from callbacks import Stop
+from interrupted_runs import Stop
 
 from halfmoon.config import schema
 from halfmoon.config.schema import Config

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from callbacks import Stop
+from interrupted_runs import Stop
 from test_executor import left
 
 import halfmoon

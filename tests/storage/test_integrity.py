@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from callbacks import Stop
+from interrupted_runs import Stop
 
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sweep_scenes import RECIPE, played
+from small_recipe import RECIPE, played
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError, install_command

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sweep_scenes import RECIPE, played
+from small_recipe import RECIPE, played
 from test_resume import Shell
 
 from halfmoon.cli import main as cli

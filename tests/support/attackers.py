@@ -27,7 +27,7 @@ from typing import Any
 from attacking.sitecustomize import Creates
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from federations import free_port
+from fake_transport import free_port
 
 from halfmoon.federation.transport.grid import read_key_owners
 from halfmoon.federation.transport.processes import ProcessFolder

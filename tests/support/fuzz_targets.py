@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from federations import VERSION, terms
+from fake_transport import VERSION, terms
 from fuzzing import DEEP, JUNK, WORDS, Broken, Scene, Target, changed, copied, one_of, spoiled
 from hypothesis import strategies as st
 from PIL import Image

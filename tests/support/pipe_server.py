@@ -1,6 +1,6 @@
 """A federation's server in a process of its own, whose sites are behind its standard input and output.
 
-`python tests/support/sum_server.py FEDERATION.toml RUN-DIR SITES`. What a parcel is: a site's number, a ticket's, and a
+`python tests/support/pipe_server.py FEDERATION.toml RUN-DIR SITES`. What a parcel is: a site's number, a ticket's, and a
 length, four bytes each, and the bytes of a message.
 """
 
