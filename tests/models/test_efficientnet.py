@@ -17,7 +17,7 @@ from halfmoon.models.efficientnet import (
     MIDDLE_BLOCKS,
     CenteredLinear,
     EfficientNetLite,
-    converted,
+    convert_published_weights,
     make_network,
     renamed,
 )
@@ -36,7 +36,7 @@ def test_logits_are_those_of_the_reference_package() -> None:
     reference = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
     theirs = reference.from_pretrained("efficientnet-lite0", weights_path=str(FILE)).eval()
     ours = EfficientNetLite(3, 1000).eval()
-    left_out = ours.load_state_dict(load_file(converted(FILE)), strict=False)
+    left_out = ours.load_state_dict(load_file(convert_published_weights(FILE)), strict=False)
     assert left_out == (["head.center"], [])
     for side in (64, 112, 224):
         ours.side = side
@@ -103,7 +103,7 @@ def test_features_of_middle_blocks_follow_those_of_the_top() -> None:
     top = make_network("efficientnet-lite0", 3, 4).eval()
     both = make_network(hubs.MULTILAYER, 3, 4).eval()
     left_out = both.load_state_dict(
-        {k: v for k, v in load_file(converted(FILE)).items() if "head" not in k}, strict=False
+        {k: v for k, v in load_file(convert_published_weights(FILE)).items() if "head" not in k}, strict=False
     )
     assert all(name.startswith("head.") for name in left_out.missing_keys)
     top.load_state_dict({k: v for k, v in both.state_dict().items() if "head" not in k}, strict=False)
@@ -136,6 +136,6 @@ def test_a_saved_description_gives_the_network_back(name: str, features: int) ->
 def test_other_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.pth").write_bytes(FILE.read_bytes()[:-1])
     with pytest.raises(UserError, match="not those that were published"):
-        converted(tmp_path / "other.pth")
+        convert_published_weights(tmp_path / "other.pth")
     assert renamed("_blocks.3._bn1.weight") == "blocks.3.depthwise.norm.weight"
     assert efficientnet.FEATURES == 1280

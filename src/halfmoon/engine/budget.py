@@ -65,7 +65,7 @@ class Budget:
         # With `epochs` other than 0 the drawing of minibatches would set the number of steps again.
         if self.rule == "labeled-steps":
             return amount._replace(steps=target.steps, epochs=0)
-        # Images that go through the network outside of steps count towards the budget, too.
+        # The rule "forwards": images that go through the network outside of steps count towards the budget, too.
         target_images = count_images(self.reference, target, reference_size)
         step_images = target_images - client_update.images_outside_steps(rows.labeled, rows.unlabeled)
         steps = step_images / images_per_step(client_update, amount)

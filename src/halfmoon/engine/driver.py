@@ -43,7 +43,7 @@ class Diverged(RuntimeError):
     """
 
     def __init__(self, round: int, client: int | None, step: int | None, value: float, quantity: str = "loss") -> None:
-        """Describe the divergence.
+        """Word the error of a training that diverged: in the message, rounds and steps count from 1.
 
         Args:
             round: the round, from 0.
@@ -171,7 +171,7 @@ def update_together(context: ClientContext, broadcast: Tree, tasks: Sequence[Cli
     Args:
         context: the settings of this query.
         broadcast: the tree that all clients receive.
-        tasks: each client's number, images and memory, and its number of steps.
+        tasks: each client's number, images, memory and number of steps, and the tree `private` that only it receives.
 
     Returns:
         The results by client number.
@@ -453,7 +453,7 @@ def _check_upload(
 ) -> None:
     """Check that an upload contains what its update declares, and only finite numbers.
 
-    The last step can spoil the weights after a finite loss.
+    A finite loss in each step does not suffice: the weights can become infinite or NaN in the last step itself.
 
     Args:
         context: the settings of this query.
@@ -541,7 +541,7 @@ def _to_channels_last(batch: Batch) -> Batch:
 
 
 def _one_client(padded: ClientData, k: int) -> ClientData:
-    """Return the data of client k from stacked data, with its padding."""
+    """Return the data of client k from the data of stacked clients (leaves (K, ...)); it retains its padding."""
     return ClientData(
         x=padded.x[k],
         y=padded.y[k],
@@ -570,7 +570,7 @@ def _pad_row_memory(client_update: ClientUpdate, memory: Tree, data: ClientData,
     leaves = tree.flatten(memory)
     for path, empty_value in row_memory.items():
         leaf = leaves[path]
-        rows = leaf if len(leaf) == len(data.u) else leaf[:0]
+        rows = leaf if len(leaf) == len(data.u) else leaf[:0]  # no entry, if the images have changed
         leaves[path] = torch.cat([rows, leaf.new_full((length - len(rows),), empty_value)])
     return tree.unflatten(leaves)
 

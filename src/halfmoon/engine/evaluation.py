@@ -178,6 +178,7 @@ def evaluate_model(
         batch = images_per_pass(test.images, batch)
     else:
         batch = BATCH_STATISTICS_IMAGES
+    # `Examples` is a pair of images and labels.
     batches = map(Examples, torch.split(test.images, batch), torch.split(test.labels, batch))
     correct: list[np.ndarray] = []
     evaluate = partial(_evaluate_batch, network, model, normalize, statistics)
@@ -360,7 +361,7 @@ class Quality:
         self.scores.append(scores[:, hidden >= 0].cpu())
 
     def row(self) -> dict[str, Any] | None:
-        """Return shares and accuracies as metrics.jsonl stores them; None if no pseudo-label was counted.
+        """Return shares and accuracies of the pseudo-labels as metrics.jsonl stores them; None if none was counted.
 
         Accuracies and areas under the ROC curve are over the images whose label is known. "..._above" are of confident
         pseudo-labels, "..._used" of those with a weight above 0. "models" has the rows of several models.
@@ -393,6 +394,8 @@ class Quality:
 
 def roc_auc(positive: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> float | None:
     """Compute the probability that a positive example has a higher score than a negative one; equal scores count half.
+
+    For pseudo-labels it measures whether correct ones have higher confidences, or weights, than wrong ones.
 
     Args:
         positive: bool (n,).
@@ -447,6 +450,8 @@ def find_temperature(logits: Tensor, labels: Tensor) -> float:
 @torch.no_grad()
 def fit_temperature(network: Network, model: Tree, normalize: Normalize, images: Examples, batch: int = 1000) -> float:
     """Fit a model's softmax temperature on labeled images that it was not trained on (`find_temperature`).
+
+    Divided by it, the logits give probabilities that match the model's accuracy.
 
     Args:
         network: the network.

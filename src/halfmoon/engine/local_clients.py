@@ -284,8 +284,8 @@ class LocalClients:
             tasks: the clients' tasks, which are created one by one, so that only those of unfinished groups need memory.
         """
         max_size = 1 if self.training.executor == "loop" else self.training.max_group_size
-        waiting: dict[tuple[object, ...], list[ClientTask]] = {}
-        pending: deque[list[ClientTask]] = deque()
+        waiting: dict[tuple[object, ...], list[ClientTask]] = {}  # clients that are not yet in a group, by key
+        pending: deque[list[ClientTask]] = deque()  # groups that are complete
         for task in tasks:
             key = task.group_key
             waiting.setdefault(key, []).append(task)
@@ -294,6 +294,7 @@ class LocalClients:
                 pending.extend(self._divide(client_update, waiting.pop(key)))
             while pending:
                 yield pending.popleft()
+        # No client is left to join those that wait: they form the last groups of their keys.
         while waiting:
             pending.extend(self._divide(client_update, waiting.pop(next(iter(waiting)))))
             while pending:

@@ -404,6 +404,7 @@ def _start(
         state = _State(tree.to(experiment.method.start(experiment.task, model), device))
         cost_of_no_round = experiment.runtime.close().cost
         _save(folder, 0, state, experiment.runtime, cost_of_no_round)
+        # What initialization and saving freed goes back to the system before training needs memory.
         release_memory(tree.nbytes(state.server))
         return state, 0
     _check_checkpoint(folder, loaded)

@@ -115,7 +115,7 @@ class ServerRuntime(ABC):
             aggregators: through which uploads pass before the method gets them.
         """
         self.method = method
-        self.base = task
+        self.base = task  # at the first round; `open` derives each round's task from it
         self.task = task
         self.views = views
         self.settings = settings
@@ -144,9 +144,9 @@ class ServerRuntime(ABC):
 
     @abstractmethod
     def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
-        """Measure the class bias of a model's predictions on the unlabeled images of this round's cohort.
+        """Measure the class bias of a model's predictions on the unlabeled images of this round's cohort (FedDB).
 
-        The cost does not change.
+        The images that this sends through the network do not count towards the run's cost.
 
         Args:
             model: {"params", "stats"}.
@@ -186,7 +186,8 @@ class ServerRuntime(ABC):
             per_client: leaves (len(clients), ...), of which each client receives its slice too.
 
         Yields:
-            The clients that reply and their results; one or more if `clients` is the cohort.
+            Each client that replies, with its result. If `clients` is the cohort, one or more reply: an implementation
+            that gets fewer raises an error instead.
         """
 
     def retry_round(self, few: TooFewReplies) -> None:
@@ -300,7 +301,9 @@ class ServerRuntime(ABC):
             responders.append(client)
             del result  # free the upload before the next client trains
         self.responders = torch.tensor(responders, dtype=torch.int64)
-        self._remove_missing(recipients, tree.nbytes(broadcast))
+        # Clients that did not reply leave the cohort for the rest of the round. The broadcast was sent to them, too:
+        # its bytes count, while those of clients that replied were counted with their results.
+        self._remove_missing(recipients, bytes_per_recipient=tree.nbytes(broadcast))
         return mean.result(broadcast)
 
     def query_server(self, client_update: str, broadcast: Tree) -> Upload:
@@ -409,7 +412,7 @@ class ServerRuntime(ABC):
         return
 
     def _remove_missing(self, recipients: Tensor, bytes_per_recipient: int) -> None:
-        """Remove recipients that are no `responders` from the cohort, and count the bytes that each was sent."""
+        """Remove clients that did not reply from this round's cohort, and count the bytes that were sent to each."""
         # Clients outside of the cohort may be queried, too: these do not change it.
         missing = recipients[~torch.isin(recipients, self.responders)]
         self.cohort = self.cohort[~torch.isin(self.cohort, missing)]

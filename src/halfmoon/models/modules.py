@@ -89,7 +89,7 @@ class ModuleNetwork(Network):
     def train(
         self, params: Tree, x: Tensor, fixed_stats: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
-        logits, record = self._pass(params, x, fixed_stats or {}, True, real)
+        logits, record = self._pass(params, x, fixed_stats or {}, train=True, real=real)
         return logits, record.moments
 
     def embed(
@@ -114,7 +114,7 @@ class ModuleNetwork(Network):
                 f"network {self.factory} does not end in a linear layer, on whose input another head could stand; "
                 "choose another method, or let forward return what the last nn.Linear gives."
             )
-        logits, record = self._pass(params, x, fixed_stats or {}, True, real)
+        logits, record = self._pass(params, x, fixed_stats or {}, train=True, real=real)
         return logits, to_float32(record.inputs[self.head]), record.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -176,8 +176,10 @@ class ModuleNetwork(Network):
 def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int]) -> ModuleNetwork:
     """Create the network of a factory, a function that returns an `nn.Module`.
 
-    A network is a description: its module is built when it is first needed, on this or another machine. So a folder of
-    `transformers` is replaced by its configuration, and the factory's short name is for messages.
+    A network is a description: its module is built when it is first needed, on this or another machine. A folder of
+    `transformers` exists on this machine only, so the description has its configuration instead (`about`, JSON). Its
+    name is then "transformers:" and that configuration, and `factory` is a short name with the model's type, for
+    messages.
 
     Args:
         factory: "my_module:make", the name of an entry point, or a name of `halfmoon.core.hubs`, such as "timm:NAME".
@@ -188,11 +190,12 @@ def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int
     Raises:
         UserError: the factory returns no module, or one that cannot be a pure function.
     """
-    about = ""
+    configuration = ""
     if hubs.package_of(factory) == "transformers":
-        about = hubs.portable_name(factory).partition(":")[2]
-        factory = hubs.short_name(f"transformers:{about}")
-    network = ModuleNetwork(channels, classes, factory=factory, size=size, about=about)
+        name = hubs.portable_name(factory)  # "transformers:{...}"
+        configuration = name.removeprefix("transformers:")
+        factory = hubs.short_name(name)
+    network = ModuleNetwork(channels, classes, factory=factory, size=size, about=configuration)
     has_statistics = bool(_template(network).first["stats"])  # whether a layer is a batch normalization
     return replace(network, norm="batch" if has_statistics else "none")
 
@@ -355,7 +358,8 @@ def _template(network: ModuleNetwork) -> _Template:
     key = (network.name, network.channels, network.classes, network.size)
     if key not in templates:
         is_meta = torch.get_default_device().type == "meta"
-        # Buffers need real values, even if the caller works on the "meta" device.
+        # Buffers need real values, even if the caller works on the "meta" device. Seeded: building a module draws
+        # random numbers, which must not advance the caller's generator.
         with torch.device("cpu") if is_meta else nullcontext(), _seeded(torch.Generator().manual_seed(0)):
             templates[key] = _Template(_new_module(network), network)
     return templates[key]
@@ -381,6 +385,7 @@ def feature_function(network: Network, model: Tree) -> Callable[[Tensor], Tensor
     module = build_module(network).eval().requires_grad_(False)
     leaves = tree.flatten(model)
     paths = {name: network.tree_path(name) for name in module.state_dict()}
+    # strict=False: a model has no counters of batches and no constant buffers, which the module has already.
     module.load_state_dict({name: leaves[path] for name, path in paths.items() if path in leaves}, strict=False)
     for sequence in [each for each in module.modules() if type(each) is nn.Sequential]:
         _fuse_layers(sequence)

@@ -321,7 +321,7 @@ def forward(
 
 
 def kernels(params: Tree) -> Tree:
-    """Select the weights of convolutions and linear layers: the leaves of two dimensions or more."""
+    """Select the weights of convolutions and linear layers: the leaves of two dimensions or more, without biases."""
     selected: Tree = {}
     for name, value in params.items():
         if isinstance(value, dict):
@@ -392,6 +392,7 @@ class Normalize:
                 "take the mean and std of this source."
             )
         scale, shift = _constants(self.mean, self.std, self.dtype, images.device)
+        # In place on the converted copy: one tensor of the size of the images instead of three.
         return images.to(self.dtype).mul_(scale).add_(shift)
 
 

@@ -120,7 +120,7 @@ def patches(x: Tensor) -> Tensor:
 
 
 def positions(rows: int, columns: int, width: int, like: Tensor) -> Tensor:
-    """Compute the sine-cosine position embedding of a grid of patches.
+    """Compute the sine-cosine position embedding of a grid of patches, by which attention knows where a patch is.
 
     Args:
         rows: rows of the grid.

@@ -91,10 +91,12 @@ class Objective:
             model: "params" and "stats" (running batch-norm statistics) of the initial model.
 
         Returns:
-            The model, and the tensors of `shared_names`, which are sent and averaged with it.
+            The model, and the tensors that `shared_names` lists, which are sent and averaged with it: the teacher's
+            parameters, its number of updates and, with batch normalization, its running statistics.
         """
         if self.decay is None:
             return model
+        # The teacher starts as the model itself.
         steps = torch.zeros((), dtype=torch.float64, device=next(leaves(model["params"])).device)
         server = {**model, "teacher": model["params"], "teacher_steps": steps}
         if model["stats"]:
@@ -458,7 +460,8 @@ def forward_and_predict(
         real: a mask for each group, `train_groups` first, if there are padding rows.
 
     Returns:
-        The logits of each of `train_groups`, the detached logits of each of `predict_groups`, and the moments.
+        The logits of each of `train_groups`, the detached logits of each of `predict_groups`, and the moments (batch
+        statistics) of the passes.
     """
     joint = task.statistics == "joint"
     if task.labeling == "batch":
@@ -498,6 +501,7 @@ def embed_groups(
     for group, mask in zip(groups, real or (None,) * len(groups), strict=True):
         if len(group):
             group_logits, group_features, moments = network.embed(params, group, real=mask)
+            # With the mark, a pass of padding only does not change the running statistics.
             passes.append(mark_if_any_real(moments, mask))
         else:  # an empty batch has no statistics: build the empty outputs without the network
             head = params["head"]["weight"]  # (classes, F)

@@ -16,7 +16,7 @@ from halfmoon.methods.objectives.pseudo_labeling import ReceivedModelObjective, 
 from halfmoon.models.network import linear
 
 MIN_NEGATIVE_SIMILARITY = 1e-6
-"""Features that are less similar to the anchor than this are not used as negatives (the authors' code)."""
+"""Features whose cosine similarity to the anchor is not above this are not used as negatives (the authors' code)."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ class ICPL(ReceivedModelObjective):
     ) -> tuple[Tensor, Tensor]:
         """Compute each image's set of possible classes, and the weights of the proxies that attract its features.
 
-        The set of a confident prediction is its class; else it is all classes that are more probable than usual
-        (ProxyFL's "indecisive categories"). A proxy is the learned vector of a class: features are drawn to the proxies
-        of their set.
+        The set of a confident prediction is its class; else it is all classes that are more probable than their share
+        of the training labels (ProxyFL's "indecisive categories"). A proxy is the learned vector of a class: features
+        are drawn to the proxies of their set.
 
         Args:
             probabilities: the received model's predictions, (B + b, classes), labeled images first.
@@ -161,9 +161,10 @@ class ICPL(ReceivedModelObjective):
     ) -> Tensor:
         """Compute InfoNCE between unlabeled images' features and class proxies (ProxyFL, CVPR 2026).
 
-        Positives are the proxies of the image's possible classes, negatives the features of images that have no
-        possible class in common with it. Proxies are the classifier's weight rows through the layer "proxy_head", and
-        features pass through "feature_head". All have length 1, and the temperature is 1.
+        The positive is the sum of the proxies of the image's possible classes, by `proxy_weights`; negatives are the
+        features of images that have no possible class in common with it. Proxies are the classifier's weight rows
+        through the layer "proxy_head", and features pass through "feature_head". Each proxy and each feature vector has
+        length 1, and the temperature is 1.
 
         Args:
             params: parameters, with the linear layers "feature_head" and "proxy_head".
@@ -183,10 +184,13 @@ class ICPL(ReceivedModelObjective):
         # Both views of an unlabeled image have the same set and weights: rows for labeled, strong and weak.
         class_sets = torch.cat([class_sets, class_sets[labeled:]])
         proxy_weights = torch.cat([proxy_weights[labeled:]] * 2)
+        # Only unlabeled images are anchors; labeled ones are negatives of them.
         anchors = embeddings[labeled:]
+        # As in the authors' code the sum of proxies is not scaled to length 1: a doubtful image has a weaker positive.
         positive = (anchors * (proxy_weights @ proxies)).sum(-1, keepdim=True)
         similarity = anchors @ embeddings.T
         without_common_class = class_sets[labeled:] @ class_sets.T == 0
+        # As in the authors' code, images whose features point away from the anchor already are not pushed further.
         is_negative = without_common_class & (similarity > MIN_NEGATIVE_SIMILARITY)
         is_negative = is_negative if mask is None else is_negative & mask
         negatives = torch.where(is_negative, similarity, -torch.inf)

@@ -56,7 +56,8 @@ class MeanTeacher(Consistency):
             cached: unused here.
 
         Returns:
-            The loss (), and batch statistics and the teacher's pseudo-labels.
+            The loss (), in which the squared distance has the weight of this round, and batch statistics and the
+            teacher's pseudo-labels.
         """
         groups = (batch.x, batch.u["weak"])
         joint = task.statistics == "joint"

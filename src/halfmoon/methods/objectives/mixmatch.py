@@ -62,7 +62,8 @@ class MixMatch(Consistency):
             cached: unused here.
 
         Returns:
-            The loss (), and batch statistics and pseudo-labels.
+            The loss (), in which the squared distance has the weight of this round, and batch statistics and
+            pseudo-labels.
         """
         weak_views = (batch.u["weak"], batch.u["weak2"])
         mix = batch.mixing["mix"]

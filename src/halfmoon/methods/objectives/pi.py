@@ -46,7 +46,8 @@ class PiModel(Consistency):
             cached: unused here.
 
         Returns:
-            The loss (), and batch statistics and pseudo-labels from the mean of both predictions.
+            The loss (), in which the squared distance has the weight of this round, and batch statistics and
+            pseudo-labels from the mean of both predictions.
         """
         groups = (batch.x, batch.u["weak"], batch.u["weak2"])
         joint = task.statistics == "joint"

@@ -123,6 +123,8 @@ class ReMixMatch(Objective):
         mixtures = torch.split(mix_rows(torch.cat(groups), mix, order), [len(group) for group in groups])
         strong_images = batch.u["strong"]
         turned = quarter_turns(strong_images, batch.mixing["turn"]) if self.rotation_weight else None
+        # In the order of the groups: mixtures of labeled images, those of each view of unlabeled ones, plain strong
+        # views.
         (labeled, *unlabeled, strong), weak, rotations, moments = self._compute_outputs(
             task, params, stats, (*mixtures, strong_images), turned, batch
         )
@@ -152,6 +154,8 @@ class ReMixMatch(Objective):
         self, prediction: Tensor, aux: Tree, cached: Tree, real: Tensor | None
     ) -> tuple[Tensor, Tree]:
         """Align predictions with the class frequencies of the labels (ReMixMatch's distribution alignment).
+
+        Over many images, pseudo-labels then have the same class frequencies as the client's labels.
 
         Args:
             prediction: probabilities of b images, (b, classes).
@@ -193,6 +197,7 @@ class ReMixMatch(Objective):
         """
         head = params["rotation"]
         weak = batch.u["weak"]
+        # Separate batch statistics: each group of images has a forward pass of its own.
         if turned is None or task.statistics == "separate":
             real = batch.masks(views=len(train_groups))
             logits, (weak_logits,), moments = forward_and_predict(task, params, stats, train_groups, (weak,), real)
@@ -201,6 +206,7 @@ class ReMixMatch(Objective):
             _, features, turned_moments = task.network.embed(params, turned, real=batch.u_real)
             rotations = F.linear(features, head["weight"], head["bias"])
             return logits, weak_logits, rotations, [*moments, turned_moments]
+        # Joint: all groups share one pass, also the weak views, unless running statistics normalize these.
         groups = (*train_groups, turned, weak) if task.labeling == "batch" else (*train_groups, turned)
         logits, features, moments = embed_groups(task, params, groups, batch.masks(views=len(groups) - 1))
         rotations = F.linear(features[len(train_groups)], head["weight"], head["bias"])
@@ -213,7 +219,7 @@ class ReMixMatch(Objective):
 
 
 def quarter_turns(images: Tensor, turns: Tensor) -> Tensor:
-    """Turn each image counter-clockwise by a multiple of 90 degrees.
+    """Turn each image counter-clockwise by a multiple of 90 degrees, which ReMixMatch's rotation head has to predict.
 
     Args:
         images: (b, C, H, H).

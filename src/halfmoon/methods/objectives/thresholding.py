@@ -112,7 +112,7 @@ class Threshold:
         if self.rule != "flexmatch":
             return state
         label, rows_hash = recall_row_labels(state, data)
-        # Padding rows are marked, as labels are counted by class and "none" counts, too.
+        # FlexMatch counts the images of each class and those without a label. Padding gets another mark: it is neither.
         return {"label": _mark_padding(label, data.u_real), "mark": rows_hash}
 
     def pseudo_label(
