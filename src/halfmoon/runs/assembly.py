@@ -57,11 +57,11 @@ def build_experiment(
         runtime=runtime,
         test=test,
         seed=config.seed,
-        evaluate_every=config.evaluate_every or 1,
-        checkpoint_every=config.checkpoint_every,
+        evaluate_every=config.evaluate_every or 1,  # in rounds
+        checkpoint_every=config.checkpoint_every,  # in rounds
         validation=validation,
-        ema=config.server_ema,
-        patience=config.patience,
+        ema=config.server_ema,  # decay of the moving average of the server's models, which is evaluated; 0: none
+        patience=config.patience,  # validations without a better score after which training stops; None: never
     )
 
 
@@ -83,6 +83,7 @@ def summary_header(config: Config, setting: Mapping[str, Any]) -> Row:
         "data": config.data,
         **setting,
         "seed": config.seed,
+        # Fewer than configured for a method that is solved in closed form.
         "rounds": count_rounds(config),
         "budget": {"rule": config.budget, "reference": reference.title},
     }
@@ -122,6 +123,7 @@ def build_summary(
     defenses = settings.security_options(config)
     if defenses:
         summary["defenses"] = defenses
+    # What robust or private aggregation did, the accuracy at each client, why training ended early: not in all runs.
     for name in ("aggregation", "client_accuracy", "ended"):
         if results.get(name) is not None:
             summary[name] = results[name]
@@ -165,11 +167,11 @@ def build_card(
 
 
 def save_split(path: Path, split: Split, data: Source) -> None:
-    """Write a split and its counts into a run folder.
+    """Write a split into a run folder, and the number of labeled and unlabeled images by client and class.
 
     Args:
         path: the run folder.
-        split: the client of each image.
+        split: the client of each training image, and which images keep their labels.
         data: the data set of the split.
 
     Raises:
@@ -190,7 +192,7 @@ def save_split(path: Path, split: Split, data: Source) -> None:
 def record_split_checksums(path: Path) -> None:
     """Record the checksums of a split's files, unless they are recorded.
 
-    They may be missing in a run folder whose process was killed.
+    They may be missing in a run folder whose process was killed after it wrote the files.
 
     Raises:
         WriteError: the folder cannot be written.
@@ -226,7 +228,10 @@ class RunResult:
 
 
 def write_comparison(outcome: RunResult) -> None:
-    """Write the figure and the tables of a run or comparison, each atomically.
+    """Write the learning curves of a run or comparison as a PNG, and its table as CSV and Markdown, each atomically.
+
+    Args:
+        outcome: the finished runs, their summaries, and the paths of the three files.
 
     Raises:
         UserError: the folder cannot be written.
@@ -234,7 +239,8 @@ def write_comparison(outcome: RunResult) -> None:
     from halfmoon.report.curves import draw_curves  # Matplotlib is slow to import, and workers draw nothing
 
     table = comparison_table(outcome.summaries)
-    remarks = list_remarks(outcome.summaries, registry.ceilings())
+    # Upper bounds ("ceilings") are the methods that train with all labels.
+    remarks = list_remarks(outcome.summaries, ceilings=registry.ceilings())
     markdown = table.as_markdown() + "".join(f"\n{remark}\n" for remark in remarks)
     # Matplotlib writes the figure to a temporary file, which then replaces the previous one in one step.
     unfinished_figure = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")

@@ -29,8 +29,8 @@ def build_budget(config: Config, task: Task) -> Budget:
     name = config.reference or config.method
     return Budget(
         rule=config.budget,
-        reference=_training_update(registry.make(name), task),
-        all_labels=registry.entry(name).all_labels,
+        reference=_training_update(registry.make(name), task),  # the work of one of its clients in a round
+        all_labels=registry.entry(name).all_labels,  # whether all images count as labeled for it (an upper bound)
     )
 
 
@@ -59,6 +59,7 @@ def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
             client_updates[config.method] = (update, entry.all_labels)
     if not client_updates:
         return configs[0].method
+    # With `reuse_labeled` labeled images are also trained on without their labels, and count twice.
     dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
     sizes = [dataset.split_size(client) for client in range(dataset.clients)]
     return find_largest_update(configs[0].budget, shared.batching, client_updates, sizes)

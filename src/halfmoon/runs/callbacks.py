@@ -98,10 +98,12 @@ class Callbacks:
         self._call(lambda callback: callback.say(text))
 
     def _call(self, event: Callable[[Callback], None]) -> None:
-        """Call a method of all callbacks; remove a callback that raises an exception, with a warning.
+        """Pass an event of a run to all callbacks; remove one that raises an exception, with a warning.
+
+        A callback only follows the run, so its failure must not stop the training.
 
         Args:
-            event: calls the method with its arguments on the callback that it gets.
+            event: calls the method of the event on the callback that it gets, such as `callback.round(run, row)`.
         """
         # A copy, because callbacks that fail are removed during the loop.
         for callback in tuple(self._callbacks):
@@ -123,12 +125,14 @@ def isolate_failures(watch: Callback) -> Callbacks:
 def feature_progress(watch: Callback, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
     """Create a function that reports the progress of feature extraction to a callback.
 
+    Features are the outputs of a frozen backbone, computed once before training, which may take hours.
+
     Args:
         watch: receives a message every `FEATURE_PROGRESS_SECONDS`: the number of finished images and the time left.
         clock: returns the time in seconds.
 
     Returns:
-        A function of the number of images that have features and the number of all images.
+        A function of the number of images that have features and the number of all images, called after each batch.
     """
     start_time = clock()
     last_message_time = start_time

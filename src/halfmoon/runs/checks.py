@@ -87,7 +87,8 @@ def _count_labels(shared: Problem) -> np.ndarray:
 def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
     """Raise UserError unless the labeled images are where each method needs them.
 
-    The split has its labels at one of these locations: "server", at all "clients", or at "some" clients only.
+    The split has its labels at one of these locations: at the "server" (clients then have unlabeled images only), at
+    all "clients", or at "some" of them.
 
     Args:
         entries: the methods. Those with `all_labels` are upper bounds, which train as if every image were labeled.
@@ -98,7 +99,7 @@ def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> N
     for entry in entries:
         if unknown_labels and entry.all_labels:
             raise UserError(f"method {entry.name} needs all labels, but {unknown_labels:,} training images have none.")
-    clients_without_labels = np.flatnonzero(_count_labels(shared) == 0)
+    clients_without_labels = np.flatnonzero(_count_labels(shared) == 0)  # labels by client
     if (split.client == SERVER).any():
         location = "server"
     elif len(clients_without_labels):

@@ -202,6 +202,8 @@ def build_task(config: Config, image_spec: ImageSpec) -> Task:
         network=network,
         optimizer=_build_optimizer(config, network),
         normalize=Normalize(image_spec.mean, image_spec.std),
+        # Of batch normalization: whether labeled and unlabeled images share a forward pass, and whether pseudo-labels
+        # and tests use the statistics of the batch or the running ones.
         statistics=config.statistics,
         labeling=config.labeling,
         testing=config.test_statistics,
@@ -220,12 +222,13 @@ def build_method(config: Config) -> Method:
     instance = registry.make(config.method, method_options(config, config.method))
     # The checks depend on the method's options, which the entry of the catalog does not have.
     entry = replace(registry.entry(config.method), method=instance)
-    norm = effective_norm(config)
+    norm = effective_norm(config)  # of the trained layers: "batch", "group" or "none"
     # Why the server needs the upload of every client, and not only their sum; "" if the sum is enough.
     individual_reason = entry.individual_upload_reason(norm)
     conflict = None if config.aggregation == "mean" else entry.robust_rule_conflict(config.aggregation, norm)
     if conflict:
         raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {conflict}.")
+    # `core` is the part of the method with its loss: the objective of FedAvg, otherwise the method itself.
     if config.class_weights != "none" and not _uses_class_weights(registry.core(instance)):
         raise UserError(
             f"class_weights has no effect on method {config.method}, whose loss of labeled images is no weighted "
@@ -274,6 +277,9 @@ def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool 
         folder: the run folder, for the ledger of the privacy that all rounds have spent.
         summed: masked uploads were summed before they reach the aggregators, as in a federation. In a simulation the
             aggregator itself sums them.
+
+    Returns:
+        The aggregators in their order; () if the plain mean of uploads is enough.
     """
     stages: list[Aggregator] = []
     if config.weight_cap:
@@ -282,9 +288,12 @@ def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool 
         stages.append(RobustAggregator(config.aggregation, config.byzantine))
     elif config.attack != "none":
         # Without attacks uploads are finite: local training raises `Diverged` otherwise.
-        stages.append(FiniteCheck(robust=not config.secure_aggregation and config.dp_clip is None))
+        # The error may advise a robust rule, except where secure sums hide single uploads or noise needs a plain mean.
+        can_advise_rule = not config.secure_aggregation and config.dp_clip is None
+        stages.append(FiniteCheck(robust=can_advise_rule))
     if config.secure_aggregation:
-        # Differential privacy bounds what one client can change, so all clients have the same weight there.
+        # Differential privacy bounds what one client can change, so all clients have the same weight there ("even").
+        # `means`: the uploads are the mean of the sum already, and are only passed on.
         stages.append(FixedPointMean(even=config.dp_clip is not None, means=summed))
     if config.dp_clip is not None:
         stages.append(_build_privacy(config, secret, folder))
@@ -292,15 +301,18 @@ def build_aggregators(config: Config, secret: bytes, folder: Path, summed: bool 
 
 
 def _build_privacy(config: Config, secret: bytes, folder: Path) -> DifferentialPrivacy:
-    """Create the aggregator of differential privacy, with the ledger of the rounds so far."""
+    """Create the aggregator of differential privacy, which replaces the clipped updates by their mean with noise.
+
+    The ledger in the run folder lists the rounds so far, from which the privacy that they have spent is computed.
+    """
     assert config.dp_clip is not None, "called with dp_clip only"
     assert config.dp_noise is not None, "checked with the configuration"
     clients = config.clients if config.split is None else Split.load(config.split).clients
     privacy_plan = PrivacyPlan(
-        clip=config.dp_clip,
-        noise=config.dp_noise,
+        clip=config.dp_clip,  # the largest norm of a client's update
+        noise=config.dp_noise,  # standard deviation in units of the clip
         delta=config.dp_delta,
-        budget=config.dp_epsilon,
+        budget=config.dp_epsilon,  # the epsilon at which training stops; None: no limit
         cohort=config.cohort,
         clients=clients,
     )
@@ -318,6 +330,7 @@ def load_images(config: DataOptions) -> Source:
     """
     if config.validation_part and config.validation_share:
         raise UserError("validation_part and validation_share both select validation images; leave one of them out.")
+    # `preparation`: size, channels and window of gray values to which images are converted when they are decoded.
     load = partial(load_source, config.data, config.data_dir, cache=config.cache, preparation=image_preparation(config))
     data = hide_last_classes(take_share(load(), config.data_share), config.unknown_classes)
     # A note means that the files define no test images, and others, maybe validation images, were selected.
@@ -345,7 +358,7 @@ def fit_to_network(config: Config, data: Source) -> Source:
     """Shrink and pad images for the network of a configuration, and set their mean and standard deviation."""
     data = shrink(data, config.shrink)
     height, width = data.train.images.shape[1:3]
-    size = padded_side(config, height, width)
+    size = padded_side(config, height, width)  # of the square that the network takes; None: any size
     # Pretrained networks need the constants with which they were trained.
     if network_name(config) in hubs.PRETRAINED:
         data = replace(data, mean=MEAN[: len(data.mean)], std=STD[: len(data.std)])
@@ -566,7 +579,10 @@ def select_executor(config: Config) -> Executor:
 
 
 def choose_executor(config: Config, network: Network, image: tuple[int, int, int]) -> Config:
-    """Choose the executor of a new run whose option is "auto": vmap for tiny networks on a CPU.
+    """Choose how the clients of a simulation are trained, if the option is "auto": by vmap for tiny networks on a CPU.
+
+    With the executor "vmap" all clients of a cohort take their steps in one vectorized computation; with "loop" one
+    client is trained after the other.
 
     The limit is measured (`results/peers.md`) and fixed, so that a run does not depend on the load of a machine.
 
@@ -574,6 +590,9 @@ def choose_executor(config: Config, network: Network, image: tuple[int, int, int
         config: the configuration.
         network: the network.
         image: channels, height and width.
+
+    Returns:
+        The configuration, whose `executor` is changed to "vmap" or remains "auto", which is "loop" on a CPU.
     """
     if config.executor != "auto" or select_device(config).type != "cpu":
         return config

@@ -71,10 +71,10 @@ class CachedView:
 
 
 def make_cached_augmentations(cached_names: Sequence[str], labeled: str = "labeled") -> Views:
-    """Create augmentations that, instead of transforming an image, draw one of its precomputed views.
+    """Create augmentations that, instead of transforming an image, draw the features of one of its precomputed views.
 
     Args:
-        cached_names: names of the cached augmentations, in the order of the file.
+        cached_names: names of the cached augmentations, such as "weak" and "strong", in the order of the file.
         labeled: the augmentation of labeled images; plain views if it is not cached.
     """
     # The cache file has, along its second dimension, one plain view and then DRAWS[name] views of each name.
@@ -198,7 +198,7 @@ def load_or_compute_features(
 
 
 def _is_intact(path: Path) -> bool:
-    """Check that a cache file exists, has its stored checksum and is this user's; warn if it is not so.
+    """Check that a file of cached features exists, has its stored checksum and is this user's; warn if it is not so.
 
     Another user who can write to the folder could plant features with the right checksum.
     """
@@ -280,12 +280,17 @@ def _remove_partial_files(folder: Path) -> None:
 
 
 def measure_seconds_per_image(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
-    """Measure the seconds per image of the plain view on all processors, with two batches for each processor.
+    """Measure how long the features of an image take on all processors, to predict the time before a run.
+
+    Each processor computes two batches of images that are not augmented.
 
     Args:
         head: the network's head, which knows its backbone.
         images: uint8 (N, C, H, W), repeated if there are too few.
         normalize: the normalization of pixels.
+
+    Returns:
+        Seconds per image and view.
     """
     processors = len(available_processors())
     needed = 2 * CHUNK * processors

@@ -59,7 +59,7 @@ def render_jobs(jobs: Sequence[Job]) -> bytes:
 
 
 def is_same_plan(stored: bytes | None, plan: bytes) -> bool:
-    """Check whether two comparison.json files contain the same jobs.
+    """Check whether two comparison.json files plan the same jobs, so that a comparison is resumed and not refused.
 
     Args:
         stored: the file in a folder, perhaps of an earlier version with options that no longer exist; None if there is

@@ -27,7 +27,11 @@ _REQUIRED_TYPES: dict[str, Any] = {
     "std": tuple[float, ...],
     "network": dict[str, Any],
 }
+"""Fields of `Card` that are stored as JSON, with their types."""
+
 _REQUIRED_TEXTS = ("method", "config")
+"""Fields that are stored as they are."""
+
 _OPTIONAL_TYPES: dict[str, Any] = {"crop": bool, "window": tuple[float, float], "temperature": float}
 
 
@@ -63,7 +67,7 @@ class Card:
         return toml.parse_or_empty(self.config)
 
     def render(self) -> dict[str, str]:
-        """Convert the metadata to strings by name, as a model file stores them; `parse` is the inverse."""
+        """Convert the metadata to strings by name, as a model.safetensors stores them; `parse` is the inverse."""
         # Fields that later versions added are left out at their defaults, so that older versions can read the file.
         optional = {}
         if self.crop:
@@ -92,13 +96,17 @@ class Card:
         """Parse the metadata of a model file, the inverse of `render`.
 
         Args:
-            metadata: the metadata.
+            metadata: the strings by name.
             path: the file, for messages.
+
+        Returns:
+            The metadata as a card: classes, preparation of images, network and origin of the model.
 
         Raises:
             UserError: a value is missing, damaged or contradicts others, or the version is unknown.
         """
         _check_format(metadata, path)
+        # `_REQUIRED_TYPES` are fields in JSON with their types, `_REQUIRED_TEXTS` those that are stored as they are.
         missing = [name for name in (*_REQUIRED_TYPES, *_REQUIRED_TEXTS) if name not in metadata]
         if missing:
             raise UserError(f"{path}: the model's metadata lack {missing[0]!r}; take an undamaged copy of the file.")
@@ -114,7 +122,7 @@ class Card:
 
 
 def _check_format(metadata: Mapping[str, str], path: Path) -> None:
-    """Raise UserError if metadata have no format that this version reads."""
+    """Raise UserError if metadata have no format that this version reads: PLAIN, or SCALED with a temperature."""
     number = metadata.get("format")
     if number in (PLAIN, SCALED):
         return
@@ -156,7 +164,10 @@ def _build_network(description: dict[str, Any], path: Path) -> Network:
 
 
 def _find_contradiction(card: Card) -> str:
-    """Describe the first contradiction between the fields of a model's metadata; "" if there is none."""
+    """Describe the first contradiction between the fields of a model's metadata; "" if there is none.
+
+    Images of `input_size` are averaged over blocks of `shrink` x `shrink` pixels and then padded to the square `image`.
+    """
     channels, height, width = card.image
     if channels not in (1, 3) or min(card.image) < 1 or min(card.input_size) < 1 or card.shrink < 1:
         return f"images of {card.input_size} are shrunk by {card.shrink} to {card.image}"

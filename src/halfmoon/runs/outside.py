@@ -26,24 +26,30 @@ CustomMethod = Method | Objective | registry.MethodEntry | Callable[[], Method]
 
 
 def register(method: CustomMethod) -> str:
-    """Register a custom method in this process, and return its name, "module:Class".
+    """Register a custom method in this process, so that configurations can name it, and return its name.
 
-    An objective is trained by FedAvg, and FedAvg with an objective has the name of the objective's class.
+    The name is that of its class, "module:Class". An objective (a loss) is trained by FedAvg, and FedAvg with an
+    objective has the name of the objective's class.
+
+    Args:
+        method: the method, an objective, or an entry of the catalog of methods; or a class or function that builds one.
 
     Raises:
         UserError: it is no method.
     """
+    # Calls a class or function; an object is returned unchanged.
     instance: Any = registry.instance(name=_UNNAMED, plugin=method)
     is_entry = isinstance(instance, registry.MethodEntry)
     # `core` is the object that gives the name: the objective of FedAvg, otherwise the method.
     method_class = type(registry.core(instance.method if is_entry else instance))
     name = f"{method_class.__module__}:{method_class.__qualname__}"
     if not is_entry:
-        # Register the default options, as a process does that imports the class; the run's file stores the others.
+        # The name stands for the method with its default options, as in a process that resumes the run and imports the
+        # class. The run's file stores the options of `method` that differ.
         # A class without defaults is registered as it is.
         with suppress(TypeError):
             instance = method_class()
-    registry.plugin_entry(name, instance)  # raises the error; its entry is not needed here
+    registry.plugin_entry(name, instance)  # only to raise the error of an object that is no method
     plugins.register("method", name, instance)
     return name
 
@@ -57,7 +63,7 @@ def _changed_options(method: Any, name: str) -> dict[str, Any]:
         UserError: it differs in anything else, such as a function; the file stores numbers, strings and Booleans only.
     """
     default_method = registry.entry(name).method
-    options = registry.options_in(method)
+    options = registry.options_in(method)  # by name, also those of its objective
     defaults = registry.options_in(default_method)
     # An option of the instance has the instance's value as its default.
     changed = {
@@ -75,12 +81,14 @@ def _changed_options(method: Any, name: str) -> dict[str, Any]:
 
 
 def describe_method(method: CustomMethod | str) -> tuple[str, dict[str, Any]]:
-    """Return the name of a method and its options that are not at their defaults; an object is registered by its name.
+    """Return the name of a method and its options that are not at their defaults, as a configuration stores a method.
+
+    An object is registered in this process under the name.
 
     Raises:
         UserError: it is no method, or a run's file cannot store the options in which it differs from its defaults.
     """
-    # A name means the method with its defaults.
+    # A name of the catalog means the method with its defaults.
     if isinstance(method, str):
         return method, {}
     name = register(method)
@@ -95,7 +103,9 @@ def describe_method(method: CustomMethod | str) -> tuple[str, dict[str, Any]]:
 
 
 def check_origins(config: Config, text: str, root: Path) -> None:
-    """Check that the plugins and weights of a stored run have not changed.
+    """Check that the plugins (code of the user) and the initial weights of a stored run have not changed.
+
+    A run that was resumed with other code would mix two methods.
 
     Args:
         config: the run's configuration.

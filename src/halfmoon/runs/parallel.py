@@ -42,8 +42,8 @@ class RunFailure(NamedTuple):
 def count_processes(config: Config, runs: int) -> int:
     """Choose the number of processes in which several runs are trained at the same time.
 
-    "auto" is one for each processor if runs compute with one thread and have enough rounds. Several runs on one GPU, or
-    with several threads each, would only slow each other down.
+    "auto" is one for each processor if runs compute with one thread and have `MIN_ROUNDS` together, because processes
+    start slowly. Several runs on one GPU, or with several threads each, would only slow each other down.
 
     Args:
         config: the configuration of the first run.
@@ -131,9 +131,10 @@ def _forward_messages(
     """Pass all events that worker processes have put into a queue to the callback of the main process.
 
     Args:
-        messages: the queue of (event, number or run folder, content).
+        messages: the queue of (event, sender, content). Events are named like the methods of a callback. The sender is
+            the number of the run for "begin" and "say", otherwise its folder.
         runs: the runs that have started, by folder; updated.
-        acknowledged: by number, an event to set when the callback knows of a run's start.
+        acknowledged: by number, an event to set when the callback knows of a run's start, for which the run waits.
         watch: the callback.
     """
     while True:
@@ -188,7 +189,8 @@ def _initialize_process(
     Args:
         run_job: trains the run with a number, and passes its events to a callback.
         messages: the queue of events for the main process.
-        acknowledged: by number, an event that the main process sets when it knows of a run's start.
+        acknowledged: by number, an event that the main process sets when it knows of a run's start. The run waits for
+            it, because trackers read its folder as it is before the first round.
         count: the number of processes that share the processors.
     """
     # Ctrl-C reaches the whole process group; the main process handles it and ends the others.

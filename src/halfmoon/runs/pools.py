@@ -63,14 +63,14 @@ def unpack(data: bytes) -> Any:
 
 
 def call_packed(function: bytes, item: bytes) -> bytes:
-    """Call a function in a worker process, with arguments and result as bytes.
+    """Call a function in a worker process, with its argument and result pickled by this module's `pack`.
 
     Args:
         function: the serialized function of one argument.
         item: the serialized argument.
 
     Returns:
-        The serialized `CallResult`, with the function's result or its exception.
+        The serialized `CallResult`, with the function's result or its exception, which the main process raises.
     """
     try:
         call = unpack(function)
@@ -101,6 +101,7 @@ def configure_process(threads: int, processors: tuple[int, ...] = ()) -> None:
         processors: numbers of the processors; (): all. Systems without processor affinity ignore them.
     """
     torch.set_num_threads(threads)
+    # Otherwise the memory of each batch is returned to the system, and clearing new pages takes time.
     retain_freed_memory()
     if processors and hasattr(os, "sched_setaffinity"):
         with suppress(OSError):
@@ -115,7 +116,7 @@ def available_processors() -> list[int]:
 
 
 def make_process_context(*modules: str) -> BaseContext:
-    """Return a multiprocessing context whose processes start with these modules imported.
+    """Return a multiprocessing context whose processes start quickly, with these modules imported.
 
     Processes are not forked from this one: a copy of PyTorch's threads may hang. If the system supports it, they are
     forked from a server process that has imported the modules and computes nothing.
@@ -157,9 +158,10 @@ class Pool(ABC):
         self.threads = threads
 
     def __call__(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
-        """Yield function(item) in the order of the items; an exception of the function is raised at its item.
+        """Compute function(item) for all items in the processes of this pool, like the built-in `map`.
 
-        A single item is computed in this process.
+        Results are yielded in the order of the items, and an exception of the function is raised at its item. A single
+        item is computed in this process.
 
         Raises:
             UserError: a process was killed, or is out of memory.
@@ -171,7 +173,7 @@ class Pool(ABC):
             return
         remaining = chain(iter(first_two), remaining)
         first_two = []  # frees the items while later ones train
-        submit = self.bind(function)
+        submit = self.bind(function)  # sends the function once, for all items
         futures = deque[Future[bytes]]()
         while True:
             # One more item is submitted than there are processes, so that no process waits for its next item. Items
@@ -218,7 +220,10 @@ class Workers(Pool):
             self._pool = None
 
     def _start(self) -> ProcessPoolExecutor:
-        """Start all processes, each on a separate group of processors if these are exactly enough."""
+        """Start all processes of the pool, each on a separate group of processors if these are exactly enough.
+
+        With own processors the threads of one process do not displace those of another.
+        """
         context = make_process_context("halfmoon.runs.runner")
         available = available_processors()
         processor_groups = context.SimpleQueue()

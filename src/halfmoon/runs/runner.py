@@ -68,11 +68,11 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     watch = isolate_failures(watch)
     check_methods(config)
     root = config.run_dir or next_free_folder(config, config.method)
-    _refuse_existing(root, identity(config, config.method))
-    jobs = _create_jobs(config)
+    _refuse_existing(root, identity(config, config.method))  # the identity is a hash of the options
+    jobs = _create_jobs(config)  # one for each method, with its folder
     # Features of a frozen backbone may take hours: record the run before, so that it can be resumed after a kill.
-    with _pending(root, config) as begin:
-        shared = _load_shared(jobs, None, watch, shared=shared, begin=begin)
+    with _pending_record(root, config) as write_record:
+        shared = _load_shared(jobs, None, watch, shared=shared, before_features=write_record)
     return _run_all(root, _choose_executors(jobs, shared), shared, watch)
 
 
@@ -119,8 +119,8 @@ def compare(
     exists = (root / COMPARISON).exists()
     if not exists:
         _refuse_existing(root, "")
-    with _pending(root, config, methods, seeds) as begin:
-        shared = _load_shared(jobs, None, NULL_CALLBACK if exists else watch, begin=begin)
+    with _pending_record(root, config, methods, seeds) as write_record:
+        shared = _load_shared(jobs, None, NULL_CALLBACK if exists else watch, before_features=write_record)
     if config.reference is None:
         jobs = create_jobs(find_costliest_method([job.config for job in jobs], shared))
     jobs = _choose_executors(jobs, shared)
@@ -189,23 +189,24 @@ def resume(
 
 
 @contextmanager
-def _pending(
+def _pending_record(
     root: Path, config: Config, methods: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> Iterator[Callable[[], None]]:
     """Yield a function that records the configuration of a run that has no run folder yet, so that it can be resumed.
 
-    The function is called when features begin to be computed, which may take hours. The record is removed if an error ends the
-    computation, since nothing remains of the run then; it stays after a kill or Ctrl-C.
+    The function is called before features are computed, which may take hours. The record is removed if an error ends
+    the computation, since nothing remains of the run then; it stays after a kill or Ctrl-C.
 
     Args:
         root: the folder of the run or comparison.
         config: its configuration.
         methods: the methods of a comparison; () for a run.
-        seeds: its seeds.
+        seeds: the seeds of a comparison.
     """
     existed = root.exists()
 
-    def begin() -> None:
+    def write_record() -> None:
+        """Write the record, unless the folder has the plan of a comparison already."""
         text = to_toml(replace(config, run_dir=None))
         record = {"config": text, "sha256": atomic_io.sha256(text.encode()), "methods": [*methods], "seeds": [*seeds]}
         root.mkdir(parents=True, exist_ok=True)
@@ -213,7 +214,7 @@ def _pending(
             atomic_io.write_atomically(root / PENDING, json.dumps(record).encode())
 
     try:
-        yield begin
+        yield write_record
     except Exception:
         (root / PENDING).unlink(missing_ok=True)
         if not existed and root.exists() and not any(root.iterdir()):
@@ -226,7 +227,7 @@ def _start_again(root: Path, record: Any, watch: Callback) -> RunResult:
 
     Args:
         root: the folder.
-        record: what `_pending` has recorded about the run: its configuration, methods, seeds, and a checksum.
+        record: what `_pending_record` has written about the run: its configuration, methods, seeds, and a checksum.
         watch: receives the events of all runs.
 
     Raises:
@@ -347,7 +348,7 @@ def _single_method_config(config: Config, name: str, reference: str, **changes: 
     Args:
         config: the configuration of all; the options of its preset are already in it.
         name: the method.
-        reference: the method whose cost the training of all methods has to match.
+        reference: the method whose cost (steps or passes) the training of all methods has to match.
         changes: other options to change.
     """
     # The preset "paper" sets options of a method's paper; a method without such options would refuse it.
@@ -360,7 +361,7 @@ def _load_shared(
     split: Split | None,
     watch: Callback,
     shared: Problem | None = None,
-    begin: Callable[[], None] = lambda: None,
+    before_features: Callable[[], None] = lambda: None,
 ) -> Problem:
     """Load the data and the split that all jobs share, unless they are given, and check that each job can run on them.
 
@@ -369,7 +370,7 @@ def _load_shared(
         split: their split; None to make it.
         watch: receives messages.
         shared: their data, if they are loaded already.
-        begin: called when features begin to be computed.
+        before_features: called once before features of a frozen backbone are computed, if they are.
 
     Raises:
         UserError: a job cannot run; nothing has been written.
@@ -380,17 +381,18 @@ def _load_shared(
         started: list[bool] = []
 
         def report_progress(number: int, count: int) -> None:
-            """Report the number of images that have features; call `begin` before the first report."""
+            """Report the number of images that have features; call `before_features` before the first report."""
             if not started:
                 started.append(True)
-                begin()
+                before_features()
             report(number, count)
 
+        # All jobs share the options of the data, so the configuration of the first one will do.
         shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_progress)
         for note in shared.source.notes:
             watch.say(note)
     checks.check_jobs(jobs, shared, watch)
-    text = training_summary(shared.task.network)
+    text = training_summary(shared.task.network)  # how much of a pretrained network is trained
     if text is not None:
         watch.say(text)
     return shared
@@ -429,7 +431,7 @@ def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Cal
 
 
 def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
-    """List the images that were left out, with the reasons, in skipped.csv of a run folder.
+    """List the images that were left out because they cannot be read, with the reasons, in skipped.csv of a run folder.
 
     Raises:
         UserError: the folder cannot be written.
@@ -463,7 +465,7 @@ def _run_jobs(
         watch: receives the events of all runs.
 
     Returns:
-        The summaries by the job's number, and the errors of the jobs that failed.
+        The summaries by the job's number, and the errors of the jobs that failed, also by number.
     """
     # Jobs for other processes. All others follow in this process: also those that have finished, whose summary is read.
     pending: list[int] = []

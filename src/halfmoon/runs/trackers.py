@@ -70,10 +70,10 @@ class WandB(NullCallback):
             project=os.environ.get("WANDB_PROJECT", "halfmoon"),
             dir=run.folder,
             id=_tracker_id(run),
-            resume="allow",
+            resume="allow",  # continues the run of this id, if there is one
             name=run.folder.name,
             config=StoredRun.read(run.folder).options,
-            reinit="create_new",
+            reinit="create_new",  # several runs of a comparison are open at the same time in this process
         )
 
     def round(self, run: RunInfo, row: Row) -> None:
@@ -136,7 +136,7 @@ def _tracker_id(run: RunInfo) -> str:
 
 
 def tracker(name: str) -> Callback:
-    """Create a tracker, to pass as `watch`.
+    """Create a callback that logs the metrics of runs to a service, to pass to a run as `watch`.
 
     Args:
         name: tensorboard, wandb or mlflow.
@@ -195,7 +195,10 @@ def _writer_type() -> type[SummaryWriter]:
 
 
 def _start_writer(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
-    """Open the event files of a run, and write its configuration and all rows of metrics.jsonl."""
+    """Open TensorBoard's event files of a run, and write its configuration and all rows of metrics.jsonl.
+
+    A run that was resumed or tracked before so has each round once.
+    """
     run = StoredRun.read(folder)
     events = folder / EVENTS
     # Files are emptied, not removed: a running TensorBoard would wait for removed ones. `purge_step` makes it drop
@@ -204,7 +207,7 @@ def _start_writer(writer_type: type[SummaryWriter], folder: Path) -> SummaryWrit
         os.truncate(old, 0)
     writer = writer_type(str(events), purge_step=0)
     writer.add_text("config", f"```toml\n{run.config}```", 0)
-    ends = _round_ends(folder)
+    ends = _round_ends(folder)  # the time of each row, as it was written in an earlier process
     for row in run.rows:
         _write(writer, row, ends.get(row["round"]))
     writer.flush()
@@ -218,7 +221,7 @@ def _write(writer: SummaryWriter, row: Row, when: float | None) -> None:
 
 
 def _round_ends(folder: Path) -> dict[int, float]:
-    """Estimate the end of each round, in seconds since 1970, as if there was no pause between rounds.
+    """Estimate the end of each round of a run, in seconds since 1970, as if there was no pause between rounds.
 
     The last round ended when metrics.jsonl was written; the times before follow from the durations of the rounds.
     """

@@ -135,7 +135,7 @@ def build_training(name: str, options: Mapping[str, Any], rounds: int | None) ->
 
 
 def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, split: Split, seed: int) -> LinearModel:
-    """Train a linear classifier on the vectors of several clients, standardized by statistics of all clients.
+    """Train a linear classifier by a federated method on feature vectors, standardized by statistics of all clients.
 
     The head is either solved in closed form from sums of the clients (`training.is_solved`), or trained by steps.
 
@@ -160,7 +160,8 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
     )
     # A centered classifier has the mean of the features among its parameters.
     task = _make_task(training, features, classes, identity, centered=True)
-    # One round computes mean and standard deviation of each feature over all clients.
+    # One round computes the mean of each feature over all clients ("center"), and the inverse of its standard deviation
+    # ("scale"), which is also divided by the root of the number of features.
     statistics = _run(Standardization(), task, examples, split, training.batching, seed, rounds=1)["head"]
     standardize = Standardize(center=statistics["center"], scale=statistics["scale"])
     task = _make_task(training, features, classes, standardize, centered=training.is_solved)
@@ -176,7 +177,8 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
     head = training.method.solution(task, server)["params"]["head"]
     center = statistics["center"]
     if training.is_solved:
-        # A head that is solved in closed form has its own center, in units of the standardized features.
+        # A head that is solved in closed form subtracts its own center from (x - center) * scale. Both are one center:
+        # (x - center) * scale - own = (x - (center + own / scale)) * scale.
         center = center + head["center"] / statistics["scale"]
     return LinearModel(center.numpy(), statistics["scale"].numpy(), head["weight"].numpy(), head["bias"].numpy())
 
@@ -189,7 +191,20 @@ def _make_task(training: VectorTraining, features: int, classes: int, standardiz
 def _run(
     method: Method, task: Task, examples: Examples, split: Split, batching: Batching, seed: int, rounds: int
 ) -> Tree:
-    """Run a method for some rounds with all clients in each, and return the server's tree."""
+    """Run a method for some rounds with all clients in each.
+
+    Args:
+        method: the method.
+        task: its network, optimizer and normalization.
+        examples: the vectors and labels of all clients.
+        split: the client of each vector, and which vectors are labeled.
+        batching: batch sizes and epochs.
+        seed: the seed of batches.
+        rounds: number of rounds.
+
+    Returns:
+        The server's tensors after the last round.
+    """
     simulation = Simulation(
         method=method,
         task=task,
@@ -200,14 +215,19 @@ def _run(
     )
     server = method.start(task, initial_model(task, seed, torch.device("cpu")))
     for number in range(rounds):
-        simulation.open(number)
+        simulation.open(number)  # draws the cohort of the round
         server = method.round(task.at(number), server, simulation)
         simulation.close()
     return server
 
 
 def _refuse_views(name: str, training: VectorTraining) -> None:
-    """Raise `UserError` if a method needs augmented views of images."""
+    """Raise `UserError` if a method needs augmented views of images, which vectors do not have.
+
+    Args:
+        name: the method's name, for the error.
+        training: the method.
+    """
     # Which views a method needs does not depend on the data, so the smallest task will do.
     network = LinearClassifier(classes=2, norm="none", features=1, centered=False)
     zero = torch.zeros(1, dtype=torch.float64)

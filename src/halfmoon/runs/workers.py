@@ -30,7 +30,7 @@ def connect_ray(ray: Any, address: str | None) -> bool:
     """Connect to a Ray cluster, or start one on this machine.
 
     Args:
-        ray: the module.
+        ray: the module, an optional dependency.
         address: the address of the cluster; None: RAY_ADDRESS, or a cluster on this machine.
 
     Returns:
@@ -71,8 +71,9 @@ class RayWorkers(Pool):
     )
 
     def __init__(self, number: int = 1, threads: int = 1) -> None:
+        """Connect to the cluster, and limit the processes (`number`) to those for which it has enough processors."""
         self._ray = ray = import_ray()
-        self._owns_connection = connect_ray(ray, None)
+        self._owns_connection = connect_ray(ray, address=None)
         self.broken_error = ray.exceptions.RayError
         processor_counts = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
         # The threads of a process share memory, so it cannot use processors of two machines.
@@ -85,6 +86,7 @@ class RayWorkers(Pool):
                 option="threads",
             )
         super().__init__(min(number, available), threads)
+        # Without retries: a process that died ends the run with a message, as on this machine.
         self._remote_call = ray.remote(num_cpus=threads, max_retries=0)(_call_in_ray)
 
     def bind(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
