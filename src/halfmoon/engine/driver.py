@@ -218,6 +218,7 @@ def update_one(
         broadcast = tree.channels_last(broadcast)
         memory = tree.channels_last(memory)
     data = _add_precomputed_views(context, client, data)
+    # `begin` comes before the draws: its pseudo-labels may exclude images from the minibatches.
     carry = client_update.begin(broadcast, memory, data)
     initial_pseudo_labels = _initial_pseudo_labels(client_update, carry, data, len(data.u))
     drawn_update = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
@@ -232,6 +233,7 @@ def update_one(
         log.add(step_metrics, batch.u_rows)
     samples, step_pseudo_labels = log.summarize(context, client)
     upload, memory = client_update.finish(broadcast, carry, data)
+    # A faulty upload is an error here, which names the step, instead of a refusal at the server.
     _check_upload(context, client, upload, broadcast, drawn_update.amount.steps)
     traffic = client_update.traffic(broadcast, upload)
     upload = upload.map(Tensor.contiguous)
@@ -290,6 +292,7 @@ def update_many(
 
         return vmap_clients(call_for_one_client)
 
+    # As in `update_one`: begin, draw (which needs the carry), all steps, finish.
     carry: Tree = lift(client_update.begin)(per_client, memory, padded)
     makes_initial_pseudo_labels = bool(client_update.initial_pseudo_labels(carry, padded))
 
@@ -471,6 +474,7 @@ def _check_upload(
     for name, leaf in tree.flatten(upload.tree).items():
         if not bool(leaf.isfinite().all()):
             value = float(leaf[~leaf.isfinite()].flatten()[0])
+            # The last step is named, or step 0 of an update without steps.
             raise Diverged(context.round, client, max(0, steps - 1), value, f"upload '{name.removeprefix('update/')}'")
 
 
@@ -623,7 +627,7 @@ def _pad(clients_data: Sequence[ClientData]) -> ClientData:
     """
 
     def repeat_rows(images: Tensor, length: int) -> Tensor:
-        if not len(images):
+        if not len(images):  # nothing to repeat: zeros, which the mask excludes
             return images.new_zeros((length, *images.shape[1:]))
         return images[torch.arange(length, device=images.device) % len(images)]
 

@@ -106,6 +106,7 @@ def accuracy_by_client(correct: np.ndarray, owners: np.ndarray) -> dict[int, flo
     """
     has_owner = owners >= 0
     image_counts = np.bincount(owners[has_owner])
+    # `minlength`: a client at the end without a correct image still has an entry.
     correct_counts = np.bincount(owners[has_owner & correct], minlength=len(image_counts))
     accuracies: dict[int, float] = {}
     for client in np.flatnonzero(image_counts):
@@ -299,6 +300,7 @@ def prediction_bias(
         "unlabeled": unlabeled_shares,
         "accuracy": accuracy_shares,
     }
+    # JSON has no NaN: what is missing is None.
     for name, values in shares.items():
         row[name] = None if np.isnan(values).any() else values.round(6).tolist()
     divergences = {
@@ -358,6 +360,7 @@ class Quality:
         true_class = F.one_hot(hidden.clamp(min=0), self.classes).double() * with_label[:, None]
         self.per_class += torch.stack([(true_class * correct[:, None]).sum(0), true_class.sum(0)])
         scores = torch.stack([correct, pseudo.confidence.double(), pseudo.weight.double()])
+        # Ranks, for areas under the ROC curve, need all scores at once: they wait on the CPU until the round ends.
         self.scores.append(scores[:, hidden >= 0].cpu())
 
     def row(self) -> dict[str, Any] | None:
@@ -435,7 +438,7 @@ def find_temperature(logits: Tensor, labels: Tensor) -> float:
         expected_logits = (probabilities * logits).sum(1)
         return float((expected_logits - true_logits).mean())
 
-    # The cross-entropy is convex in 1 / temperature: bisect its logarithm by the sign of the derivative.
+    # The cross-entropy is convex in scale, so its slope changes its sign once: bisect log(scale) between the bounds.
     low = math.log(1 / MAX_TEMPERATURE)
     high = math.log(1 / MIN_TEMPERATURE)
     for _ in range(BISECTIONS):

@@ -402,7 +402,7 @@ class ServerRuntime(ABC):
             if precision != "float32" and client != SERVER:
                 received = {**broadcast, **tree.index(per_client, clients.index(client))}
                 result = result._replace(upload=decompress_upload(result.upload, received, precision))
-            self._on_upload(client, broadcast, result.upload)
+            self._on_upload(client, broadcast, result.upload)  # a simulation stores some clients' models
             yield client, result
             del result  # free the upload before the next client trains
             release_memory(tree.nbytes(broadcast))

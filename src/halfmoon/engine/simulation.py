@@ -136,6 +136,7 @@ class Simulation(ServerRuntime):
         if not len(labeled) and not self.dataset.pooled:  # in pooled training the only client has the server's images
             labeled = self.dataset.rows(SERVER, labeled=True)
         images = self.dataset.train.images
+        # A stream of random numbers of its own: measuring does not change what training draws.
         order = torch.randperm(len(unlabeled), generator=rng.generator(self.seed, "prior", self._round))
         sample = order[:MAX_BIAS_IMAGES].sort().values  # sorted, to read the images in order
         rows = tensor_from_numpy(unlabeled)[sample].to(images.device)

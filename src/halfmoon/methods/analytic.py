@@ -611,6 +611,8 @@ def moment_faults(name: str, moments: Tensor, scaled_sums: Tensor, count: float)
 def principal_directions(second: Tensor, count: int) -> Tensor:
     """Compute the `count` leading eigenvectors (F, count) of a matrix of second moments (F, F).
 
+    Features vary most in these directions, so the mixture of Gaussians is fitted in them.
+
     Raises:
         UserError: if a moment is not finite.
     """

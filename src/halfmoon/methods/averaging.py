@@ -68,6 +68,7 @@ def take_momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) ->
     Returns:
         The new parameters and the new momentum.
     """
+    # Sign as in SGD: `old - new` is the gradient that a step of 1 follows to the mean.
     new_momentum = tree.map(lambda v, old, new: keep * v + (old - new), momentum, params, mean)
     new_params = tree.map(torch.sub, params, new_momentum)
     return new_params, new_momentum

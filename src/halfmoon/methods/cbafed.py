@@ -175,7 +175,7 @@ class CBAFedClient(RoundLabelingClient):
         logits = predict_all_rows(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
         pseudo = self.pseudo_label(logits.softmax(-1), broadcast["share"])
         pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, data.u_real))
-        # During the warm-up clients train on labels only.
+        # During the warm-up, a share of the run's rounds, clients train on labels only.
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
         saved: Tree = {}

@@ -78,6 +78,7 @@ class SupervisedWithUnlabeledStatistics(Objective):
             The loss (), and the batch statistics of the passes.
         """
         if self.labels == "round":
+            # FixMatch with labels of the round's start looks predictions up, so it has no pass of weak views.
             joint = task.statistics == "joint"
             groups = (batch.x, batch.u["strong"])
             (labeled, _), _, moments = forward(task.network, params, joint, groups, real=batch.masks(views=1))

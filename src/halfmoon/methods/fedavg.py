@@ -112,7 +112,8 @@ class LocalTraining(ClientUpdate):
             carry: state of the client update after its last step.
             data: the client's images and labels.
         """
-        # An objective without views trains on labels only: clients without labels have trained nothing.
+        # An upload weighs as much as the client has images. An objective without views trains on labels only: clients
+        # without labels have trained nothing.
         weight = data.rows if self.requirements.views else data.rows * (data.labeled > 0)
         _, memory = super().finish(broadcast, carry, data)
         objective_memory = {name: carry[name] for name in self.objective.initial_memory(self.task, broadcast)}

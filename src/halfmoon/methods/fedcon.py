@@ -193,7 +193,7 @@ class FedConClient(ClientUpdate):
         Returns:
             The loss (), and the batch statistics of all passes.
         """
-        network_params = _network_params(params)
+        network_params = _network_params(params)  # without the predictor
         (labeled_logits,), _, labeled_moments = forward(
             self.task.network, network_params, joint=False, differentiated=(batch.x,), real=batch.masks(views=0)
         )

@@ -94,7 +94,7 @@ class FedIRM(ModelAveraging):
 
 
 def compute_relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
-    """Compute the class relation matrix of a batch (FedIRM, MICCAI 2021).
+    """Compute the class relation matrix of a batch: which classes a model confuses with each (FedIRM, MICCAI 2021).
 
     Args:
         logits: (n, classes).

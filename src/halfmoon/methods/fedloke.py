@@ -185,7 +185,7 @@ class FedLoKeClient(ClientUpdate):
     def _mutual_loss(
         self, batch: Batch, teacher: Tensor, mask: Tensor, weight: Number
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Build a model's loss: cross-entropy of labels + weight * divergence from the other model's predictions.
+        """Build a model's loss in FedLoKe: cross-entropy of labels + weight * divergence from the other's predictions.
 
         Args:
             batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.

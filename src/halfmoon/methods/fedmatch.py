@@ -534,6 +534,7 @@ class FedMatchClient(ClientUpdate):
         plain_images = batch.u[self.options.view]
         masks = batch.masks(views=2)[1:]  # without the mask of the labeled images
         if self.task.labeling == "running":
+            # Pseudo-labels under running statistics need an evaluation pass of their own.
             (strong_logits,), _, moments = forward(network, params, joint, (strong_images,), real=masks[:1])
             with torch.set_grad_enabled(bool(self.helpers)):
                 return strong_logits, network.predict(params, stats, plain_images), moments

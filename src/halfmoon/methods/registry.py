@@ -173,6 +173,7 @@ def option_range(method: str, option: str) -> Range | None:
         return POSITIVE
     if option in _COUNT_OPTIONS:
         return at_least(1)
+    # Sizes: they may exceed 1, but not be negative.
     is_size = option.endswith(("_weight", "_lr", "_steps", "_threshold", "_factor"))
     if is_size or option in ("prox", "rho", "eta", "delta", "entropy", "beta", "beta_labeled", "warmup"):
         return at_least(0)
@@ -214,6 +215,7 @@ def options_in(node: Any) -> dict[str, Option]:
     Returns:
         Type and default of each option, by name.
     """
+    # An objective or inner method is a field that is a dataclass itself; all other fields are options.
     defaults: dict[str, Option] = {}
     types = _types(cast("type[Any]", type(node)))
     for each in fields(node):

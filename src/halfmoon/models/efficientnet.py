@@ -55,7 +55,7 @@ class CenteredLinear(nn.Linear):
 
 
 class Stage(NamedTuple):
-    """Blocks in a row, of which the first has the stride."""
+    """Blocks in a row, of which the first has the stride; `expansion` is the factor of channels inside of a block."""
 
     kernel: int
     stride: int
@@ -124,7 +124,7 @@ def scale_stages(variant: Variant) -> tuple[Stage, ...]:
     for number, stage in enumerate(STAGES):
         fixed_depth = number in (0, len(STAGES) - 1)
         blocks = stage.blocks if fixed_depth else math.ceil(variant.depth * stage.blocks)
-        channels = int(variant.width * stage.channels + 4) // 8 * 8
+        channels = int(variant.width * stage.channels + 4) // 8 * 8  # to the nearest multiple of 8
         stages.append(stage._replace(channels=channels, blocks=blocks))
     return tuple(stages)
 
@@ -140,7 +140,7 @@ def unit(
     zeros has one more right and below. `nn.Conv2d` pads both sides equally only.
     """
     total = kernel - stride
-    left, right = total // 2, total - total // 2
+    left, right = total // 2, total - total // 2  # also above and below
     layers: dict[str, nn.Module] = {}
     padding = left
     if left != right:

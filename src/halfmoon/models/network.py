@@ -114,7 +114,7 @@ class Network(ABC):
             The path; None if the model has no such tensor.
         """
         layer, _, tensor_name = name.rpartition(".")
-        if tensor_name == "num_batches_tracked":
+        if tensor_name == "num_batches_tracked":  # of use only to a momentum that changes
             return None
         statistic = {"running_mean": "mean", "running_var": "var"}.get(tensor_name)
         layer_path = layer.replace(".", "/")
@@ -131,7 +131,7 @@ class Network(ABC):
 
     def count_products(self, shape: tuple[int, int, int]) -> int | None:
         """Count the multiplications of a forward pass of one image (C, H, W); None if they cannot be counted."""
-        with torch.device("meta"):
+        with torch.device("meta"):  # shapes without memory for values
             params = self.init(torch.Generator())["params"]
         run = ProductCounter(params, self.norm)
         self.layers(torch.zeros(1, *shape), run)
@@ -297,10 +297,12 @@ def forward(
     count = len(differentiated)
     groups = (*differentiated, *detached)
     if joint:
+        # One pass computes the gradients of all groups; `detach` below keeps those of pseudo-labels out of the loss.
         logits, moments = network.train(params, torch.cat(groups), real=padding.concat(real))
         logits_by_group = list(logits.split([len(group) for group in groups]))
         detached_logits = [group_logits.detach() for group_logits in logits_by_group[count:]]
         return logits_by_group[:count], detached_logits, [moments]
+    # Separate passes: each group has batch statistics of its own, and pseudo-labels record no graph.
     masks = real or (None,) * len(groups)
     passes: list[Tree] = []
     detached_logits = []
@@ -403,4 +405,5 @@ def _constants(
     """Compute scale and shift (C, 1, 1), rounded once from doubles: one multiplication and one addition a pixel."""
     scale = torch.tensor([1 / (255 * spread) for spread in std], dtype=dtype, device=device)
     shift = torch.tensor([-centre / spread for centre, spread in zip(mean, std, strict=True)], dtype=dtype)
+    # (C, 1, 1), to broadcast over height and width.
     return scale.view(-1, 1, 1), shift.to(device).view(-1, 1, 1)

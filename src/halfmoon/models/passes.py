@@ -132,6 +132,7 @@ class ProductCounter(ForwardPass):
 
     def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
         weight = self.params[name]["conv"]["weight"]
+        # Sides are divided by the stride and rounded up, as with a padding of half the kernel.
         out = z.new_zeros(len(z), len(weight), *(-(-side // stride) for side in z.shape[2:]))
         self.products += out.numel() * weight[0].numel()
         return out
@@ -208,6 +209,7 @@ class RecordingPass(TrainPass):
         return super().group_norm(name, z)
 
     def relu(self, z: Tensor) -> Tensor:
+        # The output suffices for the derivative: it is positive exactly where the input is.
         self.tape.append(F.relu(z))
         return self.tape[-1]
 
@@ -405,6 +407,7 @@ def normalize_batch(
         # None: no running statistics; True: normalize by those of the batch.
         out, mean, inverse = torch.native_batch_norm(z, weight, bias, None, None, True, MOMENTUM, eps)
         count = z.numel() // z.shape[1]
+        # inverse^-2 - eps is the variance of the batch; count / (count - 1) makes it unbiased.
         return out, mean, inverse, (inverse.detach().pow(-2) - eps) * (count / max(count - 1, 1))
     mean = _real_mean(z, real)
     deviations = z - _broadcast(mean, z)
@@ -412,6 +415,7 @@ def normalize_batch(
     inverse = (torch.where(real.any(), var, 1.0) + eps).rsqrt()
     scale = _broadcast(inverse if weight is None else inverse * weight, z)
     out = deviations * scale if bias is None else torch.addcmul(_broadcast(bias, z), deviations, scale)
+    # Values of a channel: images times positions.
     count = real.sum().to(var.dtype) * z[0, 0].numel()
     return out, mean, inverse, var.detach() * (count / (count - 1).clamp_min(1))
 

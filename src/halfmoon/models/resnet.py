@@ -42,7 +42,7 @@ class WideResNet(Network):
         return residual_blocks(STEM_CHANNELS, first_group_channels, groups=3, depth=(self.depth - 4) // 6)
 
     def init(self, generator: torch.Generator) -> Tree:
-        """Draw the initial weights of a Wide ResNet: convolutions after He et al., the head like PyTorch.
+        """Draw the initial weights of a Wide ResNet: convolutions after He et al., the head like PyTorch with bias 0.
 
         Args:
             generator: draws the weights layer by layer, in the order of the forward pass.
@@ -63,7 +63,7 @@ class WideResNet(Network):
             add_unit(f"{name}b", outputs, outputs)
             if inputs != outputs:
                 params[f"{name}shortcut"] = {"conv": kaiming(generator, inputs, outputs, kernel=1)}
-        last_channels = 4 * STEM_CHANNELS * self.width
+        last_channels = 4 * STEM_CHANNELS * self.width  # of the third group: each is twice as wide as the one before
         params["final"] = {"norm": affine(last_channels)}
         stats["final"] = initial_stats(last_channels)
         params["head"] = {**linear(generator, last_channels, self.classes), "bias": torch.zeros(self.classes)}
@@ -80,6 +80,7 @@ class WideResNet(Network):
         """
         z = run.conv("stem", x)
         for name, _, _, stride in self._blocks():
+            # Pre-activation: normalization and ReLU come before each convolution, and the shortcut starts after them.
             inputs = run.relu(run.norm(f"{name}a", z))
             inner = run.relu(run.norm(f"{name}b", run.conv(f"{name}a", inputs, stride)))
             if f"{name}shortcut" in run.params:
@@ -161,8 +162,9 @@ class ResidualNetwork(Network):
             add_unit(f"{name}b", outputs, outputs)
             if inputs != outputs:
                 add_unit(f"{name}shortcut", inputs, outputs, kernel=1)
-        params["head"] = linear(generator, self.width * 2 ** (self.groups - 1), self.classes)
-        if self.norm == "none":
+        last_channels = self.width * 2 ** (self.groups - 1)  # each group is twice as wide as the one before
+        params["head"] = linear(generator, last_channels, self.classes)
+        if self.norm == "none":  # as FedMatch's networks, which have no biases
             del params["head"]["bias"]
         return {"params": params, "stats": stats if self.norm == "batch" else {}}
 
@@ -241,6 +243,7 @@ class ResNet18(ResidualNetwork):
         section, *layers, tensor_name = path.split("/")  # section: "params" or "stats"
         if layers == ["fc"]:
             return f"{section}/head/{tensor_name}"
+        # "layer2/0/conv1" has a group, the index of a block and its layer; "conv1" alone is the stem.
         group, index = layers[:2] if len(layers) > 2 else ("", "")
         layer = "/".join(layers[2:] if group else layers)
         is_block = group in ("layer1", "layer2", "layer3", "layer4") and index in ("0", "1")

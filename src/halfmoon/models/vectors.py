@@ -28,6 +28,7 @@ class Standardize(Normalize):
     scale: Tensor = field(kw_only=True, compare=False, repr=False)
 
     def __call__(self, images: Tensor) -> Tensor:
+        # A vector is stored as an image of one row, (1, 1, F).
         return (images[:, 0, 0] - self.center) * self.scale
 
 
@@ -44,6 +45,7 @@ class LinearClassifier(FeatureClassifier):
     centered: bool = field(kw_only=True)
 
     def init(self, generator: torch.Generator) -> Tree:
+        # The loss of a linear classifier is convex, so training can start at 0.
         head = {
             "weight": torch.zeros(self.classes, self.features, dtype=torch.float64),
             "bias": torch.zeros(self.classes, dtype=torch.float64),

@@ -80,6 +80,7 @@ class VisionTransformer(Network):
         z = run.linear("patch", patches(x))
         z = z + positions(x.shape[-2] // PATCH, x.shape[-1] // PATCH, self.width, z)
         for name in self._blocks():
+            # Pre-norm: each residual branch normalizes its input.
             qkv = run.linear(f"{name}qkv", run.layer_norm(f"{name}norm1", z))
             z = z + run.linear(f"{name}out", multi_head_attention(qkv))
             hidden = F.gelu(run.linear(f"{name}up", run.layer_norm(f"{name}norm2", z)))
@@ -92,6 +93,7 @@ class VisionTransformer(Network):
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
+        # A gradient may be an expanded tensor, whose elements share memory: forward mode needs separate ones.
         params = tree.contiguous(params)
         direction = tree.contiguous(direction)
         return jvp(lambda p: self.train(p, x)[0], (params,), (direction,))[1]
@@ -147,5 +149,6 @@ def multi_head_attention(qkv: Tensor) -> Tensor:
         (B, N, width), the heads one after another.
     """
     q, k, v = qkv.unflatten(-1, (3, HEADS, -1)).movedim(-3, 0).transpose(-3, -2).unbind(0)  # (B, HEADS, N, d) each
+    # Autocast computes the softmax in float32; `to` rounds it to the type of v for the second product.
     attention = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)
     return (attention @ v).transpose(-3, -2).flatten(-2)

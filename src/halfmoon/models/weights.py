@@ -67,6 +67,7 @@ def _read_checked(path: Path, sha256: str) -> Weights:
     for name, value in tensors.items():
         if value.is_floating_point() and not value.isfinite().all():
             raise UserError(f"weights {path}: the tensor {name!r} holds values that are not finite.")
+    # Files of halfmoon name the classes of their head; of other files they are unknown.
     try:
         classes = tuple(str(each) for each in json.loads(metadata["classes"]))
     except (KeyError, TypeError, ValueError):
@@ -93,6 +94,7 @@ def fit_weights_to_network(network: Network, weights: Weights, classes: tuple[st
     with torch.device("meta"):
         expected = tree.flatten(network.init(torch.Generator()))  # shapes only
     tensors = _map_to_paths(network, weights)
+    # A head of other classes, or of another number of them, cannot be used; the rest of the network can.
     head_paths = [path for path in expected if path.startswith("params/") and _is_head(network, path)]
     has_other_classes = weights.classes is not None and weights.classes != classes
     head_fits = all(path in tensors and tensors[path].shape == expected[path].shape for path in head_paths)
@@ -143,6 +145,7 @@ def _map_to_paths(network: Network, weights: Weights) -> dict[str, Tensor]:
         return dict(weights.tensors)
     tensors = dict(weights.tensors)
     if isinstance(network, ModuleNetwork):
+        # Buffers that are no running statistics, such as tables of positions, are built with the module.
         module = build_module(network)
         if hubs.package_of(network.factory):
             tensors = convert_names(network.name, module, tensors)

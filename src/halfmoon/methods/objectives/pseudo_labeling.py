@@ -176,7 +176,7 @@ class PseudoLabeling:
             joint = task.statistics == "joint"
             (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(views=1))
             if self.labels == "round":
-                # A lookup in place of a forward pass.
+                # All images were predicted when the client update began: a lookup in place of a forward pass.
                 weak = cached["round_logits"][batch.u_rows]
             else:
                 weak = predict_with_received(task, cached, batch.u["weak"])
@@ -190,6 +190,7 @@ class PseudoLabeling:
         """Debias the predictions (b, classes) of a step, if the option `debias` is set."""
         if not self.debias:
             return logits
+        # "all": the mean over all images of the client, computed once; else that over this minibatch.
         prior = cached["prior"] if self.debias_over == "all" else compute_mean_prediction(logits, batch.u_real)
         return debias_logits(logits, prior)
 
@@ -198,6 +199,7 @@ class PseudoLabeling:
             return Passes(labeled + unlabeled, labeled + unlabeled)
         if self.teacher_is_received:
             return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
+        # Trained are labeled images and strong views; weak views are predicted, with "both" by two models.
         passes = count_passes(task, labeled + unlabeled, unlabeled)
         return passes._replace(forward=passes.forward + unlabeled) if self.teacher == "both" else passes
 
