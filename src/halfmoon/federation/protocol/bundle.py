@@ -39,8 +39,8 @@ class ForeignBundle(ValueError):
 def render_project(apps: Sequence[str] = APPS) -> str:
     """Render the pyproject.toml of a Flower app bundle, which names the ServerApp and the ClientApp.
 
-    Paths and other options of a server are not part of it, so that every server has the same bundle, of which sites
-    know the hash. `flwr run --run-config` passes these options.
+    Every server has the same bundle, so that a site can recognize it by its hash. So the options that differ between
+    servers, such as paths, are empty here; `flwr run --run-config` sets them.
 
     Args:
         apps: the ServerApp and the ClientApp, as module:attribute.
@@ -140,7 +140,9 @@ def describe_program(plugins: Mapping[str, str] | None = None) -> dict[str, Any]
 
 
 def describe_difference(server_program: Any) -> str | None:
-    """Describe how the server's program, except its plugins, differs from the local one; None if it does not.
+    """Describe how the server's program differs from that of this site; None if it does not.
+
+    Plugins are left out: which of them a site needs is known only once the server's terms are parsed.
 
     Args:
         server_program: {"halfmoon": version, "bundle": digest, "plugins": digests} from the server, which may be hostile.

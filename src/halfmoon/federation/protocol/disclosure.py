@@ -127,10 +127,10 @@ class Disclosure:
     min_unlabeled_images: int
 
     def transmitted(self) -> tuple[SentTensor, ...]:
-        """List the tensors as they are sent.
+        """List the tensors of a site's uploads as they are sent: with secure aggregation, as masked vectors.
 
-        With secure aggregation each client update sends one masked int64 vector of all its parameters and the weight
-        with which the site enters the average. Integer tensors are not averaged, so they are not in the vector.
+        Such a vector (int64, one for each client update) has all its parameters, and the weight with which the site
+        enters the average. Integer tensors are not averaged, so they are not in the vector.
         """
         if not self.secure:
             return self.tensors
@@ -175,7 +175,10 @@ class Disclosure:
         return tuple(lines)
 
     def _section_lines(self, client_update: str) -> list[str]:
-        """Describe the tensors of one client update, with one line for those that reveal the same."""
+        """Describe the tensors of one client update: a line for each section, whose tensors reveal the same.
+
+        A section is a group of tensors, such as "params" (the network) or "sums/h" (`MEANINGS` has all of them).
+        """
         sections: dict[str, list[SentTensor]] = {}
         for tensor in self.tensors:
             if tensor.client_update == client_update:
@@ -188,9 +191,13 @@ class Disclosure:
         return lines
 
     def _bound_lines(self) -> list[str]:
-        """Describe the fewest images of a sum or mean of features, for methods that send one for each class.
+        """Describe how a site's images and the model are protected, for methods that send sums or means of features.
 
-        Such a sum over one image is the feature vector of that image. `min_class_images` is 0 for other methods.
+        Over one image, such a sum is the feature vector of that image: so there is a minimum of images for each class.
+        It is not described with secure aggregation, where the server sees no site's sums; but nor can it check them.
+
+        Returns:
+            One line; none for methods without such sums (`min_class_images` is 0).
         """
         if not self.min_class_images:
             return []
@@ -215,6 +222,8 @@ class Disclosure:
 
 def describe_uploads(config: Config, image_spec: ImageSpec) -> Disclosure:
     """Find out which tensors a site sends, by running rounds of the method with simulated clients on random images.
+
+    The people at a site read this before they agree to the configuration.
 
     Args:
         config: the configuration of the federation.

@@ -66,6 +66,9 @@ def parse_header(data: bytes) -> Header:
     Args:
         data: the complete message: the header's length (8 bytes, little-endian), the header (JSON), the tensors.
 
+    Returns:
+        The metadata, and the shape and dtype of each tensor.
+
     Raises:
         TruncatedMessage: the message is shorter than its header.
         UnreadableMessage: the header is invalid, too large, or describes other bytes than those that follow it.
@@ -86,7 +89,9 @@ def parse_header(data: bytes) -> Header:
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object from a sender who may be hostile.
+    """Parse a JSON object in the header of a message, from a sender who may be hostile.
+
+    It is stricter than `json.loads`: other parsers may read duplicate names differently, and NaN passes comparisons.
 
     Raises:
         UnreadableMessage: it is invalid, no object, or has duplicate names, NaN or infinity.
@@ -127,7 +132,7 @@ def check_layout(layout: Any, tensors: TensorSpecs) -> None:
 
 
 def select_tree_spec(layout: dict[str, Any], tensors: TensorSpecs, name: str) -> TreeSpec:
-    """Select the shapes and dtypes of the tree `name` in a message.
+    """Select the shapes and dtypes of one tree of tensors (nested dict) from the header of a message.
 
     Args:
         layout: the message's layout, checked by `check_layout`.
@@ -135,7 +140,7 @@ def select_tree_spec(layout: dict[str, Any], tensors: TensorSpecs, name: str) ->
         name: the name of the tree in the message.
 
     Returns:
-        The tree's spec; a branch without leaves is None.
+        (shape, dtype) of each tensor by its path in the tree; None for an empty dict in it.
     """
     paths = ["/".join(path) for path, _ in iterate_leaves(layout.get(name, {}))]
     return {path: tensors.get(f"{name}/{path}") for path in paths}

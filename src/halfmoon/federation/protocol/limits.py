@@ -116,6 +116,8 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
 def _check_method_option(name: str, value: Any) -> None:
     """Check the value of an option of a method that a server has sent, before a site computes anything from it.
 
+    A huge number could occupy a site's memory or processor for days, and a text is shown in a terminal.
+
     Raises:
         UserError: the value is too large, not finite, or a text that is long or cannot be printed.
     """
@@ -186,7 +188,8 @@ def find_update_fault(client_update: ClientUpdate, amount: Amount, image: tuple[
     Returns:
         The limit that is exceeded, as a sentence; None if there is none.
     """
-    # Each view is a tensor of `amount.unlabeled` images, whichever minibatch it is of.
+    # Each view is a tensor of `amount.unlabeled` images, whichever minibatch it is of. An update without views counts
+    # as one view: it may load the unlabeled images as they are.
     requirements = client_update.requirements
     view_count = max(1, len(requirements.views) + len(requirements.second_batch))
     step_images = amount.labeled + view_count * amount.unlabeled
@@ -210,11 +213,12 @@ def max_message_bytes(specs: Iterable[TreeSpec]) -> int:
     """Compute the largest size of a message with tensors of known names, shapes and dtypes.
 
     Args:
-        specs: for each tree of tensors (shape, dtype) by path.
+        specs: for each tree of tensors (shape, dtype) by path; None for an empty branch.
     """
     total = REPLY_OVERHEAD_BYTES
     for spec in specs:
         for path, leaf_spec in spec.items():
+            # The header has an entry with the tensor's name, shape and type, and the layout has the name once more.
             total += TENSOR_ENTRY_BYTES + MAX_BYTES_PER_NAME_CHARACTER * len(path)
             if leaf_spec is not None:
                 shape, dtype = leaf_spec

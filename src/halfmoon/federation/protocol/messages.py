@@ -219,6 +219,7 @@ class Reply:
             version: the version of halfmoon at the site.
             result: the upload, the metrics and the counts of the update.
         """
+        # The version is that of the site's own program. The server compares it with the version in its request.
         echoed = {name: getattr(request, name) for name in ECHOED_FIELDS if name != "version"}
         return cls(
             **echoed,
@@ -318,10 +319,10 @@ class UnparsedMessage(Generic[M]):
         return header.select_tree_spec(self.layout, self.header.tensors, sent_name)
 
     def parse_trees(self) -> M:
-        """Parse the tensors of a message whose header was validated, and add them to the message.
+        """Parse the tensors of this message, whose header was validated, and add them to its other fields.
 
         Returns:
-            The complete message.
+            The complete message, such as a `Request`, whose fields with tensors are nested dicts of tensors.
 
         Raises:
             MalformedMessage: the tensors cannot be read, or the complete message is invalid.
@@ -330,7 +331,7 @@ class UnparsedMessage(Generic[M]):
             trees = unpack(self.data, self.layout)
         except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
             raise MalformedMessage(f"a message cannot be read ({type(error).__name__}).") from error
-        tree_fields = _tree_fields(type(self.message))
+        tree_fields = _tree_fields(type(self.message))  # name in Python by the name in the bytes, such as "down"
         values = {name: trees[sent_name] for sent_name, name in tree_fields.items() if sent_name in trees}
         # `replace` also runs the checks in `__post_init__`.
         return replace(self.message, **values)
@@ -355,6 +356,9 @@ def read_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -
         kinds: the classes of messages that are expected, such as `Reply` and `Refusal`.
         limit: the most bytes that the message may have.
 
+    Returns:
+        The message, of one of these classes.
+
     Raises:
         MalformedMessage: it is invalid, too large, or of another kind.
     """
@@ -371,9 +375,13 @@ def scan_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -
         kinds: the classes of messages that are expected.
         limit: the most bytes that the message may have.
 
+    Returns:
+        The message without its tensors, which `parse_trees` adds.
+
     Raises:
         MalformedMessage: it is invalid, too large, or of another kind.
     """
+    # The kind is not known before the header is parsed, so the limit is that of the largest expected kind.
     kind_limits = [MAX_MESSAGE_BYTES if _tree_fields(kind) else MAX_TREELESS_BYTES for kind in kinds]
     limit = min(limit, max(kind_limits))
     if len(data) > limit:
@@ -413,11 +421,11 @@ def _tree_fields(kind: type[Message]) -> dict[str, str]:
 
 
 def _parse_fields(kind: type[M], values: dict[str, Any], layout: dict[str, Any]) -> M:
-    """Make a message without its tensors from the JSON in its header.
+    """Make a message without its tensors from the JSON in its header, and check the types of its fields.
 
     Args:
         kind: the class of the message, a dataclass.
-        values: the values of its fields, by their names in the serialized message.
+        values: the values of its fields, by their names in the serialized message; other values are ignored.
         layout: for each field with tensors the nested names of the tensors.
 
     Raises:
@@ -427,7 +435,7 @@ def _parse_fields(kind: type[M], values: dict[str, Any], layout: dict[str, Any])
     arguments: dict[str, Any] = {}
     for message_field in dataclasses.fields(kind):
         name = _sent_name(message_field)
-        if name in tree_fields:
+        if name in tree_fields:  # it remains empty here, as is its default
             if not isinstance(layout.get(name, {}), dict):
                 raise MalformedMessage(f"a message's {name} is not of type dict.")
             continue

@@ -121,7 +121,7 @@ class Terms:
             )
         try:
             record = header.parse_json(text)
-            image_record = record["form"]
+            image_record = record["form"]  # size, classes and normalization of the images
             image_fields = {field.name: _list_to_tuple(image_record[field.name]) for field in fields(ImageSpec)}
             # None is the default. A configuration file has no None, so `from_options` would reject it.
             method_options = {option: value for option, value in record["options"].items() if value is not None}
@@ -157,7 +157,7 @@ class Terms:
         record = {
             "name": self.name,
             "sites": self.sites,
-            "form": asdict(self.image_spec),
+            "form": asdict(self.image_spec),  # the name is fixed: it is part of the hash that sites agree to
             "config": {name: getattr(self.config, name) for name in shared_options()},
             "options": self._method_options(),
             "program": self.program,
@@ -223,10 +223,10 @@ class Terms:
         return describe_uploads(self.config, self.image_spec)
 
     def _format_brief(self, uploads: Disclosure) -> tuple[str, ...]:
-        """Format what the people at a site must know before they agree: what is sent, to whom, and the defenses.
+        """Format what the people at a site must know before they agree to these terms: what is sent, to whom, and more.
 
         Args:
-            uploads: the tensors that a site sends.
+            uploads: the tensors that a site sends, and what each tells about a single image.
 
         Returns:
             About ten lines.
@@ -285,6 +285,9 @@ def _describe_plugins(config: Config, server_plugins: Any) -> str:
     Args:
         config: the configuration, whose options name plugins.
         server_plugins: from the server, which may be hostile: the SHA-256 of each plugin by name.
+
+    Returns:
+        A clause for an error, such as "its plugins differ (NAME at this site, HASH at the server)".
     """
     server_hashes = server_plugins if isinstance(server_plugins, dict) else {}
     differences = []
@@ -292,6 +295,7 @@ def _describe_plugins(config: Config, server_plugins: Any) -> str:
         server_hash = server_hashes.get(plugin.name)
         if server_hash != plugin.sha256:
             differences.append(f"{plugin} at this site, {str(server_hash)[:SHA256_LENGTH]} at the server")
+    # Without a difference here the server names plugins that its options do not need.
     return f"its plugins differ ({'; '.join(differences) or 'in number'})"
 
 
@@ -321,6 +325,9 @@ def _check_image_spec(image_spec: ImageSpec) -> None:
     """Check the types and ranges of the image size, the class names and the normalization of a federation.
 
     They come from a file or from a server that may be hostile.
+
+    Args:
+        image_spec: what the networks receive. Its `mirror` states whether a mirrored image has the same class.
 
     Raises:
         UserError: the first invalid value.
@@ -378,6 +385,7 @@ def open_prepared_folder(folder: Path, decoded_folder: Path, terms: Terms) -> Si
         site = open_prepared_site(folder, decoded_folder, image_preparation(terms.config).cache_id)
     except UserError:
         return None
+    # An earlier federation may have had them decoded to another size.
     if site.images is None or site.images.shape[1:] != (height, width, channels):
         return None
     return site
@@ -390,8 +398,8 @@ def decode_folder(folder: Path, decoded_folder: Path, terms: Terms) -> PreparedS
         folder: the images.
         decoded_folder: where to write them.
         terms: the configuration that the server and all sites of a federation share. Its options decide whether an
-            image is cropped to the shape (otherwise it is stretched), and which values of images of more than 8 bits
-            (window) become black and white.
+            image of another aspect ratio is cropped or stretched (`crop`), and which values of an image of more than
+            8 bits become black and white (`window`).
 
     Returns:
         The decoded images, and the images that could not be read.

@@ -39,7 +39,9 @@ class UploadProbe:
     """
 
     def __init__(self, task: Task, views: Views, image: tuple[int, int, int], seed: int) -> None:
-        """Generate the random images, for a federation of one client that has a label for the first half of them.
+        """Generate the random images on which the probe runs local updates, to find the shapes of their uploads.
+
+        All belong to one client, which has a label for the first half of them.
 
         Args:
             task: the federation's task.

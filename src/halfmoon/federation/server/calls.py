@@ -48,7 +48,9 @@ class FederatedEvaluation:
     by_site: dict[str, float] = field(default_factory=dict)
 
     def add(self, result: object, class_count: int, image_count: int) -> bool:
-        """Add a site's evaluation of the model, unless it is impossible. Sites are not trusted.
+        """Add a site's evaluation of the model to the others, if it is plausible.
+
+        Sites are not trusted: a site could otherwise report any accuracy, for any number of images.
 
         Args:
             result: what the site sent: {"confusion": int64 (classes, classes), "loss": float scalar}.
@@ -77,8 +79,8 @@ class FederatedEvaluation:
     def total(self) -> ModelEvaluation | None:
         """Sum the confusion matrices of the sites, and average their losses, weighted by images.
 
-        The cells of a site with more images than the cap allows are scaled down, so that a site that claims a million
-        images does not decide the accuracy.
+        The confusion matrix of a site with more images than the cap (a multiple of the median) is scaled down, so that
+        a site that claims a million images does not decide the accuracy.
 
         Returns:
             The evaluation over all sites; None if no site has sent a result.
@@ -94,19 +96,20 @@ class FederatedEvaluation:
                 confusion = (confusion.double() * (max_count / count)).floor().to(torch.int64)
             total_confusion = total_confusion + confusion
             loss_sum += mean_loss * int(confusion.sum())
-        # Scaling may round every cell down to 0.
+        # Scaling may round every element down to 0.
         total_count = max(1, int(total_confusion.sum()))
         return ModelEvaluation(total_confusion, loss_sum / total_count)
 
     def row(self, round: int) -> dict[str, Any] | None:
-        """Build the metrics of a model over all sites, for metrics.jsonl.
+        """Build the metrics of a model over all sites, for the line of a round in metrics.jsonl.
 
         Args:
             round: the number of rounds after which the model was sent.
 
         Returns:
-            {"round", "sites", "accuracy", "loss", "per_class", "balanced_accuracy"}, with "by_site" if a site shows
-            its accuracy, and "clients", their mean and spread, if two sites or more do. None without results.
+            {"round", "sites", "accuracy", "loss", "per_class", "balanced_accuracy"}. With "by_site" if a site allows
+            its accuracy to be shown, and "clients", their mean and spread, if two sites or more do. None without
+            results.
         """
         total = self.total()
         if total is None:
@@ -282,7 +285,7 @@ class SiteCalls:
         return [name for name in with_images if name not in self.quarantine.sites]
 
     def evaluate(self, requests: Mapping[str, Request], network: Network) -> Evaluations:
-        """Have sites evaluate a model without training, and sum their results.
+        """Have sites evaluate the final model, and sum their results. Earlier ones are evaluated along with training.
 
         Args:
             requests: the request of each site, with the model to evaluate.
@@ -295,6 +298,7 @@ class SiteCalls:
         if not requests:
             return evaluations
         for site, response in self.exchange(requests, "the final evaluation").items():
+            # No context: without a local update the reply has no upload, only the evaluation.
             max_bytes = self.max_reply_bytes(context=None, request=requests[site], received={}, network=network)
             reply = self.read_reply(site, response, requests[site], max_bytes)
             if reply is not None:
@@ -357,14 +361,15 @@ class SiteCalls:
     ) -> tuple[Reply, dict[str, Any]] | None:
         """Parse a site's response and check that it replies to this request.
 
-        A response that is missing, refuses the request, is malformed, or replies to another request is logged. All but
-        the first two count as unusable replies, which lead to quarantine.
+        What cannot be used is logged. A missing reply and a refusal have no further effect, since an honest site may
+        have a reason; other faults (too large, malformed, to another request) count towards the site's quarantine.
 
         Args:
             site: the site.
-            response: the serialized reply, or the reason why there is none.
+            response: its `data` is the serialized reply, or None, for a `reason`. With both, the transport received a
+                reply that cannot be used, for example because it is too large.
             request: the request.
-            max_bytes: size from which a reply is not parsed.
+            max_bytes: size above which a reply is not parsed.
 
         Returns:
             The reply and the layout of its tensors in the message; None if it cannot be used.
@@ -375,7 +380,7 @@ class SiteCalls:
             text = f"{site} has no part in round {round_number}: {response.reason}"
             self.log.record(event, text, site=site, round=round_number, reason=response.reason)
             return None
-        if response.reason:
+        if response.reason:  # the site has replied, so this counts
             return self.reject(site, response.reason, request.round)
         try:
             unparsed = messages.scan_message(read_content(response.data), Reply, Refusal, limit=max_bytes)
@@ -401,7 +406,7 @@ class SiteCalls:
         downloads: Mapping[str, Tree],
         network: Network,
     ) -> dict[str, CheckedReply]:
-        """Select the replies that may change the model: valid, plausible, and with a norm near that of the others.
+        """Select the replies that may change the model: valid, plausible, and without a norm far above the others'.
 
         Only one upload at a time is in memory: it is freed after its checks, and aggregation loads it a second time
         from the spool on the disk.
@@ -553,6 +558,8 @@ class SiteCalls:
 
     def reject(self, site: str, reason: str, round: int) -> None:
         """Log an unusable reply and count it. A site with too many of them is put into quarantine.
+
+        The caller returns the None that this returns as its own result, no reply.
 
         Args:
             site: the site.

@@ -42,7 +42,7 @@ class Quarantine:
     """
 
     def __init__(self, names: Sequence[str], limit: int, path: Path | None) -> None:
-        """Load the counts.
+        """Load the sites' counts of unusable replies, by which they are put into quarantine.
 
         Args:
             names: the sites.
@@ -88,7 +88,7 @@ class Quarantine:
 def _write(path: Path, refusals: dict[str, Refusals]) -> None:
     """Write the counts of unusable replies to a JSON file, as {"sites": {name: {"count", "round", "reason"}}}.
 
-    Sites without unusable replies are left out.
+    Round (from 0) and reason are those of a site's last unusable reply. Sites without any are left out.
 
     Raises:
         UserError: if the file cannot be written.
@@ -149,7 +149,7 @@ class CohortSampler:
     """
 
     def __init__(self, names: Sequence[str], settings: RuntimeSettings, quarantine: Quarantine) -> None:
-        """Prepare to sample.
+        """Prepare to sample the cohort (the clients that train) of each round.
 
         Args:
             names: the sites, in the order of their client numbers.

@@ -60,15 +60,15 @@ class Transport(Protocol):
         ...
 
     def send(self, mail: Mapping[int, bytes], seconds: float, is_offer: bool) -> Mapping[int, str]:
-        """Send each node its bytes.
+        """Send each node (the connected process of a site) a message.
 
         Args:
-            mail: bytes by node.
-            seconds: how long a message stays valid.
-            is_offer: whether the messages are offers to join.
+            mail: the serialized message for each node, by the node's number.
+            seconds: how long a message stays valid. A node that fetches messages later does not get it.
+            is_offer: whether the messages are offers to join; otherwise they are requests to sites that have joined.
 
         Returns:
-            The message id of each message that was accepted, by node.
+            The id of each message that the transport has accepted, by node; `collect` finds the reply by it.
         """
         ...
 
@@ -110,7 +110,10 @@ class Connection:
         return self._attempt("send", lambda: self.transport.send(mail, seconds, is_offer)) or {}
 
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
-        """Yield the replies to these messages that have arrived, one at a time, until the transport fails."""
+        """Yield the replies to these messages that have arrived, one at a time, until there are no more.
+
+        The same if the transport fails in between: the remaining replies are collected by a later call.
+        """
         iterators: list[Iterator[TransportReply]] = []  # the transport's iterator, once it is created
 
         def next_reply() -> TransportReply | None:
@@ -175,7 +178,10 @@ class Spool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def store(self, data: bytes) -> bytes | SpooledFile:
-        """Write a reply to a new file that only this user can read.
+        """Write a reply to a new file that only this user can read, so that waiting replies need no memory.
+
+        Args:
+            data: the serialized reply.
 
         Returns:
             The file. If it cannot be written, for example because the disk is full: `data`, which remains in memory.
@@ -197,18 +203,18 @@ def read_content(data: bytes | SpooledFile) -> bytes:
     return data.read() if isinstance(data, SpooledFile) else data
 
 
-def load_tree(data: bytes | SpooledFile, shape: dict[str, Any], name: str) -> Tree:
+def load_tree(data: bytes | SpooledFile, layout: dict[str, Any], name: str) -> Tree:
     """Load one tree of tensors from a serialized message, without the other trees.
 
     Args:
         data: the message. A file is mapped into memory, so that only this tree is read from the disk.
-        shape: the layout of the message's trees, by name.
-        name: the tree to load.
+        layout: for each tree of the message the nested names of its tensors.
+        name: the tree to load, such as "up" for the upload.
     """
-    layout = {name: shape.get(name, {})}
+    tree_layout = {name: layout.get(name, {})}  # an empty tree has none
     if isinstance(data, SpooledFile):
-        return map_tree(data.path, layout)[name]
-    return unpack(data, layout)[name]
+        return map_tree(data.path, tree_layout)[name]
+    return unpack(data, tree_layout)[name]
 
 
 def _remove(path: Path) -> None:

@@ -192,7 +192,7 @@ def _resolve_folder(folder: Path | None, base: Path) -> Path | None:
 
 
 def _term_values(path: Path, raw: Mapping[str, Any], file_config: Config) -> dict[str, Any]:
-    """Collect the options that all sites must agree on, in a form that means the same on every machine.
+    """Collect the options that all sites must agree on, with values that mean the same on every machine.
 
     Sites have no file of the server's machine. So a split file (which image each client has, and which have a label) is
     replaced by where it has labels (`labels_at`: at the clients or the server), and "auto" by the chosen network.

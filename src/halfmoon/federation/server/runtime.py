@@ -103,7 +103,10 @@ class RemoteRuntime(ServerRuntime):
         super().open(round)
         self._model = {}
         self._evaluations = None
-        self._versions.discard_new()  # which update the state of each site is from
+        # An earlier attempt has noted that sites now have the state after its updates. Without the note they continue
+        # from their state before the round, which they still store.
+        self._versions.discard_new()
+        # It has also changed the state of the method and of the server's own training; neither is written yet.
         for store in self._stores:
             store.changes.clear()
         self.cohort = self.cohorts.draw(round)
@@ -172,6 +175,7 @@ class RemoteRuntime(ServerRuntime):
         cap_row = None if weight_cap is None else weight_cap.row()  # the capped clients and the largest share
         if cap_row:
             report = report._replace(aggregator={**cap_row, **(report.aggregator or {})})
+        # A robust rule knows clients by their numbers only. The rows are changed in place, as parts of the report.
         outliers = (report.aggregator or {}).get("outside", ())
         for outlier in outliers:
             outlier["site"] = self.names[outlier["client"]]
@@ -288,10 +292,10 @@ class RemoteRuntime(ServerRuntime):
         broadcast: Tree,
         per_client: Tree,
     ) -> ClientResults:
-        """Yield the results of a query with secure aggregation.
+        """Yield the results of a query with secure aggregation, in which the update of a single client is not known.
 
-        The update of a single client is not known. So each client gets the mean of all updates, and a method that
-        averages them computes the same as without secure aggregation.
+        So each client gets the mean of all updates: a method that averages them computes the same as without secure
+        aggregation.
 
         Args:
             total: the unmasked sum of updates and weights in fixed point, int64, (number of parameters + 1,).
@@ -308,7 +312,7 @@ class RemoteRuntime(ServerRuntime):
             round=context.round,
             attempt=self._attempt,
             query=context.query,
-            client_update="",
+            client_update="",  # a mean reads neither this nor `cohort` and `random_cohort`; noise and robust rules do
             broadcast=tree.to(broadcast, CPU),
             per_client=tree.to(responder_slices, CPU),
             clients=responders,
@@ -327,18 +331,19 @@ class RemoteRuntime(ServerRuntime):
     def _request(
         self, site: str, round: int, query: int, client_update: str, broadcast: Tree, evaluation: Tree
     ) -> Request:
-        """Build the request for one site; an empty tree or name asks for no update or no evaluation.
+        """Build the request for one site: to run a local update, to evaluate a model, or both.
 
-        `latest` and `oldest` refer to the state that a site stores between rounds: the site continues from that of the
-        update `latest`, and may delete those from before `oldest`, the update in the older checkpoint of the server.
+        A site stores its state after each local update. It continues from the state of the update `latest`. The server
+        keeps two checkpoints, so it may resume from either; a site may delete the states from before `oldest`, the
+        update that its state was from in the older of them.
 
         Args:
             site: the site.
             round: the round, from 0.
             query: the number of earlier queries in this round.
-            client_update: name of the local update to run.
+            client_update: name of the local update to run; "" for none.
             broadcast: the tree that the site receives for it.
-            evaluation: a model to evaluate on the site's images.
+            evaluation: a model to evaluate on the site's images; {} for none.
         """
         return Request(
             federation=self.calls.run.federation,
@@ -365,7 +370,10 @@ def _load_result(
 def _to_device(
     result: ClientResult, device: torch.device, upload_spec: UploadSpec = UPDATE_ONLY, weight_scale: float = 1.0
 ) -> ClientResult:
-    """Move a client's upload and metrics to a device, and multiply the weight of the upload by `weight_scale`."""
+    """Move a client's upload and metrics to a device, and multiply the weight of the upload by `weight_scale`.
+
+    An upload of sums over images has no weight, so its sums are multiplied; `upload_spec` declares which they are.
+    """
     samples = {name: WeightedMetric(*(leaf.to(device) for leaf in sample)) for name, sample in result.samples.items()}
     upload = Upload.from_tree(tree.to(result.upload.tree, device))
     if weight_scale < 1:

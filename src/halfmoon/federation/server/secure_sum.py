@@ -85,7 +85,7 @@ class MaskedSum:
             "sites": torch.tensor(cohort.numbers),  # of those with valid keys, in the order of the rows below
             "keys": stack_rows(cohort.keys),
             "signatures": stack_rows(signatures),
-            "lasting": stack_rows(long_term_keys),
+            "lasting": stack_rows(long_term_keys),  # by these, sites check the signatures
         }
         spec: TreeSpec = {"shares": ((len(names), masking.SHARES_BYTES), torch.uint8)}
         requests = {site: self._sum_request(site, {DEAL_SHARES: announcements}) for site in names}
@@ -165,7 +165,7 @@ class MaskedSum:
         Raises:
             TooFewReplies: if the sum cannot be unmasked.
         """
-        parties = self._masking
+        parties = self._masking  # the sites that have dealt shares, and their cohort
         assert parties is not None, "start() was called"
         self._require(len(replies), "whose masked updates came", parties.cohort.threshold)
         included = [site for site in self._shares if site in replies]
@@ -192,7 +192,7 @@ class MaskedSum:
             included: the sites whose masked updates are in the sum.
 
         Returns:
-            For each client that replied its decrypted shares, by the client number of the site that dealt them.
+            For each client that replied, by its number: the shares that it decrypted, by the number of the dealer.
         """
         survived = torch.tensor(self._client_numbers(included))
         requests: dict[str, Request] = {}

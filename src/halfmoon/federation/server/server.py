@@ -113,7 +113,7 @@ class FederationServer:
         """
         for folder in (self.plan.test, self.plan.server, self.plan.validation):
             if folder is not None:
-                self._load_images(folder)
+                self._load_images(folder)  # decodes them and stores the result, which is loaded again when it is needed
         if self.plan.config.labels_at == "server" and self.plan.server is None:
             raise UserError(
                 "labels_at is 'server', but [federation] names no folder of the server's own labeled images: give its "
@@ -240,7 +240,7 @@ class FederationServer:
         """Check that early stopping (option `patience`) has validation images, at the server or at a site that joined.
 
         Raises:
-            UserError: if there are none. It replaces {validation} in its text by the option as the user writes it.
+            UserError: if there are none.
         """
         if self.plan.config.patience is None:
             return
@@ -249,6 +249,7 @@ class FederationServer:
         if not server_has_images and not site_has_images:
             raise UserError(
                 f"patience is {self.plan.config.patience}, but neither the server nor a site that joined has validation "
+                # UserError writes {validation} as the user does: --validation or validation=.
                 "images: set validation in the table [federation], have a site join with {validation}, or leave "
                 "patience out.",
                 option="validation",
@@ -270,16 +271,17 @@ class FederationServer:
     def _redeliver(self, site_names: Sequence[str], transport: Transport, patience: float) -> None:
         """Load the model of a finished run and deliver it to the sites that do not have it.
 
-        It is sent as at the end of the run: only trained layers, whose paths are those of a model without memory.
+        It is sent as at the end of the run: without its frozen pretrained layers, which the sites have.
 
         Args:
-            site_names: the sites.
+            site_names: the sites without the model.
             transport: carries messages to the sites.
             patience: seconds to wait for sites that are disconnected.
         """
         terms = self.plan.terms
         saved = load_model(self.path / MODEL, network=terms.config.network)
         network = factory.build_task(terms.config, terms.image_spec).network
+        # The paths of the trained layers are found by building these layers only, without memory (device "meta").
         trained_paths = tree.flatten(limits.make_meta_model(network)).keys()
         saved_leaves = tree.flatten({"params": saved.params, "stats": saved.stats})
         trained = tree.unflatten({path: saved_leaves[path].contiguous() for path in trained_paths})
@@ -379,11 +381,13 @@ class FederationServer:
         return assembly.build_experiment(config, model_inputs.task, runtime, test, validation)
 
     def _open_folder(self) -> RunFolder:
-        """Open the run folder of this federation, or create it. Its first write locks it for other processes.
+        """Open the run folder of this federation, or create it.
+
+        Its identity is the hash of the terms (the options that all sites agree to), so that a run never resumes with
+        other ones.
 
         Raises:
-            UserError: if the folder contains a run of a federation with other terms (its identity is their hash), or is
-                in use. It replaces {run_dir} in its text by the option as the user writes it.
+            UserError: if the folder contains a run of a federation with other terms, or is in use.
         """
         terms = self.plan.terms
         if not RunFolder.exists(self.path):
@@ -392,7 +396,7 @@ class FederationServer:
         if folder.identity != terms.hash:
             raise UserError(
                 f"{self.path} holds a run of other terms ({folder.identity[:8]}, these are {terms.hash[:8]}): undo the "
-                "change of the configuration, or choose another {run_dir}.",
+                "change of the configuration, or choose another {run_dir}.",  # UserError writes it as --run-dir
                 option="run_dir",
             )
         return folder
@@ -408,13 +412,13 @@ class FederationServer:
         return self._random_bytes(SECRET_FILE, 32)
 
     def _random_bytes(self, file_name: str, size: int) -> bytes:
-        """Load random bytes from a file in the run folder; generate them when the run begins.
+        """Load random bytes, such as the secret of cohorts and noise, from a file; generate them when the run begins.
 
         The file contains the bytes and their SHA-256, which shows a damaged file. A run that resumed with other bytes
         would draw other cohorts and noise than before, so bytes that are lost are never generated a second time.
 
         Args:
-            file_name: name of the file.
+            file_name: name of the file in the run folder.
             size: number of random bytes.
 
         Raises:
@@ -440,10 +444,11 @@ class FederationServer:
 def _weight_cap(plan: FederationPlan, log: EventRecorder) -> WeightCap | None:
     """Create the cap on the weights with which sites enter the average, a multiple of the median weight of a round.
 
-    A site whose image count the server knows may have that weight, even if it is above the cap.
+    The weight of a site is its number of images, as it reports them. A site whose number the server knows
+    (`plan.rules.images`) may have that weight, even if it is above the cap.
 
     Args:
-        plan: the federation. Its rules have the cap, and the image counts that the server knows.
+        plan: the federation, with the rules of its server.
         log: receives a warning about a site that dominates a round.
 
     Returns:
@@ -555,7 +560,7 @@ def _summarize_accuracy(folder: RunFolder, final_evaluation: ModelEvaluation, re
 
 
 def _config_text(plan: FederationPlan) -> str:
-    """Write the configuration of a run as TOML: the options, and a table [federation] with the sites and images."""
+    """Write the configuration of a run as TOML, for its run folder: the options, the sites and the format of images."""
     terms = plan.terms
     image_spec = terms.image_spec
     federation = {
@@ -624,7 +629,7 @@ def defense_warning(config: Config) -> str | None:
 
 
 def _describe_sum_checks(config: Config) -> str:
-    """Explain what one hostile site can do to a method that solves the classifier head from summed statistics.
+    """Describe for the log what one hostile site can do to a method that solves the classifier head from sums.
 
     Such a method has no gradient updates that an outlier rule could compare. The server can only check the sums of each
     site against its image counts, and not even that if secure aggregation or differential privacy hides them.

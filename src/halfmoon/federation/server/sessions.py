@@ -106,7 +106,7 @@ class ClientManager:
         clock: Clock | None = None,
         spool: Spool | None = None,
     ) -> None:
-        """Create a manager without sites.
+        """Create a manager of the messages between the server and its sites, none of which has joined yet.
 
         Args:
             transport: carries the messages.
@@ -115,7 +115,7 @@ class ClientManager:
             timeout: seconds that a site may take for one reply.
             absence: seconds that a site may be disconnected during an exchange.
             log: receives events.
-            clock: the time.
+            clock: tells the time and sleeps; None for the real one.
             spool: stores replies on the disk until they are read; None keeps them in memory.
         """
         self.terms = terms
@@ -270,7 +270,7 @@ class ClientManager:
             pending[message_id] = _Pending(
                 name=name,
                 node=node,
-                since=self.members.process(node),
+                since=self.members.process(node),  # by this time a restarted process of the node is recognized
                 description=description,
                 end=start + self.timeout,
                 last_contact=now,
@@ -284,15 +284,16 @@ class ClientManager:
             poll_start: when the last poll began.
         """
         now = self.clock.now()
-        # A poll also costs the sites time, so the pause is as long as the poll, up to the limit.
+        # A poll also costs the sites time, so the pause is at least as long as the poll, up to the limit.
         seconds = max(PAUSE_SHARE * (now - start), now - poll_start)
         self.clock.sleep(max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds)))
 
     def _requeue_restarted(self, waiting: dict[str, float], pending: dict[str, _Pending], now: float) -> None:
         """Find sites that restarted after they were sent a request, which is lost, and queue the request for them.
 
-        A process of a node is identified by the time when it connected (`since`). Without access control the time is
-        not known (""), and every site counts as having a key.
+        A process of a node is identified by the time when it connected (`since`). The request of a site whose key was
+        removed is not queued: `_expire` gives it up. Without access control the time is not known (""), and every site
+        counts as having a key.
 
         Args:
             waiting: receives these sites, with the time since when they wait.
@@ -368,7 +369,7 @@ class ClientManager:
         Returns:
             The responses to pending requests, by site.
         """
-        self.members.check_keys()
+        self.members.check_keys()  # removes sites whose key was withdrawn, so that none of their messages count
         responses: dict[str, SiteResponse] = {}
         expected_ids = [*pending, *self.members.offers, *self._late]
         for message_id, data, problem in self.connection.collect(expected_ids):
@@ -408,7 +409,7 @@ class ClientManager:
         if data is None:
             self._forget_node(request, problem)
             return SiteResponse(None, problem)
-        if _has_not_joined(data):
+        if _has_not_joined(data):  # a refusal: after a restart the site does not know the federation any more
             self._forget_node(request, "")
             return SiteResponse(None, "it had to join again")
         stored = data if self.spool is None else self.spool.store(data)
@@ -450,7 +451,7 @@ class Membership:
         log: EventRecorder,
         clock: Clock,
     ) -> None:
-        """Create a membership without sites.
+        """Prepare to offer the federation to all nodes that connect; no site has joined yet.
 
         Args:
             connection: carries the offers.
@@ -471,7 +472,7 @@ class Membership:
         self.offers: dict[str, int] = {}  # nodes with an unanswered offer, by message id
         self.warnings: set[tuple[int, str]] = set()  # faults of nodes that were logged
         self._offer = write_message(Offer(version, terms.text))
-        self._key_owners: Mapping[int, NodeIdentity] | None = None
+        self._key_owners: Mapping[int, NodeIdentity] | None = None  # the site of each node; None: no access control
         self._since: dict[str, str] = {}  # when the process that joined had connected, by site
         self._offer_times: dict[int, float] = {}  # when a node last got an offer
         self._replaced_nodes: dict[int, str] = {}  # connected nodes of sites that have joined with a newer node
@@ -496,7 +497,7 @@ class Membership:
         if nodes is None:  # the transport fails at the moment
             return
         self.check_keys()
-        nodes = self._with_keys(nodes)
+        nodes = self._with_keys(nodes)  # the others may not join
         self.connected = nodes
         for name, node in list(self.nodes.items()):
             if node not in nodes:
@@ -529,7 +530,8 @@ class Membership:
     def check_keys(self) -> None:
         """Load which node uses the key of which site, and remove the sites that have to join once more.
 
-        These are sites whose key was removed, and sites whose process restarted, possibly with other images.
+        These are sites whose key was removed, and sites whose process restarted, possibly with other images. A restart
+        is recognized by the time at which the node connected.
         """
         self._key_owners = self.connection.transport.key_owners()
         for name, node in list(self.nodes.items()):
@@ -614,7 +616,8 @@ class Membership:
         if old_node == node and old_acceptance == acceptance:
             # It got several offers before it could reply to the first one.
             return
-        # A site that joins from another node replaces the earlier one, which may still be connected.
+        # A site that joins from another node replaces the earlier one, which may still be connected. This node may
+        # itself have been replaced before; now it is the newest.
         self._replaced_nodes.pop(node, None)
         again = ""
         if old_node is not None and old_node != node:

@@ -206,7 +206,7 @@ def _find_impossible_counts(
         yield from _find_values_out_of_range(Upload.from_tree(reply.upload), upload_spec, image_count)
     received_bytes, sent_bytes = reply.traffic
     # Before and after its steps an update may classify its images, such as for pseudo-labels, each at most `MAX_PASSES`
-    # times; and FedMatch one image of noise.
+    # times. One image more: the method FedMatch classifies an image of noise, to compare the models of clients.
     max_outside_steps = MAX_PASSES * image_count + 1
     counts_and_limits = {
         "images outside steps": (reply.images_outside_steps, max_outside_steps),

@@ -123,13 +123,13 @@ class SiteClient:
             folder: training images.
             name: name of the site.
             state_folder: where the site stores its files; None for a hidden folder in `folder`.
-            device: where to compute, as for the option `device`.
-            tests: images to test models on; None for none.
-            terms: the accepted terms, as for `Consent`.
-            methods: the accepted methods, as for `Consent`.
-            trusted: plugins that the site may import.
-            validations: images by which the server chooses the best round; None for none.
-            keys: files of long-term keys.
+            device: where to compute: "auto", or a device of PyTorch such as "cpu".
+            tests: folder of images to test models on; None for none.
+            terms: the accepted terms: the beginning of their hash, or any (see `Consent`).
+            methods: names of the accepted methods; () for all of them.
+            trusted: plugins (Python modules of the user) that the site may import.
+            validations: folder of images by which the server chooses the best round; None for none.
+            keys: files of the long-term keys by which sites know each other with secure aggregation.
         """
         if state_folder is None:
             state_folder = folder / STATE_FOLDER
@@ -163,7 +163,7 @@ class SiteClient:
             with plugins.allow_only((*self.consent.methods, *self.trusted)):
                 message = messages.scan_message(data, Offer, Request, FinalModel)
                 return messages.write_message(self._handle(message))
-        except _NotAgreed as error:
+        except _NotAgreed as error:  # not logged: the server repeats its offer every few seconds
             return messages.write_message(Refusal(self.version, error.kind, str(error)))
         except RefusalError as error:
             details = str(error.__cause__ or error)
@@ -223,8 +223,8 @@ class SiteClient:
         folder = self._federation_folder(message.federation)
         terms, site = self._load_membership(message.federation, folder)
         text, accuracy = save_final_model(self.state_folder, unparsed, terms, site)
-        # By these hashes, later commands warn if the model is evaluated on images that it was trained on.
-        with suppress(OSError):  # a failure only disables this warning
+        with suppress(OSError):  # a failure only disables the warning below
+            # Hashes of the training images, by which later commands warn if they evaluate the model on such an image.
             self.images.write_training_digests(terms, self._record_note)
         text = copy_final_model(self.images.folder, self.state_folder, text)
         secure_sum.erase_secrets(folder)
@@ -320,6 +320,7 @@ class SiteClient:
             tests=tests,
             validations=validations,
             key=self.keys.public(self.state_folder) if terms.config.secure_aggregation else "",
+            # 1 if the people allow this site's accuracy to be shown, by a file that a command of theirs writes.
             shared=int((self.state_folder / consent.SHARE_ACCURACY_FILE).exists()),
         )
 
@@ -563,6 +564,7 @@ def copy_final_model(folder: Path, state_folder: Path, text: str) -> str:
         copy_folder.mkdir(exist_ok=True)
         for file in (MODEL, *card_document.CARD_FILES):
             atomic_io.write_atomically(copy_folder / file, (state_folder / FINAL_FOLDER / file).read_bytes())
+        # Hashes of the training images, by which commands warn if they evaluate the model on one of them.
         if (digests := atomic_io.read(state_folder / DIGESTS)) is not None:
             atomic_io.write_atomically(copy_folder / DIGESTS, digests)
     except OSError as error:
@@ -588,7 +590,7 @@ def describe_request(request: Request, reply: Reply, received_bytes: int, second
         request: the request.
         reply: its reply.
         received_bytes: size of the request's message.
-        seconds: how long it took.
+        seconds: how long it took to compute the reply.
 
     Returns:
         Events: an "evaluated" for each set of images, then "trained" with what is sent, or "masks_replied" for a stage
@@ -635,7 +637,7 @@ def _describe_training(request: Request, reply: Reply, received_bytes: int, seco
         received_bytes: size of the request's message.
         seconds: how long the update took.
     """
-    steps, labeled, unlabeled, _ = reply.amount
+    steps, labeled, unlabeled, _ = reply.amount  # images are those of one step; the last one are epochs
     training = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
     loss = reply.samples.get("loss")
     mean_loss = float(loss["total"]) / float(loss["count"]) if loss else None

@@ -113,10 +113,13 @@ def _machine_memory() -> int:
 
 
 def _parse_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
-    """Parse terms, after limiting the memory and the processor time of this process.
+    """Parse the terms of a federation, after limiting the memory and the processor time of this process.
+
+    The terms may be hostile: such a limit ends this process, and not the one of the site that has started it.
 
     Args:
-        request: {"text", "allowed", "memory", "weights", "parent"}, as `inspect_terms` sends it on standard input.
+        request: "text" (the terms), "allowed" (plugins that may be imported), "memory" (limit in bytes), "weights"
+            (files of pretrained weights) and "parent" (id of the process that sends this on standard input).
 
     Returns:
         {"offer": fields of a `TermsOffer`}, or {"error": text} for invalid terms.
@@ -127,6 +130,7 @@ def _parse_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
 
         new_limits = {resource.RLIMIT_DATA: request["memory"], resource.RLIMIT_CPU: MAX_SECONDS}
         for limit, value in new_limits.items():
+            # The soft limit is the one that is enforced. The hard one, the most that it may be, stays as it is.
             _, hard_limit = resource.getrlimit(limit)
             resource.setrlimit(limit, (value, hard_limit))
     for path in request["weights"]:

@@ -111,6 +111,8 @@ class SiteMemory:
     def put(self, key: str, tree: Tree) -> None:
         """Write the client's state after this local update to a file, completely or not at all.
 
+        Its name has the round, the attempt and the query (`SiteMemory.current`), and a digest of its contents.
+
         Args:
             key: not used, because a site is one client.
             tree: the state.
@@ -120,7 +122,7 @@ class SiteMemory:
         """
         data = serialization.pack_file(tree)
         round, attempt, query = self.current
-        # The name contains a digest of the contents, by which a damaged file is recognized.
+        # By the digest a damaged file is recognized.
         digest = atomic_io.sha256(data)[:16]
         name = f"memory-{round:06d}-{attempt:03d}-{query:03d}-{digest}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -185,10 +185,11 @@ class SumParticipant:
             {"keys", "signature"}, both uint8.
         """
         session = masks["session"].numpy().tobytes().hex()
-        # A sum is identified by its round, attempt and query, and by the session, with which the server may repeat it.
+        # A sum is identified by its round, attempt, query and session: the server may repeat it in another session.
         sum_id = make_sum_id(request, session)
         secret_file = self._secret_file(sum_id)
-        # The secret is erased at the end of its sum. Generating another one would give other keys for the same sum.
+        # The secret is erased at the end of its sum. Generating another one would give other keys for the same sum, so
+        # a sum whose keys have been used to deal shares is not continued without it.
         shares_are_dealt = log.has(DEAL_SHARES) and log.get(_SESSION) == session
         if shares_are_dealt and secret_file.read() is None:
             raise RefusalError("the server requests keys of a sum that is over for this site.")
@@ -284,8 +285,8 @@ class SumParticipant:
     def _make_vector(self, request: Request, upload_tree: Tree, clients: int) -> np.ndarray:
         """Convert an upload to the vector that is masked and summed.
 
-        Aggregation functions of the server compute the change of the parameters. They get a context as if this site
-        were the only client that has replied.
+        The change of the parameters is computed by the same function as at the server of a simulation. Its context has
+        this site as the only client that has replied, so the leading dimension of clients has length 1.
 
         Args:
             request: the request of the local update, with the parameters before it.
@@ -305,13 +306,12 @@ class SumParticipant:
             per_client={},  # the download contains the values for this site too
             clients=(self.number,),
             cohort=clients,
-            random_cohort=True,
+            random_cohort=True,  # required, but read only by differential privacy, not here
         )
         upload = Upload.from_tree(upload_tree)
-        # Aggregation functions expect a leading dimension of clients.
         stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
         changes = compute_update(stacked, context)
-        check_summable(stacked, changes)
+        check_summable(stacked, changes)  # an upload with further values cannot be sent as a sum
         weight = 1.0 if self.equal_weights else float(upload.weight)
         change = {path: leaf[0] for path, leaf in changes.items()}
         return encode_contribution(change, weight, clients).cpu().numpy()
@@ -481,7 +481,7 @@ class ReplyLog:
         self._records = read_private_json(self.path) or {}
 
     def begin(self, session: str) -> None:
-        """Begin a session of the sum: remove the replies of an earlier one, unless this session has begun already.
+        """Begin a session of a secure sum: forget this site's replies in an earlier one, unless it has begun already.
 
         A server that restarts during a sum begins another session of it, with new keys. The set of sites whose
         sum was revealed remains, because the sums of two different sets would reveal their difference.

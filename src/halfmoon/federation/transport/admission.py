@@ -47,12 +47,12 @@ class Admission:
         log: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare the admission of sites.
+        """Prepare the admission of sites by their keys.
 
         Args:
             access: the folder with the public keys of the sites that may connect.
-            registry: the SuperLink's register of keys.
-            path: the file for the owners of keys, which the ServerApp reads: it knows of a message only its node.
+            registry: the register of keys of the SuperLink, the process of Flower that sites connect to.
+            path: the file that names the site of each node, for the ServerApp: Flower tells it only a message's node.
             names: the sites of the federation.
             log: receives a sentence for each event.
             now: a clock, in seconds.
@@ -138,7 +138,7 @@ class Admission:
         nodes = self.registry.nodes()
         admitted = {node.key: node for node in nodes if node.key in self._keys}
         earlier_owners = _read_owners(self.path)
-        # Written before Flower removes a key, so that no later reply of a removed site counts.
+        # Written before Flower removes a key, so that no later reply of a removed site counts: the ServerApp reads it.
         self._write_owners(admitted)
         for node in nodes:
             if node.key not in self._keys:
@@ -184,7 +184,10 @@ class Admission:
             self._log_once(f"{self.path} cannot be written: {atomic_io.error_reason(error)}")
 
     def _warn_of_expiry(self) -> None:
-        """Log keys and certificates that expire soon. The sentence has the number of days, so it is logged once a day."""
+        """Log keys and certificates that expire soon; the check is repeated every `WARNING_SECONDS`.
+
+        A warning has the number of days that are left. Equal ones are logged once, so it appears once a day.
+        """
         if self.now() - self._last_warning < WARNING_SECONDS:
             return
         self._last_warning = self.now()

@@ -128,7 +128,10 @@ def _tls_only(address: Address) -> UserError:
 
 
 def _speaks_tls(address: Address) -> bool:
-    """Check whether a server speaks TLS, by a handshake. The certificate is not verified, and no request is sent."""
+    """Check whether a server speaks TLS, by a handshake: then the error of a plain connection can name what is missing.
+
+    The certificate is not verified, and no request is sent.
+    """
     unverified = ssl.create_default_context()
     unverified.check_hostname = False
     unverified.verify_mode = ssl.CERT_NONE

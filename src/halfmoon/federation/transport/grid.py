@@ -97,19 +97,20 @@ class GridTransport:
         return None if self.keys is None else read_key_owners(self.keys)
 
     def send(self, mail: Mapping[int, bytes], seconds: float, is_offer: bool) -> Mapping[int, str]:
-        """Send each node its bytes.
+        """Send each node (Flower's name for the connected process of a site) a message, through Flower's SuperLink.
 
         Args:
-            mail: message by node.
+            mail: the serialized message for each node, by its id.
             seconds: time until Flower discards the message.
-            is_offer: whether the messages are offers of terms, not requests.
+            is_offer: whether the messages are offers to join, not requests to sites that have joined.
 
         Returns:
-            The id of each accepted message, by node.
+            The id of each message that Flower has accepted, by node.
 
         Raises:
             ConnectionError: the SuperLink cannot be reached.
         """
+        # No site depends on the type: its ClientApp replies to every message by its content.
         kind = MessageType.QUERY if is_offer else MessageType.TRAIN
         contents = {data: wrap_message(data) for data in mail.values()}  # equal bytes become one object
         messages = [Message(contents[data], node, kind, ttl=seconds) for node, data in mail.items()]

@@ -212,7 +212,7 @@ def pull_objects_with_short_retries(
     return pull_objects(
         unique_ids,
         pull_object_fn,
-        max_tries_per_object=None,
+        max_tries_per_object=None,  # Flower's time limit for all objects remains
         initial_backoff=MIN_BACKOFF_SECONDS,
         backoff_cap=MAX_BACKOFF_SECONDS,
     )
@@ -517,7 +517,9 @@ class ControlApi:
 
 
 def _call(request: Callable[[], T]) -> T:
-    """Send a request to the SuperLink, and translate the errors of its HTTP client.
+    """Send a request to the SuperLink, and translate the errors of its HTTP client into built-in ones.
+
+    So its callers do not depend on the client that Flower happens to use.
 
     Args:
         request: sends it and returns the response.

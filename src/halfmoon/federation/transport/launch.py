@@ -111,7 +111,11 @@ class ServerOptions:
     apps: tuple[str, str] = APPS
 
     def __post_init__(self) -> None:
-        """Check the options for encryption: all three files of TLS, or a plain connection that is allowed."""
+        """Check the server's options for encryption: all three files of TLS, or a plain connection that is allowed.
+
+        Without TLS, others could read and change what sites send; so a server that other machines can reach needs
+        `insecure`.
+        """
         tls_files = {"--ca": self.ca, "--certificate": self.certificate, "--key": self.key}
         missing = [flag for flag, path in tls_files.items() if path is None]
         if missing and len(missing) < len(tls_files):
@@ -274,7 +278,7 @@ class _Session:
     """One call of `halfmoon serve`: it starts Flower's SuperLink, submits the run, and restarts programs that die."""
 
     def __init__(self, server: ServerOptions, tail: EventTail, show: Callable[[str], None]) -> None:
-        """Prepare to serve.
+        """Prepare to run Flower's SuperLink and the ServerApp of a federation, and to restart them.
 
         Args:
             server: the options.
@@ -324,7 +328,7 @@ class _Session:
         if _is_port_in_use(address):
             raise UserError(f"port {address.port} is taken by another process: end it, or give another --port.")
         for script in (SUPEREXEC, SUPERLINK):
-            self.processes.clear_lock(script)
+            self.processes.clear_lock(script)  # so that the new process is not taken for the one before it
         log = Tail(self.processes.log(SUPERLINK))
         self.superlink = self.processes.start(SUPERLINK, superlink_arguments(self.server))
         if not self._wait(self._superlink_replies, START_SECONDS):
@@ -384,7 +388,7 @@ class _Session:
             Halted: the SuperLink refuses the run.
         """
         assert self.superlink is not None
-        self.processes.clear_lock(SERVER_APP)
+        self.processes.clear_lock(SERVER_APP)  # the run starts a new ServerApp
         folder = self.processes.folder
         options = ["--run-config", str(folder / RUN_CONFIG), "--format", "json"]
         try:
@@ -419,7 +423,7 @@ class _Session:
                 self.admission.poll()
             self._show()
             if outcome == "app":
-                reason = _find_last_line(app_log.read_lines(), _ERROR)
+                reason = _find_last_line(app_log.read_lines(), _ERROR)  # the last line of a Python traceback
                 if reason:
                     self.log.record("program_failed", f"the server's program ended with: {reason}", reason=reason)
             if outcome is not None:

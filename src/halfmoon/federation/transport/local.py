@@ -78,6 +78,8 @@ def rehearse(
 ) -> None:
     """Run a federation in this process through Flower's ServerApp and ClientApp, but without a network.
 
+    So its file and the folders of images can be tried before sites take part.
+
     Args:
         federation: the federation's file.
         run_dir: the run folder.

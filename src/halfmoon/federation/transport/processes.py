@@ -115,7 +115,15 @@ class ProcessFolder:
             )
 
     def flwr(self, arguments: Sequence[str], seconds: float = 60.0) -> subprocess.CompletedProcess[bytes]:
-        """Run Flower's command `flwr` to its end and capture its output. Raises subprocess.TimeoutExpired."""
+        """Run Flower's command `flwr` (to start or to stop a run) to its end, and capture its output.
+
+        Args:
+            arguments: its command-line arguments.
+            seconds: time limit.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended in time.
+        """
         return subprocess.run(
             [*command(FLWR), *arguments],
             stdin=subprocess.DEVNULL,
@@ -162,7 +170,7 @@ class ProcessFolder:
         for script in (*SCRIPTS, SUPERNODE, WORKER):
             while self.is_running(script):
                 process_id = atomic_io.read(lock_path(self.folder, script)) or b""
-                if process_id.isdigit():
+                if process_id.isdigit():  # a process that has just got the lock has not written its id yet
                     _kill_group(int(process_id))
                 if time.monotonic() > deadline:
                     text = process_id.decode(errors="replace")
@@ -260,7 +268,10 @@ def exclusive(path: Path, message: str) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGTERM, and at SIGINT, which a shell ignores for background processes."""
+    """Raise KeyboardInterrupt at SIGTERM and SIGINT, so that a process which is told to end runs its `finally` blocks.
+
+    Python does so for SIGINT, but not in the background processes of a shell, which ignore it.
+    """
     earlier_handlers = {}
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         earlier_handlers[signal_number] = signal.signal(signal_number, signal.default_int_handler)

@@ -130,7 +130,7 @@ class SiteOptions:
     all: bool = False
 
     def __post_init__(self) -> None:
-        """Check the options before anything is started; raise UserError for the first mistake."""
+        """Check the options of a site before anything is started; raise UserError for the first mistake."""
         if not SITE_NAME.fullmatch(self.name):
             raise UserError(
                 f"--name is {self.name!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
@@ -240,7 +240,7 @@ class _SiteNode:
     """The node of a site that takes part, and the state of its connection."""
 
     def __init__(self, site: SiteOptions, tail: EventTail, show: Callable[[str], None], person: Prompt | None) -> None:
-        """Prepare to take part.
+        """Prepare to run and watch the node, the process of a site that exchanges messages with the server.
 
         Args:
             site: the options.
