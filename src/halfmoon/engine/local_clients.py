@@ -270,6 +270,7 @@ class LocalClients:
         for group_results in self.training.parallel_map(Query(context, broadcast), groups):
             results |= group_results
             group_results.clear()  # the map may hold a reference to the dictionary while the next group trains
+            # Groups finish in another order than that of `clients`: a result waits until all before it are yielded.
             while next_position < len(clients) and clients[next_position] in results:
                 yield results.pop(clients[next_position])
                 next_position += 1

@@ -255,6 +255,7 @@ class ServerRuntime(ABC):
         responders = tuple(uploads)
         del uploads  # each upload is now stored twice: free the first copy
         if responders and self.aggregators:
+            # Only some recipients may have replied: select their slices of the trees that single clients got.
             positions = {client: k for k, client in enumerate(to_ints(recipients))}
             rows = torch.tensor([positions[client] for client in responders], dtype=torch.int64)
             context = AggregationContext(
@@ -273,6 +274,7 @@ class ServerRuntime(ABC):
             upload = self._aggregate(context, upload)
         else:
             self.responders = torch.tensor(responders, dtype=torch.int64)
+        # All slices of `private` have the same size.
         bytes_per_recipient = tree.nbytes(broadcast) + tree.nbytes(private) // len(recipients)
         self._remove_missing(recipients, bytes_per_recipient)
         return upload

@@ -201,6 +201,8 @@ def draw(
     if requirements.views and not len(allowed):
         amount = amount._replace(steps=0)
 
+    # The images of all steps are drawn at once. Each set has a random stream of its own, so that one does not depend
+    # on the size of another.
     labeled_total = amount.steps * amount.labeled
     generator = rng.generator(seed, *path, "labeled")
     x_rows = cycle(torch.arange(labeled_count), labeled_total, generator) if labeled_total else NO_ROWS
@@ -218,6 +220,7 @@ def draw(
     second_draws: dict[str, Draws] = {}
     if requirements.second_batch and unlabeled_total:
         generator = rng.generator(seed, *path, "others")
+        # With replacement, and from all unlabeled images, also those that `drawable` excludes.
         second_rows = torch.randint(unlabeled_count, (unlabeled_total,), generator=generator)
         second_draws = _draw_views(views, requirements.second_batch, unlabeled_total, shape, seed, *path, "others")
 
@@ -340,6 +343,7 @@ def batches(
     device = clients_data[0].y.device
     real = _real_masks(labeled_sizes, unlabeled_sizes, device)
     total_steps = max(update.amount.steps for update in updates)
+    # One call of an augmentation makes the views of several steps, so that its overhead is paid once.
     steps_per_call = max(1, view_images // max(1, len(updates) * max(labeled, unlabeled)))
     labeled_images = [data.x for data in clients_data]
     unlabeled_images = [data.u for data in clients_data]
@@ -363,6 +367,7 @@ def batches(
 
         client_mixing = [_pad_mixing(_mixing_of_steps(d, steps), d, labeled, unlabeled) for d in updates]
         mixing = {name: torch.stack([leaves[name] for leaves in client_mixing]).to(device) for name in client_mixing[0]}
+        # Cut the images of these steps, which are one after the other in dimension 1, into steps.
         for step in range(len(steps)):
             labeled_slice = slice(step * labeled, (step + 1) * labeled)
             unlabeled_slice = slice(step * unlabeled, (step + 1) * unlabeled)

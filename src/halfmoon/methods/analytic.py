@@ -248,6 +248,7 @@ class SoftSums(SumsUpdate):
     """Upload sums over the unlabeled images with soft labels r by the current head (E step): of r (K,), r h' (K, F)."""
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
+        """Compute EM's E step on the unlabeled images: the sums of soft labels r, "r" (K,), and of r h', "rh" (K, F)."""
         h = self.unit(broadcast, data.u)
         head = broadcast["head"]
         r = (h @ head["weight"].T + head["bias"]).softmax(1)

@@ -167,6 +167,7 @@ class FedConClient(ClientUpdate):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.optimizer_step(carry, gradient, moments)
+        # The target network is a moving average of the network.
         rate = 1 - self.options.target_decay
         target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], _network_params(new["params"]))
         return {**new, "target": target}, StepMetrics(loss, samples={}, pseudo=())

@@ -178,7 +178,19 @@ class FL2Client(RoundLabelingClient):
         return {**super().begin(broadcast, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step on the cross-entropy and, with `sharpness`, on the divergence from the perturbed network."""
+        """Take a step of (FL)^2: on the cross-entropy and, with `sharpness`, the divergence from a perturbed network.
+
+        The perturbed network has parameters that ASAM moved uphill (`compute_asam_step`): a flat minimum, in which its
+        predictions hardly change, generalizes better.
+
+        Args:
+            broadcast: the model that the server sent (unused: `carry` has it).
+            carry: state of the client update, with the pseudo-labels of all images; "weight" is 1 for those to use.
+            batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
+
+        Returns:
+            The new carry, and the step's loss, metrics and pseudo-labels.
+        """
         options = self.options
         params = carry["params"]
         label = carry["label"][batch.u_rows]

@@ -184,6 +184,7 @@ class HeteroFLClient(ClientUpdate):
     def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         logits, _ = self.task.network.train(scale_convolutions(params, self.rate), batch.x, real=batch.x_real)
         if self.options.masked:
+            # Classes without an image at this client get a constant logit: no gradient moves their rows of the head.
             logits = torch.where(present, logits, 0.0)
         return labeled_cross_entropy(logits, batch.y, batch.x_real, self.task.class_weights), ()
 

@@ -126,6 +126,7 @@ class ClassifierRecorder:
         upload = self._federation.query(client_update, broadcast, per_client, clients)
         head = upload.update.get("params", {}).get("head")
         if head is not None:
+            # The weights of the linear layer at clients that have trained, (M, classes, features).
             self.rows = head["weight"][(upload.weight > 0).to(head["weight"].device)]
         return upload
 

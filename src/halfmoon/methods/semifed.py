@@ -173,6 +173,7 @@ class SemiFedClient(ClientUpdate):
         labels, row_hash = recall_row_labels({"label": memory["labels"], "mark": memory["mark"]}, data)
         if self.labels:
             accepted = self._vote(broadcast, data)
+            # Labels of earlier votes are permanent.
             labels = torch.where(labels == NO_LABEL, accepted, labels)
         return {**super().begin(broadcast, memory, data), "labels": labels, "mark": row_hash}
 

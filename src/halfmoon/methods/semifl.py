@@ -394,7 +394,7 @@ class SemiFLClient(RoundLabelingClient):
         return upload, {**memory, **thresholds}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        sets = 2 if self.options.mix_weight else 1
+        sets = 2 if self.options.mix_weight else 1  # strong views and, with `mix_weight`, as many mixed images
         trained = labeled + sets * unlabeled
         predicted = 0 if self.options.labels == "round" else sets * unlabeled
         return Passes(trained + predicted, trained)
@@ -407,7 +407,20 @@ class SemiFLClient(RoundLabelingClient):
     def _loss(
         self, trained: Tree, broadcast: Tree, carry: Tree, batch: Batch
     ) -> tuple[Tensor, tuple[PseudoLabels, Tree]]:
-        """Compute the loss of one minibatch, and (its pseudo-labels, the state of the thresholds)."""
+        """Compute SemiFL's loss of one minibatch: of labels, of strong views and, with `mix_weight`, of mixed images.
+
+        The "fix" set is the images whose pseudo-label is confident. Each of its images is mixed with one of the "mix"
+        set, which is drawn from all images (`halfmoon.methods.semifl`).
+
+        Args:
+            trained: the parameters in which the loss is differentiated: all or, with `halves`, psi.
+            broadcast: the tree that the server sent, with statistics and parameters that are not trained.
+            carry: state of the client update: with labels "round" the pseudo-labels of all images, else thresholds.
+            batch: labeled images x, labels y, views u of unlabeled images, and the minibatch of the mix set.
+
+        Returns:
+            The loss (), and (pseudo-labels of the fix set's minibatch, the new state of the thresholds).
+        """
         options = self.options
         params = options.parameters(broadcast, trained)
         # Entry 0 is the minibatch of the fix set, entry 1 (with `mix_weight`) that of the mix set.

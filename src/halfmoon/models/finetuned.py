@@ -188,6 +188,7 @@ def fine_tune(
     frozen_leaves = {path: leaf for path, leaf in flat.items() if path in frozen}
     start = {"params": {}, "stats": {}, **tree.unflatten(trained_leaves)}
     fixed = {"params": {}, "stats": {}, **tree.unflatten(frozen_leaves)}
+    # The network's kind of normalization is what is trained: "batch" only if running statistics still change.
     tracked = any(path.startswith("stats/") and path not in frozen for path in every)
     norm = network.norm
     if tracked:

@@ -70,6 +70,7 @@ class ICPL(ReceivedModelObjective):
 
     def finish(self, task: Task, carry: Tree) -> Tree:
         total = carry["counts"].sum()
+        # A moving average of the class shares; a client update without a training label leaves it as it is.
         new_prior = torch.lerp(carry["prior"], carry["counts"] / total.clamp_min(1), 1 - self.prior_decay)
         return {"prior": torch.where(total > 0, new_prior, carry["prior"])}
 

@@ -83,6 +83,7 @@ class PseudoLabel(PseudoLabeling, Objective):
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         uses_received = self.teacher != "local" and self.labels == "step"
+        # Each of the two is one more pass over the unlabeled images if it is true.
         predictions = (self._needs_separate_pass(task) + uses_received) * unlabeled
         return Passes(labeled + unlabeled + predictions, labeled + unlabeled)
 

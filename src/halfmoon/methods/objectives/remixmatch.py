@@ -87,6 +87,7 @@ class ReMixMatch(Objective):
 
     def start(self, task: Task, model: Tree) -> Tree:
         head = model["params"]["head"]["weight"]
+        # A second head predicts by which of four angles an image was rotated.
         rotation = {"weight": head.new_zeros(4, head.shape[1]), "bias": head.new_zeros(4)}
         server = super().start(task, {**model, "params": {**model["params"], "rotation": rotation}})
         return {**server, "predicted": head.new_full((len(head),), 1 / len(head))} if self.align else server
@@ -94,6 +95,7 @@ class ReMixMatch(Objective):
     def prepare(self, task: Task, broadcast: Tree, data: ClientData) -> Tree:
         if not self.align:
             return {}
+        # Rows from number `labeled` on are padding.
         is_real = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
         counts = (one_hot(data.y, task.network.classes, broadcast["predicted"]) * is_real).sum(0)
         return {"label_frequencies": counts / data.labeled.clamp_min(1)}
