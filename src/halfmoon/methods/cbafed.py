@@ -265,7 +265,7 @@ class CBAFedClient(RoundLabelingClient):
         return Upload({**upload.update, "share": share}, weight=total.round().double()), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
-        """Compute CE(labels) + unlabeled_weight * CE(accepted pseudo-labels), each the mean over its images.
+        """Compute CBAFed's loss: CE(labels) + unlabeled_weight * CE(accepted pseudo-labels), each a mean over images.
 
         Args:
             params: parameters of the network, in which the loss is differentiated.

@@ -244,7 +244,7 @@ class FL2Client(RoundLabelingClient):
         return self.optimizer_step(carry, gradient), StepMetrics(loss, samples=samples, pseudo=(pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
-        """Upload the parameters with the weight 1 - mean confidence, so that clients that learned less count more.
+        """Upload (FL)^2's parameters with the weight 1 - mean confidence, so that clients that learned less count more.
 
         Args:
             broadcast: the tree that the server sent.

@@ -186,11 +186,11 @@ class ProtoFSSLClient(ClientUpdate):
 
     @torch.no_grad()
     def _features(self, model: Tree, images: Tensor) -> Tensor:
-        """Compute the features (n, F), the input of the last layer, of images without augmentation.
+        """Compute the features (n, F), the input of the last layer, of which ProtoFSSL's prototypes are means.
 
         Args:
             model: "params" and "stats" (running batch-norm statistics).
-            images: (n, C, H, W) uint8.
+            images: (n, C, H, W) uint8, which are not augmented.
         """
         # With the identity as its head the network returns its features.
         weight = model["params"]["head"]["weight"]

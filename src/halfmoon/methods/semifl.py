@@ -470,7 +470,7 @@ class SemiFLClient(RoundLabelingClient):
     def _leave_out_unconfident(
         confident: Tensor, batch: Batch, images: list[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Exclude images without a confident pseudo-label from batch statistics, without a change of shapes.
+        """Exclude images without a confident pseudo-label from a pass's batch statistics, without a change of shapes.
 
         `torch.func.vmap` over clients forbids shapes that depend on data. So each unconfident image is replaced by the
         first confident one, which keeps activations finite, and masked like padding.

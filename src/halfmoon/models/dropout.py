@@ -24,10 +24,10 @@ _LOCAL = threading.local()
 
 @contextmanager
 def dropout_key(key: Tensor | None) -> Iterator[None]:
-    """Set the key from which dropout masks are computed inside of this block.
+    """Set the key from which this thread's dropout masks are computed inside of the block.
 
     Args:
-        key: () int64; None disables dropout.
+        key: () int64, another one in each training step; None disables dropout.
     """
     previous_key = current_key()
     _LOCAL.key = key

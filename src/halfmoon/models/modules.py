@@ -291,7 +291,7 @@ class _Template:
             UserError: a layer cannot be part of a pure function.
         """
         _check_layers(module, network)
-        self.first = _read(module)  # the initial "params" and "stats"
+        self.first = _read(module)  # the initial "params" and "stats", before the parameters are freed below
         self.record = _Pass(fixed_stats={}, moments={}, inputs={})
         self.tracked = list(_norms(module))
         self.linears = {_path(name): each for name, each in module.named_modules() if isinstance(each, nn.Linear)}

@@ -106,6 +106,9 @@ class Objective:
     def solution(self, server: Tree) -> Tree:
         """Select the model to evaluate: the mean teacher if there is one, without heads that only training uses.
 
+        Args:
+            server: the server's state, as `start` built it and rounds have changed it.
+
         Returns:
             "params" and "stats".
         """
@@ -275,6 +278,9 @@ def ramp_weight(task: Task, weight: float, share: float, shape: Ramp = "linear")
         weight: the final value.
         share: share of the rounds over which the weight grows; 0: it has its final value from the start.
         shape: "linear" grows from 0, "sigmoid" from exp(-5) as exp(-5 (1 - t)^2) (Laine and Aila 2017).
+
+    Returns:
+        A number from 0 to `weight`; a tensor where rounds are tensors.
     """
     progress = 1.0 if share <= 0 else at_most_one(task.round / (share * task.rounds))
     return weight * (progress if shape == "linear" else exp(-5 * (1 - progress) ** 2))
