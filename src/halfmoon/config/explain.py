@@ -50,7 +50,7 @@ def explain_options(config: Config, layers: Sequence[Layer], fallback: str = COM
         config: the configuration that the layers resolve to.
         layers: what the user and the command set, highest priority first. Below them come the preset (options of the
             method's paper), and then the protocol (the experiment of a paper), if they name some.
-        fallback: the layer to name for values that none of the layers contains.
+        fallback: the layer to name for values that none of the layers contains: they follow from other options.
     """
     explicit: dict[str, Any] = {}
     # From the lowest to the highest priority, so that the highest wins.
@@ -59,7 +59,7 @@ def explain_options(config: Config, layers: Sequence[Layer], fallback: str = COM
         explicit |= {name: value for name, value in layer.options.items() if name != "options"}
     # `recommended` is a placeholder: a preset belongs to the method that replaces it.
     explicit["method"] = config.method
-    paper_options, protocol_options = lower_layers(explicit)
+    paper_options, protocol_options = lower_layers(explicit)  # the values of preset and protocol
     protocol = explicit.get("protocol", "none")
     preset_name = f"preset {config.preset}"
     all_layers = [*layers, Layer(preset_name, paper_options), Layer(f"protocol {protocol}", protocol_options)]
@@ -88,7 +88,7 @@ def _explain_method_options(
         fallback: the layer to name for values that none of them contains.
         preset_name: the name of the layer of the preset, which sets the options of the method's paper.
     """
-    # A table has NAME for the trained method and METHOD.NAME for others; flat names make all layers comparable.
+    # A table has NAME for the trained method and {METHOD: {NAME: ...}} for others; flat names make layers comparable.
     tables = [Layer(layer.name, _flatten(layer.options.get("options", {}))) for layer in layers]
     values = _flatten(config.options)
     for name, value in values.items():

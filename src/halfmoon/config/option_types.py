@@ -50,7 +50,7 @@ def describe_type(option_type: Any) -> str:
         elif get_origin(member) is tuple and get_args(member)[0] in (int, float):
             phrases.append("a list of numbers")
         else:
-            phrases.append(names.get(member, "a list of names"))
+            phrases.append(names.get(member, "a list of names"))  # all other types are tuples of strings
     return " or ".join(phrases)
 
 
@@ -113,7 +113,8 @@ def _type_error(subject: str, option_type: Any, value: Any) -> UserError:
 def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -> dict[str, Any]:
     """Merge two tables of method options, as a file and the command line define them; values of `override` win.
 
-    The key "METHOD.NAME" means NAME in the table of METHOD.
+    A table has the options of the trained method as NAME, and those of each other method in a table METHOD. The key
+    "METHOD.NAME" means NAME in the table of METHOD.
 
     Args:
         base: options of the lower layer.
@@ -136,8 +137,8 @@ def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -
             previous_table = cast("Mapping[str, Any]", previous if isinstance(previous, Mapping) else {})
             merged[name] = {**previous_table, **table}
             continue
-        # TOML writes [options.METHOD] tables; the command line and Python calls also write METHOD.NAME.
         check_scalar(f"{subject}: {name}", value)
+        # TOML writes [options.METHOD] tables; the command line and Python calls also write METHOD.NAME.
         method, dot, option = name.rpartition(".")
         if dot:
             merged = merge_method_options(merged, {method: {option: value}}, subject)

@@ -40,7 +40,8 @@ SOLVER_EM_ROUNDS = {"ridge-head": 0, "mixture-head": 10}
 def resolve_method(options: Mapping[str, Any]) -> str:
     """Return the name of the method that these options train; replace "recommended" by the method that is recommended.
 
-    The recommendation depends on where labels are, and on whether only the head of a pretrained network is trained.
+    The recommendation depends on where labels are (at the server, at all or some clients), and on whether only the head
+    of a pretrained network is trained.
     """
     if options["method"] != RECOMMENDED:
         return options["method"]
@@ -50,7 +51,7 @@ def resolve_method(options: Mapping[str, Any]) -> str:
     trains_head = options.get("tune", "auto") in ("auto", "head") and not options.get("freeze")
     on_features = trains_head and options.get("network") in hubs.PRETRAINED
     situation = "features" if on_features else options.get("labels_at", "clients")
-    return registry.RECOMMENDED.get(situation, RECOMMENDED)
+    return registry.RECOMMENDED[situation]
 
 
 def default_cohort(options: Mapping[str, Any], clients: int) -> int:
@@ -99,8 +100,9 @@ def protocol_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def protocol_values(name: str) -> Mapping[str, Any]:
-    """Read the options that a protocol sets, such as the settings of a paper; "none" sets none."""
+    """Read the options that a protocol sets, the experiment of a paper by its name; "none" sets none."""
     package = resources.files("halfmoon")
+    # Some protocols are shared with a recipe, a file of all runs of a paper's table.
     if name in PROTOCOL_RECIPES:
         file = package / "recipes" / f"{PROTOCOL_RECIPES[name]}.toml"
         table = "protocol"

@@ -109,7 +109,7 @@ def strip_ignored_lines(text: str) -> str:
 
 
 def option_error(name: str, file: Path | str | None = None) -> UserError | None:
-    """Build the error about a removed or renamed option of a run.
+    """Build the error about an option of a run that earlier versions had: it was renamed or removed.
 
     Args:
         name: its key, such as "seeds_together".

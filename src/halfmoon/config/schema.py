@@ -110,7 +110,7 @@ class Config(
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Convert all values to the types of their options, fill in computed defaults, and check combinations."""
+        """Convert all options to their types, fill in defaults that depend on others, and check combinations."""
         values = {name: _convert_option(name, name, getattr(self, name)) for name in option_types()}
         # Of several options for the number of labels one may be set. So none of the fields has a default: it could not
         # be told from an amount that the user has set.
@@ -146,7 +146,7 @@ class Config(
 
 
 def _convert_option(subject: str, name: str, value: Any) -> Any:
-    """Convert a value to the type of an option, and check the name of a plugin.
+    """Convert a value to the type of an option; check that a name of the user's code (a plugin) can be found.
 
     Args:
         subject: what an error message calls the option, such as "--network".
@@ -159,7 +159,7 @@ def _convert_option(subject: str, name: str, value: Any) -> Any:
     value = convert_value(subject, option_types()[name], value)
     if name not in _PLUGIN_OPTIONS:
         return value
-    choices, kind = _PLUGIN_OPTIONS[name]
+    choices, kind = _PLUGIN_OPTIONS[name]  # names of this package, and what a plugin makes: "network" or "split"
     if value in choices or plugins.is_plugin(value, kind):
         return value
     if plugins.is_module(value):
@@ -216,7 +216,8 @@ def load_file(path: Path) -> dict[str, Any]:
         sites: Sequence[Any] = table["sites"] if isinstance(table.get("sites"), list) else [None]
         # The sites are the clients, unless a saved split has its number of clients.
         clients = {} if "split" in options else {"clients": len(sites)}
-        # The default rule of aggregation depends on the complete configuration.
+        # The default rule of aggregation depends on the complete configuration, and on the entry of its method in the
+        # catalog.
         config = merge(file_options={**clients, **options}, flags={}, file=path)
         options.setdefault("aggregation", default_aggregation(config, _registry().entry))
     return resolve_paths(options, path.parent)
@@ -273,7 +274,7 @@ def resolve(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Pat
         UserError: the first mistake.
     """
     config = merge(file_options, flags, file)
-    check_methods(config)
+    check_methods(config)  # names of methods and their options, which need the catalog of methods
     return config
 
 
@@ -392,9 +393,10 @@ def method_options(config: Config, method: str) -> dict[str, Any]:
 
 
 def explicit_method_options(config: Config, method: str) -> dict[str, Any]:
-    """Return the options of `method` that the configuration sets, without its preset.
+    """Return the options of `method` that the configuration sets, without its preset (the values of a paper).
 
-    They are the method's table, and for the main method also the options outside of a table, which the table overrides.
+    They are the method's table, and for the trained method also the options outside of a table, which the table
+    overrides.
 
     Raises:
         UserError: the method has no such option, or a value has the wrong type.

@@ -8,7 +8,10 @@ from halfmoon.storage import toml
 
 
 def config_template() -> str:
-    """Write a commented TOML file with every option at its default."""
+    """Write a TOML file to start a configuration from: every option at its default, below a comment with its meaning.
+
+    An option whose default is None has no value in TOML: its line is a comment with the type.
+    """
     lines: list[str] = []
     defaults = {option.name: option.default for option in fields(schema.Config)}
     for name, help_text in schema.option_helps().items():

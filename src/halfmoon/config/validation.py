@@ -19,14 +19,17 @@ MEASURED_COHORT = 5
 
 
 def default_aggregation(config: Any, method_entry: Callable[[str], Any]) -> str:
-    """Choose the aggregation of a federation whose file does not set one: the mean if a robust rule is impossible.
+    """Choose the aggregation of a federation whose file does not set one: a robust rule if possible, else the mean.
+
+    A robust rule limits the influence of hostile sites.
 
     Args:
         config: the federation's configuration.
-        method_entry: returns the registry's entry of a method.
+        method_entry: returns the entry of a method in the catalog by its name.
     """
     # Robust rules compare single uploads, and the noise of differential privacy is calibrated for a mean.
     hides_uploads = config.secure_aggregation or config.dp_clip is not None
+    # In smaller cohorts a robust rule cannot help.
     if hides_uploads or config.cohort < MIN_COHORT_FOR_DEFENSE:
         return "mean"
     entry = method_entry(config.method)
@@ -55,6 +58,7 @@ def _check_images(config: Any) -> None:
     """Raise UserError for invalid options of decoding and normalizing images."""
     if config.channels not in (None, 1, 3):
         raise UserError(f"channels is {config.channels}: it must be 1 (gray) or 3 (RGB).")
+    # Pixels are divided by the standard deviation, so it must not be 0.
     for name, minimum in (("pixel_mean", 0), ("pixel_std", 1e-9)):
         values = getattr(config, name)
         if values is not None and not (values and all(minimum <= value < math.inf for value in values)):
@@ -142,7 +146,7 @@ def _check_network(config: Any) -> None:
 
 def _check_privacy_and_attacks(config: Any) -> None:
     """Raise UserError for contradictory options of privacy, robust and secure aggregation, and simulated attacks."""
-    private = config.dp_clip is not None
+    private = config.dp_clip is not None  # clipped and noised updates
     if private != (config.dp_noise is not None):
         present, missing = ("dp_clip", "dp_noise") if private else ("dp_noise", "dp_clip")
         raise UserError(

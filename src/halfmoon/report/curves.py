@@ -36,14 +36,14 @@ class SeedCurve(NamedTuple):
 
 
 def seed_curve(runs: Sequence[StoredRun], group: str, name: str) -> SeedCurve:
-    """Compute the mean and the range of a quantity over the seeds of a method.
+    """Compute the mean and the range of a quantity over the seeds of a method, round by round.
 
     Args:
-        runs: the runs of a method, at least one.
+        runs: the runs of a method, at least one, each with another seed.
         group: a group of metrics in metrics.jsonl, such as "test".
-        name: the name of a metric in this group.
+        name: the name of a metric in this group, such as "accuracy".
     """
-    curves = [run.series(group, name) for run in runs]
+    curves = [run.series(group, name) for run in runs]  # values by round
     # Seeds may have been evaluated in different rounds, and a mean needs all of them.
     rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = np.array([[curve[round] for round in rounds] for curve in curves])
@@ -71,7 +71,7 @@ def draw_curves(runs: Sequence[StoredRun], path: Path) -> None:
         UserError: the file cannot be written.
     """
     groups, styles = _group_by_title(runs)
-    panels = {}
+    panels = {}  # the quantities on the right, with the methods that have values of them
     for quantity in _PANELS:
         panel_groups = _groups_with_values(groups, quantity)
         if panel_groups:
@@ -81,6 +81,7 @@ def draw_curves(runs: Sequence[StoredRun], path: Path) -> None:
     name_width = 0.0 if has_legend else 0.06 * max(map(len, groups), default=0)
     width = 6.0 if panels else 4.6
     legend_columns, legend_rows = _legend_grid_size(list(groups), width)
+    # A row of the legend is 0.19 inches high.
     figure = new_figure(width + name_width, 3.5 + 0.19 * legend_rows if has_legend else 3.5)
     if runs and (title := describe_runs(runs)):
         figure.suptitle(title, fontsize=8.5, color=GRAY, x=0.01, ha="left")
@@ -111,7 +112,7 @@ def draw_metric(runs: Sequence[StoredRun], metric: str, axes: Axes) -> None:
         metric: a name in `halfmoon.report.frame.METRICS`.
         axes: the axes.
     """
-    group, name, factor = METRICS[metric]
+    group, name, factor = METRICS[metric]  # where metrics.jsonl has it, and the factor by which it is shown
     groups, styles = _group_by_title([run for run in runs if run.series(group, name)])
     readable, unit = METRIC_NAMES[metric]
     label = f"{readable.replace('_', ' ')}{f' ({unit})' if unit else ''}"
@@ -133,7 +134,8 @@ def draw_client_accuracies(runs: Sequence[StoredRun], axes: Axes) -> None:
         for run in group:
             summary = run.summary or {}
             values += [100 * share for share in summary["client_accuracy"]["each"].values()]
-        # Spread the dots over the width of a column, so that equal values do not cover each other.
+        # Spread the dots over the width of a column, so that equal values do not cover each other: multiples of the
+        # golden ratio modulo 1 are evenly spread.
         offsets = number + 0.3 * (np.arange(len(values)) * 0.618034 % 1 - 0.5)
         axes.scatter(offsets, values, s=14, color=styles[title].color, alpha=0.7, linewidth=0, label=title)
         axes.hlines(float(np.mean(values)), number - 0.3, number + 0.3, color=styles[title].color, linewidth=1.4)
@@ -165,7 +167,14 @@ def _groups_with_values(groups: dict[str, list[StoredRun]], quantity: tuple[str,
 
 
 def _add_legend(figure: Figure, main: Axes, columns: int, note: str) -> None:
-    """Add a legend below the panels, with a note as its title."""
+    """Add a legend of the methods below the panels of a figure.
+
+    Args:
+        figure: the figure.
+        main: the axes with a line for each method.
+        columns: number of columns of the legend.
+        note: its title, which explains the bands.
+    """
     handles, names = main.get_legend_handles_labels()
     legend = figure.legend(
         handles,
@@ -183,11 +192,14 @@ def _add_legend(figure: Figure, main: Axes, columns: int, note: str) -> None:
 
 
 def separate_positions(heights: Sequence[float], gap: float) -> list[float]:
-    """Move positions until all neighbors have a minimum distance, in the same order and with least squares.
+    """Move the heights of labels as little as possible (least squares) until they do not overlap.
 
     Args:
-        heights: the positions.
-        gap: the minimum distance.
+        heights: the heights, in any order.
+        gap: the minimum distance of neighbors.
+
+    Returns:
+        The new heights in the order of `heights`; labels keep their order from bottom to top.
     """
     order = sorted(range(len(heights)), key=lambda n: heights[n])
     # After subtracting rank * gap, the constraint is that positions do not decrease: isotonic regression, solved by
@@ -216,7 +228,19 @@ def _draw_quantity(
     label: str,
     factor: float = 100,
 ) -> dict[str, tuple[float, float]]:
-    """Draw one quantity of all methods, multiplied by `factor`; return the last point (x, y) of each line."""
+    """Draw the learning curves of one quantity: a line for each method, in a band over its seeds.
+
+    Args:
+        axes: the axes.
+        groups: the runs of each method by its title.
+        styles: the line style of each method by its title.
+        quantity: group and name of the quantity in metrics.jsonl, such as ("test", "accuracy").
+        label: title of the axes.
+        factor: factor of the values; 100 shows shares in percent.
+
+    Returns:
+        The last point (x, y) of each line by its title.
+    """
     metric_group, name = quantity
     ends: dict[str, tuple[float, float]] = {}
     for number, (title, group) in enumerate(groups.items()):
@@ -256,7 +280,10 @@ def _draw_quantity(
 
 
 def _widen_axes(axes: Axes, span: float) -> None:
-    """Widen axes to at least two rounds and `span`, because a smaller range shows only noise; start y near zero."""
+    """Widen axes to at least two rounds (x) and to `span` (y), because a smaller range shows only noise.
+
+    Accuracies and shares are not negative, so a range that was widened below zero is moved up.
+    """
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
     left, right = _widen_range(left, right, 2.0)
@@ -287,7 +314,7 @@ def _label_line_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: d
         return
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top)  # so that the labels do not change the range
-    line_height = 0.062 * (top - bottom)
+    line_height = 0.062 * (top - bottom)  # height of a line of text relative to the axes
     positions = separate_positions([height for _, height in ends.values()], line_height)
     # Spreading may move the highest label above the axes, so all of them move down.
     overshoot = max(0.0, max(positions) - top)
@@ -329,7 +356,8 @@ def _describe_split(options: Mapping[str, Any]) -> str:
     """Describe how a run's images were split, such as "dir, 100 clients"; "" if its options do not tell.
 
     Args:
-        options: the options of the run's config.toml; `setting` is the rule by which classes differ between clients.
+        options: the options of the run's config.toml; `setting` is the rule by which classes differ between clients,
+            such as "dir", which draws the classes of a client from a Dirichlet distribution.
     """
     setting = str(options.get("setting", ""))
     alpha = options.get("dirichlet_alpha")

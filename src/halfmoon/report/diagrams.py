@@ -79,12 +79,12 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
-    """Draw counts of images as bubbles, with a legend of three bubbles.
+    """Draw one panel of a split: the images of each client and class as bubbles, with a legend of three bubbles.
 
     Args:
         axes: the panel, with clients from left to right and classes from bottom to top.
         counts: images by client and class, (clients, classes).
-        largest: area of the bubble of the largest count, in square points.
+        largest: area of the bubble of the largest count, in square points; areas are proportional to counts.
         color: color of all bubbles.
     """
     x, y = np.nonzero(counts)
@@ -95,8 +95,9 @@ def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> N
     axes.grid(color="#EEEEEE", linewidth=0.5)
     style_axes(axes)
     axes.tick_params(length=2)
+    # The largest count, and round counts of about a half and a tenth of it.
+    samples = _round_numbers(int(counts.max(initial=0)))
     # Marker sizes of Line2D are diameters, those of scatter are areas.
-    samples = _round_numbers(int(counts.max(initial=0)))  # round counts up to the largest one
     sizes = [np.sqrt(largest * sample / counts.max()) for sample in samples]
     handles = [
         Line2D([], [], linestyle="", marker="o", color=color, markersize=size, markeredgewidth=0, label=f"{n:,}")
@@ -130,13 +131,13 @@ def _keep_first_digit(number: float) -> int:
 
 
 def _label_ticks(axis: Any, names: list[str], inches: float, leading_names: Sequence[str] = (), first: int = 0) -> None:
-    """Label the ticks of an axis, and leave names out if there is too little space.
+    """Label the ticks of an axis with names, and leave out so many of `names` that the others do not overlap.
 
     Args:
-        axis: the axis.
-        names: the names of the ticks from `first` on.
-        inches: the space for a tick.
-        leading_names: the names of the ticks from 0 on.
+        axis: the axis of Matplotlib.
+        names: the names of the ticks from `first` on, such as those of clients.
+        inches: the distance of two ticks.
+        leading_names: the names of the ticks from 0 on, which are never left out, such as that of the server.
         first: the position of the first of `names`.
     """
     # A label is 0.115 inches high.
@@ -157,6 +158,7 @@ def draw_reliability(scores: Mapping[str, Any], path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
+    # Each row is a bin of probabilities from "above" to "to", with its accuracy and mean probability ("confidence").
     rows = [row for row in scores["reliability"] if row["images"]]
     left = [row["above"] for row in rows]
     width = [row["to"] - row["above"] for row in rows]

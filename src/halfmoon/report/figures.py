@@ -44,7 +44,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     Raises:
         UserError: the suffix is another one, or the file cannot be written.
     """
-    # Files that are renamed when they are complete end in .partial.
+    # Files that are renamed when they are complete end in .partial, after the suffix of their format.
     suffix = Path(path.name.removesuffix(".partial")).suffix.lower()
     if suffix not in FORMATS:
         raise UserError(f"{path} does not end in {', '.join(FORMATS)}: the suffix chooses the format of a figure.")

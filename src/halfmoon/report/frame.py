@@ -81,13 +81,13 @@ VALUE_COLUMNS = (
 def metrics_frame(study: Study) -> Any:
     """Collect a data frame with one line for each run, round and metric.
 
-    A study is a grid of cells: its rows are usually methods, its columns data sets or settings, and a cell has one run
-    for each seed. Runs whose folder is missing have no lines.
+    A study is the grid of a report's table: its rows are usually methods, its columns data sets or settings, and a cell
+    (a row in a column) has one run for each seed. Runs whose folder is missing have no lines.
 
     Returns:
-        The columns are "run", "row" (the method, or another value of the rows' axis), "column" (an index of
-        `Study.columns`), "seed", "round", "metric" and "value". Metrics are `METRICS`, "megabytes" (sent so far in both
-        directions) and "seconds" (elapsed).
+        The columns are "run" (the folder), "row" (name of the method, or of another value that varies over the rows),
+        "column" (an index of `Study.columns`), "seed", "round", "metric" and "value". Metrics are `METRICS`,
+        "megabytes" (sent so far in both directions) and "seconds" (elapsed).
     """
     lines = []
     for cell, entry in study.finished():
@@ -104,6 +104,7 @@ def metrics_frame(study: Study) -> Any:
 def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
     """Iterate over the metrics of a run as (round, metric, value); accuracies and shares are in percent."""
     for row in run.rows:
+        # Each metric is a number in a group of the row, such as row["test"]["accuracy"].
         for metric, (group, name, factor) in METRICS.items():
             value = (row.get(group) or {}).get(name)
             if value is not None:
@@ -126,12 +127,13 @@ def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
 def cells_frame(study: Study) -> Any:
     """Collect a data frame with one line for each cell and seed, and one without a seed for a cell without runs.
 
-    A cell is a combination of one value of every axis, such as a method and a data set.
+    An axis is something that varies over the study, such as the method or the data set, and a cell is a combination of
+    one value of every axis.
 
     Returns:
         The columns are "row" and "column" as in `metrics_frame`, "rounds", "sent" (MB in both directions), "costs"
-        (whether any is known), the axes as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are in percent; None is
-        unknown.
+        (whether any is known), the value of each axis as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are in percent;
+        None is unknown.
     """
     names = ["row", "column", "rounds", "sent", "costs"]
     names += [*(f"axis:{axis.name}" for axis in study.sweep.axes), *VALUE_COLUMNS]
@@ -143,6 +145,7 @@ def cells_frame(study: Study) -> Any:
             cell_values["published_percent"] = published.mean
             cell_values["published_deviation"] = published.deviation
             cell_values["published_note"] = published.note
+        # A cell without runs still has a line, with the published accuracy.
         lines += [{**cell_values, **_run_values(study, entry)} for entry in cell.runs] or [cell_values]
     # As objects, so that None does not become NaN, and integers do not become floats.
     table = pd.DataFrame([[line.get(name) for name in names] for line in lines], columns=names, dtype=object)
@@ -227,7 +230,7 @@ def _list_evaluations(entry: CellRun, run: StoredRun | None) -> list[tuple[float
 
 
 def format_csv(studies: Sequence[Study]) -> str:
-    """Format the cells of all studies as CSV, a line for each run, with unrounded numbers; unknown fields are empty.
+    """Format the runs of all studies as CSV, a line for each run, with unrounded numbers; unknown fields are empty.
 
     The columns are those of the study, its axes (such as the method or the data set), and the values of the run. An
     axis with the name of another column gets the prefix `axis_`. Texts that a spreadsheet would read as a formula get
@@ -239,6 +242,7 @@ def format_csv(studies: Sequence[Study]) -> str:
     tables = []
     for study in studies:
         sweep = study.sweep
+        # How much smaller the study is than the paper's experiment; None for its full size.
         scale = (sweep.scale.name, sweep.scale.about) if sweep.scale else (None, None)
         texts = (sweep.recipe or sweep.title, sweep.paper, sweep.item, *scale)
         study_values = dict(zip(STUDY_COLUMNS, texts, strict=True))

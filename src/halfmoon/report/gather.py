@@ -47,7 +47,9 @@ IGNORED_OPTIONS = {
 
 
 def gather_studies(paths: Sequence[Path]) -> list[Study]:
-    """Read a study for each sweep, and one for all other runs together, in the order of the paths.
+    """Read what a report shows: a study for each sweep, in the order of the paths, and one for all other runs together.
+
+    A study is a table of runs, usually of methods by data sets, with several seeds.
 
     Args:
         paths: run folders, folders of comparisons or of sweeps, or files like sweep.json.
@@ -109,13 +111,14 @@ class LooseRun:
         method_options = options.get("options", {})
         if type(seed) is not int or not isinstance(method_options, Mapping):
             raise UserError(f"{run.path / 'config.toml'} was changed: its seed or its options are none; restore it.")
-        # Tables of options are those of other methods of the comparison.
+        # The options of other methods of the comparison are tables in the same table.
         method_options = {key: value for key, value in method_options.items() if not isinstance(value, Mapping)}
-        rest = {key: value for key, value in options.items() if key not in IGNORED_OPTIONS}
+        # The options that may distinguish data, split or training of two runs.
+        run_options = {key: value for key, value in options.items() if key not in IGNORED_OPTIONS}
         # Of a federation's table of addresses and timeouts only its name distinguishes it.
-        if isinstance(rest.get("federation"), Mapping):
-            rest["federation"] = rest["federation"].get("name")
-        return cls(run, seed, str(options.get("method", run.path.name)), method_options, rest)
+        if isinstance(run_options.get("federation"), Mapping):
+            run_options["federation"] = run_options["federation"].get("name")
+        return cls(run, seed, str(options.get("method", run.path.name)), method_options, run_options)
 
 
 def study_from_runs(paths: Sequence[Path]) -> Study:
@@ -167,7 +170,14 @@ def study_from_runs(paths: Sequence[Path]) -> Study:
 
 
 def _read_loose_runs(paths: Sequence[Path]) -> tuple[list[LooseRun], list[str]]:
-    """Read the runs of all folders, each once, with a note about the runs of comparisons that have not started."""
+    """Read the runs of all folders, each once.
+
+    Args:
+        paths: folders of runs or comparisons that are not part of a sweep.
+
+    Returns:
+        The runs, and a note about each comparison that has runs which have not started.
+    """
     runs: dict[Path, StoredRun] = {}
     notes = []
     for path in paths:
@@ -182,10 +192,16 @@ def _read_loose_runs(paths: Sequence[Path]) -> tuple[list[LooseRun], list[str]]:
 
 
 def _with_data_names(runs: Sequence[LooseRun]) -> list[LooseRun]:
-    """Replace the folders of data sets by their names; for equal names the parent folder is added."""
+    """Replace the folders of data sets by their names; for equal names the parent folder is added.
+
+    "/home/a/scans" becomes "scans", or "a/scans" if another run has the folder "/home/b/scans".
+    """
     paths = {str(run.options["data"]) for run in runs if run.options.get("data")}
-    short = Counter(dataset_name(path) for path in paths)
-    names = {path: dataset_name(path, 1 if short[dataset_name(path)] == 1 else 2) for path in paths}
+    name_counts = Counter(dataset_name(path) for path in paths)
+    names = {
+        path: dataset_name(path, parts=1 if name_counts[dataset_name(path)] == 1 else 2)  # parts of the path
+        for path in paths
+    }
     return [
         replace(run, options=run.options | {"data": names[str(run.options["data"])]})
         if run.options.get("data")
@@ -234,7 +250,10 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _name_rows(runs: Sequence[LooseRun]) -> list[str]:
-    """Name the row of every run: its method, and the options of the method that differ between runs."""
+    """Name the row of every run in the table of a report: its method, and its options that differ between runs.
+
+    A name is "feddure", or "feddure (threshold 0.9)" if another run of this method has another threshold.
+    """
     names = []
     for run in runs:
         same = [other for other in runs if other.method == run.method]
@@ -267,7 +286,9 @@ def _find_column_options(runs: Sequence[LooseRun], names: Sequence[str]) -> list
 
 
 def _make_cell_run(loose: LooseRun) -> CellRun:
-    """Convert a run outside of a sweep to the entry that a sweep has for it.
+    """Convert a run outside of a sweep to the entry that a sweep.json would have for it.
+
+    A run that has not finished has neither accuracy nor cost.
 
     Raises:
         UserError: its summary.json describes a split without training.
@@ -305,7 +326,13 @@ def _format_option(value: Any) -> str:
 
 
 def _describe_common(runs: Sequence[LooseRun], columns: Sequence[str]) -> str:
-    """Describe the data, the split and the rounds that all runs share, in a sentence."""
+    """Describe the data, the split and the rounds that all runs share, in a sentence.
+
+    Args:
+        runs: the runs.
+        columns: the options that make columns of the table because runs differ in them; they are left out.
+    """
+    # Options of data and split that are no columns are equal in all runs, so those of the first run will do.
     first = runs[0].options
     formats = {
         "data": "{}",

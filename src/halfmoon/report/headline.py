@@ -70,13 +70,17 @@ def rank_rows(study: Study, score: ScoreTable, column: Column) -> list[FinalAccu
 
 
 def write_headline(study: Study) -> str:
-    """Describe the best row, its lead, and its gain relative to that of all labels.
+    """Write the headline of a study's report: the best row, its lead, and its gain relative to that of all labels.
 
-    Studies of splits have no accuracy, so their headline is "". Rows that train on all labels are upper bounds and do not compete.
+    The rows of a study are usually methods, its columns data sets. Rows that train on all labels are upper bounds and
+    do not compete.
+
+    Returns:
+        The sentences; "" for a study of splits, which has no accuracy.
     """
     if study.sweep.kind == "splits":
         return ""
-    score = final_scores(study)
+    score = final_scores(study)  # accuracies of the final models by row and column
     rankings = [rank_rows(study, score, column) for column in study.columns]
     columns = [ranking for ranking in rankings if ranking]
     if len(columns) > 1:
@@ -90,13 +94,16 @@ def _competitors(rows: Sequence[FinalAccuracy]) -> list[FinalAccuracy]:
 
 
 def _describe_interval(study: Study, first: str, second: str, columns: int) -> str:
-    """Describe the 95 % interval of the difference of two rows, paired by seed; "" with fewer than two common seeds.
+    """Describe the 95 % interval of the difference in accuracy of two rows of a table, paired by seed.
 
     Args:
-        study: the study.
+        study: the study with the runs of the table.
         first: name of the better row.
         second: name of the other row.
         columns: number of columns that a seed must have; their mean is compared.
+
+    Returns:
+        The interval in points, in parentheses after a space; "" with fewer than two common seeds.
     """
     table = frame.cells_frame(study)
     # A seed has one accuracy in each column, and counts only if both rows have all of them.
@@ -117,8 +124,13 @@ def _describe_interval(study: Study, first: str, second: str, columns: int) -> s
 
 
 def _describe_column(study: Study, rows: Sequence[FinalAccuracy]) -> str:
-    """Describe the best row of a column; `rows` are sorted from the best to the worst."""
-    first, *next_rows = _competitors(rows)
+    """Describe in sentences the best row of a column, its lead over the second one, and its share of the possible gain.
+
+    Args:
+        study: the study.
+        rows: the accuracies of the column's rows (usually methods), the best first.
+    """
+    first, *next_rows = _competitors(rows)  # without upper bounds, unless there are no others
     best = first.accuracy
     accuracy = f"{best.mean:.1f} %" if best.deviation is None else f"{best.mean:.1f} ± {best.deviation:.1f} %"
     if len(rows) == 1:
@@ -128,7 +140,7 @@ def _describe_column(study: Study, rows: Sequence[FinalAccuracy]) -> str:
         second = next_rows[0]
         lead = best.mean - second.accuracy.mean
         if lead:
-            interval = _describe_interval(study, first.name, second.name, 1)
+            interval = _describe_interval(study, first.name, second.name, columns=1)
             sentence += f", {lead:.1f} points above {second.title}{interval}"
         else:
             sentence += f", as is {second.title}"
@@ -145,7 +157,7 @@ def _describe_gain(ranking: Sequence[FinalAccuracy]) -> str:
         ranking: the rows of a table, the most accurate first.
     """
     rows = {row.name: row for row in ranking}
-    base = rows.get(CONTROL) or rows.get(LABELS_ONLY)
+    base = rows.get(CONTROL) or rows.get(LABELS_ONLY)  # what a method without unlabeled images reaches
     upper_bound = next((row for row in ranking if row.is_ceiling), None)
     best = next((row for row in ranking if row.name not in (LABELS_ONLY, CONTROL) and not row.is_ceiling), None)
     if base is None or upper_bound is None or best is None:

@@ -48,8 +48,9 @@ def escape_latex(text: str) -> str:
 
 
 def format_latex(studies: Sequence[Study]) -> str:
-    r"""Format the accuracies of each study as tables, at the end of the runs and at equal labeled steps.
+    r"""Format the accuracies of each study as LaTeX tables, at the end of the runs and at equal labeled steps.
 
+    At equal labeled steps methods are compared after the same training on labels, however long each of them trained.
     The text is meant for `\input`; the document needs booktabs.
     """
     blocks = ["% Tables of halfmoon report. The preamble needs \\usepackage{booktabs}.\n"]
@@ -64,14 +65,14 @@ def format_latex(studies: Sequence[Study]) -> str:
 
 
 def format_tables(study: Study, score: ScoreTable, quantity: str) -> str:
-    """Format a score as one or more table environments of at most `MAX_COLUMNS` columns and `MAX_ROWS` rows.
+    """Format accuracies as one or more LaTeX tables of at most `MAX_COLUMNS` columns and `MAX_ROWS` rows.
 
     A column of the study with published numbers becomes two: measured ("here") and published ("paper"). An asterisk
     marks a measured number within two standard deviations of the published one.
 
     Args:
-        study: its axes give the rows and the columns.
-        score: the numbers.
+        study: gives the rows (usually methods) and the columns (usually data sets).
+        score: the accuracies of each row and column.
         quantity: the start of the caption, in LaTeX.
     """
     has_published = {
@@ -102,7 +103,10 @@ def format_tables(study: Study, score: ScoreTable, quantity: str) -> str:
 
 
 def _split_columns(columns: Sequence[Column], has_published: dict[Column, bool]) -> list[list[Column]]:
-    """Split columns into groups of at most `MAX_COLUMNS` columns of numbers."""
+    """Split the columns of a table into groups of at most `MAX_COLUMNS` columns of numbers, one for each page.
+
+    A column with published accuracies takes two columns of numbers: measured and published.
+    """
     groups: list[list[Column]] = []
     free = 0
     for column in columns:
@@ -122,7 +126,17 @@ def _format_tabular(
     rows: Sequence[AxisValue],
     published_columns: Sequence[Column],
 ) -> str:
-    """Format one tabular environment: a line of headings for each axis of the columns, then the rows."""
+    r"""Format one LaTeX `tabular` of accuracies, mean ± deviation over seeds.
+
+    Args:
+        study: the study. Several things may vary over its columns, such as data set and clients: each gives a line of
+            headings.
+        score: the accuracies of each row and column; with `steps`, a last line has the labeled steps.
+        columns: the columns of this table.
+        rows: its rows.
+        published_columns: those of `columns` that are split into "here" (measured) and "paper" (published).
+    """
+    # Without headings of axes, "here" is the only heading.
     names_sources = bool(published_columns) or not study.column_axes
     headings: list[tuple[str, ...]] = []
     table: list[list[str]] = []  # one list for each column of numbers
@@ -175,6 +189,14 @@ def _format_legend(study: Study, columns: Sequence[Column]) -> list[str]:
 
 
 def _caption(study: Study, quantity: str, score: ScoreTable, with_published: bool) -> str:
+    """Write the caption of a table: title, quantity, the meaning of an asterisk, the scale, and unfinished seeds.
+
+    Args:
+        study: the study; its `scale` describes how much smaller it is than the paper's experiment, None if it is not.
+        quantity: what the table shows, in LaTeX.
+        score: the accuracies, with the numbers of finished and planned seeds.
+        with_published: whether the table has published numbers.
+    """
     sweep = study.sweep
     sentences = [f"{escape_latex(sweep.title)}. {quantity}, mean $\\pm$ standard deviation over seeds."]
     if with_published:

@@ -27,7 +27,10 @@ CHARTS = {
 
 
 def render_html(studies: Sequence[Study]) -> str:
-    """Render the page. All texts are escaped, and nothing is loaded from other addresses."""
+    """Render a report of studies (tables of runs) as one HTML page, with charts that its script draws.
+
+    All texts are escaped, and nothing is loaded from other addresses.
+    """
     # The templates call these functions by name.
     functions = (
         TableNotes,
@@ -61,7 +64,7 @@ def render_html(studies: Sequence[Study]) -> str:
         title=" · ".join(study.sweep.title for study in studies),
         studies=studies,
         version=metadata.version("halfmoon"),
-        # NaN and infinity are not JSON.
+        # For the script; NaN and infinity are not JSON.
         data=replace_nonfinite({"studies": [_chart_data(study) for study in studies]}),
         CHARTS=CHARTS,
         COSTS=list(scores.COSTS),
@@ -90,14 +93,17 @@ def _chart_data(study: Study) -> dict[str, Any]:
 
 
 def list_missing(study: Study) -> list[str]:
-    """List what the page cannot show, and why, in a sentence each."""
+    """List what the page of a report cannot show of a study, and why, in a sentence each.
+
+    Runs are left out that failed or have not finished, and charts for which the folders of some runs have no data.
+    """
     notes = list(study.notes)
     runs = [(_name_run(study, cell, entry.seed), entry) for cell in study.sweep.cells for entry in cell.runs]
     notes += [f"{name} failed: {entry.failed.rstrip('.')}." for name, entry in runs if entry.failed]
     unfinished = [name for name, entry in runs if not entry.finished and not entry.failed]
     if unfinished:
         notes.append(f"Not finished, and left out: {_list_some(unfinished)}.")
-    charts = study.sweep.kind != "splits"
+    charts = study.sweep.kind != "splits"  # runs that write a split without training have none
     existing = [(name, run) for name, entry in runs if (run := study.run(entry)) is not None]
     simulated = [(name, run) for name, run in existing if not run.federated]
     federated = [(name, run) for name, run in existing if run.federated]
@@ -147,6 +153,7 @@ def describe_sources(study: Study) -> dict[str, str]:
 
 
 def _describe_machine(machine: Mapping[str, Any]) -> str:
+    """Describe the machine of a sweep, such as "AMD EPYC, 16 cores, no GPU"; "" if its sweep.json has no record."""
     if not machine:
         return ""
     parts = []
@@ -159,11 +166,14 @@ def _describe_machine(machine: Mapping[str, Any]) -> str:
 
 
 def differs_at_equal_steps(study: Study) -> bool:
-    """Check whether accuracies at equal labeled steps differ from the final ones; otherwise they need no table."""
+    """Check whether accuracies after equal numbers of labeled steps differ from those of the final models.
+
+    If no cell of the study differs, the report has no separate table of them.
+    """
     final_score = final_scores(study)
     equal_score = scores_at_equal_steps(study)
     for column, steps in (equal_score.steps or {}).items():
-        if not steps:
+        if not steps:  # a column without a comparison at equal steps
             continue
         for row in study.row_values:
             if equal_score.get(row.name, column).last != final_score.get(row.name, column).last:

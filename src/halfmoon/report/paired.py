@@ -36,16 +36,19 @@ class Difference(NamedTuple):
 def compare_paired(
     method: Sequence[float], baseline: Sequence[float], test_train_ratio: float = 0.0, comparisons: int = 1
 ) -> Difference:
-    """Compare two methods on the same splits, by Student's t of the differences.
+    """Compare the accuracies of two methods on the same splits of a data set, by Student's t of the differences.
 
     Args:
-        method: accuracy of the method on n >= 2 splits.
+        method: accuracy of the method on n >= 2 splits, such as those of n seeds.
         baseline: accuracy of the baseline on the same splits, in the same order.
         test_train_ratio: ratio of test to training size if the splits are drawn from the same images. The variance is
             then (1/n + test_train_ratio) s^2 (Nadeau and Bengio 2003, Inference for the generalization error, section
             3).
         comparisons: number of comparisons that are reported together. Interval and p-value are adjusted for it
             (Bonferroni), so that the interval excludes zero if and only if p < 0.05.
+
+    Returns:
+        The mean of method minus baseline in the unit of the accuracies, its 95 % interval, and its p-value.
 
     Raises:
         ValueError: fewer than two splits, or different numbers of splits.
@@ -88,6 +91,7 @@ def compare_by_image(method: np.ndarray, baseline: np.ndarray, comparisons: int 
     split_means = differences.mean(1, keepdims=True)
     image_means = differences.mean(0, keepdims=True)
     residual = differences - split_means - image_means + differences.mean()
+    # The mean squares S, I and R of the two-way analysis of variance.
     split_square = m * float(split_means.var(ddof=1))
     image_square = n * float(image_means.var(ddof=1))
     residual_square = float((residual**2).sum()) / ((n - 1) * (m - 1))
@@ -181,7 +185,7 @@ class DifferenceTable:
         return " ".join(sentences)
 
     def as_json(self) -> dict[str, Any]:
-        """Collect the table for JSON, with unrounded numbers.
+        """Collect the table of differences between methods and their base for JSON, with unrounded numbers in points.
 
         Returns:
             "base", "seeds", "images", "rows" of {"method", "mean", "low", "high", "p"}, "comparisons", and "control"
@@ -282,10 +286,15 @@ class MeanRanks(NamedTuple):
 def rank_methods(scores: Mapping[str, Sequence[float]]) -> MeanRanks:
     """Rank k >= 3 methods on n >= 2 data sets (Demsar 2006, Statistical comparisons of classifiers).
 
-    The critical difference is Nemenyi's at 5 %: q sqrt(k (k + 1) / (6 n)), q the studentized range over sqrt(2).
+    Methods whose mean ranks differ by less than the critical difference are not distinguishable. It is Nemenyi's at 5 %:
+    q sqrt(k (k + 1) / (6 n)), q the studentized range over sqrt(2).
 
     Args:
         scores: accuracies of each method on the same data sets in the same order.
+
+    Returns:
+        The mean rank of each method (1 is the best), the critical difference, and the p-value of Friedman's test that
+        all methods are equal.
 
     Raises:
         ValueError: fewer methods or data sets.

@@ -24,7 +24,7 @@ UNUSED_SHARE = 0.01
 
 
 def summarize_pseudo_labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Summarize the share of a run's pseudo-labels that its loss used.
+    """Summarize the share of a run's pseudo-labels that its loss used, because they were confident enough.
 
     Args:
         rows: the rounds of metrics.jsonl.
@@ -39,12 +39,13 @@ def summarize_pseudo_labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, floa
 
 
 def list_remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
-    """List remarks that a reader of the table of several runs should know, in a sentence each.
+    """List what a reader of the table of several runs should know to interpret it, in a sentence each.
 
     Args:
         summaries: summary.json of each run.
         ceilings: names of the methods that train with all labels.
     """
+    # Budgets and upper bounds matter only where methods are compared.
     if len({summary["method"] for summary in summaries}) < 2:
         return [*_find_untrained(summaries), *_find_unused_pseudo_labels(summaries)]
     return [
@@ -76,7 +77,12 @@ def _describe_budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _find_low_upper_bounds(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
-    """Remark on methods with all labels that are not above labels only."""
+    """Remark on upper bounds, methods that train with all labels, that are not above the method with labels only.
+
+    Args:
+        summaries: summary.json of each run.
+        ceilings: names of the methods that train with all labels.
+    """
     floor = _mean_final_accuracy([summary for summary in summaries if summary["method"] == LABELS_ONLY])
     sentences = []
     for runs in _group_by_method([summary for summary in summaries if summary["method"] in ceilings]):
@@ -95,7 +101,7 @@ def _find_untrained(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     sentences = []
     for runs in _group_by_method(summaries):
         end = _mean_final_accuracy(runs)
-        counts = [sum(row) for row in runs[0].get("confusion") or []]
+        counts = [sum(row) for row in runs[0].get("confusion") or []]  # test images of each true class
         chance = max(counts) / sum(counts) if any(counts) else 0.0
         if end is not None and end <= chance:
             sentences.append(
@@ -110,6 +116,7 @@ def _find_unused_pseudo_labels(summaries: Sequence[Mapping[str, Any]]) -> list[s
     sentences = []
     for runs in _group_by_method(summaries):
         shares = [summary["most_used"] for summary in runs if summary.get("most_used") is not None]
+        # A method without pseudo-labels, a run that did not measure them, or one that used some.
         if not shares or len(shares) < len(runs) or max(shares) > UNUSED_SHARE:
             continue
         if max(shares) > 0:

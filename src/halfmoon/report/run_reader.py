@@ -228,6 +228,11 @@ def dataset_name(value: object, parts: int = 1) -> str:
 
 
 def _read_summary(path: Path) -> dict[str, Any] | None:
+    """Read a run's summary.json and check its fields; None if the run has not finished, so that there is no file.
+
+    Raises:
+        UserError: the file cannot be read or is damaged.
+    """
     if not path.exists():
         return None
     try:
@@ -245,11 +250,14 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_finished(summary: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Check the summary of a finished run and return it unchanged.
+    """Check that the summary of a finished run has valid results (`_Summary`) and all of them (`_Final`).
 
     Args:
         summary: contents of a summary.json.
         path: the file, for error messages.
+
+    Returns:
+        The summary, unchanged.
 
     Raises:
         UserError: the summary is damaged, or that of an unfinished run.
@@ -257,11 +265,11 @@ def check_finished(summary: dict[str, Any], path: Path) -> dict[str, Any]:
     return check_type(_Final, check_type(_Summary, summary, path), path)
 
 
-def check_type(kind: Any, value: Any, path: Path) -> Any:
-    """Check that the contents of a file have a type, and return them unchanged.
+def check_type(expected_type: Any, value: Any, path: Path) -> Any:
+    """Check that the parsed contents of a file have a type, and return them unchanged.
 
     Args:
-        kind: a pydantic model, or a type of them.
+        expected_type: a pydantic model of the fields, or a type such as a list of them.
         value: the parsed contents.
         path: the file, for error messages.
 
@@ -269,7 +277,7 @@ def check_type(kind: Any, value: Any, path: Path) -> Any:
         UserError: the contents have another type.
     """
     try:
-        _adapter(kind).validate_python(value, strict=True)
+        _adapter(expected_type).validate_python(value, strict=True)
     except ValidationError as error:
         raise damage_error(error, path) from error
     return value

@@ -32,7 +32,7 @@ class PublishedComparison(NamedTuple):
 
 
 def compare_to_published(measured: MeanDeviation, published: PublishedAccuracy) -> PublishedComparison:
-    """Apply the two-sigma rule, |m - p| <= 2 sqrt(s_m^2 + s_p^2), all in percent.
+    """Decide whether a measured accuracy reproduces a published one: |m - p| <= 2 sqrt(s_m^2 + s_p^2), in percent.
 
     If only one deviation is known the other counts as zero, with a note. Without any there is no verdict.
     """
@@ -62,8 +62,12 @@ def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float | None:
 def tau_interval(rows: Sequence["CellScore"]) -> tuple[float, float] | None:
     """Compute the 95 % interval of Kendall's tau-b between published and measured means; None if a row has one seed.
 
-    Measured means are drawn 2,000 times from their t distributions over seeds. Published means count as exact, and
-    rows as independent, which is conservative if they share their splits.
+    Tau tells whether methods have the published order. Measured means are drawn 2,000 times from their t distributions
+    over seeds. Published means count as exact, and rows as independent, which is conservative if they share their
+    splits.
+
+    Args:
+        rows: the published and the measured accuracy of each method.
     """
     last = [row.last for row in rows]
     deviations = [mean.deviation for mean in last if mean and mean.deviation is not None]
@@ -153,12 +157,15 @@ def scores_at_equal_steps(study: Study) -> ScoreTable:
 
 
 def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], CellScore]:
-    """Compute the score of each cell of a study, by row and column, from the finished runs over seeds.
+    """Compute the accuracies of each cell of a study (a method on a data set) from its finished runs over seeds.
 
     Args:
         study: the study.
         equal: whether accuracies are those at equal numbers of labeled steps, without the values that are known only
             for the end of a run; otherwise they are those at the end.
+
+    Returns:
+        The scores by row and column.
     """
     scores = {}
     for (row, number), runs in frame.cells_frame(study).groupby(["row", "column"]):
@@ -214,7 +221,17 @@ class OrderComparison(NamedTuple):
 
 
 def compare_order(study: Study, score: ScoreTable, column: Column) -> OrderComparison:
-    """Compare the published order of a column with the measured one, over the rows that have both."""
+    """Compare the published order of methods with the measured one, in a column of a study.
+
+    Args:
+        study: the study, whose rows are methods.
+        score: the accuracies of each row and column, measured and published.
+        column: the column, usually a data set.
+
+    Returns:
+        The titles of the rows that have both accuracies, the best first, in the published and in the measured order;
+        Kendall's tau between the orders, and its interval.
+    """
     cells = {value.title: score.get(value.name, column) for value in study.row_values}
     both = {title: cell for title, cell in cells.items() if cell.published and cell.last}
     published = {title: cell.published.mean for title, cell in both.items() if cell.published}
@@ -237,14 +254,18 @@ COSTS = {
 
 
 def cost_rows(study: Study, column: Column) -> list[tuple[str, list[float | None]]]:
-    """Compute the costs of each row in a column: the rounds, and each of `COSTS` in total and per round.
+    """Compute the table of costs of a report: for each row (usually a method) of a column, the mean over its seeds.
+
+    Args:
+        study: the study.
+        column: the column, usually a data set.
 
     Returns:
         Title and numbers of each row: the mean over seeds of the rounds, then of each cost the mean total and the mean
         per round. A number that is unknown for a seed is None.
     """
     table = frame.cells_frame(study)
-    table = table[table["column"].eq(study.columns.index(column)) & table["costs"].eq(True)]
+    table = table[table["column"].eq(study.columns.index(column)) & table["costs"].eq(True)]  # runs with known costs
     rows: list[tuple[str, list[float | None]]] = []
     for value in study.row_values:
         runs = table[table["row"].eq(value.name)]

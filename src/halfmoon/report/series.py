@@ -44,7 +44,12 @@ def row_styles(study: Study) -> list[JsonDict]:
 
 
 def column_charts(study: Study, column: Column) -> JsonDict:
-    """Compute all charts of one column: a dict for each row that has a run folder, and the class names."""
+    """Compute the data of all charts of one column of a study, from which the page's script draws them.
+
+    Returns:
+        "title" of the column; "classes", their names; "lines": the charts of each row (usually a method) that has a run
+        folder, with "line", the number of the row, and "seeds"; "winner": the number of the best row.
+    """
     lines: list[JsonDict] = []
     classes: list[str] = []
     table = frame.metrics_frame(study)
@@ -75,8 +80,9 @@ def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
         runs: the runs of this row in the column, one for each seed.
 
     Returns:
-        "series": curves by metric; "against": mean costs at the rounds of the accuracy curve, as other x coordinates;
-        "per_class": accuracies; "prior": distributions of classes; "confusion"; "clients": accuracy of each client.
+        "series": curves by metric; "against": mean costs at the rounds of the accuracy curve, which can replace the
+        rounds as x; "per_class": accuracies; "prior": distributions of classes; "confusion": the matrix of counts;
+        "clients": accuracy of each client.
     """
     # A row for each round and a column for each run. A mean over only some of the runs or rounds would mislead, so
     # metrics that a run lacks, and rounds that a run lacks (dropna), are left out.
@@ -130,7 +136,12 @@ def _class_distributions(runs: Sequence[StoredRun]) -> JsonDict | None:
 
 
 def _mean_confusion(runs: Sequence[StoredRun]) -> JsonDict | None:
-    """Compute the mean confusion matrix as counts; with many classes its largest entries off the diagonal."""
+    """Compute the mean confusion matrix over runs with different seeds, as counts of test images.
+
+    Returns:
+        "matrix", with a row for each true class; with many classes instead "largest", the most frequent confusions as
+        [true class, predicted class, count, test images of the true class]. None if a run has no matrix.
+    """
     matrices = [matrix for run in runs if (matrix := (run.summary or {}).get("confusion"))]
     if len(matrices) < len(runs):
         return None
@@ -193,7 +204,8 @@ class SplitUser(NamedTuple):
 
 
 def split_charts(study: Study) -> list[JsonDict]:
-    """Compute a chart of each different split: the runs that use it, and the counts of each client and class."""
+    """Compute a chart of each different split of a study: its runs, and the images of each client and class."""
+    # Each split with the runs that use it; a list, because its dictionaries are no keys.
     users: list[tuple[JsonDict, list[SplitUser]]] = []
     for cell, entry in study.finished():
         run = study.run(entry)
@@ -215,7 +227,18 @@ def split_charts(study: Study) -> list[JsonDict]:
 
 
 def title_users(study: Study, users: Sequence[SplitUser], all_users: Sequence[SplitUser]) -> str:
-    """Name the runs that use a split: columns, with rows and seeds if not all of a column use it; "" for all runs."""
+    """Name the runs that use a split, such as "CIFAR-10, FedAvg, seed 0", for the title of its chart.
+
+    Rows (methods) and seeds are left out where all runs of a column use the split.
+
+    Args:
+        study: the study.
+        users: the runs that use the split.
+        all_users: all runs that have a split.
+
+    Returns:
+        The columns, rows and seeds. If all runs use the split, the title of the column, or "" with several columns.
+    """
     if len(users) == len(all_users):
         return study.column_title(users[0].column) if len(study.columns) == 1 else ""
     titles = []

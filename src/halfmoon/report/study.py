@@ -283,7 +283,10 @@ def read_sweep(file: Path) -> Study:
 
 
 def _check_sweep(sweep: SweepFile, file: Path) -> None:
-    """Check that axes and cells are consistent; raise `UserError` if they are not."""
+    """Check that the axes and cells of a sweep.json are consistent; raise `UserError` if they are not.
+
+    An axis has the values of something that varies, such as methods; a cell has a value of each axis, and its runs.
+    """
     axes = {axis.name: {value.name for value in axis.values} for axis in sweep.axes}
     for name in [sweep.rows, *sweep.columns, *([sweep.x] if sweep.x else [])]:
         if name not in axes:
@@ -322,7 +325,12 @@ def number_to_letters(number: int) -> str:
 
 
 def _read_runs(sweep: SweepFile, root: Path) -> Study:
-    """Read the folders of the finished runs, and note those that are missing or now contain another run."""
+    """Read the folders of a sweep's finished runs, and note those that are missing or now contain another run.
+
+    Args:
+        sweep: the contents of sweep.json, with the folder and the identity (a hash of the options) of each run.
+        root: the folder of sweep.json, in which the paths of run folders start.
+    """
     runs: dict[str, StoredRun] = {}
     missing = 0
     replaced = 0

@@ -40,10 +40,11 @@ def line_style(number: int) -> LineStyle:
 
 
 def style_numbers(names: Sequence[str]) -> list[int]:
-    """Choose a different style number for each name, the same for a method in every figure.
+    """Choose a different line style for each name, as its number, the same for a method in every figure.
 
     A name is that of a method, optionally with options, as in `feddure (threshold 0.9)`: the first row of a method has
-    the style of the method. The number of another name is a hash. A number that is in use is replaced by a free one.
+    the style of the method. Other names get a number by their hash, which is the same in all figures. A number that is
+    in use is replaced by a free one.
     """
     preferred = [_preferred_number(name) for name in names]
     numbers: list[int] = []

@@ -149,7 +149,10 @@ class ComparisonTable:
         return "".join(f"| {' | '.join(_align(row, widths))} |\n" for row in rows)
 
     def as_csv(self) -> str:
-        """Format unrounded numbers as CSV, with columns for mean and deviation; unknown fields are empty."""
+        """Format the table of a comparison as CSV: a line for each method, with unrounded mean and deviation over seeds.
+
+        Unknown fields are empty. Names that a spreadsheet would read as a formula get an apostrophe.
+        """
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         keys = [column.key for column in self.columns]
@@ -161,7 +164,12 @@ class ComparisonTable:
         return file.getvalue()
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Collect unrounded numbers as {"method", "seeds", quantity: {"mean", "deviation"} or None} of each method."""
+        """Collect the table of a comparison for JSON, with unrounded numbers.
+
+        Returns:
+            {"method", "seeds", quantity: {"mean", "deviation"} or None} of each method. Quantities are named as in CSV,
+            such as "last_percent".
+        """
         return [
             {
                 "method": line.method,
@@ -173,7 +181,7 @@ class ComparisonTable:
 
 
 def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> ComparisonTable:
-    """Make the table of a comparison, with the mean over seeds of each method.
+    """Make the table of accuracies and costs of a comparison, with the mean over seeds of each method.
 
     Args:
         summaries: summary.json of each run; methods are in the order of their first run.

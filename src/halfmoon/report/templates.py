@@ -15,6 +15,7 @@ def read_web_file(package: str, name: str) -> str:
 
 @cache
 def _environment(package: str) -> Environment:
+    """Create jinja2's environment of the templates in the folder `web` of a package."""
     environment = Environment(
         loader=FunctionLoader(lambda name: read_web_file(package, name)),
         autoescape=True,

@@ -12,7 +12,7 @@ from halfmoon.storage import atomic_io
 
 
 def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str]]:
-    """Write page, CSV and LaTeX of runs, comparisons and sweeps.
+    """Write a report of runs, comparisons and sweeps as an HTML page, CSV and LaTeX, side by side under one name.
 
     Args:
         paths: their folders.
@@ -40,7 +40,7 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
 
 
 def check_output_path(out: Path) -> None:
-    """Check that a page can be written at `out`; raises `UserError`."""
+    """Raise `UserError` if no HTML page can be written at `out`, before the report is computed."""
     if out.is_dir():
         raise UserError(f"{{out}} {out} is a folder; name a file, such as {out / 'page.html'}.", option="out")
     if out.suffix.lower() not in (".html", ".htm"):
