@@ -286,8 +286,8 @@ class MeanRanks(NamedTuple):
 def rank_methods(scores: Mapping[str, Sequence[float]]) -> MeanRanks:
     """Rank k >= 3 methods on n >= 2 data sets (Demsar 2006, Statistical comparisons of classifiers).
 
-    Methods whose mean ranks differ by less than the critical difference are not distinguishable. It is Nemenyi's at 5 %:
-    q sqrt(k (k + 1) / (6 n)), q the studentized range over sqrt(2).
+    Methods whose mean ranks differ by less than the critical difference are not distinguishable. It is Nemenyi's at
+    5 %: q sqrt(k (k + 1) / (6 n)), q the studentized range over sqrt(2).
 
     Args:
         scores: accuracies of each method on the same data sets in the same order.

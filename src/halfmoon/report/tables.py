@@ -149,7 +149,7 @@ class ComparisonTable:
         return "".join(f"| {' | '.join(_align(row, widths))} |\n" for row in rows)
 
     def as_csv(self) -> str:
-        """Format the table of a comparison as CSV: a line for each method, with unrounded mean and deviation over seeds.
+        """Format the table of a comparison as CSV: a line for each method, unrounded mean and deviation over seeds.
 
         Unknown fields are empty. Names that a spreadsheet would read as a formula get an apostrophe.
         """
