@@ -200,7 +200,7 @@ def _build_parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.Argume
     )
     studies.add_sites_flag(run)
     studies.add_plan_flags(run)
-    _add_explain_flag(run)
+    base.add_explain_flag(run)
     base.add_tracker_flag(run)
     _add_wide_flag(run)
     base.add_options(run, list(settings.option_types()), full)
@@ -210,7 +210,7 @@ def _build_parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.Argume
     )
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
-    _add_explain_flag(compare)
+    base.add_explain_flag(compare)
     base.add_tracker_flag(compare)
     _add_wide_flag(compare)
     replaced = ("method", "baselines", "seed")  # by --methods and --seeds
@@ -229,11 +229,6 @@ def _build_parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.Argume
     return parser, commands.choices
 
 
-def _add_explain_flag(parser: argparse.ArgumentParser) -> None:
-    about = "print the options that are not at their defaults, and which layer sets each, and exit without training"
-    parser.add_argument("--explain", action="store_true", help=about)
-
-
 def _print_explanation(
     args: argparse.Namespace, config: Config, layers: Mapping[str, Mapping[str, Any]], fallback: str = "computed"
 ) -> int:
@@ -249,20 +244,9 @@ def _print_explanation(
 
     rows = explain_options(config, [Layer(name, options) for name, options in layers.items()], fallback)
     if args.json:
-        options = []
-        for row in rows:
-            value = row.value if isinstance(row.value, bool | int | float | str | tuple) else str(row.value)
-            options.append({"option": row.name, "value": value, "layer": row.layer})
-        base.print_json({"options": options})
+        base.print_json({"options": [base.explanation_fields(row) for row in rows]})
         return 0
-    cells = []
-    for row in rows:
-        if isinstance(row.value, tuple):
-            text = " ".join(map(str, row.value))
-        else:
-            text = str(row.value)
-        cells.append([row.name, text, row.layer])
-    base.print_table(["option", "value", "set by"], cells)
+    base.print_table(base.EXPLANATION_HEADER, [base.explanation_cells(row) for row in rows])
     return 0
 
 

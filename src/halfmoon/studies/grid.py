@@ -1,14 +1,16 @@
 """Grid of a recipe: the selected cells, and the complete configuration of every run in them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from halfmoon.config import explain
 from halfmoon.config import schema as settings
+from halfmoon.config.explain import ExplainedOption
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.studies.recipe import COLUMNS, Published, Recipe, Scale, Value, find_published, matches_axes
-from halfmoon.studies.recipe_file import Layer, merge_layers
+from halfmoon.studies.recipe_file import UNSET, Layer, merge_layers
 
 Selection = Mapping[str, tuple[str, ...]]
 """The selected values by axis; an axis without an entry is not restricted."""
@@ -23,12 +25,14 @@ class RecipeCell:
         published: The number that the paper prints in this cell, if there is one.
         configs: The runs' configurations by seed.
         measure: The quantity that the table compares, one of `halfmoon.studies.recipe.MEASURES`.
+        layers: The options that the configurations are merged from, each layer with its name; later layers win.
     """
 
     at: Mapping[str, str]
     published: Published | None
     configs: Mapping[int, Config]
     measure: str = "test"
+    layers: tuple[explain.Layer, ...] = ()
 
     @property
     def label(self) -> str:
@@ -157,24 +161,15 @@ def _build_cell(
         overrides: options that win over all others.
     """
     at = _names_by_axis(recipe, values)
-    conditions = [when for when in recipe.when if matches_axes(when.at, at)]
-    # Later layers win, so the order is from the general to the specific. A sweep reports the best round, and therefore
-    # evaluates every round unless the protocol sets another interval.
-    layers: list[Layer] = [{"evaluate_every": 1}, recipe.protocol]
-    layers += [value.set for value in values]
-    layers += [when.set for when in conditions]
-    if scale is not None:
-        layers.append(scale.set)
-        layers += [when.set for when in scale.when if matches_axes(when.at, at)]
-    layers.append(overrides)
+    layers = _list_layers(recipe, values, scale, overrides)
     # The last axis whose value names a measure decides what the table compares in this cell.
     measure = next((value.measure for value in reversed(values) if value.measure), recipe.measure)
     # The papers print test accuracies, so the other measures have no published number.
     has_published = bool(recipe.published) and measure == "test"
     published = find_published(_published_columns(recipe, at, values)) if has_published else None
-    cell = RecipeCell(at, published, configs={}, measure=measure)
+    cell = RecipeCell(at, published, configs={}, measure=measure, layers=layers)
     try:
-        config = settings.merge(merge_layers(layers), {}, recipe.name)
+        config = settings.merge(merge_layers(layer.options for layer in layers), {}, recipe.name)
         # A recipe may have option tables of all its methods; a run's configuration has only those of its methods.
         methods = {config.method, config.reference}
         options = {
@@ -185,6 +180,99 @@ def _build_cell(
     except UserError as error:
         raise UserError(f"recipe {recipe.name}, cell {cell.label}: {error}") from error
     return replace(cell, configs=configs)
+
+
+def _list_layers(
+    recipe: Recipe, values: Sequence[Value], scale: Scale | None, overrides: Layer
+) -> tuple[explain.Layer, ...]:
+    """List the layers of options of a cell. Later layers win, so the order is from the general to the specific.
+
+    Args:
+        recipe: the recipe.
+        values: the cell's values, one for each axis.
+        scale: a scaled-down version of the recipe; None for the full experiment.
+        overrides: options that win over all others.
+    """
+    at = _names_by_axis(recipe, values)
+    # A sweep reports the best round, and therefore evaluates every round unless the protocol sets another interval.
+    layers = [
+        explain.Layer("halfmoon sweep", {"evaluate_every": 1}),
+        explain.Layer(f"recipe {recipe.name}", recipe.protocol),
+    ]
+    for axis, value in zip(recipe.axes, values, strict=True):
+        layers.append(explain.Layer(f"axis {axis}={value.name}", value.set))
+    for when in recipe.when:
+        if matches_axes(when.at, at):
+            layers.append(explain.Layer(f"recipe {recipe.name}, when {_describe_axes(when.at)}", when.set))
+    if scale is not None:
+        layers.append(explain.Layer(f"scale {scale.name}", scale.set))
+        for when in scale.when:
+            if matches_axes(when.at, at):
+                layers.append(explain.Layer(f"scale {scale.name}, when {_describe_axes(when.at)}", when.set))
+    layers.append(explain.Layer("flag", overrides))
+    return tuple(layers)
+
+
+def _describe_axes(selection: Mapping[str, Iterable[str]]) -> str:
+    """Describe a set of cells in the form of the option `--only`: axis=value,axis=value."""
+    return ",".join(f"{axis}={name}" for axis, names in selection.items() for name in names) or "any"
+
+
+@dataclass(frozen=True)
+class GridExplanation:
+    """The options of the runs of a sweep that are not at their defaults, each with the layer that set it.
+
+    Attributes:
+        common: The options that all cells share, value and layer.
+        cells: For each cell, its other options.
+    """
+
+    common: tuple[ExplainedOption, ...]
+    cells: tuple[tuple[RecipeCell, tuple[ExplainedOption, ...]], ...]
+
+
+def explain_cells(cells: Sequence[RecipeCell], seeds_layer: str, computed: Layer | None = None) -> GridExplanation:
+    """List the options of all cells that are not at their defaults, and the layer that set each.
+
+    Args:
+        cells: The cells.
+        seeds_layer: The name of the layer that set the seeds.
+        computed: The options among the overrides that no flag has set.
+    """
+    explanations = [_explain_cell(cell, seeds_layer, computed or {}) for cell in cells]
+    # Not a set: the values of some options are not hashable.
+    common = tuple(row for row in explanations[0] if all(row in rows for rows in explanations))
+    differing = tuple(
+        (cell, tuple(row for row in rows if row not in common)) for cell, rows in zip(cells, explanations, strict=True)
+    )
+    return GridExplanation(common, differing)
+
+
+def _explain_cell(cell: RecipeCell, seeds_layer: str, computed: Layer) -> list[ExplainedOption]:
+    """List the options of a cell that are not at their defaults; its seeds are one row, as a tuple.
+
+    Args:
+        cell: The cell.
+        seeds_layer: The name of the layer that set the seeds.
+        computed: The options among the overrides that no flag has set.
+    """
+    layers: list[explain.Layer] = []  # from the highest priority down
+    removed: set[str] = set()  # by a higher layer: it unsets the option, or sets another amount of labels
+    for layer in reversed(cell.layers):
+        options = {name: value for name, value in layer.options.items() if name not in removed and name != UNSET}
+        layers.append(explain.Layer(layer.name, options))
+        removed |= set(layer.options.get(UNSET, ()))
+        if any(name in layer.options for name in settings.LABEL_AMOUNTS):
+            removed |= set(settings.LABEL_AMOUNTS)
+    flags = {name: value for name, value in layers[0].options.items() if name not in computed}
+    layers[:1] = [explain.Layer("flag", flags), explain.Layer("halfmoon sweep", computed)]
+    config = next(iter(cell.configs.values()))
+    rows = explain.explain_options(config, layers)
+    seeds = tuple(cell.configs)
+    rows = [row for row in rows if row.name not in ("seed", "split_seed")]
+    if seeds != (Config.seed,):
+        rows += [ExplainedOption(name, seeds, seeds_layer) for name in ("seed", "split_seed")]
+    return rows
 
 
 def _published_columns(recipe: Recipe, at: Mapping[str, str], values: Sequence[Value]) -> dict[str, str]:

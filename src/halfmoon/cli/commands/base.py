@@ -25,6 +25,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, suggest
 
 if TYPE_CHECKING:
+    from halfmoon.config.explain import ExplainedOption
     from halfmoon.runs.callbacks import Callback
     from halfmoon.runs.runner import RunResult
     from halfmoon.studies.decision import Decision
@@ -315,6 +316,27 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from halfmoon.cli import console
 
     console.print_table(Console(), header, rows)
+
+
+def add_explain_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag `--explain` to the parser of a command that trains."""
+    about = "print the options that are not at their defaults, and which layer sets each, and exit without training"
+    parser.add_argument("--explain", action="store_true", help=about)
+
+
+EXPLANATION_HEADER = ("option", "value", "set by")
+
+
+def explanation_cells(row: ExplainedOption) -> list[str]:
+    """Format an explained option as cells of a table, below `EXPLANATION_HEADER`."""
+    text = " ".join(map(str, row.value)) if isinstance(row.value, tuple) else str(row.value)
+    return [row.name, text, row.layer]
+
+
+def explanation_fields(row: ExplainedOption) -> dict[str, Any]:
+    """Format an explained option as an object of the JSON output."""
+    value = row.value if isinstance(row.value, bool | int | float | str | tuple) else str(row.value)
+    return {"option": row.name, "value": value, "layer": row.layer}
 
 
 def print_json(value: Any) -> None:

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import (
+    EXPLANATION_HEADER,
     add_command,
+    add_explain_flag,
     add_option,
     add_options,
     add_tracker_flag,
+    explanation_cells,
+    explanation_fields,
     make_trackers,
     parse_int,
     print_json,
@@ -31,6 +35,7 @@ from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.studies.executors import Executor
+    from halfmoon.studies.grid import GridExplanation
     from halfmoon.studies.recipe import Recipe, Value
     from halfmoon.studies.run_sweep import RunReport
     from halfmoon.studies.sweep_folder import SweepFolder
@@ -62,6 +67,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--ray-address", metavar="HOST:PORT", help=about)
     add_tracker_flag(parser)
     parser.add_argument("--dry-run", action="store_true", help="only list the runs")
+    add_explain_flag(parser)
     group = parser.add_argument_group("machine")
     for name in EXECUTION_OPTIONS:
         add_option(group, name)
@@ -78,10 +84,17 @@ def _sweep(args: argparse.Namespace) -> int:
     # Absolute paths, because a worker on another machine has another current folder.
     machine_options = settings.resolve_paths(requested_options(args, EXECUTION_OPTIONS), Path())
     # Every process would use all cores: share them, or several runs at once are slower than one after another.
+    computed: dict[str, Any] = {}
     if jobs > 1 and args.engine == "local" and "threads" not in machine_options:
-        machine_options["threads"] = max(1, count_cores() // jobs)
+        computed["threads"] = max(1, count_cores() // jobs)
     seeds = [parse_int("--seeds", text, 0) for text in args.seeds] if args.seeds else None
-    cells = grid.build_cells(plan, grid.parse_selection(plan, args.only), seeds, scale, machine_options)
+    overrides = {**machine_options, **computed}
+    cells = grid.build_cells(plan, grid.parse_selection(plan, args.only), seeds, scale, overrides)
+    if args.explain and args.dry_run:
+        raise UserError("{explain} and {dry_run} print different lists: choose one.", option=("explain", "dry_run"))
+    if args.explain:
+        seeds_layer = f"recipe {plan.name}" if seeds is None else "flag"
+        return _print_explanation(grid.explain_cells(cells, seeds_layer, computed), args.json)
     command = shlex.join(["halfmoon", *args.words])
     folder = SweepFolder(args.out, plan, scale)
     if args.dry_run:
@@ -187,6 +200,26 @@ def _print_cells(cells: list[Any], as_json: bool) -> int:
         print_json([dict(zip(headings, row, strict=True)) for row in rows])
     else:
         print_table(headings, rows)
+    return 0
+
+
+def _print_explanation(explanation: GridExplanation, as_json: bool) -> int:
+    """Print the options that are not at their defaults: those of all runs, then for each cell those that differ."""
+    if as_json:
+        cells = []
+        for cell, rows in explanation.cells:
+            options = [explanation_fields(row) for row in rows]
+            cells.append({"cell": cell.label, "seeds": list(cell.configs), "options": options})
+        print_json({"common": [explanation_fields(row) for row in explanation.common], "cells": cells})
+        return 0
+    count = sum(len(cell.configs) for cell, _ in explanation.cells)
+    if explanation.common:
+        print_text(f"options of all {count:,} runs")
+        print_table(EXPLANATION_HEADER, [explanation_cells(row) for row in explanation.common])
+    for cell, rows in explanation.cells:
+        if rows:
+            print_text(f"\n{cell.label}")
+            print_table(EXPLANATION_HEADER, [explanation_cells(row) for row in rows])
     return 0
 
 
