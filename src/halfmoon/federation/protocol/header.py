@@ -111,8 +111,8 @@ def check_layout(layout: Any, tensors: TensorSpecs) -> None:
     """Check that the layout of a message's trees has each tensor exactly once, and no other ones.
 
     Args:
-        layout: nested dict, by tree and path, of each tensor's dimension order in memory or None
-            (see `halfmoon.storage.serialization`).
+        layout: nested dict, by tree and path, of each tensor's dimension order in memory; None for the usual order, in
+            which the last dimension is contiguous (see `halfmoon.storage.serialization`).
         tensors: the tensors of the message's header.
 
     Raises:

@@ -239,7 +239,7 @@ def evaluation_spec(classes: int) -> TreeSpec:
 
 
 def check_images_fit(folder: Path, count: int, image: tuple[int, int, int]) -> None:
-    """Check that decoded images fit into this machine's memory and on its disk.
+    """Check that images, once decoded, fit into this machine's memory and on its disk, before hours are spent on that.
 
     Args:
         folder: where they will be stored.

@@ -186,7 +186,10 @@ class Terms:
         )
 
     def summary(self) -> TermsSummary:
-        """Summarize the terms for the people at a site: a sentence, a few lines, and a table of options and tensors."""
+        """Summarize the terms for the people at a site: in a sentence, in about ten lines, and in full as two tables.
+
+        The tables have a row for each option (`rows`) and for each tensor that the site sends (`tensors`).
+        """
         uploads = self.disclosure
         return TermsSummary(
             hash=self.hash,
@@ -201,7 +204,7 @@ class Terms:
         helps = settings.option_helps()
         rows: list[tuple[str, str, str]] = []
         for name in settings.option_types():
-            if name in shared_options() and name != "method":
+            if name in shared_options() and name != "method":  # the sentence about the terms names the method
                 rows.append((name, toml.format_text(getattr(self.config, name)), helps[name]))
         for name, value in self._method_options().items():
             rows.append((name, toml.format_text(value), f"an option of {self.config.method}"))

@@ -285,7 +285,9 @@ class SiteCalls:
         return [name for name in with_images if name not in self.quarantine.sites]
 
     def evaluate(self, requests: Mapping[str, Request], network: Network) -> Evaluations:
-        """Have sites evaluate the final model, and sum their results. Earlier ones are evaluated along with training.
+        """Have sites evaluate a model after the last round, and sum their results.
+
+        Models of earlier rounds are evaluated together with the next local update (`add_evaluation`).
 
         Args:
             requests: the request of each site, with the model to evaluate.
@@ -346,7 +348,7 @@ class SiteCalls:
         if upload_probe is None:
             return messages.MAX_MESSAGE_BYTES
         upload_spec = None if context is None else upload_probe.find_spec(context, received)
-        if upload_spec is None and request.client_update:
+        if upload_spec is None and request.client_update:  # masked, or the probe could not run the update
             return limits.max_unknown_message_bytes(network)
         evaluation_spec = limits.evaluation_spec(network.classes) if request.evaluation else {}
         return limits.max_message_bytes([upload_spec or {}, evaluation_spec])

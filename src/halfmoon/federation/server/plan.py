@@ -53,7 +53,7 @@ class Rules:
     ] = None
 
     def __post_init__(self) -> None:
-        """Check that each of these options of a server is in its range; raise UserError for the first that is not.
+        """Check that each of a server's rules for its sites is in its range; raise UserError for the first that is not.
 
         The annotation of each field of the class describes the option.
         """

@@ -177,7 +177,7 @@ def check_counts(
 
     Args:
         reply: the reply with its upload.
-        max_amount: the longest update that the site may have run.
+        max_amount: the most steps, images a step and epochs of an update at this site.
         image_count: the number of images at the site.
         upload_spec: the sections that the client update declares to send; None to skip the values in the upload.
 
@@ -194,7 +194,7 @@ def _find_impossible_counts(
 
     Args:
         reply: the reply with its upload.
-        max_amount: the longest update that the site may have run.
+        max_amount: the most steps, images a step and epochs of an update at this site.
         image_count: the number of images at the site.
         upload_spec: the sections that the client update declares to send; None to skip the values in the upload.
     """

@@ -303,13 +303,13 @@ class SiteClient:
     def _make_acceptance(self, terms: Terms, site: SiteRuntime) -> Acceptance:
         """Log that this site has joined a federation, and build the reply with its numbers of images and its key."""
         labeled, unlabeled = site.count_images()
-        tests = 0 if site.held_out.tests is None else len(site.held_out.tests.labels)
-        validations = 0 if site.held_out.validations is None else len(site.held_out.validations.labels)
+        test_count = 0 if site.held_out.tests is None else len(site.held_out.tests.labels)
+        validation_count = 0 if site.held_out.validations is None else len(site.held_out.validations.labels)
         text = f"{terms.sentence()}; this site trains on {labeled:,} labeled and {unlabeled:,} unlabeled images"
-        if tests:
-            text += f"; it tests models on {tests:,} other images"
-        if validations:
-            text += f"; {validations:,} other images choose the best round"
+        if test_count:
+            text += f"; it tests models on {test_count:,} other images"
+        if validation_count:
+            text += f"; {validation_count:,} other images choose the best round"
         self._record("joined", text, labeled=labeled, unlabeled=unlabeled, **_terms_fields(terms))
         return Acceptance(
             federation=terms.hash,
@@ -317,8 +317,8 @@ class SiteClient:
             name=self.name,
             labeled=labeled,
             unlabeled=unlabeled,
-            tests=tests,
-            validations=validations,
+            tests=test_count,
+            validations=validation_count,
             key=self.keys.public(self.state_folder) if terms.config.secure_aggregation else "",
             # 1 if the people allow this site's accuracy to be shown, by a file that a command of theirs writes.
             shared=int((self.state_folder / consent.SHARE_ACCURACY_FILE).exists()),
@@ -616,6 +616,7 @@ def _describe_evaluations(request: Request, reply: Reply) -> list[Event]:
         model = f"the model before round {request.round + 1}"
         finished_rounds = request.round
     else:
+        # A request without training comes after the last round; its model may be that of an earlier one.
         model = "the last model"
         finished_rounds = None
     events = []
@@ -644,7 +645,7 @@ def _describe_training(request: Request, reply: Reply, received_bytes: int, seco
     loss_text = "" if mean_loss is None else f", mean loss {mean_loss:.4f}"
     if "weight" in reply.upload:
         sections = Upload.from_tree(reply.upload).parts
-    else:  # the masked vector of a secure sum
+    else:  # the masked vector of a secure sum, as a section with one tensor
         sections = {name: {"": leaf} for name, leaf in reply.upload.items()}
     sizes = ", ".join(f"{name} {format_bytes(tree.nbytes(section))}" for name, section in sections.items())
     attempt = f" (attempt {request.attempt + 1})" if request.attempt else ""

@@ -150,7 +150,7 @@ class Admission:
             name = self._keys[key]
             try:
                 number = self.registry.register(key, name)
-                admitted[key] = Node(number, key, since="")
+                admitted[key] = Node(number, key, since="")  # it has not connected yet
             except ValueError as error:
                 self._log_once(
                     f"{name} cannot come in: its key was removed from this run earlier, or Flower does not take it "

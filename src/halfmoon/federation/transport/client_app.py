@@ -69,7 +69,7 @@ def _open_client(values: tuple[str, ...]) -> SiteClient:
     return SiteClient.from_folder(
         folder=Path(options["folder"]),
         name=options["name"],
-        state_folder=paths["home"],
+        state_folder=paths["home"],  # None: a hidden folder among the images
         device=options["device"] or "auto",
         tests=paths["tests"],
         terms=options["terms"],

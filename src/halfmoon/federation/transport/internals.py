@@ -137,7 +137,7 @@ class MessageList:
         self._max_objects: int | None = None
         if max_reply_bytes is not None:
             self._max_objects = MAX_SMALL_OBJECTS + max_reply_bytes // MIN_PIECE_BYTES
-        self._replies: dict[str, tuple[Any, Any]] = {}
+        self._replies: dict[str, tuple[Any, Any]] = {}  # listed: reply and tree of its objects, by the message's id
         if self.client is not None:
             from flwr.superlink.grid import http_grid
 

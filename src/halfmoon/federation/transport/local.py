@@ -46,7 +46,10 @@ class LocalGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Deliver messages: compute the reply of each node, one after the other, and return the messages' ids."""
+        """Deliver the server's messages to the nodes in this process, and return the messages' ids.
+
+        Each node replies at once, one after the other; `pull_messages` returns the replies.
+        """
         message_ids = []
         for message in messages:
             self._count += 1

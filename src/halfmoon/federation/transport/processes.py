@@ -67,7 +67,7 @@ class ProcessFolder:
     folder: Path
 
     def prepare(self) -> None:
-        """Make the folder, and a shell script for each command of Flower, by which Flower's processes start each other.
+        """Make this folder, with a shell script for each command of Flower, by which its processes start each other.
 
         Each script runs the command through this module, which locks a file, so that the process can be watched.
         Raises OSError.

@@ -177,6 +177,7 @@ def node_options(site: SiteOptions) -> dict[str, Any]:
         {"server", "ca", "key", "apps"} for the connection, and "config", the options of the app that replies to messages.
         Options that are not set are left out of "config".
     """
+    # Flower's configuration of a node has no lists, so these are joined.
     texts = {
         "name": site.name,
         "device": site.device,
