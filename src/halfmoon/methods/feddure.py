@@ -8,16 +8,18 @@ virtual parameters, dL/dw = - virtual_lr * d/dw D_v [mean_i H(w; z_i) CE(label_i
 logits. D_v needs only their tangent along v, which `Network.tangent` computes from the activations of Eq. 4's forward
 pass. Only the MLP remains to be differentiated in w, in closed form (`halfmoon.methods.fine_regulator`).
 
-server: params, stats, round.  broadcast: params, stats, gate.  memory: regulator (its parameters and optimizer state)
-or, without F-reg, the state of adaptive thresholds; with `reward_baseline` the mean of past rewards; with
-`keep_optimizer` the optimizer's state.  upload: params, stats, weight.
+server: params, stats, round; with `share_regulator` regulator (F-reg's parameters).  broadcast: params, stats, gate; with
+`share_regulator` regulator.  memory: regulator (its parameters and optimizer state) or, without F-reg, the state of
+adaptive thresholds; with `reward_baseline` the mean of past rewards; with `keep_optimizer` the optimizer's state.
+upload: params, stats, weight; with `share_regulator` regulator.
 
 Departures: where the authors' released code departs from the paper, this file follows the paper, because publications
 compare with the paper. That code has no trained F-reg, the opposite sign of d (`sign`), soft pseudo-labels above a
 threshold of 0.6, a ramped weight of the unlabeled loss, C-reg on weak views, a learning rate with repeated warm-up, and
 labeled-only steps at the start of every client update (`labeled_first`). Points that the paper leaves open are options.
 The defaults depart from the paper in `regulator_input`, `regulator_bias`, `regulator_lr`, `regulator_start` and
-`through_weights`; `preset = "paper"` sets these to the paper's values. The paper prints Eq. 2 as a plain step; Adam is
+`through_weights`; `preset = "paper"` sets these to the paper's values. `regulator_prior`, `share_regulator`,
+`signal_labels` and the input "confidence" are ours, and off by default. The paper prints Eq. 2 as a plain step; Adam is
 our reading of its "Adam optimizer ... for eta_s, eta and eta_w"; `coarse_step` "plain" is the other reading.
 """
 
@@ -42,8 +44,8 @@ from halfmoon.api.types import (
     UpdateRequirements,
     weighted_metric,
 )
-from halfmoon.api.uploads import Upload
-from halfmoon.core import padding, tree
+from halfmoon.api.uploads import UPDATE_ONLY, Upload, UploadSpec
+from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import cross_entropy, grad_and_value, vjp
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Number, Optimizer, gradient_step
@@ -51,7 +53,13 @@ from halfmoon.core.padding import mean
 from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
-from halfmoon.methods.fine_regulator import GradientPath, RegulatorInput, WeightedLoss, compute_instance_weights
+from halfmoon.methods.fine_regulator import (
+    GradientPath,
+    RegulatorInput,
+    RegulatorPrior,
+    WeightedLoss,
+    compute_instance_weights,
+)
 from halfmoon.methods.objectives.base import cross_entropy_per_image, label_weights
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 from halfmoon.methods.objectives.thresholding import Rule
@@ -71,7 +79,15 @@ class FedDure(ModelAveraging):
             0.02.
         regulator_input: F-reg gets an image's logits, their softmax, or the logits minus their mean over the classes
             ("centered"). Cross-entropy does not depend on a constant that is added to all logits, and Adam lets that
-            constant drift; so raw logits change F-reg's weights without any learning.
+            constant drift; so raw logits change F-reg's weights without any learning. "confidence": F-reg gets only the
+            log-odds of the pseudo-label's confidence, so it learns from which confidence on pseudo-labels help.
+        regulator_prior: "confidence" adds the log-odds of the pseudo-label's confidence to F-reg's output before the
+            sigmoid: an untrained F-reg with `regulator_bias` 0 weighs an image by about its confidence.
+        share_regulator: whether the server averages F-reg's parameters over clients, like the model. Otherwise F-reg
+            stays at its client (Algorithm 1), where it learns from the client's labels only.
+        signal_labels: labeled images by which Eq. 3 and 5 measure the effect of a step on pseudo-labels: those of the
+            "minibatch" on which the local model trains, or "halves": in every round the local model trains on every
+            other labeled image of the client, and Eq. 3 and 5 use the rest. The halves swap from round to round.
         regulator_start: F-reg's initial parameters are the same at all "clients", or drawn for each "client".
         through_weights: whether the gradients of Eq. 2 and 4 also pass through H's input ("product") or not
             ("detached").
@@ -103,6 +119,9 @@ class FedDure(ModelAveraging):
     regulator_bias: float = -4.0
     regulator_input: RegulatorInput = "centered"
     regulator_start: Literal["clients", "client"] = "clients"
+    regulator_prior: RegulatorPrior = "none"
+    share_regulator: bool = False
+    signal_labels: Literal["minibatch", "halves"] = "minibatch"
     through_weights: GradientPath = "detached"
     virtual_lr: float | None = None
     coarse_lr: float | None = None
@@ -129,6 +148,20 @@ class FedDure(ModelAveraging):
             raise UserError(f"reward_bound is {self.reward_bound:g}: it must be above 0.")
         if self.labeled_first < 0:
             raise UserError(f"labeled_first is {self.labeled_first}: it must be at least 0.")
+        if not self.fine:
+            for name, value in (("regulator_prior", "none"), ("share_regulator", False)):
+                if getattr(self, name) != value:
+                    raise UserError(f"{name} has no effect without F-reg (fine is false): leave it out.")
+        if self.share_regulator and self.regulator_start == "client":
+            raise UserError(
+                "regulator_start is 'client', but with share_regulator the server sends all clients one F-reg: leave "
+                "one of the two out."
+            )
+        if self.regulator_input == "confidence" and self.through_weights == "product":
+            raise UserError(
+                "through_weights is 'product', but F-reg's input is the confidence, through which no gradient passes: "
+                "set through_weights to 'detached'."
+            )
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": FedDureClient(task, self)}
@@ -151,12 +184,33 @@ class FedDure(ModelAveraging):
         return PseudoLabeling(labels=self.labels, debias=self.debias, **threshold_options)
 
     def start(self, task: Task, model: Tree) -> Tree:
-        return {**model, "round": torch.zeros((), dtype=torch.int64)}
+        server: Tree = {**model, "round": torch.zeros((), dtype=torch.int64)}
+        if self.share_regulator:
+            # The same initial F-reg for every seed.
+            generator = rng.generator(0, "feddure", "regulator")
+            server["regulator"] = self.init_regulator(task, generator, next(tree.leaves(model["params"])))
+        return server
+
+    def init_regulator(self, task: Task, generator: torch.Generator, like: Tensor) -> Tree:
+        """Draw initial parameters of F-reg, an MLP with one hidden layer.
+
+        Args:
+            task: with the network, whose number of classes is the number of F-reg's inputs.
+            generator: draws the parameters.
+            like: gives their device and dtype.
+        """
+        inputs = 1 if self.regulator_input == "confidence" else task.network.classes
+        params = {"hidden": linear(generator, inputs, self.hidden), "out": linear(generator, self.hidden, 1)}
+        # The output's bias sets the initial weight of all images: sigmoid(bias), without a prior.
+        params["out"]["bias"] = params["out"]["bias"] + self.regulator_bias
+        return tree.to(params, like.device, like.dtype)
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Train the cohort, and average; the gate is 0 during the labeled-only `warmup` rounds."""
         gate = (server["round"] >= self.warmup).to(torch.float32)
         broadcast = {"params": server["params"], "stats": server["stats"], "gate": gate}
+        if self.share_regulator:
+            broadcast["regulator"] = server["regulator"]
         return {**federation.average("train", broadcast).update, "round": server["round"] + 1}
 
 
@@ -340,6 +394,10 @@ class Regulation(NamedTuple):
     norms: dict[str, Tensor]
 
 
+SHARED_REGULATOR = UploadSpec(update=("params", "stats", "regulator"))
+"""Content of an upload with the option `share_regulator`."""
+
+
 @dataclass(frozen=True)
 class FedDureClient(ClientUpdate):
     """The client of FedDure: F-reg and C-reg take a step each, then the local model does."""
@@ -352,6 +410,7 @@ class FedDureClient(ClientUpdate):
             self.options.pseudo_labeling.requirements,
             per_client_generator=self.options.regulator_start == "client",
             keep_optimizer=self.options.keep_optimizer,
+            upload_spec=SHARED_REGULATOR if self.options.share_regulator else UPDATE_ONLY,
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
@@ -368,12 +427,7 @@ class FedDureClient(ClientUpdate):
         model_leaf = next(tree.leaves(broadcast["params"]))
         memory: Tree = {}
         if self.options.fine:
-            classes = self.task.network.classes
-            hidden = self.options.hidden
-            params = {"hidden": linear(generator, classes, hidden), "out": linear(generator, hidden, 1)}
-            # The output's bias sets the initial weight of all images: sigmoid(bias).
-            params["out"]["bias"] = params["out"]["bias"] + self.options.regulator_bias
-            params = tree.to(params, model_leaf.device, model_leaf.dtype)
+            params = self.options.init_regulator(self.task, generator, model_leaf)
             memory["regulator"] = self._init_regulator("regulator", params)
         else:
             memory |= self.options.pseudo_labeling.initial_memory(self.task, broadcast)
@@ -405,6 +459,9 @@ class FedDureClient(ClientUpdate):
             carry["coarse"] = self._init_regulator("coarse", broadcast["params"])
         if self.options.fine:
             regulator = memory["regulator"]
+            if self.options.share_regulator:
+                # The optimizer's state is the client's: only the parameters are averaged.
+                regulator = {**regulator, "params": broadcast["regulator"]}
             if self.options.keep_regulator_optimizer:
                 carry["regulator"] = dict(regulator)
             else:
@@ -465,7 +522,8 @@ class FedDureClient(ClientUpdate):
         def loss(logits: Tree) -> tuple[Tensor, tuple[Any, ...]]:
             """Compute Eq. 7, 8 and 9; Eq. 10 is the optimizer's step."""
             pseudo_loss = mean(trust * cross_entropy_per_image(logits["strong"], pseudo.label), batch.u_real)
-            return self._labeled_cross_entropy(logits["labeled"], batch) + pseudo_loss, ()
+            labeled_loss = self._labeled_cross_entropy(logits["labeled"], batch, self._training_images(batch))
+            return labeled_loss + pseudo_loss, ()
 
         logit_gradient, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
         # False: this is the last use of the local model's graph, which is then freed.
@@ -497,6 +555,8 @@ class FedDureClient(ClientUpdate):
             stored_names.append("regulator")
         if "baseline" in carry:
             stored_names.append("baseline")
+        if self.options.share_regulator:
+            upload = upload._replace(update={**upload.update, "regulator": carry["regulator"]["params"]})
         return upload, {**memory, **{name: carry[name] for name in stored_names}}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -551,7 +611,13 @@ class FedDureClient(ClientUpdate):
         norms: dict[str, Tensor] = {}
         regulator: Tree = {}
         weighted_loss = WeightedLoss.from_logits(
-            student.logits, pseudo.label, self.options.regulator_input, self.options.through_weights, batch.u_real
+            student.logits,
+            pseudo.label,
+            self.options.regulator_input,
+            self.options.through_weights,
+            batch.u_real,
+            pseudo.confidence,
+            self.options.regulator_prior,
         )
         if self.options.fine:
             new["regulator"], norms["regulator_gradient"] = self._fine_regulator_step(
@@ -559,7 +625,9 @@ class FedDureClient(ClientUpdate):
             )
             regulator = new["regulator"]["params"]
             # After F-reg's step, and as constants of the local model's loss: no gradient passes through them.
-            weights = compute_instance_weights(regulator, strong, self.options.regulator_input)  # Eq. 6
+            weights = compute_instance_weights(
+                regulator, strong, self.options.regulator_input, pseudo.confidence, self.options.regulator_prior
+            )  # Eq. 6
         else:
             weights = pseudo.weight
         if self.options.normalize_weights:
@@ -663,16 +731,35 @@ class FedDureClient(ClientUpdate):
             logits = self.task.network.train(params, batch.x, real=batch.x_real)[0]
         if self.options.judge_prior:
             logits = logits + carry["label_log_shares"]
-        return self._labeled_cross_entropy(logits, batch)
+        is_training = self._training_images(batch)
+        return self._labeled_cross_entropy(logits, batch, None if is_training is None else ~is_training)
 
-    def _labeled_cross_entropy(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Compute the mean cross-entropy of the labeled images of a minibatch, with class weights if there are any."""
-        if self.task.class_weights:
-            weights = label_weights(self.task.class_weights, batch.y, logits)
-            return mean(cross_entropy_per_image(logits, batch.y) * weights, batch.x_real)
-        if batch.x_real is None:
+    def _training_images(self, batch: Batch) -> Tensor | None:
+        """Select the labeled images (B,) on which the local model trains; None: all, with `signal_labels` "minibatch".
+
+        The other half measures the effect of pseudo-labels. A client's rows are divided by their number, so that an
+        image which a minibatch has twice is in one half only.
+        """
+        if self.options.signal_labels == "minibatch":
+            return None
+        return (batch.x_rows + self.task.round) % 2 == 0
+
+    def _labeled_cross_entropy(self, logits: Tensor, batch: Batch, selected: Tensor | None) -> Tensor:
+        """Compute the mean cross-entropy of the labeled images of a minibatch, with class weights if there are any.
+
+        Args:
+            logits: of all labeled images of the minibatch, (B, classes).
+            batch: the minibatch.
+            selected: (B,) bool, the images to average over; None: all. Without any the loss is 0.
+        """
+        if selected is None and not self.task.class_weights and batch.x_real is None:
             return cross_entropy(logits, batch.y)
-        return mean(cross_entropy_per_image(logits, batch.y), batch.x_real)
+        losses = cross_entropy_per_image(logits, batch.y)
+        if self.task.class_weights:
+            losses = losses * label_weights(self.task.class_weights, batch.y, logits)
+        if selected is None:
+            return mean(losses, batch.x_real)
+        return padding.mean_or_zero(losses, padding.mask(selected, batch.x_real))
 
 
 ROWS = (

@@ -1,7 +1,9 @@
 """FedDure's fine-grained regulator (F-reg): an MLP that weighs pseudo-labeled images, with closed-form derivatives.
 
 F-reg maps the logits z_i of image i to a weight H_i = sigmoid(a_i), a_i = out(relu(hidden(s_i))). Its input s_i is
-z_i, softmax(z_i), or z_i minus its mean over classes. It weighs the pseudo-label loss of Eq. 2 and Eq. 4,
+z_i, softmax(z_i), or z_i minus its mean over classes. Two options are ours: the input may be the log-odds of the
+pseudo-label's confidence instead, and these log-odds may be added to a_i. They are constants: no gradient passes through
+them. F-reg weighs the pseudo-label loss of Eq. 2 and Eq. 4,
 
     L = mean_i H_i c_i,    c_i = cross_entropy(z_i, y_i).
 
@@ -31,25 +33,45 @@ from torch import Tensor
 
 from halfmoon.core.tree import Tree
 
-RegulatorInput = Literal["centered", "logits", "softmax"]
-"""Transform of the logits that F-reg gets as its input."""
+RegulatorInput = Literal["centered", "logits", "softmax", "confidence"]
+"""F-reg's input: a transform of the strong view's logits, or the log-odds of the pseudo-label's confidence."""
+
+RegulatorPrior = Literal["none", "confidence"]
+"""What is added to F-reg's output before the sigmoid: nothing, or the log-odds of the pseudo-label's confidence."""
 
 GradientPath = Literal["product", "detached"]
 """Whether gradients of the weighted loss also pass through F-reg's input ("product") or not ("detached")."""
 
 
-def compute_instance_weights(regulator: Tree, logits: Tensor, regulator_input: RegulatorInput) -> Tensor:
-    """Weigh pseudo-labeled images by FedDure's fine-grained regulator (F-reg), an MLP on their logits (Eq. 6).
+MIN_DOUBT = 1e-4
+"""Confidences are clipped to this distance from 0 and 1, so that their log-odds are between -9.2 and 9.2."""
+
+
+def compute_log_odds(confidence: Tensor) -> Tensor:
+    """Compute the log-odds log(p / (1 - p)) of confidences p (n,), which `MIN_DOUBT` bounds."""
+    return confidence.detach().clamp(MIN_DOUBT, 1 - MIN_DOUBT).logit()
+
+
+def compute_instance_weights(
+    regulator: Tree,
+    logits: Tensor,
+    regulator_input: RegulatorInput,
+    confidence: Tensor | None = None,
+    prior: RegulatorPrior = "none",
+) -> Tensor:
+    """Weigh pseudo-labeled images by FedDure's fine-grained regulator (F-reg), an MLP (Eq. 6).
 
     Args:
         regulator: F-reg's parameters.
-        logits: (n, classes).
-        regulator_input: F-reg's input: the logits, their softmax, or the logits minus their mean ("centered").
+        logits: of the strong views, (n, classes).
+        regulator_input: F-reg's input: a transform of the logits, or the confidence of the pseudo-label.
+        confidence: of the pseudo-labels, (n,); needed for the input or the prior "confidence".
+        prior: what is added to F-reg's output before the sigmoid.
 
     Returns:
         Weights between 0 and 1, (n,).
     """
-    _, weights = _forward(regulator, _transform_logits(logits, regulator_input))
+    _, weights = _forward(regulator, _build_input(logits, regulator_input, confidence), _prior_score(prior, confidence))
     return weights
 
 
@@ -58,12 +80,13 @@ class WeightedLoss:
     """The pseudo-label loss of n images that F-reg weighs. Terms that do not depend on F-reg are computed once.
 
     Attributes:
-        inputs: F-reg's inputs, (n, classes).
+        inputs: F-reg's inputs, (n, classes), or (n, 1) for the input "confidence".
         loss: cross-entropy of each image, (n,).
         probability_error: softmax(z) - onehot(y), the gradient of the cross-entropy in the logits, (n, classes).
-        regulator_input: transform of the logits that F-reg gets as its input.
-        gradient_path: whether gradients also pass through F-reg's input.
+        regulator_input: F-reg's input: a transform of the logits, or the confidence of the pseudo-label.
+        gradient_path: whether gradients also pass through F-reg's input: a transform of the logits, or the confidence of the pseudo-label.
         count: the number of images, n.
+        prior_score: added to F-reg's output before the sigmoid, (n,); None: nothing.
     """
 
     inputs: Tensor
@@ -72,6 +95,7 @@ class WeightedLoss:
     regulator_input: RegulatorInput
     gradient_path: GradientPath
     count: Tensor | int
+    prior_score: Tensor | None = None
 
     @classmethod
     def from_logits(
@@ -81,15 +105,20 @@ class WeightedLoss:
         regulator_input: RegulatorInput,
         gradient_path: GradientPath,
         mask: Tensor | None = None,
+        confidence: Tensor | None = None,
+        prior: RegulatorPrior = "none",
     ) -> "WeightedLoss":
         """Build the pseudo-label loss of n images, which FedDure's fine-grained regulator (F-reg) weighs.
 
         Args:
             logits: (n, classes).
             pseudo_labels: (n,) int64.
-            regulator_input: F-reg's input: the logits, their softmax, or the logits minus their mean ("centered").
-            gradient_path: whether gradients also pass through F-reg's input ("product") or not ("detached").
+            regulator_input: F-reg's input: a transform of the logits, or the confidence of the pseudo-label.
+            gradient_path: whether gradients also pass through F-reg's input ("product") or not ("detached"). The input
+                "confidence" is a constant, so that both are equal.
             mask: (n,) bool, False for padding rows; None if no row is padding.
+            confidence: of the pseudo-labels, (n,); needed for the input or the prior "confidence".
+            prior: what is added to F-reg's output before the sigmoid.
 
         Returns:
             The object whose methods compute derivatives for given parameters of F-reg, which are not needed here.
@@ -105,12 +134,13 @@ class WeightedLoss:
             probability_error = probability_error * mask[:, None]
             count = mask.sum()
         return cls(
-            inputs=_transform_logits(logits, regulator_input),
+            inputs=_build_input(logits, regulator_input, confidence),
             loss=loss,
             probability_error=probability_error,
             regulator_input=regulator_input,
-            gradient_path=gradient_path,
+            gradient_path="detached" if regulator_input == "confidence" else gradient_path,
             count=count,
+            prior_score=_prior_score(prior, confidence),
         )
 
     def logit_gradient(self, regulator: Tree) -> Tensor:
@@ -124,7 +154,7 @@ class WeightedLoss:
         """
         if not regulator:
             return self.probability_error / self.count
-        hidden, weights = _forward(regulator, self.inputs)
+        hidden, weights = _forward(regulator, self.inputs, self.prior_score)
         gradient = weights[:, None] * self.probability_error
         if self.gradient_path == "product":
             score_gradient = self.loss * weights * (1 - weights)  # through the sigmoid
@@ -151,7 +181,7 @@ class WeightedLoss:
         Returns:
             A tree like `regulator`.
         """
-        hidden, weights = _forward(regulator, self.inputs)
+        hidden, weights = _forward(regulator, self.inputs, self.prior_score)
         sigmoid_slope = weights * (1 - weights) / self.count  # H' / n
         loss_tangent = (self.probability_error * logit_tangent).sum(-1)  # Dc
         score_gradient = sigmoid_slope * loss_tangent  # d(D L)/da without the term of Da
@@ -189,7 +219,11 @@ class WeightedLoss:
         return direction
 
 
-def _transform_logits(logits: Tensor, regulator_input: RegulatorInput) -> Tensor:
+def _build_input(logits: Tensor, regulator_input: RegulatorInput, confidence: Tensor | None) -> Tensor:
+    if regulator_input == "confidence":
+        if confidence is None:
+            raise TypeError("The input 'confidence' needs the confidences of the pseudo-labels.")
+        return compute_log_odds(confidence)[:, None]
     if regulator_input == "softmax":
         return logits.softmax(-1)
     if regulator_input == "centered":
@@ -197,12 +231,22 @@ def _transform_logits(logits: Tensor, regulator_input: RegulatorInput) -> Tensor
     return logits
 
 
-def _forward(regulator: Tree, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _prior_score(prior: RegulatorPrior, confidence: Tensor | None) -> Tensor | None:
+    """Compute what is added to F-reg's output before the sigmoid, (n,); None for nothing."""
+    if prior == "none":
+        return None
+    if confidence is None:
+        raise TypeError("The prior 'confidence' needs the confidences of the pseudo-labels.")
+    return compute_log_odds(confidence)
+
+
+def _forward(regulator: Tree, inputs: Tensor, prior_score: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the rectified hidden layer (n, hidden) and the weights H (n,)."""
     hidden = F.relu(F.linear(inputs, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
-    score = F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"])
-    weights = score.squeeze(-1).sigmoid()
-    return hidden, weights
+    score = F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"]).squeeze(-1)
+    if prior_score is not None:
+        score = score + prior_score
+    return hidden, score.sigmoid()
 
 
 def _backward_through_relu(score_gradient: Tensor, regulator: Tree, hidden: Tensor) -> Tensor:
