@@ -15,6 +15,7 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.contract.small_federation import CLASSES, make_task
 from halfmoon.core import tree
+from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.driver import create_first_memory
 from halfmoon.methods import registry
@@ -459,6 +460,89 @@ def test_the_optimizer_is_kept_where_it_is_asked_for():
             assert apart(again["optimizer"], carry["optimizer"]) == 0
         ends[kept] = client_update.step(broadcast, again, batches[1])[0]["params"]
     assert apart(ends[True], ends[False]) > 1e-3
+
+
+def test_one_half_of_the_labels_trains_and_the_other_measures():
+    """With signal_labels "halves" a label of one half changes the labeled step only, one of the other half the rest.
+
+    Rows of even number train in round 0 and measure in round 1. Without pseudo-labels in the loss (gate 0) the local
+    model learns from labels only, so that the two do not mix.
+    """
+    client_update, carry, broadcast, batches, _ = scene(FedDure(signal_labels="halves"), statistics="separate")
+    batch = batches[0]
+    shut = {**broadcast, "gate": torch.zeros(())}
+    for round_number in (0, 1):
+        update = replace(client_update, task=client_update.task.at(round_number))
+        before, before_metrics = update.step(shut, carry, batch)
+        for parity in (0, 1):
+            changed_half = batch.x_rows % 2 == parity
+            changed = batch._replace(y=torch.where(changed_half, (batch.y + 1) % SMALL.classes, batch.y))
+            after, after_metrics = update.step(shut, carry, changed)
+            trains = parity == round_number
+            assert (apart(after["params"], before["params"]) > 1e-6) == trains
+            assert (apart(after["regulator"]["params"], before["regulator"]["params"]) > 0) == (not trains)
+            assert (float(after_metrics.samples["d"].total) != float(before_metrics.samples["d"].total)) == (not trains)
+
+
+def test_a_client_with_one_label_takes_part_with_halves():
+    """In every other round no image trains: the labeled loss is 0, and the model stays finite."""
+    client_update, carry, broadcast, batches, _ = scene(FedDure(signal_labels="halves"))
+    batch = batches[0]._replace(x_rows=torch.zeros(10, dtype=torch.int64))
+    for round_number in (0, 1):
+        update = replace(client_update, task=client_update.task.at(round_number))
+        new, metrics = update.step(broadcast, carry, batch)
+        assert all(leaf.isfinite().all() for leaf in tree.leaves(new["params"]))
+        assert metrics.loss.isfinite()
+
+
+def test_a_shared_regulator_is_averaged_by_the_server():
+    """The client starts from the server's F-reg, and uploads what it has learned; its optimizer's state stays."""
+    method = FedDure(share_regulator=True)
+    client_update = method.client_updates(Task(SMALL, Adam(1e-2), NORMALIZE))["train"]
+    model = SMALL.init(torch.Generator().manual_seed(0))
+    server = method.start(client_update.task, model)
+    sent = []
+
+    class Port:
+        def average(self, name, broadcast):
+            sent.append(broadcast)
+            return Upload({**broadcast, "regulator": tree.map(lambda leaf: leaf + 1, broadcast["regulator"])}, None)
+
+    new = method.round(client_update.task, server, Port())
+    assert apart(sent[0]["regulator"], server["regulator"]) == 0
+    assert apart(new["regulator"], tree.map(lambda leaf: leaf + 1, server["regulator"])) == 0
+    broadcast = {**sent[0], "regulator": new["regulator"]}
+    memory = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
+    carry = client_update.begin(broadcast, memory, local(3, 4))
+    assert apart(carry["regulator"]["params"], new["regulator"]) == 0
+    upload, stored = client_update.finish(broadcast, carry, local(3, 4))
+    assert apart(upload.update["regulator"], new["regulator"]) == 0
+    client_update.requirements.upload_spec.check(upload, broadcast, "train")
+    assert "optimizer" in stored["regulator"]
+    assert "regulator" not in FedDure().start(client_update.task, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"fine": False, "share_regulator": True}, "share_regulator has no effect without F-reg"),
+        ({"fine": False, "regulator_prior": "confidence"}, "regulator_prior has no effect without F-reg"),
+        ({"fine": False, "coarse": False, "signal_labels": "halves"}, "signal_labels has no effect without regulators"),
+        ({"share_regulator": True, "regulator_start": "client"}, "the server sends all clients one F-reg"),
+        ({"regulator_input": "confidence", "through_weights": "product"}, "set through_weights to 'detached'"),
+    ],
+)
+def test_options_without_effect_are_refused(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        FedDure(**options)
+
+
+def test_loop_equals_vmap_with_the_options_of_the_signal():
+    """Unequal clients, with a shared F-reg that sees the confidence, and halves of padded labels."""
+    method = FedDure(
+        regulator_input="confidence", regulator_prior="confidence", share_regulator=True, signal_labels="halves"
+    )
+    lifted(method, make_task(SmallCNN(1, CLASSES, 4)), cohort=4)
 
 
 def test_loop_equals_vmap_with_every_option():

@@ -58,6 +58,49 @@ def test_closed_form_equals_nested_transforms(dtype, seen, through):
                 assert float((mine - leaf).norm()) <= ROUNDING[dtype] * float(leaf.norm()), name
 
 
+@pytest.mark.parametrize(
+    ("regulator_input", "prior", "through"),
+    [
+        ("confidence", "none", "detached"),
+        ("confidence", "confidence", "detached"),
+        ("centered", "confidence", "detached"),
+        ("logits", "confidence", "product"),
+    ],
+)
+def test_closed_form_with_the_confidence_equals_nested_transforms(regulator_input, prior, through):
+    """The confidence is F-reg's input, or its log-odds are added to F-reg's output: both are constants."""
+    regulator, z, label, tangent = scene(torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    if regulator_input == "confidence":
+        regulator = tree.to({"hidden": linear(generator, 1, 16), "out": linear(generator, 16, 1)}, dtype=torch.float64)
+    confidence = torch.rand(30, generator=generator, dtype=torch.float64)
+
+    def weighted_loss(regulator, at):
+        input_logits = at.detach() if through == "detached" else at
+        weights = compute_instance_weights(regulator, input_logits, regulator_input, confidence, prior)
+        return (weights * F.cross_entropy(at, label, reduction="none")).mean()
+
+    expected = grad(lambda w: jvp(lambda at: weighted_loss(w, at), (z,), (tangent,))[1])(regulator)
+    loss = WeightedLoss.from_logits(z, label, regulator_input, through, None, confidence, prior)
+    found = tree.flatten(loss.regulator_gradient(regulator, tangent))
+    for name, leaf in tree.flatten(expected).items():
+        torch.testing.assert_close(found[name], leaf, rtol=1e-10, atol=1e-14)
+    expected_logits = grad(lambda at: weighted_loss(regulator, at))(z)
+    torch.testing.assert_close(loss.logit_gradient(regulator), expected_logits, rtol=1e-10, atol=1e-14)
+
+
+def test_an_f_reg_without_output_weighs_an_image_by_its_confidence():
+    """sigmoid(0 + log(p / (1 - p))) = p; without the prior it is one half."""
+    regulator, z, _, _ = scene(torch.float64)
+    regulator["out"] = tree.map(torch.zeros_like, regulator["out"])
+    confidence = torch.linspace(0.05, 0.95, 30, dtype=torch.float64)
+    weights = compute_instance_weights(regulator, z, "centered", confidence, "confidence")
+    torch.testing.assert_close(weights, confidence)
+    assert (compute_instance_weights(regulator, z, "centered") == 0.5).all()
+    certain = compute_instance_weights(regulator, z[:2], "centered", torch.tensor([0.0, 1.0]).double(), "confidence")
+    torch.testing.assert_close(certain, torch.tensor([1e-4, 1 - 1e-4]).double())
+
+
 RUN = """
 import sys
 from pathlib import Path

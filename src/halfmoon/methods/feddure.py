@@ -152,6 +152,10 @@ class FedDure(ModelAveraging):
             for name, value in (("regulator_prior", "none"), ("share_regulator", False)):
                 if getattr(self, name) != value:
                     raise UserError(f"{name} has no effect without F-reg (fine is false): leave it out.")
+            if not self.coarse and self.signal_labels != "minibatch":
+                raise UserError(
+                    "signal_labels has no effect without regulators (fine and coarse are false): leave it out."
+                )
         if self.share_regulator and self.regulator_start == "client":
             raise UserError(
                 "regulator_start is 'client', but with share_regulator the server sends all clients one F-reg: leave "

@@ -71,7 +71,8 @@ def compute_instance_weights(
     Returns:
         Weights between 0 and 1, (n,).
     """
-    _, weights = _forward(regulator, _build_input(logits, regulator_input, confidence), _prior_score(prior, confidence))
+    inputs = _build_input(logits, regulator_input, confidence)
+    _, weights = _forward(regulator, inputs, _compute_prior_score(prior, confidence))
     return weights
 
 
@@ -84,7 +85,7 @@ class WeightedLoss:
         loss: cross-entropy of each image, (n,).
         probability_error: softmax(z) - onehot(y), the gradient of the cross-entropy in the logits, (n, classes).
         regulator_input: F-reg's input: a transform of the logits, or the confidence of the pseudo-label.
-        gradient_path: whether gradients also pass through F-reg's input: a transform of the logits, or the confidence of the pseudo-label.
+        gradient_path: whether gradients also pass through F-reg's input.
         count: the number of images, n.
         prior_score: added to F-reg's output before the sigmoid, (n,); None: nothing.
     """
@@ -140,7 +141,7 @@ class WeightedLoss:
             regulator_input=regulator_input,
             gradient_path="detached" if regulator_input == "confidence" else gradient_path,
             count=count,
-            prior_score=_prior_score(prior, confidence),
+            prior_score=_compute_prior_score(prior, confidence),
         )
 
     def logit_gradient(self, regulator: Tree) -> Tensor:
@@ -231,7 +232,7 @@ def _build_input(logits: Tensor, regulator_input: RegulatorInput, confidence: Te
     return logits
 
 
-def _prior_score(prior: RegulatorPrior, confidence: Tensor | None) -> Tensor | None:
+def _compute_prior_score(prior: RegulatorPrior, confidence: Tensor | None) -> Tensor | None:
     """Compute what is added to F-reg's output before the sigmoid, (n,); None for nothing."""
     if prior == "none":
         return None
