@@ -23,7 +23,7 @@ def predict_images(
     progress: Progress | None = None,
     stop: Callable[[], bool] = bool,
 ) -> Predictions:
-    """Predict the images of a folder, with one batch in memory at a time.
+    """Predict the classes and compute the features of a folder's images, with one batch in memory at a time.
 
     Args:
         model: the model.
@@ -68,18 +68,18 @@ class BackgroundPrediction:
     """
 
     def __init__(self, load: Callable[[], InferenceModel], folder: Path, paths: Sequence[str]) -> None:
-        """Prepare the thread; `start` starts it.
+        """Prepare the thread that predicts the images while a page is in use; `start` starts it.
 
         Args:
-            load: loads the model, in the thread.
+            load: loads the model, in the thread, because this takes seconds.
             folder: the folder of the images.
             paths: paths of the images relative to the folder.
         """
-        self.count = 0
+        self.count = 0  # predicted images
         self.total = len(paths)
-        self.result: Predictions | None = None
+        self.result: Predictions | None = None  # None until all images are predicted
         self.classes: tuple[str, ...] = ()
-        self.error = ""
+        self.error = ""  # the message, if the model failed
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._predict, args=(load, folder, paths), daemon=True)
 
@@ -93,6 +93,8 @@ class BackgroundPrediction:
         self._thread.join()
 
     def _predict(self, load: Callable[[], InferenceModel], folder: Path, paths: Sequence[str]) -> None:
+        """Load the model and predict all images, in the thread; the results are published when all are known."""
+
         def update_count(count: int, total: int) -> None:
             self.count = count
 

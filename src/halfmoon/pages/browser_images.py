@@ -100,6 +100,9 @@ def encode_for_browser(
         small: whether to encode a thumbnail, in 8 bits as in training.
         window: the values of black and white in a deep image, instead of those in the file.
 
+    Returns:
+        The bytes of a PNG or JPEG file and, for a deep image, how the browser converts its pixels to grays.
+
     Raises:
         UserError: the file cannot be read.
     """
@@ -141,6 +144,7 @@ def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float]
     """
     # JPEG files are decoded at a reduced size, which saves time and memory; other formats ignore this.
     image.draft(None, (max_side, max_side))
+    # A window applies to the values that are stored in a DICOM file, before its table of grays.
     image = select_values(load_pixels(image), window)
     if is_deep(image) and max(image.size) > max_side:
         reduced = Image.fromarray(shrink_by_mean(image, max_side))
@@ -159,7 +163,9 @@ def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float]
 
 
 def shrink_by_mean(image: Image.Image, max_side: int) -> np.ndarray:
-    """Average the grays of a deep image over squares, so that no side is longer than `max_side` pixels.
+    """Shrink a deep image (more than 8 bits for each gray), which Pillow cannot average, to at most `max_side` pixels.
+
+    Grays are averaged over squares.
 
     Returns:
         The means (H, W), in the image's type. Rows and columns that do not fill a square are dropped.
@@ -177,7 +183,15 @@ def shrink_by_mean(image: Image.Image, max_side: int) -> np.ndarray:
 
 
 def _encode_grays(pixels: np.ndarray, stored_window: tuple[float, float], info: Mapping[Any, Any]) -> BrowserImage:
-    """Encode grays (H, W) as a PNG with the high byte in red and the low byte in green."""
+    """Encode a deep image as a PNG that a browser can read: the high byte of a gray in red, the low byte in green.
+
+    The page computes value = slope * gray + intercept and shows the values of a window, which the user can move.
+
+    Args:
+        pixels: the stored grays (H, W) of any type.
+        stored_window: the grays that are black and white at first.
+        info: metadata of the image: "rescale", slope and intercept of a DICOM file, and its "modality", such as "CT".
+    """
     slope, intercept = info.get("rescale", (1.0, 0.0))
     low, high = sorted(end * slope + intercept for end in stored_window)
     if pixels.dtype != np.uint16:
@@ -200,7 +214,13 @@ def _encode(image: Image.Image, file_format: str) -> bytes:
 
 
 def needs_queue(path: Path, name: str) -> bool:
-    """Decide from an image's header whether it is so large that it must be decoded one at a time.
+    """Decide from an image's header whether it is so large that it must not be decoded beside other large images.
+
+    The browser asks for many images at once, whose decoders together could fill the memory.
+
+    Args:
+        path: the file.
+        name: its name in error messages.
 
     Raises:
         UserError: the image is too large to be shown.
@@ -251,7 +271,7 @@ class ImageCache:
         self._waiting: Counter[tuple[str, bool]] = Counter()
 
     def get(self, path: str, small: bool) -> BrowserImage:
-        """Get an image, or its thumbnail, from the cache or from its file.
+        """Get an image as the browser receives it, or its thumbnail, from the cache in memory, the disk or its file.
 
         Args:
             path: the path of the image relative to the folder.
@@ -269,6 +289,7 @@ class ImageCache:
             return self._store(key, BrowserImage(data))
         if not needs_queue(self.folder / path, path):
             return self._decode(key, thumbnail)
+        # Large images are decoded one after the other. `_waiting` counts the requests that wait for each of them.
         with self._lock:
             if key not in self._waiting and len(self._waiting) >= MAX_WAITING_IMAGES:
                 raise TooManyRequests(f"{path}: too many large images are requested at once; reload the page.")
@@ -288,7 +309,8 @@ class ImageCache:
             status = (self.folder / path).stat()
         except OSError:
             return None
-        # Size and time are part of the name, so that a changed file gets a new thumbnail.
+        # Size and time are part of the name, so that a changed file gets a new thumbnail; "1" is the version of the
+        # encoding.
         identity = f"1 {path} {status.st_size} {status.st_mtime_ns} {self.window}"
         name = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:24]
         return self.folder / STATE_FOLDER / "thumbnails" / name if status.st_size > MIN_STORED_FILE_BYTES else None
@@ -300,11 +322,13 @@ class ImageCache:
             return self._images.get(key)
 
     def _decode(self, key: tuple[str, bool], thumbnail: Path | None) -> BrowserImage:
+        """Decode and encode an image, and store it in memory; a thumbnail is also written to the path `thumbnail`."""
         path, small = key
         image = encode_for_browser(self.folder / path, path, small, self.window)
         if thumbnail is not None:
             with suppress(OSError):  # images of a read-only folder are shown as well
                 thumbnail.parent.mkdir(parents=True, exist_ok=True)
+                # Renamed when it is complete, as another process may read it meanwhile.
                 temporary = thumbnail.with_name(f".{thumbnail.name}-{os.getpid()}-{threading.get_ident()}")
                 temporary.write_bytes(image.data)
                 os.replace(temporary, thumbnail)

@@ -27,7 +27,7 @@ class SeriesPosition(NamedTuple):
 
 
 def caption_images(folder: Path, paths: Sequence[str]) -> dict[int, str]:
-    """Write a caption such as "study 2, series 1, image 14" for each DICOM image of a folder.
+    """Write a caption such as "study 2, series 1, image 14" for each DICOM image of a folder, without patient data.
 
     Studies are numbered in the order of their first path, and so are series without a number in their study. UIDs,
     dates, names and descriptions are read by no caption.

@@ -48,7 +48,7 @@ def last_event_time(folder: Path) -> float | None:
 
 
 def describe_wait(folder: Path) -> str:
-    """Describe for whom a federation waits and since when, as of its latest events; "" if it does not wait.
+    """Describe for whom a federation's server waits and since when, as of its latest events; "" if it does not wait.
 
     A waiting server repeats an event of `WAITING_EVENTS` with the fields "whom", such as "sites", and "detail". So the
     wait began with the first of the equal events at the end of the log, and its latest detail is the valid one.
@@ -69,14 +69,14 @@ def describe_wait(folder: Path) -> str:
 
 
 def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
-    """Build the view of a server's run folder, from the events that the server writes.
+    """Build what a page shows of a federation: the state of each site and the log, from the events of its server.
 
     "round_finished" has the fields "round", "cohort" (names of the sites in it) and "left_out" (reason by site). The
     events in `STATES` have the field "site" and set its state; "site_joined" also has the numbers of its images.
 
     Args:
-        folder: any folder.
-        rows: the rounds of its metrics.jsonl. The sites in their cohorts were connected.
+        folder: any folder; that of a server has the file of its events.
+        rows: the rounds of its metrics.jsonl, for events of earlier versions, which do not name the sites of a round.
 
     Returns:
         "sites": of each site the state, the last contact (event or round with this site), the numbers of images with

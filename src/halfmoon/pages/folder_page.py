@@ -48,20 +48,20 @@ class FolderPage:
         window: tuple[float, float] | None = None,
         labels_file: str = LABELS_FILE,
     ) -> None:
-        """Open the labels of a site.
+        """Open the labels of a site's images for a page on which people label or review them.
 
         Args:
             site: the site's folder.
             classes: the classes to choose from, besides those of the site's files.
             prediction: the model's prediction of the images, None without a model.
-            window: the values of black and white in deep images, instead of those in the files.
-            labels_file: name of the labels file.
+            window: the values of black and white in deep images (more than 8 bits), instead of those in the files.
+            labels_file: name of the labels file; a second person has another one.
         """
         self.site = site
         self.prediction = prediction
         self.store = LabelStore(site, classes, labels_file)
         self.images = ImageCache(site.folder, window)
-        self._captions: dict[int, str] | None = None
+        self._captions: dict[int, str] | None = None  # of DICOM images by row; read at the first request
         self._captions_lock = threading.Lock()
 
     def get_start(self, request: Request) -> dict[str, Any]:
@@ -80,10 +80,11 @@ class FolderPage:
         return self.describe(parse_digits("since", since) if since.isdecimal() else None)
 
     def describe(self, since: Any) -> dict[str, Any]:
-        """Describe the labels and the model's progress.
+        """Describe for the page the labels that have changed, and how many images the model has predicted.
 
         Args:
-            since: the version that the page has; anything but an integer means the latest, so no changes are sent.
+            since: the version of the labels that the page has, an integer. With anything else, such as None, the page
+                gets the latest version and no changes.
         """
         model = None
         if (prediction := self.prediction) is not None:
@@ -104,16 +105,19 @@ class FolderPage:
             return {"captions": self._captions}
 
     def get_image(self, request: Request) -> Response:
-        """Build the response with an image, or with its thumbnail for ?small=1."""
+        """Build the response with an image, or with its thumbnail for ?small=1.
+
+        Images of more than 8 bits have a header "x-grays", by which the page converts their pixels to gray values.
+        """
         from starlette.responses import PlainTextResponse, Response
 
         path = self.site.paths[parse_row(request, len(self.site))]
         try:
             image = self.images.get(path, request.query_params.get("small") == "1")
         except TooManyRequests as error:
-            return PlainTextResponse(str(error), 503, {"retry-after": "2"})
+            return PlainTextResponse(str(error), 503, {"retry-after": "2"})  # too busy
         except UserError as error:
-            return PlainTextResponse(str(error), 415)
+            return PlainTextResponse(str(error), 415)  # an unsupported media type
         headers = {"cache-control": "private, max-age=3600"}
         if image.grays is not None:
             headers["x-grays"] = json.dumps(image.grays)
@@ -138,7 +142,11 @@ class FolderPage:
         return self.describe(message.get("since"))
 
     def post_labels(self, request: Request) -> dict[str, Any]:
-        """Write the labels of several images, all or none: "said" has [row, label, the label that was seen] of each."""
+        """Write the labels of several images, all or none, to the site's labels file, and describe all labels.
+
+        Args:
+            request: JSON with "said", a list of [row, label, seen] as in `post_label`, and "since".
+        """
         message = parse_body(request)
         items = message.get("said")
         if not isinstance(items, list) or not all(isinstance(item, list) and len(item) == 3 for item in items):
@@ -156,11 +164,11 @@ class FolderPage:
         return None
 
     def build_app(self, page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> ASGIApp:
-        """Build the app of this page.
+        """Build the web app of this page from its HTML file, the common endpoints of all pages, and its own ones.
 
         Args:
             page: name of the HTML file, without its ending.
-            title: what the page does; the folder's name is appended.
+            title: what the page does, such as "Label"; the folder's name is appended.
             gets: endpoints of GET by path, in addition to the common ones.
             posts: endpoints of POST by path, in addition to the common ones.
         """
@@ -184,7 +192,7 @@ class FolderPage:
         open_browser: bool,
         write_line: Callable[[str], None],
     ) -> None:
-        """Serve the page until Ctrl-C, and report at the end how many labels were written.
+        """Serve the page until Ctrl-C, while the model predicts the images, and report how many labels were written.
 
         Args:
             app: the app of the page.

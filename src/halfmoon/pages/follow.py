@@ -78,7 +78,7 @@ class JsonLinesFile:
     stamp: tuple[int, int] = (0, 0)
 
     def update(self) -> bool:
-        """Read the new lines; return True if the file has changed.
+        """Read the lines that a run has appended since the last call; return True if the file has changed.
 
         A file that is shorter than before, because its run was resumed, is read from the beginning.
         """
@@ -137,7 +137,7 @@ class FollowedRun:
         self.version = 0
 
     def update(self) -> bool:
-        """Read the files that have changed; return True if there are any."""
+        """Read the files of the run folder that have changed; return True if there are any."""
         changed = self.metrics.update()
         changed = self.timings.update() or changed
         if not self.options:
@@ -178,7 +178,7 @@ class FollowedRun:
         return {round: float(value) for round, value in values.items() if isinstance(value, int | float)}
 
     def state(self, now: float) -> tuple[str, float]:
-        """Determine whether the run is "finished", "running", "stopped" or "waiting".
+        """Determine from the files of a run folder whether the run is "finished", "running", "stopped" or "waiting".
 
         Args:
             now: the time in seconds since 1970.
@@ -234,10 +234,14 @@ class FollowedRun:
         return max(0.0, statistics.fmean(recent) * (self.rounds - self.round) - age)
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Describe the run for a list of runs.
+        """Describe the run for the list of runs of a page: its options, progress, accuracy and problems.
 
         Args:
             now: the time in seconds since 1970.
+
+        Returns:
+            Among others "age", the seconds since the last change; "left", the estimated seconds to the end; "accuracy",
+            the last one in percent; "version", which grows with every change of the files.
         """
         state, age = self.state(now)
         accuracy = list((self.series("accuracy") or self.series("evaluation")).values())
@@ -262,11 +266,12 @@ class FollowedRun:
         }
 
     def collect_plot_data(self) -> dict[str, Any]:
-        """Collect what the page draws for this run.
+        """Collect the curves and the table of rounds that the page shows for this run.
 
         Returns:
-            "lines": a curve {"x": rounds, "y": values} for each quantity that has values; "sites": the accuracy curve of
-            each site, with its style; "rows": the last `MAX_TABLE_ROWS` rows of the table.
+            "lines": a curve {"x": rounds, "y": values} for each quantity that has values, such as "accuracy", "sent"
+            (uploaded MB of a round) and "seconds"; "sites": the accuracy curve of each site of a federation, with its
+            style ("look"); "rows": the table of the last `MAX_TABLE_ROWS` rounds.
         """
         uploads = _uploaded_megabytes(self.metrics.rows)
         seconds = self.seconds()
@@ -297,7 +302,10 @@ def _line(values: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _uploaded_megabytes(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Compute the megabytes that all clients uploaded in each round, from the totals in the rows."""
+    """Compute the megabytes (10^6 bytes) that all clients uploaded in each round, by round.
+
+    The rows of metrics.jsonl have the total bytes since the start of the run.
+    """
     megabytes = {}
     previous = 0
     for row in rows:
@@ -309,11 +317,21 @@ def _uploaded_megabytes(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def _table_row(row: Mapping[str, Any], uploads: Mapping[int, float], seconds: Mapping[int, float]) -> dict[str, Any]:
-    """Build a row of the table; None for missing numbers."""
+    """Build one row of the page's table of rounds.
+
+    Args:
+        row: the round's line of metrics.jsonl.
+        uploads: megabytes that all clients uploaded, by round.
+        seconds: duration by round.
+
+    Returns:
+        The round; each of `QUANTITIES` (accuracy, loss, shares of pseudo-labels in percent, ...); "cohort", the number
+        of its clients; "sent" in megabytes; "seconds". None for missing numbers.
+    """
     cells: dict[str, Any] = {"round": row["round"]}
     for key in QUANTITIES:
         value = _quantity(row, key)
-        cells[key] = None if value is None else six_digits(value)
+        cells[key] = None if value is None else six_digits(value)  # more digits are only traffic
     cohort = row.get("cohort")
     cells["cohort"] = len(cohort) if isinstance(cohort, list) else None
     cells["sent"] = uploads.get(row["round"])
@@ -345,7 +363,13 @@ def find_runs(root: Path) -> list[tuple[Path, str]]:
 
 
 def _runs_of_sweep(root: Path, sweep: Mapping[str, Any]) -> Iterable[tuple[Path, str]]:
-    """Yield the existing run folders of a sweep.json with their names; damaged entries are skipped."""
+    """Yield the existing run folders of a sweep with their names, such as "feddure, cifar10, seed 0".
+
+    Args:
+        root: the folder of the sweep.
+        sweep: the contents of its sweep.json: "cells" with the values "at" which options were set, and their "runs".
+            Damaged entries are skipped.
+    """
     cells = sweep.get("cells")
     for cell in cells if isinstance(cells, list) else ():
         try:
@@ -374,7 +398,7 @@ class Follower:
         self._scan_time = 0.0
 
     def update(self) -> None:
-        """Read the changes of all runs, and search for new runs every few seconds."""
+        """Read what all runs of the folder have written, and search for new runs every `SCAN_SECONDS`."""
         now = time.monotonic()
         if not self.runs or now - self._scan_time > SCAN_SECONDS:
             self._scan_time = now
@@ -408,7 +432,7 @@ class Alarm(NamedTuple):
 
 
 def find_alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: str = "resume") -> list[Alarm]:
-    """Find the problems of a run.
+    """Find the problems of a run that its user should know: divergence, unused pseudo-labels, lost accuracy, a stop.
 
     Args:
         rows: the rows of its metrics.jsonl.
@@ -452,8 +476,10 @@ def _find_divergence(rows: Sequence[Mapping[str, Any]], accuracies: Sequence[flo
         yield Alarm("diverged", f"diverged: the loss of round {number} is not a number; try a smaller lr or clip_norm")
         return
     finite = [loss for loss in losses if loss is not None]
-    # Methods that use more and more pseudo-labels have growing losses, so the accuracy must have fallen as well.
+    # Methods that use more and more pseudo-labels have growing losses, so the accuracy must have fallen as well, by 5
+    # points.
     worse = not accuracies or accuracies[-1] < max(accuracies) - 0.05
+    # The last three losses are larger than three times the first ones; 1 is added for first losses near zero.
     if len(finite) >= 6 and worse and min(finite[-3:]) > 3 * max(finite[:3]) + 1:
         text = f"the loss rose from {finite[0]:.2f} to {finite[-1]:.2f}: the training diverges; try a smaller lr"
         yield Alarm("diverged", text)
@@ -468,6 +494,7 @@ def find_ceiling_alarms(runs: Sequence[FollowedRun], ceilings: set[str], floors:
         floors: methods that train with the labeled images only.
     """
     alarms = []
+    # All pairs of an upper bound (high) and a lower bound (low).
     for high in runs:
         for low in runs:
             if high.method not in ceilings or low.method not in floors or not (high.summary and low.summary):

@@ -60,11 +60,14 @@ class LabelOptions:
 
 
 def open_site_to_label(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
-    """Open a site's folder to label it, and write the given classes to a new classes.txt.
+    """Open a site's folder of images to label them, and write the given classes to a new classes.txt.
 
     Args:
         folder: the folder of the images.
         classes: the classes in their order; () for those of the folder.
+
+    Returns:
+        The images, labels and classes of the folder.
 
     Raises:
         UserError: the folder cannot be read, or has other classes.
@@ -99,13 +102,14 @@ def open_site_to_label(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
 def order_unlabeled(
     predictions: Predictions | None, store: LabelStore, seed: int, order: str = ORDERS[0]
 ) -> np.ndarray:
-    """Order the unlabeled images, the most useful first.
+    """Order the unlabeled images in which a page shows them to be labeled, the most useful first.
 
     Args:
         predictions: predictions of the images, None for a random order.
-        store: the labels so far.
+        store: the labels so far, and the images that a person could not label ("undecided").
         seed: the seed of the random order.
-        order: one of `ORDERS`.
+        order: "mixed", "unsure" (the most uncertain first) or "random". In the mixed order uncertain images are spread
+            over classes and features, and every fifth image is a random one.
 
     Returns:
         The rows, int64, without labeled and undecided images.
@@ -116,7 +120,7 @@ def order_unlabeled(
         return random_order
     labels = labels_in_model_classes(predictions, store)
     if order == "unsure":
-        return order_for_labeling(predictions, labels, unlabeled, seed, greedy_images=0)
+        return order_for_labeling(predictions, labels, unlabeled, seed, greedy_images=0)  # by uncertainty only
     return mix_in_random(order_for_labeling(predictions, labels, unlabeled, seed), random_order)
 
 
@@ -133,7 +137,7 @@ class LabelPage(FolderPage):
     def __init__(
         self, site: SiteFolder, classes: Sequence[str], prediction: BackgroundPrediction | None, options: LabelOptions
     ) -> None:
-        """Open the labels of a site; no training starts.
+        """Open the labels of a site for the labeling page; no training starts.
 
         Args:
             site: the site's folder.
@@ -168,7 +172,7 @@ class LabelPage(FolderPage):
         return super().describe(since) | {"training": self.training.describe(), "guesses": count}
 
     def order(self, order: str = ORDERS[0]) -> np.ndarray:
-        """Order the rows to label.
+        """Order the images to label, as rows in the list of the site's images.
 
         The order is computed again when the predictions change, and after every `REORDER_AFTER_LABELS` labels.
         """
@@ -185,9 +189,11 @@ class LabelPage(FolderPage):
             return self._order[1]
 
     def get_queue(self, request: Request) -> dict[str, Any]:
-        """Build the response with the rows to label in the order of ?way=, and the numbers that the page shows.
+        """Build the response with the images to label in the order of ?way=, and why each of them comes so early.
 
-        These are the uncertainty, its rank, and the rank of the distance to labeled images; a rank of 0 is unknown.
+        Returns:
+            "order": the rows of the images; and for each of them its "uncertainty" (0 to 1), "rank", that of its
+            uncertainty, and "far", the rank of its distance to labeled images. The largest has rank 1; 0 is unknown.
         """
         order = request.query_params.get("way", ORDERS[0])
         if order not in ORDERS:
@@ -264,7 +270,7 @@ class LabelPage(FolderPage):
         return None if self.options.by is None else parse_text(message, "by") or self.options.by
 
     def app(self) -> ASGIApp:
-        """Build the app of the page."""
+        """Build the web app of the labeling page from its endpoints, in addition to those of all pages."""
         gets = {
             "/queue": self.get_queue,
             "/guess/{row}": self.get_prediction,
@@ -287,7 +293,7 @@ def serve_label_page(
     open_browser: bool,
     write_line: Callable[[str], None],
 ) -> None:
-    """Serve the labeling page until Ctrl-C.
+    """Serve the page on which a person labels the images of a site in a browser, until Ctrl-C.
 
     Args:
         site: the site's folder.
@@ -311,6 +317,8 @@ def serve_label_page(
     prediction = BackgroundPrediction(load, site.folder, site.paths) if load is not None else None
     page = LabelPage(site, classes, prediction, options)
     try:
-        page.serve(page.app(), "label", "label", port, open_browser, write_line)
+        page.serve(
+            page.app(), action="label", noun="label", port=port, open_browser=open_browser, write_line=write_line
+        )
     finally:
         page.training.stop()

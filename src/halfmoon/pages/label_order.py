@@ -68,12 +68,12 @@ def shuffle_rows(mask: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def mix_in_random(order: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Replace every fifth row of an order (`RANDOM_INTERVAL`) by the next row of a random order.
+    """Replace every fifth image of the order to label (`RANDOM_INTERVAL`) by the next one of a random order.
 
-    Accuracy is estimated on the random images, because images that were picked are harder than the others.
+    The accuracy of a model is estimated on the random images, because images that were picked are harder than others.
 
     Args:
-        order: rows, int64 (n,).
+        order: rows of the images, int64 (n,).
         random: the same rows in a random order.
 
     Returns:
@@ -89,19 +89,20 @@ def mix_in_random(order: np.ndarray, random: np.ndarray) -> np.ndarray:
 
 
 def find_randomly_labeled(labels: np.ndarray, undecided: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Find the labeled rows that are a random sample: almost all of the beginning of the random order.
+    """Find the labeled images that are a random sample, on which accuracy can be estimated without bias.
 
-    The sample is the longest beginning of the random order in which nine of ten rows are labeled or undecided.
+    The sample is the longest beginning of the random order in which nine of ten images are labeled or undecided.
 
     Args:
         labels: int64 (N,), -1 for none.
         undecided: bool (N,), images that a person could not label.
-        seed: the seed of the random order.
+        seed: the seed of the random order in which images were shown.
 
     Returns:
         Mask of the labeled rows in the sample, bool (N,).
     """
     order = shuffle_rows(np.ones(len(labels), bool), seed)
+    # For each beginning of the order the share of images that a person has seen.
     share = np.cumsum((labels >= 0)[order] | undecided[order]) / np.arange(1, len(order) + 1)
     ends = np.flatnonzero(share >= RANDOM_LABELED_SHARE)
     count = ends[-1] + 1 if len(ends) else 0
@@ -125,7 +126,7 @@ def order_for_labeling(
     seed: int = 0,
     greedy_images: int = GREEDY_IMAGES,
 ) -> np.ndarray:
-    """Order the images to label, the most useful first.
+    """Order the images to label, the most useful first: uncertain ones, spread over classes and features.
 
     Args:
         predictions: predictions for N images.
@@ -141,6 +142,7 @@ def order_for_labeling(
     rows = shuffle_rows(unlabeled & mask, seed)  # break ties by chance, not by file name
     unpredicted = shuffle_rows(unlabeled & ~mask, seed)
     uncertainty = predictions.uncertainty[rows]
+    # Positions in `rows`. Picking one by one takes a pass over all images for each pick, so their number is limited.
     picked = _pick_greedily(predictions, labels, rows, min(greedy_images, len(rows)))
     rest = np.setdiff1d(np.arange(len(rows)), picked, assume_unique=True)
     rest = rest[np.argsort(-uncertainty[rest], kind="stable")]
@@ -200,12 +202,13 @@ def _pick_greedily(predictions: Predictions, labels: np.ndarray, rows: np.ndarra
     predicted = predictions.predicted[rows]
     weight = predictions.uncertainty[rows] + MIN_UNCERTAINTY
     labeled = np.flatnonzero((labels >= 0) & predictions.mask)
-    nearest = np.full(len(rows), np.inf)
+    nearest = np.full(len(rows), np.inf)  # squared distance to the nearest labeled or picked image
     for row in labeled:
         np.minimum(nearest, _squared_distances(points, all_points[row]), out=nearest)
     if not len(labeled) and len(rows):
         # Without labels start with the image nearest to the mean, because an outlier is a poor first label.
         nearest = 1 / (1e-9 + _squared_distances(points, points.mean(0)))
+    # Labels and picks of each class.
     counts = np.bincount(labels[labeled], minlength=predictions.probabilities.shape[1]).astype(float)
     available = np.ones(len(rows), bool)
     picked = np.empty(count, np.int64)

@@ -44,11 +44,11 @@ class LabelStore:
     """
 
     def __init__(self, site: SiteFolder, classes: Sequence[str], labels_file: str = LABELS_FILE) -> None:
-        """Open the labels of a site, which are kept in memory and read again when a file has changed.
+        """Open the labels of a site's images, which are kept in memory and read again when a file has changed.
 
         Args:
             site: the site's folder.
-            classes: classes in their order; those of the site's files are appended.
+            classes: class names in their order; those of the site's files are appended.
             labels_file: name of the labels file. A second reader has a separate one and does not see other labels.
         """
         self.labels_file = labels_file
@@ -63,9 +63,9 @@ class LabelStore:
         self.undecided = np.zeros(len(site), bool)  # images that a person marked as not sure
         self.version = 0  # grows with every change, so that a page can ask for the changes since its last request
         self.written_count = 0
-        self._changes: list[tuple[int, int]] = []  # (version, row)
+        self._changes: list[tuple[int, int]] = []  # (version, row) of each change of an image
         self._rows = {normalize_path(path): row for row, path in enumerate(site.paths)}
-        self._stamps: dict[str, tuple[int, ...]] = {}
+        self._stamps: dict[str, tuple[int, ...]] = {}  # time, size and inode of each file when it was read
         self._lock = threading.RLock()
         self.refresh()
         # Labels from class folders count only while there is no labels file. Therefore the first label that a person
@@ -79,7 +79,9 @@ class LabelStore:
             self.labels = numbers[site.labels]
 
     def refresh(self) -> None:
-        """Read the files that have changed since the last call.
+        """Read the files of labels and of undecided images that have changed since the last call.
+
+        Another program or person may write them while the page is open.
 
         Raises:
             UserError: a file is not valid.
@@ -93,7 +95,7 @@ class LabelStore:
                 self._stamps[name] = stamp
 
     def _apply_entries(self, entries: dict[str, str], name: str) -> None:
-        """Replace the labels, or the undecided images, by the entries of their file, and record the changed rows.
+        """Replace the labels, or the undecided images, by the entries of their file, and record the changed images.
 
         The file lists all of them: an image without an entry has no label any more.
 
@@ -135,7 +137,7 @@ class LabelStore:
         self.set_labels([(row, label, previous)], by)
 
     def set_labels(self, entries: Sequence[tuple[int, str, str]], by: str | None) -> None:
-        """Write the labels of several images, all or none.
+        """Write the labels of several images to the labels file, all or none.
 
         Args:
             entries: (row, label, the label that the person saw) of each image. The label "" removes a label.
@@ -150,6 +152,7 @@ class LabelStore:
             if normalize_text(label) not in names:
                 raise UserError(f"there is no class {label!r} here.")
         edits = [LabelEdit(self._path(row), label, previous, by) for row, label, previous in entries]
+        # Names of class folders count as labels only until there is a file, so the file gets all of them.
         if self.labels_from_folders:
             rows = np.flatnonzero(self.labels >= 0)
             folder_labels = [LabelEdit(self.paths[n], self.classes[self.labels[n]]) for n in rows]
@@ -198,7 +201,7 @@ class LabelStore:
         return np.bincount(self.labels[self.labels >= 0], minlength=len(self.classes)).tolist()
 
     def find_rare_classes(self) -> list[int]:
-        """Find the classes with less than a third of the mean number of labels.
+        """Find the classes with less than a third of the mean number of labels, which the page points out.
 
         Returns:
             Indices of the classes; [] before there are two labels per class on average.
@@ -209,11 +212,12 @@ class LabelStore:
         return np.flatnonzero(counts * 3 < counts.mean()).tolist()
 
     def describe(self, since: int) -> dict[str, Any]:
-        """Describe the labels as JSON for a page, with the changes after the version `since`.
+        """Describe the labels as JSON for a page, with the changes after the version `since` that it has.
 
         Returns:
-            "changes": [row, label, undecided] of changed images; "counts": labels by class; "starved": classes with far
-            fewer labels than others; "labeled", "unsure" (undecided and without a label) and "total" count images.
+            "version", to be sent as `since` next time; "classes", their names; "changes": [row, label, undecided] of
+            changed images; "counts": labels by class; "starved": classes with far fewer labels than others; "labeled",
+            "unsure" (undecided and without a label) and "total" count images.
         """
         self.refresh()
         with self._lock:

@@ -31,7 +31,7 @@ TABLE_COLUMNS = ("path", "predicted", "probability", "runner_up", "runner_up_pro
 
 
 def open_folder_to_review(folder: Path, classes: Sequence[str]) -> SiteFolder:
-    """Open a folder of images with its labels, which may be the names of class folders.
+    """Open a folder of images with its labels, which may be the names of class folders, to review predictions of them.
 
     Args:
         folder: the folder. Its top folders that are named like a class give labels if there is no labels.csv and no
@@ -44,6 +44,7 @@ def open_folder_to_review(folder: Path, classes: Sequence[str]) -> SiteFolder:
     site = read_site(folder)
     if find_labels_file(folder).exists() or (folder / CLASSES_FILE).exists():
         return site
+    # A folder without these files: images in a top folder with the name of a class have this label.
     number = {name: n for n, name in enumerate(classes)}
     top_folders = [path.split("/")[0] if "/" in path else "" for path in site.paths]
     labels = np.array([number.get(name, UNLABELED) for name in top_folders], np.int64)
@@ -58,10 +59,10 @@ class ReviewPage(FolderPage):
     def __init__(
         self, model: str, site: SiteFolder, prediction: BackgroundPrediction, window: tuple[float, float] | None = None
     ) -> None:
-        """Open the labels of a folder.
+        """Open the labels of a folder for the page on which a person compares them with a model's predictions.
 
         Args:
-            model: name of the model.
+            model: name of the model, which the page shows.
             site: the folder.
             prediction: the model's prediction of the images.
             window: the values of black and white in deep images, instead of those in the files.
@@ -79,7 +80,12 @@ class ReviewPage(FolderPage):
         return self.prediction.result
 
     def get_predictions(self, request: Request) -> dict[str, Any]:
-        """Build the response with each image's predicted class (-1: unreadable), its probability and the next class."""
+        """Build the response with the model's prediction of each image.
+
+        Returns:
+            Lists in the order of the images: "predicted", the class (-1 for an unreadable image); its "probability";
+            "second", the next class. "known" is the number of the model's classes; labels may be of others.
+        """
         predictions = self.require_predictions()
         probabilities = np.nan_to_num(predictions.probabilities)
         # Stable, so that the lower class number wins a tie, as in argmax.
@@ -96,7 +102,7 @@ class ReviewPage(FolderPage):
         }
 
     def get_scores(self, request: Request) -> dict[str, Any]:
-        """Build the response with accuracy, confusion and calibration over the labeled images.
+        """Build the response with the model's accuracy, confusion and calibration over the labeled images.
 
         The numbers are those of `halfmoon evaluate`. Labels of classes that the model does not have are left out.
         """
@@ -115,7 +121,10 @@ class ReviewPage(FolderPage):
         return compute_scores(truth[rows], predictions.predicted[rows], confidence, classes=names)
 
     def get_table(self, request: Request) -> Response:
-        """Build the response with all predictions as CSV; formulas are escaped for spreadsheets."""
+        """Build the response with a CSV file of all images (`TABLE_COLUMNS`): prediction, label, whether they agree.
+
+        Texts that a spreadsheet would read as a formula are escaped.
+        """
         from starlette.responses import Response
 
         text = io.StringIO()
@@ -126,7 +135,7 @@ class ReviewPage(FolderPage):
         names = self.store.classes
         for row, path in enumerate(self.site.paths):
             label = names[self.store.labels[row]] if self.store.labels[row] >= 0 else ""
-            cells = ["", "", "", ""]
+            cells = ["", "", "", ""]  # the predicted class, its probability, the next class, its probability
             if page_predictions["predicted"][row] >= 0:
                 top = np.sort(predictions.probabilities[row])[::-1]
                 cells[:2] = [names[page_predictions["predicted"][row]], f"{top[0]:.6f}"]
@@ -156,11 +165,11 @@ def serve_review_page(
     open_browser: bool,
     write_line: Callable[[str], None],
 ) -> None:
-    """Serve the review page until Ctrl-C.
+    """Serve the page on which a person reviews and corrects a model's predictions of a folder, until Ctrl-C.
 
     Args:
         model: the model.
-        name: its name.
+        name: its name, which the page shows.
         folder: the folder of the images.
         port: the port, None for a free one.
         open_browser: whether to open the page in a browser.
@@ -174,4 +183,6 @@ def serve_review_page(
     prediction = BackgroundPrediction(lambda: model, folder, site.paths)
     prediction.classes = model.classes  # the page needs them before the prediction is complete
     page = ReviewPage(name, site, prediction, model.card.window)
-    page.serve(page.app(), "review", "correction", port, open_browser, write_line)
+    page.serve(
+        page.app(), action="review", noun="correction", port=port, open_browser=open_browser, write_line=write_line
+    )

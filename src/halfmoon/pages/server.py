@@ -65,11 +65,11 @@ class RequestGuard:
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
-        """Protect an app.
+        """Protect an app from requests of other pages and programs on this machine.
 
         Args:
             app: the app of the page.
-            token: the secret in the address.
+            token: the secret in the address, which only the printed address has.
             port: the port at which the page is served.
         """
         self.app = app
@@ -80,7 +80,10 @@ class RequestGuard:
         self.origins = {f"http://{host}" for host in self.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or pass it to the app and add security headers to the response."""
+        """Refuse a request without the right token, host and origin, or pass it on and add headers to the response.
+
+        This is the interface of ASGI: `scope` describes the request, and `send` receives the messages of the response.
+        """
         reason = self.find_refusal(scope)
         if reason:
             await _send_text(send, 403, reason)
@@ -102,7 +105,11 @@ class RequestGuard:
         await self.app(inner_scope, receive, send_with_headers)
 
     def find_refusal(self, scope: Scope) -> str:
-        """Find the reason why a request is refused; "" if it is accepted."""
+        """Find the reason why a request is refused; "" if it is accepted.
+
+        Another page in the same browser must neither read this page nor change labels: it has another origin, and a
+        host name that it lets point to this machine is not the printed one. Other users of the machine lack the token.
+        """
         headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.lower(), []).append(value)
@@ -135,12 +142,13 @@ class BadRequest(UserError):
 
 
 def build_app(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> ASGIApp:
-    """Build the app of a page: its HTML file at "/", the files that it loads below "/web/", and its endpoints.
+    """Build the web app of a page: its HTML file at "/", the files that it loads below "/web/", and its endpoints.
 
     Args:
         page: name of the HTML file in the folder `web`, without its ending.
         title: the page's title.
-        gets: endpoints of GET by path. Endpoints run in threads.
+        gets: endpoints of GET by path: functions of the request that return a response, or a value for JSON. They run
+            in threads.
         posts: endpoints of POST by path.
 
     Raises:
@@ -160,7 +168,11 @@ def build_app(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mappin
 
 
 def _to_handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap an endpoint: read a body of limited size, run it in a thread, and convert its result to a response."""
+    """Wrap an endpoint for Starlette, so that it can be a function of the request that returns a value for JSON.
+
+    The body is read up to a limit, the function runs in a thread, and errors become responses with their message: 409
+    for a label that somebody else has changed, 400 and 422 for invalid requests.
+    """
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
 
@@ -196,6 +208,7 @@ def _page_response(page: str, title: str) -> Response:
 
 
 def _file_response(name: str) -> Response:
+    """Build the response with a script, style sheet or image of a page; 404 for any other name."""
     from starlette.responses import PlainTextResponse, Response
 
     # The drawing code and the logo of reports are shared.
@@ -212,7 +225,11 @@ def _file_response(name: str) -> Response:
 
 
 def open_socket(port: int | None) -> socket.socket:
-    """Open a socket that only this machine can reach, at `port` or a free one; raise `UserError` if it is taken."""
+    """Open a socket that only this machine can reach, at `port` or, for None, a free one.
+
+    Raises:
+        UserError: the port is taken or not allowed.
+    """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -230,7 +247,7 @@ def open_socket(port: int | None) -> socket.socket:
 def serve_page(
     app: ASGIApp, title: str, port: int | None, open_browser: bool, write_line: Callable[[str], None]
 ) -> None:
-    """Serve a page until Ctrl-C, and print its address.
+    """Serve a page in this thread until Ctrl-C, and print its address.
 
     Args:
         app: the app of the page.
@@ -273,7 +290,7 @@ def serve_in_background(app: ASGIApp, title: str, port: int | None, write_line: 
         write_line: prints a line.
 
     Yields:
-        The address.
+        The address, with its secret token.
 
     Raises:
         UserError: the port is not available.
@@ -286,12 +303,16 @@ def serve_in_background(app: ASGIApp, title: str, port: int | None, write_line: 
             yield address
         finally:
             server.should_exit = True
-            thread.join(3)
+            thread.join(3)  # seconds, so that an open connection does not delay the end
 
 
 @contextmanager
 def _server(app: ASGIApp, port: int | None) -> Iterator[tuple[Any, socket.socket, str]]:
-    """Create uvicorn's server, its socket, and the address with a new token."""
+    """Create uvicorn's server of an app, its socket, and the address with a new secret token.
+
+    Yields:
+        The server, which is not started, the open socket, and the address.
+    """
     import uvicorn
 
     with open_socket(port) as sock:

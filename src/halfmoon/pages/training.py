@@ -23,11 +23,12 @@ from halfmoon.storage import atomic_io
 
 
 def run_training_process(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
-    """Train on the labels that the page sends, until the page closes the pipe.
+    """Train a head on pretrained features with the labels that a page sends, until the page closes the pipe.
 
     Each message is (labels, classes, mask of the labels that are a random sample). The replies to it are: progress as
-    (step, count, total); the `Predictions`; and at the end either a result as a dictionary (empty with too few labels)
-    or an error message. Features remain in memory between trainings.
+    (name of the step, finished items, all items); the `Predictions` of all images; and at the end either the estimated
+    accuracy as a dictionary (empty with too few labels) or an error message. Features remain in memory between
+    trainings.
 
     Args:
         pipe: the connection to the page.
@@ -67,41 +68,46 @@ def run_training_process(pipe: Connection, folder: Path, paths: Sequence[str]) -
 
 
 class BackgroundTraining:
-    """The trainings of a labeling page.
+    """The trainings of a labeling page, one at a time, in a separate process: they order the images to label next.
 
     Attributes:
         count: the number of trainings that gave predictions.
         result: the predictions of the last training, None before the first one.
-        progress: (step, count, total) of the running training, None if none is running.
+        progress: (step, count, total) of the running training: the name of its step, and the finished and all items of
+            the step; None if none is running.
         error: the error message of the last training, else "".
-        points: the results of all trainings, including those of earlier pages.
+        points: the results of all trainings, including those of earlier pages. They are the points of a learning curve,
+            each with the number of labels and the estimated accuracy.
     """
 
     def __init__(self, folder: Path, paths: Sequence[str], labels_file: str) -> None:
-        """Read the results of earlier trainings from a file of JSON lines; no training starts.
+        """Prepare trainings on the labels of a folder of images, and read the results of earlier ones; none starts.
 
         Args:
             folder: the folder of the images.
             paths: paths of the images relative to the folder.
-            labels_file: name of the labels file. Each reader has one, with separate results.
+            labels_file: name of the labels file. Each person who labels has one, with separate results.
         """
         self.folder = folder
         self.paths = paths
-        self.count = 0
-        self.error = ""
-        self.result: Predictions | None = None
+        self.count = 0  # trainings that gave predictions
+        self.error = ""  # the message, if the last training failed
+        self.result: Predictions | None = None  # of the last training
+        # Of the running training: the name of its step, and the finished and all items (images or folds) of the step.
         self.progress: tuple[str, int, int] | None = None
         self._results_file = folder / STATE_FOLDER / f"trainings-{Path(labels_file).stem}.jsonl"
+        # One dictionary for each training: the points of the curve of accuracy over the number of labels.
         self.points = atomic_io.read_rows(self._results_file)
         self._lock = threading.Lock()
         self._process: Any = None  # starts with the first training, and remains for the next ones
         self._pipe: Any = None
+        # Times of the current step on the clock of `time.monotonic`, in seconds; the end is estimated.
         self._step_start = 0.0
-        self._step_end = 0.0  # estimated, on the clock of `time.monotonic`
+        self._step_end = 0.0
         self._has_point = True  # False if the last training had too few labels to estimate the accuracy
 
     def begin(self, labels: np.ndarray, classes: Sequence[str], mask: np.ndarray) -> None:
-        """Start a training in the background.
+        """Start a training on the labels so far, in a process that computes in the background.
 
         Args:
             labels: int64 (N,), indices of `classes`, -1 for none.
@@ -141,7 +147,7 @@ class BackgroundTraining:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self) -> None:
-        """Receive the replies of the process until the training has ended or the process was killed.
+        """Receive the replies of the training process, in a thread, until the training has ended or the process died.
 
         The process sends tuples of progress, then `Predictions`, and at the end an error message, or the estimated
         accuracy as a dictionary, which is empty with too few labels. The estimates are the points of a learning curve.
@@ -179,10 +185,11 @@ class BackgroundTraining:
 
     @property
     def summary(self) -> str:
-        """Sentence about the progress of the running training, or the result of the last one.
+        """Sentence for the page about the progress of the running training, or the result of the last one.
 
-        The accuracy in percent with its interval ("low" to "high") is estimated on "judged" of the "labels". These are
-        the "random" ones, which were drawn at random, or all if too few were.
+        A result (a point of the learning curve) has the accuracy in percent with its interval ("low" to "high"). It is
+        estimated on "judged" of the "labels": the "random" ones, whose images were drawn at random, or all if too few
+        were.
         """
         if (progress := self.progress) is not None:
             step, count, total = progress

@@ -28,7 +28,7 @@ class WatchPage:
     """
 
     def __init__(self, root: Path) -> None:
-        """Open a folder of runs, or an empty folder in which a run may start.
+        """Open a folder of runs to follow them, or an empty folder in which a run may start.
 
         Raises:
             UserError: the folder does not exist, or has other contents.
@@ -47,6 +47,8 @@ class WatchPage:
                 f"{root} has no run, no sweep, no federation and no site that has joined one; give the folder of one."
             )
         self._lock = threading.Lock()
+        # Filled by `load_methods`: titles of methods by name, and names of the upper bounds (methods with all labels)
+        # and lower bounds (labels only).
         self._titles: dict[str, str] = {}
         self._ceilings: set[str] = set()
         self._floors: set[str] = set()
@@ -73,9 +75,9 @@ class WatchPage:
         ?have=NUMBER:VERSION,...
 
         Returns:
-            "runs"; "planned": number of planned runs of a sweep or comparison; "left_out": number of runs that are too
-            many to follow; "alarms": upper bounds with a lower accuracy than lower bounds; "federation" and "site": the
-            views of a server's and of a site's folder, None for others.
+            "runs": the state of each run, with its curves; "planned": number of planned runs of a sweep or comparison;
+            "left_out": number of runs that are too many to follow; "alarms": upper bounds with a lower accuracy than
+            lower bounds; "federation" and "site": the views of a server's and of a site's folder, None for others.
         """
         have = dict(item.rsplit(":", 1) for item in request.query_params.get("have", "").split(",") if ":" in item)
         with self._lock:
@@ -112,13 +114,14 @@ class WatchPage:
 
 
 def name_variants(runs: Sequence[FollowedRun]) -> list[str]:
-    """Name each run by its method, with a number if the method was run with several options.
+    """Name each run by its method, as "feddure", or "feddure (2)" for the second variant of the method's options.
 
     Runs that differ only in their seed have one name, and therefore one line style.
     """
     variants_by_method: dict[str, list[str]] = {}
     names = []
     for run in runs:
+        # Text of all options that may differ.
         variant = repr(
             sorted((key, str(value)) for key, value in run.options.items() if key not in ("seed", "run_dir"))
         )
@@ -131,7 +134,7 @@ def name_variants(runs: Sequence[FollowedRun]) -> list[str]:
 
 
 def serve_watch_page(root: Path, port: int | None, open_browser: bool, write_line: Callable[[str], None]) -> None:
-    """Serve the watch page until Ctrl-C.
+    """Serve the page on which a person follows the runs in a folder while they train, until Ctrl-C.
 
     Args:
         root: the folder to watch.
