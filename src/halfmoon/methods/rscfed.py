@@ -175,7 +175,7 @@ class RSCFedClient(MeanTeacherClient):
         return upload._replace(aux={"labels": (data.labeled > 0).double()}), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
-        """Compute RSCFed's loss: CE(labels) + unlabeled_weight * squared distance to the teacher's sharpened predictions.
+        """Compute RSCFed's loss: CE(labels) + unlabeled_weight * squared distance to a teacher's sharpened predictions.
 
         Args:
             params: parameters of the student network, in which the loss is differentiated.
