@@ -128,6 +128,7 @@ def compare(
         UserError: an option is invalid, or `run_dir` contains another comparison.
         Diverged: a loss or a weight is not finite.
     """
+    # A string is a sequence too: of methods with names of one letter.
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
     options, _ = _register_data(config, options, test)
@@ -155,13 +156,13 @@ def problem(
     test: Any = None,
     **options: Any,
 ) -> Problem:
-    """Build data, split, task, views and batch rules of a configuration, without training.
+    """Build data, split, task (network and optimizer), views (augmentations) and batch sizes, without training.
 
     Args:
         config: the options; None: those in `options`.
         split: a split to use instead of that of the configuration.
         methods: all methods that will run; views that none of them needs are left out of cached features.
-        raw: the data set, if it is already loaded.
+        raw: the data set, if it is already loaded, as it was before images were fitted to the network.
         test: labeled test images, if `data` is in memory, as for `run`.
         options: options of `Config`, which override those of `config`; `data` and `clients` as for `run`.
 
@@ -216,10 +217,13 @@ def resume(
 
 @python_errors
 def load_run(folder: Path | str) -> Results:
-    """Load the results of a run, a comparison, a sweep or a federation, finished or not.
+    """Load the results of a run, a comparison, a sweep or a federation, finished or not, from its folder.
 
     Args:
         folder: its folder.
+
+    Returns:
+        The results as tables, curves and models; for a sweep also its study.
 
     Raises:
         UserError: the folder contains none of these.

@@ -60,7 +60,9 @@ def convert_images(
     preparation: Preparation = UNCHANGED,
     name: str = "data",
 ) -> LabeledImages:
-    """Convert labeled images of any supported type (see this module) into one array, labels and class names.
+    """Convert labeled images of any type of Python's libraries into one array, labels and class names.
+
+    Types are pairs of arrays, PIL images, and data sets of PyTorch and Hugging Face; this module lists them.
 
     Args:
         data: the images with their labels. Of a `DatasetDict` or a `Source`, the part "train" is used.
@@ -145,6 +147,7 @@ def make_memory_data(data: Any, test: Any = None, clients: Any = None) -> Memory
         if len(unlabeled):
             raise UserError(f"test: image {unlabeled[0]} has no label, but only training images can go without one.")
     client_numbers = None if clients is None else _number_clients(clients, len(train_images))
+    # Whether a mirrored image has the same class, the default of augmentation by mirroring.
     mirror = data.mirror if isinstance(data, Source) else True
     return MemoryData(train_images, test_images, client_numbers, mirror)
 
@@ -193,12 +196,19 @@ def read_unlabeled(
 
 
 def _open_pair(images: Any, labels: Any, classes: Sequence[str] | None, name: str) -> ImageCollection:
-    """Open a pair (X, y)."""
+    """Open a pair (X, y): an array, tensor or list of images, and one label for each.
+
+    Args:
+        images: X, uint8 or floats (N, H, W), (N, H, W, C) or (N, C, H, W), or a list of images.
+        labels: y, numbers or strings; -1 or None for an unlabeled image.
+        classes: the class names; None: the sorted different labels.
+        name: the argument that the pair is, for errors.
+    """
     values = _list_labels(labels, name)
     if isinstance(images, np.ndarray | torch.Tensor):
         pixels = _read_batch(_to_numpy(images), name)
         _check_lengths(len(pixels), len(values), name)
-        numbers, names = _classify(values, classes, None, name)
+        numbers, names = _classify(values, classes, names=None, name=name)
         return _array_collection(pixels, numbers, names, name)
     if isinstance(images, str | Path) or not isinstance(images, Sequence):
         raise UserError(
@@ -206,12 +216,20 @@ def _open_pair(images: Any, labels: Any, classes: Sequence[str] | None, name: st
             "of images."
         )
     _check_lengths(len(images), len(values), name)
-    numbers, names = _classify(values, classes, None, name)
+    numbers, names = _classify(values, classes, names=None, name=name)
     return ImageCollection(_make_reader(images, name), numbers, names, name)
 
 
 def _open_pairs(data: Any, classes: Sequence[str] | None, name: str) -> ImageCollection:
-    """Open a torch `Dataset` or a list of (image, label) pairs: each pair is read once, and its image is stored."""
+    """Open a torch `Dataset` or a list of (image, label) pairs: each pair is read once, and its image is stored.
+
+    The images of a data set may be augmented at random, so that a second reading would give other pixels.
+
+    Args:
+        data: the data set; its attribute `classes` names the classes, if it has one.
+        classes: the class names that are required; None: those of the data set.
+        name: the argument that it is, for errors.
+    """
     images: list[np.ndarray] = []
     values: list[Any] = []
     for row in range(len(data)):
@@ -239,7 +257,15 @@ def _is_hugging_face(data: Any) -> bool:
 
 
 def _open_hugging_face(data: Any, classes: Sequence[str] | None, name: str) -> ImageCollection:
-    """Open a `datasets.Dataset` with a column of images and a column of labels."""
+    """Open a `Dataset` of Hugging Face with a column of images and a column of labels, found by their names.
+
+    Images are decoded when they are needed.
+
+    Args:
+        data: the data set; the type of its labels may name the classes.
+        classes: the class names that are required; None: those of the data set.
+        name: the argument that it is, for errors.
+    """
     image_column = find_column(name, data.column_names, IMAGE_COLUMNS)
     label_column = find_column(name, data.column_names, LABEL_COLUMNS)
     values = _list_labels(list(data[label_column]), name)
@@ -282,7 +308,12 @@ def _make_reader(images: Sequence[Any], name: str) -> Callable[[int, Preparation
 
 
 def _read_batch(array: np.ndarray, name: str) -> np.ndarray:
-    """Convert a batch of images (N, H, W), (N, H, W, C) or (N, C, H, W) into uint8 (N, H, W, C)."""
+    """Convert a batch of images (N, H, W), (N, H, W, C) or (N, C, H, W) into uint8 (N, H, W, C).
+
+    Args:
+        array: uint8, or floats from 0 to 1; C is 1 or 3.
+        name: the argument that the images are, for errors.
+    """
     shape = array.shape
     if not array.size:
         raise UserError(f"{name} has no images: its array has the shape {shape}.")
@@ -300,7 +331,14 @@ def _read_batch(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _read_image(image: Any, preparation: Preparation, name: str) -> np.ndarray:
-    """Convert one image into uint8 (H, W, C)."""
+    """Convert one image of any supported type into uint8 (H, W, C).
+
+    Args:
+        image: a PIL image; the path of a file; a dictionary with the "bytes" of one; or an array, tensor or list
+            (H, W), (H, W, C) or (C, H, W).
+        preparation: resizing and channels.
+        name: the image in errors, such as "data, image 3".
+    """
     if isinstance(image, Image.Image):
         return prepare_image(image, name, preparation)
     if isinstance(image, str | Path):
@@ -328,7 +366,13 @@ def _read_image(image: Any, preparation: Preparation, name: str) -> np.ndarray:
 
 
 def _move_channels(array: np.ndarray, name: str, batch: str) -> np.ndarray:
-    """Move the channels to the last axis, if the third axis from the end has them; `batch` starts the shapes in errors."""
+    """Move the channels of images to the last axis, if the third axis from the end has them; by their number, 1 or 3.
+
+    Args:
+        array: (H, W, C) or (C, H, W), or a batch of such images.
+        name: the argument that the images are, for errors.
+        batch: the beginning of shapes in errors: "N, " for a batch, "" for one image.
+    """
     last = array.shape[-1] in CHANNELS
     first = array.shape[-3] in CHANNELS
     if last and not first:
@@ -363,7 +407,7 @@ def _to_bytes(array: np.ndarray, name: str) -> np.ndarray:
         )
     result = np.empty(array.shape, np.uint8)
     for row in range(len(array)):  # one by one, because float64 takes eight times the memory
-        result[row] = np.floor(array[row].astype(np.float64) * 255 + 0.5)
+        result[row] = np.floor(array[row].astype(np.float64) * 255 + 0.5)  # halves are rounded up
     return result
 
 
@@ -375,7 +419,12 @@ def _to_numpy(values: Any) -> np.ndarray:
 
 
 def _list_labels(labels: Any, name: str) -> list[Any]:
-    """List labels as Python values."""
+    """Convert labels (N,) of any array or collection to a list of Python values, without types of NumPy or torch.
+
+    Args:
+        labels: numbers or strings.
+        name: the argument that has them, for errors.
+    """
     if isinstance(labels, str) or not isinstance(labels, Collection):
         raise UserError(
             f"{name}: the labels are {_describe_type(labels)}: give one number or string for each image, -1 for an "
@@ -385,6 +434,7 @@ def _list_labels(labels: Any, name: str) -> list[Any]:
         array = _to_numpy(labels)
     else:
         items = [item.item() if isinstance(item, torch.Tensor | np.generic) else item for item in labels]
+        # As objects: NumPy would convert numbers among strings to strings.
         array = np.empty(len(items), object)
         array[:] = items
     if array.ndim != 1:
@@ -460,7 +510,13 @@ def _number_labels(texts: Sequence[int | str], classes: Sequence[str], name: str
 
 
 def _label_text(value: Any, row: int, name: str) -> int | str:
-    """Convert a label to a whole number or a string; `UNKNOWN` for an unlabeled image."""
+    """Convert a label of a user's data set to a whole number or a string; `UNKNOWN` (-1) for an unlabeled image.
+
+    Args:
+        value: the label; -1, "-1" and None mean unlabeled.
+        row: the image's number, for errors.
+        name: the argument that has the label, for errors.
+    """
     if value is None or value == "-1":
         return UNKNOWN
     if isinstance(value, str):
@@ -479,7 +535,15 @@ def _label_text(value: Any, row: int, name: str) -> int | str:
 
 
 def _number_clients(clients: Any, count: int) -> np.ndarray:
-    """Number the clients of images from 0, in the order of their sorted ids."""
+    """Convert the client id of each image to a number from 0, in the order of the sorted ids.
+
+    Args:
+        clients: an id for each image, whole numbers or strings.
+        count: the number of images.
+
+    Returns:
+        int64 (count,).
+    """
     try:
         ids = _to_numpy(clients)
     except (TypeError, ValueError) as error:

@@ -78,7 +78,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         options: Mapping[str, Any] | None = None,
         random_state: Any = None,
     ) -> None:
-        """Store `method`, `n_clients`, `rounds`, `options` and `random_state`; `fit` checks them."""
+        """Store the arguments, which the class describes; `fit` checks them, as scikit-learn demands of estimators."""
         self.method = method
         self.n_clients = n_clients
         self.rounds = rounds
@@ -87,11 +87,11 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
 
     @python_errors
     def fit(self, X: Any, y: Any, clients: Any = None) -> "FederatedClassifier":
-        """Train on labeled and unlabeled rows.
+        """Train the classifier on labeled and unlabeled rows, divided among simulated clients.
 
         Args:
-            X: vectors (N, D), or images, see the class.
-            y: classes (N,), with a mark for an unlabeled row, see the class.
+            X: vectors (N, D), or images: an array or tensor (N, H, W), (N, H, W, C) or (N, C, H, W), or a list.
+            y: classes (N,); -1 among numbers, or -1, "-1", "", None or NaN among strings, for an unlabeled row.
             clients: the client of each row, (N,), numbers or names; None: rows are dealt to `n_clients` clients of equal
                 size at random.
 
@@ -104,7 +104,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
             X = cast(np.ndarray, validate_data(self, X, dtype=np.float64))
         classes, labels = _number_classes(y, len(X), type(self).__name__)
         generator = check_random_state(self.random_state)
-        numbers, count = self._number_clients(clients, labels, generator)
+        numbers, count = self._number_clients(clients, labels, generator)  # the client of each row
         seed = int(generator.randint(2**31 - 1))
         if is_images:
             self._fit_images(X, labels, numbers, seed)
@@ -149,12 +149,20 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         self.method_ = method
 
     def _fit_images(self, X: Any, labels: np.ndarray, clients: np.ndarray, seed: int) -> None:
-        """Train on N images with labels (N,), -1 for an unlabeled one, and their clients (N,), by `halfmoon.run`."""
+        """Train on N images by `halfmoon.run`, in a temporary folder, and keep the model.
+
+        Args:
+            X: the images.
+            labels: class numbers (N,), -1 for an unlabeled image.
+            clients: numbers of the clients (N,).
+            seed: the seed of the run.
+        """
         options = dict(self.options or {})
         for name in ("data", "test", "clients", "seed", "run_dir", "rounds", "method", "baselines"):
             if name in options:
                 raise UserError(f"options has {name!r}, which FederatedClassifier sets itself: leave it out.")
         options["method"] = self.method
+        # Without unlabeled images there is nothing that a semi-supervised method could gain.
         if self.method == RECOMMENDED and (labels != UNKNOWN).all():
             options["method"] = "fedavg"
         if self.rounds is not None:
@@ -179,7 +187,11 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         self.n_features_in_ = height * width * channels
 
     def _compute_scores(self, X: Any) -> np.ndarray:
-        """Compute the logits of vectors, or the probabilities of images, (N, K)."""
+        """Compute what classes are predicted from, (N, K): the logits of vectors, or the probabilities of images.
+
+        Raises:
+            UserError: `X` has vectors, and the classifier was trained on images.
+        """
         check_is_fitted(self)
         if isinstance(self.model_, LinearModel):
             return self.model_.logits(cast(np.ndarray, validate_data(self, X, dtype=np.float64, reset=False)))
@@ -195,7 +207,11 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
     ) -> tuple[np.ndarray, int]:
         """Return the client number of each row, int64 (N,), and the number of clients.
 
-        At random, labeled rows are dealt first and then the others, so that each client gets its share of both.
+        Args:
+            clients: the client of each row, numbers or names; None: rows are dealt at random. Labeled rows are dealt
+                first and then the others, so that each client gets its share of both.
+            labels: class numbers (N,), -1 for an unlabeled row.
+            generator: the random numbers.
         """
         rows = len(labels)
         if clients is None:
@@ -203,7 +219,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
                 raise UserError(f"n_clients is {self.n_clients!r}: it must be a whole number of at least 1.")
             count = int(self.n_clients)
             order = generator.permutation(rows)
-            order = order[np.argsort(labels[order] == UNKNOWN, kind="stable")]
+            order = order[np.argsort(labels[order] == UNKNOWN, kind="stable")]  # labeled rows first
             numbers = np.empty(rows, np.int64)
             numbers[order] = np.arange(rows) % count
             return numbers, count
@@ -224,10 +240,10 @@ def _is_images(X: Any) -> bool:
 
 
 def _number_classes(y: Any, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Number the classes of y.
+    """Convert the target y of an estimator to sorted classes and their numbers.
 
     Args:
-        y: classes (N,), with marks of unlabeled rows.
+        y: classes (N,), with marks of unlabeled rows: -1, and among strings also "-1", "", None and NaN.
         rows: N.
         name: the estimator's name, for errors.
 
@@ -258,7 +274,7 @@ def _number_classes(y: Any, rows: int, name: str) -> tuple[np.ndarray, np.ndarra
         if len(are_strings) == 2:
             raise UserError("y mixes strings and numbers as classes; write all classes in one way.")
         if are_strings == {False}:
-            names = np.array(names.tolist())
+            names = np.array(names.tolist())  # numbers as objects become an array of numbers
     check_classification_targets(names)
     classes, numbers = np.unique(names, return_inverse=True)
     labels = np.full(rows, UNKNOWN, np.int64)

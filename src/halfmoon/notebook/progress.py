@@ -83,6 +83,7 @@ class NotebookProgress(MessageProgress):
             self._draw()
 
     def _draw(self) -> None:
+        """Show the table of all runs below the notebook's cell, or replace the one that is shown."""
         if not self.runs:
             return
         self._last = self.clock()
@@ -95,10 +96,10 @@ class NotebookProgress(MessageProgress):
 
 
 def progress_table(runs: list[Progress], now: float) -> str:
-    """Render a row for each method as HTML: its bar, rounds, accuracy and time.
+    """Render the progress of runs as an HTML table with a row for each: method, bar, rounds, accuracy and time.
 
     Args:
-        runs: the progress of each run.
+        runs: the progress of each run; `took` is its duration in seconds, None while it trains.
         now: the time, in seconds of the progress's clock.
     """
     lines = []
@@ -113,7 +114,14 @@ def progress_table(runs: list[Progress], now: float) -> str:
 
 
 def make_progress(show: bool = True) -> QuietProgress | MessageProgress | TerminalProgress:
-    """Make the progress display for a notebook, a terminal, or neither; none at all without `show`."""
+    """Make the display of progress and messages that fits where the program runs.
+
+    Args:
+        show: False for a display that shows nothing.
+
+    Returns:
+        A table in a notebook, rows that change on a terminal, otherwise (such as in a log) only messages.
+    """
     console = Console(stderr=True)
     if not show:
         return QuietProgress(console)
@@ -140,6 +148,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)((?: -?\d[\w.-]*)+(?<!\.)| [A-Z]+\b| [a-z][\w-]*)?")
+"""A flag, and after it numbers, one word in capital letters, or one word in small letters."""
+
 _COMMAND = re.compile(r"(`halfmoon [^`]+`)")
 _RESUME = re.compile(r"`?halfmoon resume ([^\s`;,]+)`?(?<!\.)")
 
@@ -157,13 +167,14 @@ def _format_option(match: re.Match[str]) -> str:
     "--lr 0.1" becomes "lr=0.1", "--seeds 0 1" becomes "seeds=[0, 1]", "--data FOLDER" becomes "data=FOLDER".
 
     Args:
-        match: a match of `_FLAG`: the flag's name without dashes, and the text after it that may be its values.
+        match: a match of `_FLAG`: the flag's name without dashes, and the text after it that may be its values:
+            several numbers, one placeholder in capital letters, or one word in small letters.
     """
     name = match[1].replace("-", "_")
     values = (match[2] or "").split()
     if values and values[0][0].islower():
-        # A word in small letters is a value if the option accepts it, otherwise the sentence goes on with it.
-        if values[0] not in _choices(name):
+        # The only word: a value if the option accepts it, otherwise the sentence goes on with it.
+        if values[0] not in _list_choices(name):
             return name + match[2]
         values = [f'"{values[0]}"']
     if not values:
@@ -171,8 +182,9 @@ def _format_option(match: re.Match[str]) -> str:
     return f"{name}={values[0]}" if len(values) == 1 else f"{name}=[{', '.join(values)}]"
 
 
-def _choices(name: str) -> set[str]:
-    """Collect the strings that an option accepts; empty if its type does not list them."""
+def _list_choices(name: str) -> set[str]:
+    """List the strings that an option accepts, from its type, such as `Literal["sgd", "adam"]`; none for any text."""
+    # Types inside of others are looked through as well, such as those of `int | Literal["all"]`.
     types = [schema.option_types().get(name)]
     choices = set[str]()
     while types:
@@ -184,7 +196,10 @@ def _choices(name: str) -> set[str]:
 
 
 def python_errors(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that its `UserError`s name arguments, not flags."""
+    """Decorate a function of the Python API so that its `UserError`s name arguments, not flags of the command line.
+
+    The functions below it are shared with the command line, whose messages say `--run-dir`.
+    """
 
     @wraps(call)
     def translated(*args: P.args, **options: P.kwargs) -> R:

@@ -47,7 +47,7 @@ class Results:
     """
 
     def __init__(self, folder: Path, runs: Sequence[Path]) -> None:
-        """Refer to the runs of a folder; they are read at the first use.
+        """Refer to the results of runs in a folder; files are read at the first use.
 
         Args:
             folder: the folder of a run, a comparison or a sweep.
@@ -127,11 +127,12 @@ class Results:
         return load_model(next((path for path in self.runs if (path / MODEL).exists()), first))
 
     def to_frame(self) -> pd.DataFrame:
-        """Make a data frame with a row for each run, round and metric: run, method, seed, round, metric, value, unit.
+        """Make a data frame in long form: a row for each run, round and metric.
 
-        Metrics are accuracy (on test images), training_loss, pseudo_label_accuracy, used_share (of the unlabeled images),
-        and others in `halfmoon.report.frame.METRIC_NAMES`. Accuracies and shares have the unit "%"; megabytes_sent and
-        seconds are totals since the first round.
+        Columns are run, method, seed, round, metric, value and unit. Metrics are accuracy (on test images),
+        training_loss, pseudo_label_accuracy, used_share (of the unlabeled images), and others in
+        `halfmoon.report.frame.METRIC_NAMES`. Accuracies and shares have the unit "%"; megabytes_sent and seconds are
+        totals since the first round.
         """
         rows: list[tuple[Any, ...]] = []
         for run in self._stored_runs:
@@ -142,7 +143,7 @@ class Results:
         return pd.DataFrame(rows, columns=["run", "method", "seed", "round", "metric", "value", "unit"])
 
     def plot(self, kind: str = "accuracy", axes: Any = None, path: Path | str | None = None) -> "Figure":
-        """Draw results with a color for each method, and return the figure of Matplotlib.
+        """Draw a learning curve, with a color for each method, or accuracies by client; return the Matplotlib figure.
 
         Args:
             kind: "accuracy" on test images, "pseudo_labels" (accuracy if it is known, and share that is used), or another
@@ -210,6 +211,7 @@ class Results:
         summary = self.summary
         if summary.empty:
             raise UserError("no run is finished: there is no accuracy for a table yet.")
+        # Decimal digits of each column.
         digits = {"seeds": 0, "accuracy (%)": 2, "chosen (%)": 2, "best (%)": 2, "used (%)": 1, "sent (MB)": 2}
         columns: dict[str, list[str]] = {}
         for name, decimals in digits.items():
@@ -237,6 +239,7 @@ class Results:
         return text
 
     def __repr__(self) -> str:
+        """Describe the results in a line: accuracy of each method, unfinished runs, whether unlabeled images help."""
         texts = [f"{name} {value:.1f} %" for name, value in self.details["last_percent"].items()]
         open_runs = [f"{run.title}: {len(run.rows)} rounds so far" for run in self._stored_runs if run.summary is None]
         if len(texts) > MAX_NAMES:
@@ -248,7 +251,10 @@ class Results:
         return f"<{count} in {self._short_folder}{': ' if texts else ''}{', '.join(texts)}>"
 
     def _repr_html_(self) -> str:
-        """Format the results for a notebook: the table, differences between methods, sentences, and the folder."""
+        """Format the results for a notebook, which calls this method: tables of accuracies and of differences.
+
+        Sentences below them tell what to know about the numbers, and which runs are not finished.
+        """
         table = tables.ComparisonTable(self._table.lines, wide=False)
         pieces = [html_table(table.headings, table.cells)] if table.lines else []
         ceilings = registry.ceilings()  # names of the methods that train with all labels, which are upper bounds
@@ -344,7 +350,7 @@ def _metric_key(name: str) -> str:
 
 
 def _make_axes(count: int) -> "list[Axes]":
-    """Make a figure with axes side by side."""
+    """Make a figure with `count` axes side by side, and return the axes."""
     from matplotlib import pyplot
 
     size = (6.4 if count == 1 else 4.4 * count, 3.6)

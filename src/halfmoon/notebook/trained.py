@@ -30,9 +30,10 @@ class Model(load.InferenceModel):
 
     @python_errors
     def predict(self, images: Any, sure: float = 0.9) -> pd.DataFrame:
-        """Predict images: a data frame with label, probability, sure, runner_up and runner_up_probability.
+        """Predict the classes of images, as a data frame with a row for each image.
 
-        Images of another size, or with other channels, are converted as the command `halfmoon predict` does.
+        Its columns are label, probability, sure, runner_up (the second class) and runner_up_probability. Images of
+        another size, or with other channels, are converted as the command `halfmoon predict` does.
 
         Args:
             images: a folder, for which `path` is the first column; an array or tensor of a batch or of one image; a PIL
@@ -66,10 +67,10 @@ class Model(load.InferenceModel):
 
     @python_errors
     def predict_proba(self, images: Any) -> np.ndarray:
-        """Compute the calibrated probabilities of images, float64 (N, classes); columns are in the order of `classes`.
+        """Compute the calibrated probabilities of images, float64 (N, K); the K columns are in the order of `classes`.
 
         Args:
-            images: as for `predict`; (1, classes) is returned for one image. Of a folder, the images are in the order of
+            images: as for `predict`; (1, K) is returned for one image. Of a folder, the images are in the order of
                 their paths, without those that cannot be read.
 
         Raises:
@@ -111,10 +112,15 @@ class Model(load.InferenceModel):
 
     @python_errors
     def calibrate(self, images: Any) -> "Model":
-        """Fit the temperature, store it in the file, and return the calibrated model. No predicted class changes.
+        """Calibrate the probabilities: fit the temperature that divides the logits, and store it in the model's file.
+
+        A class of probability 0.9 should be right in 9 of 10 images. No predicted class changes.
 
         Args:
             images: labeled images that were not used in training, of any type of `evaluate`.
+
+        Returns:
+            The model with the temperature; this one is unchanged.
 
         Raises:
             UserError: labels are missing, the model was trained on the folder, or its file cannot be written.
@@ -129,21 +135,23 @@ class Model(load.InferenceModel):
 
     @python_errors
     def export(self, file: Path | str, images: Images | None = None) -> export.ExportResult:
-        """Export the model as a program of another library, whose outputs are compared with the model's.
+        """Export the model as an ONNX file or a program of torch.export, whose outputs are compared with the model's.
 
         Args:
             file: a file that ends in .onnx, or in .pt2 for torch.export.
-            images: images for the comparison; None for images of the model's data set, or noise.
+            images: images for the comparison, besides noise; None for test images of the digits, if it was trained on
+                them, otherwise none.
 
         Raises:
             UserError: the ending is another one, a package is missing, or the outputs differ.
         """
-        makers = {".onnx": export.export_onnx, ".pt2": export.export_torch}
-        make = makers.get(Path(file).suffix)
-        if make is None:
+        exporters = {".onnx": export.export_onnx, ".pt2": export.export_torch}
+        export_model = exporters.get(Path(file).suffix)
+        if export_model is None:
             raise UserError(f"{file} does not end in .onnx or .pt2: the ending chooses the format.")
+        # At most one batch is compared; None: noise only.
         real = export.real_images(self) if images is None else images.images[: self.batch]
-        return make(self, Path(file), real)
+        return export_model(self, Path(file), real)
 
     @property
     def _preparation(self) -> Preparation:
@@ -168,7 +176,12 @@ class Model(load.InferenceModel):
         return open_images(images, classes=self.classes, name="images")
 
     def _labeled(self, images: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return the labels, int64 (N,), and logits (N, classes) of the labeled images."""
+        """Compute what is needed to evaluate: the labels, int64 (N,), and the logits (N, classes) of labeled images.
+
+        Args:
+            images: a folder, or labeled images in memory; unlabeled ones are left out, and unreadable ones with a
+                warning.
+        """
         if not isinstance(images, str | Path):
             collection = self._open(images)
             is_labeled = collection.labels >= 0
@@ -203,7 +216,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
 
     Args:
         path: the folder of a finished run, or a `model.safetensors`.
-        device: where it computes.
+        device: where it computes, such as "cuda".
         network: "my_module:make" of a custom network, which the caller must name: a file from somebody else never
             causes the import of a module.
 
@@ -212,4 +225,5 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     """
     file = load.find_model_file(to_path(path))
     model = load.load_model(file, device, network)
-    return Model(model.card, model.params, model.stats, model.device, file, file=file)
+    # `file` of the base class may be unknown (None); `path` of a `Model` never is.
+    return Model(model.card, model.params, model.stats, model.device, path=file, file=file)
