@@ -35,15 +35,17 @@ FAST = (
 )
 """Tests that an edit breaks first: the layout, configuration, mathematics, partitions, the round, and one method.
 
-Without those that are marked slow: with lint and types they should stay below 90 seconds."""
+Without those that are marked slow: beside lint and types they should stay below 90 seconds."""
 
 
 @nox.session
 def fast(session: nox.Session) -> None:
     """Lint, types, and the tests that matter for an edit; what follows `--` goes to pytest, as more files to test."""
     install(session)
-    lint(session)
-    session.run("python", "-m", "pytest", "-m", "not slow and not nightly", *FAST, *session.posargs)
+    with ThreadPoolExecutor(1) as pool:
+        linted = pool.submit(lint, session, silent=True)
+        session.run("python", "-m", "pytest", "-m", "not slow and not nightly", *FAST, *session.posargs)
+        linted.result()
 
 
 @nox.session
@@ -61,9 +63,15 @@ def full(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Long evidence that the default suite leaves out: tests marked nightly; what follows `--` goes to pytest."""
+    """Long evidence that the default suite leaves out: tests marked nightly, and ten times as many drawn examples.
+
+    What follows `--` goes to pytest.
+    """
     install(session)
-    session.run("python", "-m", "pytest", "-m", "nightly", "--durations", "20", *session.posargs)
+    profile = ("--hypothesis-profile", "nightly")
+    session.run(
+        "python", "-m", "pytest", "-m", "nightly or hypothesis", *profile, "--durations", "20", *session.posargs
+    )
 
 
 def others(session: nox.Session, folder: str) -> None:

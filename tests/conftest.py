@@ -3,6 +3,7 @@
 Cores are used by running tests side by side instead (pytest-xdist).
 """
 
+import base64
 import gc
 import os
 import sys
@@ -19,14 +20,25 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch  # noqa: E402
 
+from halfmoon.report import curves  # noqa: E402
+
+draw_curves = curves.draw_curves
+
 WORKERS = 2
 """How many processes share the whole suite: with more, files that share what is costly are torn apart; three took an
 eighth longer on two cores (11:15 for 9:57)."""
 
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+"""A PNG file of one pixel."""
+
 torch.set_num_threads(1)
 
 # How long an example takes, or is looked for, says more about who else computes than about halfmoon.
-hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# `nox -s slow` draws more examples, with the profile `nightly`.
+for name, examples in (("shared", 30), ("nightly", 300)):
+    hypothesis.settings.register_profile(
+        name, max_examples=examples, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
 hypothesis.settings.load_profile("shared")
 
 
@@ -37,6 +49,20 @@ def _flush_nothing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _draw_nothing() -> Iterator[None]:
+    """Write an empty picture of one pixel in the place of the curves, which take longer than a tiny run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "draw_curves", lambda runs, path: path.write_bytes(PIXEL))
+        yield
+
+
+@pytest.fixture
+def curves_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the curves of runs in a test after all; tests/report draws them by itself."""
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -312,7 +312,7 @@ def test_whoever_weighs_nothing_has_no_say():
 
 
 @given(batches, st.floats(0, 0.49))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(rows: list[list[float]], share: float):
     values = np.array(rows, np.float64)
     leaf = torch.tensor(values)

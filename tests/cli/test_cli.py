@@ -282,6 +282,7 @@ def test_data_takes_the_image_options_of_a_run(capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["data"][0]["shape"] == [9, 9, 3]
 
 
+@pytest.mark.usefixtures("curves_are_drawn")
 def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     words = "run --method fedavg --baselines fedavg-sl --rounds 2 --clients 4 --cohort 2 --run-dir r --threads 1 --json"
     assert cli.main(words.split()) == 0

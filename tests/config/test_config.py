@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon import models
@@ -122,7 +122,6 @@ def method_options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(configs())
-@settings(max_examples=80)
 def test_text_loads_as_the_same_configuration(tmp_path_factory: pytest.TempPathFactory, drawn: Config) -> None:
     path = tmp_path_factory.mktemp("run") / "config.toml"
     path.write_text(config.to_toml(drawn), encoding="utf-8")

@@ -148,7 +148,7 @@ def check_mixture(images: torch.Tensor, generator: torch.Generator) -> None:
         np.testing.assert_array_equal(done[row], reference.to_array(image))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**31 - 1),
     height=st.integers(3, 40),

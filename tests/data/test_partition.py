@@ -112,7 +112,7 @@ def test_spread_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, c
         assert np.flatnonzero(holder == k).tolist() == sorted(held[k])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.integers(2, 30), st.floats(1e-3, 100), st.integers(1, 8), st.booleans(), st.integers(0, 10**6))
 def test_spread_gives_every_row_to_one_client(
     clients: int, dirichlet_alpha: float, classes: int, cap: bool, seed: int

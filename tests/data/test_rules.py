@@ -213,7 +213,7 @@ def test_a_fit_favors_no_client_in_rounding() -> None:
     assert 70 < sum(int(counts[0, 0]) for counts in taken) < 130
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     st.sampled_from([rules.assign_sequentially, rules.assign_jointly]),
     st.integers(1, 15),

@@ -103,7 +103,7 @@ def test_the_order_of_the_file_does_not_choose_the_labels() -> None:
     assert 20 < first[:500].sum() < 90
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     st.sampled_from(["iid-iid", "iid-dir", "dir-dir"]),
     st.integers(1, 12),

@@ -238,7 +238,7 @@ def scenario_of(setting: str, place: LabelLocation, seed: int = 0, clients: int 
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(deadline=None)
 @given(st.sampled_from(SETTINGS), st.sampled_from(LABEL_LOCATIONS), st.integers(0, 10**9), st.sampled_from([3, 6, 12]))
 def test_every_setting_holds_its_promises(setting: str, place: LabelLocation, seed: int, clients: int) -> None:
     """A row has one holder at most; labels are where they should be; few rows go to nobody; a seed is a split."""

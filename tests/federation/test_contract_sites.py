@@ -4,14 +4,15 @@ In a file of its own behind `test_contract.py`, whose runs it compares with: one
 """
 
 import pytest
-from test_contract import BATCHINGS, DISTINCT, row_of, straight
+from test_contract import BATCHINGS, in_turn, row_of, straight
 
 from halfmoon.contract import checks
 from halfmoon.methods import registry
 
+CASES = [case for case in in_turn(BATCHINGS) if not registry.entry(str(case.values[0])).pooled]
 
-@pytest.mark.parametrize("rule", list(BATCHINGS))
-@pytest.mark.parametrize("name", [name for name in DISTINCT if not registry.entry(name).pooled])
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
 def test_sites_compute_what_a_simulation_computes(name: str, rule: str) -> None:
     """The server's tree after every round, what is reported and what is counted are equal in every bit."""
     checks.check_sites(row_of(name), rule, straight(name, rule))

@@ -130,17 +130,27 @@ def compare(there: Played) -> None:
         assert a.get("aggregation") == b.get("aggregation")
 
 
-CASES = [
-    (name, place)
+FEDERATED = [
+    name
     for name in (*DISTINCT, "fedavg-sl", "fedmatch-semifl", "feddure-without-creg", "feddure-without-freg")
     if not registry.entry(name).pooled
-    for place in (("all",) if registry.entry(name).all_labels else registry.entry(name).label_locations)
 ]
-"""Every federated method of the catalog, with labels wherever it can use them; beside those that differ from another in
-more than options, one for which every image has a label, and those that send something else."""
+"""Every federated method of the catalog; beside those that differ from another in more than options, one for which every
+image has a label, and those that send something else."""
 
 
-@pytest.mark.parametrize(("method", "place"), CASES)
+def cases() -> Iterator[Any]:
+    """Give every method with labels wherever it can use them: by default in one location, which changes from method to
+    method, and in the others at night."""
+    for number, name in enumerate(FEDERATED):
+        entry = registry.entry(name)
+        locations = ("all",) if entry.all_labels else entry.label_locations
+        for location in locations:
+            nightly = location != locations[number % len(locations)]
+            yield pytest.param(name, location, marks=[pytest.mark.nightly] if nightly else [])
+
+
+@pytest.mark.parametrize(("method", "place"), list(cases()))
 def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: Callable[..., Played]) -> None:
     """Every method, wherever it can have its labels: the model, losses, costs and the test are equal in every bit.
     What crosses the grid is what the method's file says, and no image, label, path or name of a machine."""
@@ -185,7 +195,10 @@ def check_consent(there: Played) -> None:
         )
 
 
-@pytest.mark.parametrize(("method", "place"), [("ridge-head", "server"), ("fedavg-fixmatch", "some")])
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [("ridge-head", "server"), pytest.param("fedavg-fixmatch", "some", marks=pytest.mark.nightly)],
+)
 def test_sites_compute_the_features_of_the_simulator(method, place, play, monkeypatch):
     """They lie in the site's own folder and nothing but heads or their sums travels; the terms name the weights.
     A site where the package of the weights is missing, or has others, says so."""
@@ -213,7 +226,7 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
     )
 
 
-@pytest.mark.parametrize("method", ["ridge-head", "mixture-head"])
+@pytest.mark.parametrize("method", ["ridge-head", pytest.param("mixture-head", marks=pytest.mark.nightly)])
 def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(method, towns, monkeypatch):
     """A class with one label has a sum that is its image's feature vector: by default no site sends it, and its log says
     why. If the terms allow it, the text for people says so, and names every tensor that is sent."""
@@ -320,7 +333,9 @@ def test_options_mean_the_same_at_a_site(method: str, options: dict[str, Any], p
     compare(play(method, "clients", **options))
 
 
-@pytest.mark.parametrize("method", ["fedavg-fixmatch", "feddure", "feddb"])
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.nightly) for name in ("fedavg-fixmatch", "feddb")] + ["feddure"]
+)
 def test_five_sites_have_the_default_rule_of_the_simulation(method: str, tmp_path: Path) -> None:
     """Without an aggregation in its file, a federation trims what a simulation of the file trims, to the bit."""
     town = found("clients", tmp_path, clients=5)

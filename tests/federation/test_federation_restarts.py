@@ -28,6 +28,12 @@ METHODS = {
 an optimizer (SemiFL, FedDB), parts (FedMatch), labels (SemiFed); the server a momentum and its own optimizer (SemiFL),
 and what it keeps of each site on its shelf (FedMatch, SemiFed)."""
 
+EACH_KIND = [
+    name if name in ("fedloke", "semifl", "fedmatch") else pytest.param(name, marks=pytest.mark.nightly)
+    for name in METHODS
+]
+"""By default one method that remembers at the sites, one at the server, and one on the server's shelf; all at night."""
+
 ROUNDS = 5
 MEMORY = Path(".halfmoon", "federations")
 """Where a site remembers federations, below its folder."""
@@ -122,7 +128,7 @@ def equal(there: Straight, run: Path) -> None:
     assert memories(there.town) == there.memories
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_KIND)
 def test_what_is_remembered_matters(method: str, straight: Callable[[str], Straight]) -> None:
     """Sites that lose their memory end elsewhere: the tests below could fail."""
     there = straight(method)
@@ -138,7 +144,7 @@ def test_what_is_remembered_matters(method: str, straight: Callable[[str], Strai
     assert bits(run) != bits(there.run)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_KIND)
 def test_a_server_that_is_stopped_goes_on(method, straight, stopped):
     """Every second round has a checkpoint. So it goes on from the beginning twice, from round 2 and from round 4; sites
     have done some of these rounds already."""
@@ -205,7 +211,9 @@ def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(s
     assert f"stopped: {tests}: there is no such folder" in line
 
 
-@pytest.mark.parametrize("method", ["fedloke", "feddure", "semifed"])
+@pytest.mark.parametrize(
+    "method", ["fedloke", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("feddure", "semifed"))]
+)
 def test_a_site_that_starts_anew_for_each_message_changes_nothing(method, straight):
     there = straight(method)
     there.town.forget()

@@ -523,7 +523,7 @@ def scene(tmp_path: Path) -> Iterator[Stage]:
         ProcessFolder(folder).kill_all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # kills of a site are in test_dicom_federation.py
 @LINUX
 def test_a_federation_survives_kills_and_leaves_no_process(scene: Stage):
     """Over TLS: the SuperLink is killed after round 1 and `serve` after round 2; each round was played once, in order.

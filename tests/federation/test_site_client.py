@@ -525,7 +525,7 @@ Anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-ENDLESS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ENDLESS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @ENDLESS

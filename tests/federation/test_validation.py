@@ -466,7 +466,7 @@ def test_the_reason_names_both_numbers() -> None:
     assert reasons == {"c": "its update has the norm 2.5e+03, over 10 times the cohort's median of 2.5"}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(sizes=st.lists(st.floats(0.5, 2.0), min_size=3, max_size=8), data=st.data())
 def test_an_update_scaled_by_1000_is_refused_and_no_other(sizes: list[float], data: st.DataObject) -> None:
     """Norms between 0.5 and 2 differ by 4 at most: under a bound of 10 only the one times 1000 (500 or more) is over.

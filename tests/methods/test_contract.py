@@ -1,6 +1,7 @@
 """What every method of the catalog has to keep: a new one joins by its row there."""
 
 import dataclasses
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,23 @@ def pair(name: str) -> tuple[type, ...]:
 DISTINCT = list({pair(name): name for name in reversed(registry.names())}.values())[::-1]
 """The first row of every pair of a method and an objective: the others differ in options alone."""
 
+
+def in_turn(choices: Iterable[str]) -> list[Any]:
+    """Return every method with every choice: by default with one of them, in turn, and with the others at night."""
+    every = list(choices)
+    return [
+        pytest.param(name, choice, marks=[] if choice == every[number % len(every)] else [pytest.mark.nightly])
+        for number, name in enumerate(DISTINCT)
+        for choice in every
+    ]
+
+
 EVERY = pytest.mark.parametrize("name", DISTINCT, scope="module")  # all tests of a method stand together
 EVERY_ROW = pytest.mark.parametrize("name", registry.names())
 BOTH = pytest.mark.parametrize("rule", BATCHINGS)
 
 
-@EVERY
-@BOTH
+@pytest.mark.parametrize(("name", "rule"), in_turn(BATCHINGS), scope="module")
 def test_loop_equals_vmap(name, rule):
     """Three rounds in float64 with clients of unequal size: server, memories and metrics agree to 1e-9.
 
@@ -178,8 +189,7 @@ def test_a_run_repeats_itself_and_changes_nothing_that_it_was_given(name):
     checks.check_stateless(row_of(name), simulation, client_updates)
 
 
-@EVERY
-@pytest.mark.parametrize("executor", ["loop", "vmap"])
+@pytest.mark.parametrize(("name", "executor"), in_turn(("vmap", "loop")), scope="module")
 def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
     """Saved after round 2 and restored from the run folder: round 3 equals that of the straight run."""
     checks.check_resume(row_of(name), straight(name, "both", executor), executor, tmp_path / "run")

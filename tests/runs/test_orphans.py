@@ -84,7 +84,9 @@ def kill_when(words: str, folder: Path, enough: Callable[[dict[int, float]], boo
     assert until(lambda: not processes_of(token), SECONDS), processes_of(token)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", ["run", *(pytest.param(name, marks=pytest.mark.nightly) for name in COMMANDS if name != "run")]
+)
 def test_a_killed_command_leaves_no_process(command: str, tmp_path: Path):
     """It is killed while it trains in two processes, of the command, a resource tracker, a fork server and these.
     The folders of the runs are then free: a process that trains in one would have locked it."""

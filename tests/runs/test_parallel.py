@@ -47,6 +47,7 @@ def test_runs_side_by_side_are_those_played_one_after_another(tmp_path: Path) ->
     assert watch.said == {folder: ["begin", (1, here), (2, here), name] for folder, name in names.items()}
 
 
+@pytest.mark.nightly  # by default one of three runs fails, in the next test
 def test_an_error_of_all_runs_is_raised(tmp_path: Path) -> None:
     config = Config(**SMALL | {"rounds": 40}, lr=1e30, method="fedavg", baselines=("fedavg-sl",), processes=2,
                     run_dir=tmp_path / "run")  # fmt: skip

@@ -191,8 +191,9 @@ def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight:
     assert not [name for name in names if "checkpoint-" in name or "clients/" in name]
 
 
-def killed_often(shell: Shell, words: str, root: Path) -> int:
-    """Start a command, kill it, resume and kill until it comes to its end; return how many kills met it alive."""
+def killed_often(shell: Shell, words: str, root: Path, changes: int = 45) -> int:
+    """Start a command, kill it, resume and kill until it comes to its end; return how many kills met it alive.
+    Each process dies at one of its first `changes` of the disk."""
     chance, kills = random.Random(0), 0
     done = shell(f"{words} --run-dir {root}", doom=1)
     while done.code == -signal.SIGKILL:
@@ -200,13 +201,14 @@ def killed_often(shell: Shell, words: str, root: Path) -> int:
         begun = (root / "run.json").exists() or (root / "comparison.json").exists()
         # A kill before the folder is there leaves nothing to go on with: the same command starts again.
         again = f"resume {root}" if begun else f"{words} --run-dir {root}"
-        done = shell(again, doom=chance.randint(1, 45))
+        done = shell(again, doom=chance.randint(1, changes))
         if done.code == 2 and "start it again" in done.said:  # between the folder and its configuration
             done = shell(f"{words} --run-dir {root}", doom=10)
     assert done.code == 0, done
     return kills
 
 
+@pytest.mark.nightly
 def test_kills_at_any_time_change_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
     assert killed_often(shell, RUN, tmp_path / "run") >= 6
     assert_same(tmp_path / "run", straight)
@@ -256,10 +258,13 @@ def test_a_kill_right_after_the_summary_changes_no_byte(shell: Shell, straight: 
     assert_same(root, straight)
 
 
-def test_a_comparison_survives_kills_and_knows_its_folder(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changes", "kills"), [(120, 2), pytest.param(45, 6, marks=pytest.mark.nightly)])
+def test_a_comparison_survives_kills_and_knows_its_folder(
+    shell: Shell, tmp_path: Path, changes: int, kills: int
+) -> None:
     assert shell(f"{COMPARE} --run-dir {tmp_path / 'straight'}").code == 0
     assert shell(f"{COMPARE} --run-dir {tmp_path / 'killed'}", doom="comparison.json").code == -signal.SIGKILL
-    assert killed_often(shell, COMPARE, tmp_path / "killed") >= 6
+    assert killed_often(shell, COMPARE, tmp_path / "killed", changes) >= kills
     assert_same(tmp_path / "killed", tmp_path / "straight")
     done = shell(f"{COMPARE} --run-dir {tmp_path / 'killed'}")
     assert done == (2, f"halfmoon: {tmp_path / 'killed'} holds a comparison of this configuration; `halfmoon resume "

@@ -629,8 +629,11 @@ def test_a_killed_init_leaves_nothing_half_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize(
     "act",
-    [lambda at: renew_certificates(at, ca=True), lambda at: remove_site(at, "north"), lambda at: add_site(at, "east")],
-    ids=["new authority", "removed", "added"],
+    [
+        pytest.param(lambda at: renew_certificates(at, ca=True), id="new authority", marks=pytest.mark.nightly),
+        pytest.param(lambda at: remove_site(at, "north"), id="removed"),
+        pytest.param(lambda at: add_site(at, "east"), id="added", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_killed_change_is_made_or_not(tmp_path: Path, act: Callable[[Path], object]) -> None:
     """At whatever step: the folder is whole, all new or all old, no leftover key lies around, and it can go on."""

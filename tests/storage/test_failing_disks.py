@@ -58,12 +58,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], int
     return outcome(folder / "run"), calls(folder / "again")
 
 
+@pytest.mark.parametrize("places", [2, pytest.param(12, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("number", [*REFUSALS, None], ids=["EIO", "ENOSPC", "EMFILE", "power"])
-def test_a_run_survives_its_disk(straight: tuple[list[bytes], int], tmp_path: Path, number: int | None):
+def test_a_run_survives_its_disk(straight: tuple[list[bytes], int], tmp_path: Path, number: int | None, places: int):
     """A few calls, spread over the whole run; benchmarks/failing_disks.py plays every one."""
     wanted, count = straight
     assert count > 50
-    for at in random.Random(number).sample(range(count), 5):
+    for at in random.Random(number).sample(range(count), places):
         assert played(tmp_path / str(at), at, number, wanted)
 
 

@@ -143,7 +143,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.mark.parametrize("method", ["ridge-head", "mixture-head"])
+@pytest.mark.parametrize("method", [pytest.param("ridge-head", marks=pytest.mark.nightly), "mixture-head"])
 def test_a_head_in_one_place_is_the_runs_head(
     method: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

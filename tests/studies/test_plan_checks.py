@@ -8,6 +8,7 @@ from PIL import Image
 from support.image_files import noise, write_parquet
 
 from halfmoon.cli.main import main
+from halfmoon.studies import plan as planning
 
 
 def write_classes(folder: Path, **counts: int) -> Path:
@@ -18,11 +19,19 @@ def write_classes(folder: Path, **counts: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("extra", [["--network", "small"], []])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--network", "small", "--width", "4", "--steps", "1", "--resize", "8"],
+        pytest.param([], marks=pytest.mark.nightly),  # the pretrained network's heads
+    ],
+)
 def test_a_plan_chooses_clients_that_the_run_can_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, extra: list[str]
 ) -> None:
     """20 labels of 24 training images leave 4 unlabeled ones, for fewer than the 6 clients of the default."""
+    monkeypatch.setattr(planning, "MAX_ROUNDS", 10)
+    monkeypatch.setattr(planning, "SCRATCH_SPLITS", 1)
     data = str(write_classes(tmp_path / "in", cat=15, dog=15))
     command = ["run", "--data", data, "--labels", "20", "--minutes", "0.01", *extra]
     assert main([*command, "--plan", "--json"]) == 0

@@ -189,7 +189,7 @@ def test_no_ray_and_no_cluster_are_sentences(mine, monkeypatch, capsys):
 # On a cluster; these come last, as Ray prints to the stdout of whoever is connected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the next but one kills workers by default, and test_sweep.py the process of a run
 def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> None:
     """Four runs on two workers; one dies by SIGKILL after its third round. The bytes are those of a straight sweep.
     Nothing is run twice: every round of every run is played once, the killed run's by two processes, the second of

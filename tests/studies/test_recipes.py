@@ -813,7 +813,7 @@ FULL = tomllib.loads(
 )
 
 
-@hypothesis_settings(deadline=None, max_examples=150, database=None)
+@hypothesis_settings(deadline=None, database=None)
 @given(
     path=st.sampled_from(paths(FULL)), value=st.sampled_from([3, 1.5, True, "a", [], {}, [3], ["a"], {"a": 3}, [{}]])
 )

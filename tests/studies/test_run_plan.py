@@ -166,6 +166,7 @@ def test_a_slow_computer_gets_the_same_plan_of_heads(
 
 def test_a_slow_computer_gets_the_same_model(tmp_path: Path, scratch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "photos", 20)
+    monkeypatch.setattr(planning, "SCRATCH_SPLITS", 2)
     measure = planning.measure_round_cost
     models = []
     for name, factor in (("fast", 1e-3), ("slow", 1e3)):
