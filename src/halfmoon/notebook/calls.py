@@ -248,9 +248,9 @@ def sweep(
 
     Args:
         name: name of the recipe (`halfmoon recipes` lists them), or the file.
-        only: the cells to run, by axis: {"method": ["fedavg", "feddure"]}.
+        only: the part to run, by what varies over the table: {"method": ["fedavg", "feddure"]}.
         seeds: seeds instead of those of the recipe; 2 are 0 and 1.
-        scale: name of a smaller version.
+        scale: name of a smaller version of the experiment; None for that of the paper.
         out: parent of the sweep's folder; finished runs in it are read.
         watch: a callback for each run and round.
         progress: print progress and messages; False: nothing but warnings.

@@ -130,7 +130,8 @@ def _format_log(events: Sequence[Event]) -> list[list[str]]:
 
 
 def _read_site_names(folder: Path) -> Sequence[str]:
-    """Read the names of a federation's sites; [] if the folder has none."""
+    """Read the names of a federation's sites in the order of their numbers; [] if the folder has none."""
+    # The files that a server has written, the latest first; before the first one the configuration has the names.
     for name in ("summary.json", "terms.json"):
         names = (atomic_io.read_json(folder / name) or {}).get("sites")
         if isinstance(names, list) and all(isinstance(site, str) for site in names):

@@ -65,7 +65,12 @@ class FolderPage:
         self._captions_lock = threading.Lock()
 
     def get_start(self, request: Request) -> dict[str, Any]:
-        """Build the response with everything that a page needs when it opens."""
+        """Build the response with everything that a page needs when it opens.
+
+        Returns:
+            The state (`get_state`); the "folder", "paths" and "labels" of all images; "unsure_rows", the undecided
+            ones; "foldered", whether the labels are names of class folders.
+        """
         return self.get_state(request) | {
             "folder": self.site.folder.resolve().name,
             "paths": list(self.site.paths),

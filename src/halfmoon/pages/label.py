@@ -257,7 +257,11 @@ class LabelPage(FolderPage):
         return self.describe(message.get("since"))
 
     def post_undecided(self, request: Request) -> dict[str, Any]:
-        """Record that a person could not label an image, or remove this record."""
+        """Record that a person could not label an image, or remove this record, and describe all labels.
+
+        Args:
+            request: JSON with "row" (number of the image), "on" (false removes the record) and "since".
+        """
         message = parse_body(request)
         row = parse_row(message, len(self.site))
         undecided = message.get("on")

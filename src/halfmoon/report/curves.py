@@ -381,7 +381,7 @@ def _describe_labels(runs: Sequence[StoredRun]) -> str:
 
 
 def _describe_seeds(runs: Sequence[StoredRun]) -> str:
-    """Describe the seeds: as a range if they are consecutive, otherwise as a list."""
+    """Describe the seeds of runs for the title of a figure: "seeds 0 to 4" if they are consecutive, else a list."""
     numbers = {run.options.get("seed", 0) for run in runs}
     seeds = sorted(n for n in numbers if isinstance(n, int))
     if len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1)):

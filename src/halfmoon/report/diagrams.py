@@ -42,7 +42,7 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
     """
     classes: Sequence[str] = summary["counts"]["classes"]
     clients = summary["counts"]["clients"]
-    numbers = pick_evenly(range(clients), MAX_CLIENTS)
+    numbers = pick_evenly(range(clients), MAX_CLIENTS)  # the clients that are shown
     server = summary["server"]
     first_client = _SERVER_COLUMNS if server else 0
     columns = first_client + len(numbers)
@@ -69,7 +69,7 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
     _label_ticks(
         panels[1].xaxis,
         [str(k) for k in numbers],
-        client_inches / 2.2,
+        client_inches / 2.2,  # a number is 2.2 times as wide as high, and side by side only the width matters
         leading_names=["server"] if server else [],
         first=first_client,
     )

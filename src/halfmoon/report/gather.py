@@ -275,11 +275,17 @@ def _list_rows(runs: Sequence[LooseRun], names: Sequence[str]) -> list[AxisValue
 
 
 def _find_column_options(runs: Sequence[LooseRun], names: Sequence[str]) -> list[str]:
-    """Find the options that make columns, those of data and split first."""
+    """Find the options that make columns of the table because runs differ in them, those of data and split first.
+
+    Args:
+        runs: the runs.
+        names: the row of each run, its method with its options.
+    """
     columns = []
     for key in dict.fromkeys([*DATA_OPTIONS, *(key for run in runs for key in run.options)]):
         values = {(name, _format_option(run.options.get(key))) for run, name in zip(runs, names, strict=True)}
         several = len({value for _, value in values}) > 1
+        # More pairs than rows: one row was run with several values of the option.
         if several and (key in DATA_OPTIONS or len(values) > len({name for name, _ in values})):
             columns.append(key)
     return columns

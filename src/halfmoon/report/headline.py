@@ -49,7 +49,7 @@ class RowRoles(NamedTuple):
 
 
 def find_roles(study: Study, column: Column) -> RowRoles:
-    """Find the winner, the baseline and the upper bound of a column."""
+    """Find the rows of a column that the page marks: the winner, the baseline (labels only) and the upper bound."""
     ranking = rank_rows(study, final_scores(study), column)
     names = [row.name for row in ranking]
     return RowRoles(
@@ -174,6 +174,12 @@ def _describe_gain(ranking: Sequence[FinalAccuracy]) -> str:
 
 
 def _describe_columns(study: Study, columns: Sequence[Sequence[FinalAccuracy]]) -> str:
+    """Describe in sentences which row is the best in most columns, and its lead in their mean.
+
+    Args:
+        study: the study.
+        columns: the accuracies of the rows (usually methods) of each column (usually a data set), the best first.
+    """
     # most_common keeps the order of the columns for equal counts.
     wins = Counter(_competitors(rows)[0].title for rows in columns)
     title, count = wins.most_common(1)[0]

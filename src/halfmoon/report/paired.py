@@ -106,6 +106,14 @@ def compare_by_image(method: np.ndarray, baseline: np.ndarray, comparisons: int 
 
 
 def _student_t(mean: float, variance: float, freedom: float, comparisons: int) -> Difference:
+    """Compute the 95 % interval and the two-sided p-value of a mean by Student's t distribution.
+
+    Args:
+        mean: the mean of the differences.
+        variance: the variance of this mean.
+        freedom: degrees of freedom.
+        comparisons: number of comparisons, for the adjustment of Bonferroni.
+    """
     error = math.sqrt(variance)
     # Without any spread t is not defined: the difference is exactly zero or certainly not.
     if error == 0:

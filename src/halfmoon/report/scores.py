@@ -281,7 +281,12 @@ def cost_rows(study: Study, column: Column) -> list[tuple[str, list[float | None
 
 
 def column_headings(study: Study, columns: Sequence[Column]) -> list[list[tuple[str, list[Column]]]]:
-    """Compute the headings of columns: for each axis its titles, with the columns that each spans."""
+    """Compute the lines of headings above the columns of a table, one for each axis, such as data set and clients.
+
+    Returns:
+        For each axis its titles from left to right, with the columns that each spans.
+    """
+    # Adjacent columns with the same values of this axis and all axes above it share a heading.
     return [
         [
             (study.value_title(name, key[-1]), list(same))

@@ -281,9 +281,10 @@ def _split_chart(split: JsonDict, users: Sequence[SplitUser], title: str) -> Jso
 
 
 def line_charts(study: Study, score: ScoreTable) -> list[JsonDict]:
-    """Compute the panels of a sweep of kind "lines", one for each combination of the axes that are neither x nor lines.
+    """Compute the charts of a study that draws accuracy over an option, such as the number of labels ("x").
 
-    Every line has points {x, mean, low, high} and published points {x, mean, deviation}, in percent.
+    There is a panel for each combination of what else varies, and a line for each row (usually a method). Every line
+    has points {x, mean, low, high} and published points {x, mean, deviation}, in percent.
     """
     x = study.sweep.x
     if study.sweep.kind != "lines" or x is None:
@@ -318,7 +319,7 @@ def line_charts(study: Study, score: ScoreTable) -> list[JsonDict]:
         {
             "title": ", ".join(title),
             "label": x,
-            "own": line_axis != rows,
+            "own": line_axis != rows,  # whether lines have styles of their own, other than those of the rows
             "lines": [
                 {
                     "line": n,

@@ -168,6 +168,7 @@ def load_or_compute_features(
         UserError: the cache folder cannot be written, or its disk is full.
     """
     augmentations: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
+    # The augmentation of each view, in the order in which the file has them.
     recipes: dict[str, View] = {"plain": Plain()}
     for name in cached_names:
         for k in range(DRAWS[name]):
@@ -178,6 +179,7 @@ def load_or_compute_features(
     network_name = network.name if isinstance(network, ModuleNetwork) else type(network).__name__
     # Images of another shape may have the same bytes.
     shape = tuple(images.shape)
+    # "5": the version of the computation.
     recipe_text = f"5 {head.inner.sha256} {network_name} {network.head} {recipes} {normalize} {shape}"
     digest = hashlib.sha256(recipe_text.encode())
     # In chunks, so that only one of them is copied from a GPU at a time.

@@ -141,10 +141,16 @@ def _check_format(metadata: Mapping[str, str], path: Path) -> None:
     )
 
 
-def _parse_field(name: str, words: str, path: Path) -> Any:
-    """Parse a field of the metadata from JSON, and check its type."""
+def _parse_field(name: str, text: str, path: Path) -> Any:
+    """Parse a field of a model file's metadata from JSON, and check its type.
+
+    Args:
+        name: the name of the field in the file.
+        text: its JSON.
+        path: the file, for messages.
+    """
     try:
-        return TypeAdapter({**_REQUIRED_TYPES, **_OPTIONAL_TYPES}[name]).validate_json(words, strict=True)
+        return TypeAdapter({**_REQUIRED_TYPES, **_OPTIONAL_TYPES}[name]).validate_json(text, strict=True)
     except ValidationError as error:
         raise UserError(
             f"{path}: the model's metadata have no readable {name!r} ({error.errors()[0]['msg']}); "

@@ -59,7 +59,7 @@ def count_processes(config: Config, runs: int) -> int:
 def run_in_processes(
     run_job: Callable[[int, Callback], Row], numbers: Sequence[int], config: Config, watch: Callback
 ) -> tuple[dict[int, Row], dict[int, Exception]]:
-    """Train runs in several processes.
+    """Train several runs at the same time, each in a process, and report their progress to one callback.
 
     Args:
         run_job: trains the run of a number, reports to a callback, and returns the summary. It is pickled and sent to

@@ -72,7 +72,7 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     jobs = _create_jobs(config)  # one for each method, with its folder
     # Features of a frozen backbone may take hours: record the run before, so that it can be resumed after a kill.
     with _pending_record(root, config) as write_record:
-        shared = _load_shared(jobs, None, watch, shared=shared, before_features=write_record)
+        shared = _load_shared(jobs, split=None, watch=watch, shared=shared, before_features=write_record)
     return _run_all(root, _choose_executors(jobs, shared), shared, watch)
 
 
@@ -104,6 +104,7 @@ def compare(
             raise UserError(f"compare needs one or more different {title}, not {', '.join(map(str, names)) or 'none'}.")
 
     def create_jobs(reference: str) -> list[Job]:
+        """Create a job for each method and seed, trained as long as the method `reference`."""
         jobs = []
         for method in methods:
             for seed in seeds:
@@ -118,16 +119,18 @@ def compare(
     # An existing comparison is refused only below: whether it is this one depends on the jobs.
     exists = (root / COMPARISON).exists()
     if not exists:
-        _refuse_existing(root, "")
+        _refuse_existing(root, run_identity="")
     with _pending_record(root, config, methods, seeds) as write_record:
-        shared = _load_shared(jobs, None, NULL_CALLBACK if exists else watch, before_features=write_record)
+        quiet_watch = NULL_CALLBACK if exists else watch  # `resume` reports the messages below
+        shared = _load_shared(jobs, split=None, watch=quiet_watch, before_features=write_record)
+    # The costliest method is known only now: it depends on the data.
     if config.reference is None:
         jobs = create_jobs(find_costliest_method([job.config for job in jobs], shared))
     jobs = _choose_executors(jobs, shared)
     plan = render_jobs(jobs)
     if again and is_same_plan(atomic_io.read(root / COMPARISON), plan):
         return resume(root, watch)
-    _refuse_existing(root, "", plan)
+    _refuse_existing(root, run_identity="", plan=plan)
     try:
         root.mkdir(parents=True, exist_ok=True)
         atomic_io.write_atomically(root / COMPARISON, plan)
@@ -321,7 +324,7 @@ def finished_summary(path: Path) -> Row | None:
 
 
 def _create_jobs(config: Config) -> list[Job]:
-    """Create the jobs of a run: its method, and its baselines in folders below."""
+    """Create the jobs of a run, each a configuration and its folder: its method, and its baselines in folders below."""
     jobs = [Job(".", config)]
     reference = config.reference or config.method
     for name in config.baselines:
@@ -695,7 +698,7 @@ def _build_experiment(
         shared.views,
         training,
         runtime_settings,
-        store=TreeStore(cap=config.memory_cap * 1_000_000),
+        store=TreeStore(cap=config.memory_cap * 1_000_000),  # the memories of clients, in bytes
         aggregators=(*attacks, *factory.build_aggregators(config, noise_seed, path)),
     )
     interval = choose_evaluation_interval(config, shared)

@@ -85,7 +85,7 @@ class VectorTraining:
 
 
 def build_training(name: str, options: Mapping[str, Any], rounds: int | None) -> VectorTraining:
-    """Build a method for vectors from its name and options.
+    """Build a method that trains a linear classifier on vectors, with the length of its training, from its options.
 
     Args:
         name: a method of the catalog that needs no views of images, such as ridge-head, mixture-head or fedavg.
@@ -119,6 +119,7 @@ def build_training(name: str, options: Mapping[str, Any], rounds: int | None) ->
     for option, value in options.items():
         plain = value.item() if isinstance(value, np.generic) else value
         values[option] = convert_value(f"{option} in options", types[option], plain)
+    # The options of training by steps are not those of the method: they are taken out of `values`.
     steps = {option: values.pop(option, default) for option, default in STEP_OPTIONS.items()}
     POSITIVE.check("lr", steps["lr"])
     method = registry.make(name, values)
@@ -128,6 +129,7 @@ def build_training(name: str, options: Mapping[str, Any], rounds: int | None) ->
         lr=steps["lr"],
         batching=Batching(labeled=steps["labeled_batch"], epochs=steps["epochs"]),
     )
+    # A solved head needs one round, and another one for each step of expectation-maximization (EM).
     if isinstance(method, RidgeHead):
         return replace(training, rounds=1 + getattr(method, "em_rounds", 0))
     _refuse_views(name, training)
