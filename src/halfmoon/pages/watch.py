@@ -65,6 +65,7 @@ class WatchPage:
         entries = [registry.entry(name) for name in registry.names()]
         titles = {entry.name: entry.title for entry in entries}
         self._ceilings = {entry.name for entry in entries if entry.all_labels}
+        # Lower bounds are recognized by their titles, such as "FedAvg (labeled only)".
         self._floors = {entry.name for entry in entries if entry.title.endswith("(labeled only)")}
         self._titles = titles
 

@@ -176,7 +176,7 @@ def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
     if clients:
         values["clients_percent"] = 100 * clients["mean"]
         values["clients_spread"] = 100 * clients["deviation"]
-        values["clients_worst_percent"] = 100 * clients["worst"]
+        values["clients_worst_percent"] = 100 * clients["worst"]  # mean of the lowest tenth of clients
     pseudo_labels = (run.summary or {}).get("pseudo_labels") if run else None
     if pseudo_labels and pseudo_labels.get("used") is not None:
         values["used_percent"] = 100 * pseudo_labels["used"]

@@ -170,7 +170,7 @@ class DifferenceTable:
 
     @property
     def sentence(self) -> str:
-        """Explanation of the table: the control's gain, the kind of intervals, and whether there are enough seeds.
+        """Sentences below the table of differences: the control's gain, what intervals contain, too few seeds.
 
         The control trains on labeled images only, and has unlabeled images in its batch normalization. If it was run,
         it is the base of the table, and `self.control` is its difference to the method with labels only.

@@ -207,7 +207,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> ComparisonTable:
 
 
 def _format_cell(value: MeanDeviation | None, column: _QuantityColumn) -> str:
-    """Format a quantity over seeds as "mean ± deviation", or as its mean if the deviation is unknown.
+    """Format a cell of the comparison's table as "mean ± deviation" over seeds, or as its mean for one seed.
 
     Args:
         value: None if a run did not measure it.

@@ -161,7 +161,7 @@ def build_card(
         method=config.method,
         config=config_text,
         crop=config.crop,
-        window=image_preparation(config).window,
+        window=image_preparation(config).window,  # the values of black and white in images of more than 8 bits
         temperature=temperature,
     )
 

@@ -440,6 +440,7 @@ def get_split(config: Config, data: Source, split: Split | None = None) -> Split
     if split is not None:
         split.check(data)
         return split
+    # The scenario is the rule of the split. An open set has images of unknown classes, which are at clients without a label.
     if config.unknown_classes:
         return build_scenario(config).split_open_set(data.train.labels, data.classes, data.name)
     if memory.is_memory_name(config.data):
@@ -526,6 +527,7 @@ def build_views(config: Config, image_spec: ImageSpec) -> Views:
         image_spec: states whether a mirrored image has the same class, the default of the option `flip`.
     """
     flip = image_spec.mirror if config.flip is None else config.flip
+    # "cutout" is cropped, mirrored and has a box of zeros; "weak" is cropped and mirrored; "plain" is not changed.
     labeled_views: dict[str, View] = {"cutout": Labeled(flip=flip), "weak": Weak(flip=flip), "plain": Plain()}
     strong_views = {"feddure": Strong, "semifl": StrongSemiFL, "fedloke": StrongFedLoKe}
     labeled = labeled_views[config.labeled_view]

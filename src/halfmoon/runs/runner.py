@@ -291,11 +291,14 @@ def run_in_folder(
 
 
 def write_split(config: Config, path: Path) -> Row:
-    """Write the split of a configuration into a run folder without training, and return the folder's summary.
+    """Write the split of a configuration into a run folder without training, for studies that only compare splits.
 
     Args:
         config: the configuration.
         path: the run folder; a finished one is only read.
+
+    Returns:
+        The folder's summary.json, which has no accuracy.
 
     Raises:
         UserError: the configuration or the data does not fit.
@@ -624,7 +627,7 @@ def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
     Raises:
         UserError: the folder contains a run of another configuration.
     """
-    run_identity = identity(config, config.method)
+    run_identity = identity(config, config.method)  # a hash of the options that change results
     if RunFolder.exists(path):
         folder = RunFolder.open(path)
         if folder.identity != run_identity:
