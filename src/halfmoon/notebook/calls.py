@@ -170,6 +170,7 @@ def problem(
         UserError: the data, the split or the network do not fit.
     """
     options, _ = _register_data(config, options, test)
+    # A complete configuration is used as it is.
     if options or config is None:
         config = _make_config(config, options, {})
     return factory.build_problem(config, split, methods, raw)
@@ -260,8 +261,9 @@ def sweep(
         UserError: there is no such recipe, axis, value or scale, or an option changes numbers; so does data in memory.
     """
     plan = recipe.load(str(name))
+    # A smaller version of the paper's experiment, with fewer rounds, clients or images.
     size = plan.scale(scale) if scale else None
-    selections = []
+    selections = []  # as the command line has them, such as "method=fedavg"
     for axis, values in (only or {}).items():
         for value in [values] if isinstance(values, str) else values:
             selections.append(f"{axis}={value}")
@@ -274,7 +276,7 @@ def sweep(
     changing = sorted(options.keys() - schema.EXECUTION_OPTIONS)
     if changing:
         raise UserError(f"{changing[0]} changes a sweep's numbers: it belongs into the recipe.")
-    machine_options = schema.resolve_paths(options, Path())
+    machine_options = schema.resolve_paths(options, Path())  # paths start at the working directory
     folder = SweepFolder(to_path(out), plan, size, f"halfmoon.sweep({str(name)!r})")
     with _show_progress(watch, progress) as callbacks:
         cells = grid.build_cells(plan, grid.parse_selection(plan, selections), numbers, size, machine_options)
@@ -327,6 +329,7 @@ def _refuse_options(config: Config | None, options: Mapping[str, Any], names: Se
     """Raise `UserError` for an option without effect that a call or a configuration sets."""
     default = Config()
     for name in names:
+        # The default is not an option that somebody has set.
         is_changed = config is not None and getattr(config, name) != getattr(default, name)
         if options.get(name) is not None or is_changed:
             raise UserError(f"{name} {reason}; leave {name} out.")
@@ -369,6 +372,7 @@ def _run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False, pro
     """Run or resume a plan in a folder."""
     with _show_progress(watch, progress) as callbacks:
         result = run_plan.run_plan(plan, root, callbacks, resume)
+    # None for a site's folder without test images: its runs are a method and its baseline, without a comparison.
     if result.outcome is not None:
         return _make_results(result.outcome, progress)
     return Results(root, [root, *(root / BASELINES / name for name in plan.config.baselines)])

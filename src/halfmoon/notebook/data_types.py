@@ -270,7 +270,7 @@ def _open_hugging_face(data: Any, classes: Sequence[str] | None, name: str) -> I
     label_column = find_column(name, data.column_names, LABEL_COLUMNS)
     values = _list_labels(list(data[label_column]), name)
     _check_lengths(len(data), len(values), name)
-    class_names = getattr(data.features[label_column], "names", None)
+    class_names = getattr(data.features[label_column], "names", None)  # those of the type `ClassLabel`
     numbers, names = _classify(values, classes, class_names, name)
 
     def read(row: int, preparation: Preparation) -> np.ndarray:
@@ -283,6 +283,7 @@ def find_test(data: Any) -> Any:
     """Return the test images that a data set contains; None if there are none."""
     if isinstance(data, Source):
         return data.test
+    # A `DatasetDict`: many data sets of Hugging Face call their only test part "validation".
     if isinstance(data, Mapping):
         return next((data[part] for part in ("test", "validation") if part in data), None)
     return None
@@ -557,6 +558,7 @@ def _number_clients(clients: Any, count: int) -> np.ndarray:
         raise UserError(
             "clients has ids that are missing or not whole numbers; give a number or a string for each image."
         )
+    # Objects of several types cannot be sorted, their texts can.
     return np.unique(ids.astype(str) if ids.dtype == object else ids, return_inverse=True)[1].astype(np.int64)
 
 

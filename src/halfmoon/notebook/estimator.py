@@ -105,7 +105,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         classes, labels = _number_classes(y, len(X), type(self).__name__)
         generator = check_random_state(self.random_state)
         numbers, count = self._number_clients(clients, labels, generator)  # the client of each row
-        seed = int(generator.randint(2**31 - 1))
+        seed = int(generator.randint(2**31 - 1))  # of batches and of a network, other than that of the clients
         if is_images:
             self._fit_images(X, labels, numbers, seed)
         else:
@@ -158,6 +158,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
             seed: the seed of the run.
         """
         options = dict(self.options or {})
+        # These follow from the arguments of the estimator and of `fit`.
         for name in ("data", "test", "clients", "seed", "run_dir", "rounds", "method", "baselines"):
             if name in options:
                 raise UserError(f"options has {name!r}, which FederatedClassifier sets itself: leave it out.")

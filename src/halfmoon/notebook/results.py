@@ -217,6 +217,7 @@ class Results:
         for name, decimals in digits.items():
             if name not in summary:
                 continue
+            # One text for each method.
             cells = ["" if pd.isna(value) else f"{value:.{decimals}f}" for value in summary[name]]
             if name == "accuracy (%)":
                 deviations = summary["std"] if "std" in summary else [float("nan")] * len(cells)
@@ -224,6 +225,7 @@ class Results:
                     cell if pd.isna(deviation) else rf"{cell} $\pm$ {deviation:.2f}"
                     for cell, deviation in zip(cells, deviations, strict=True)
                 ]
+                # Rounded values are compared, so that equal numbers of the table are both bold.
                 best = summary[name].max()
                 cells = [
                     rf"\textbf{{{cell}}}" if len(cells) > 1 and value == best else cell
@@ -242,9 +244,10 @@ class Results:
         """Describe the results in a line: accuracy of each method, unfinished runs, whether unlabeled images help."""
         texts = [f"{name} {value:.1f} %" for name, value in self.details["last_percent"].items()]
         open_runs = [f"{run.title}: {len(run.rows)} rounds so far" for run in self._stored_runs if run.summary is None]
-        if len(texts) > MAX_NAMES:
+        if len(texts) > MAX_NAMES:  # a notebook shows this text in one line
             texts = [*texts[:MAX_NAMES], "..."]
         texts += open_runs[:MAX_NAMES]
+        # Whether unlabeled images help, for a folder of images.
         if decision := self.decision:
             texts.append(decision["sentence"])
         count = f"{len(self.runs)} run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
@@ -255,7 +258,7 @@ class Results:
 
         Sentences below them tell what to know about the numbers, and which runs are not finished.
         """
-        table = tables.ComparisonTable(self._table.lines, wide=False)
+        table = tables.ComparisonTable(self._table.lines, wide=False)  # without costs that few readers need
         pieces = [html_table(table.headings, table.cells)] if table.lines else []
         ceilings = registry.ceilings()  # names of the methods that train with all labels, which are upper bounds
         # None if there are fewer than two methods or two seeds to compare.
@@ -303,6 +306,7 @@ class SweepResults(Results):
             if run is not None:
                 axes = {f"axis:{axis}": value for axis, value in cell.at.items()}
                 frames.append(Results(self.folder, [run.path]).to_frame().assign(**axes))
+        # A frame without rows still has the columns of `Results.to_frame`.
         return pd.concat(frames, ignore_index=True) if frames else super().to_frame()
 
     def to_latex(self, path: Path | str | None = None) -> str:
@@ -353,7 +357,7 @@ def _make_axes(count: int) -> "list[Axes]":
     """Make a figure with `count` axes side by side, and return the axes."""
     from matplotlib import pyplot
 
-    size = (6.4 if count == 1 else 4.4 * count, 3.6)
+    size = (6.4 if count == 1 else 4.4 * count, 3.6)  # inches
     figure = pyplot.figure(figsize=size, layout="constrained")
     if in_notebook():
         # The notebook displays the figure that `plot` returns; pyplot would display an open one a second time.

@@ -48,6 +48,7 @@ class Model(load.InferenceModel):
         if isinstance(images, str | Path) and not Path(images).is_file():
             folder = Path(images)
             unreadable = list[image_folder.UnreadableImage]()
+            # The rows of the command's CSV file, in which numbers are texts and `sure` is "yes" for True.
             rows = image_folder.iterate_predictions(self, folder, image_folder.list_images(folder), sure, unreadable)
             table = pd.DataFrame(rows, columns=[*image_folder.PREDICTION_COLUMNS])
             shares = ["probability", "runner_up_probability"]
@@ -55,14 +56,14 @@ class Model(load.InferenceModel):
             _warn_of_unreadable(unreadable)
             return table.assign(**columns)
         values = self.predict_proba(images)
-        order = np.argsort(-values, axis=1, kind="stable")
+        order = np.argsort(-values, axis=1, kind="stable")  # the first of equal classes wins, as in argmax
         columns: dict[str, Any] = {}
         for rank, (label, share) in enumerate((("label", "probability"), ("runner_up", "runner_up_probability"))):
-            if rank < len(self.classes):
+            if rank < len(self.classes):  # a model of one class has no second one
                 columns[label] = [self.classes[k] for k in order[:, rank]]
                 columns[share] = np.take_along_axis(values, order[:, rank : rank + 1], 1)[:, 0]
         table = pd.DataFrame(columns)
-        table.insert(2, "sure", table["probability"] >= sure)
+        table.insert(2, "sure", table["probability"] >= sure)  # after the probability, as in the table of a folder
         return table
 
     @python_errors

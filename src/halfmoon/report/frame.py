@@ -171,7 +171,7 @@ def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
         values["last_percent"] = 100 * entry.accuracy.last
         values["best_percent"] = None if best is None else 100 * best
         values["best_round"] = entry.accuracy.best_round
-    run = study.run(entry)
+    run = study.run(entry)  # None if its folder is missing
     clients = (run.summary or {}).get("client_accuracy") if run else None
     if clients:
         values["clients_percent"] = 100 * clients["mean"]

@@ -110,7 +110,7 @@ def _describe_interval(study: Study, first: str, second: str, columns: int) -> s
     table = table[table["last_percent"].notna()]
     first_by_seed = dict(list(table[table["row"] == first].groupby("seed")["last_percent"]))
     second_by_seed = dict(list(table[table["row"] == second].groupby("seed")["last_percent"]))
-    seeds = []
+    seeds = []  # those that both rows have in all columns
     for seed, accuracies in first_by_seed.items():
         if len(accuracies) == columns and len(second_by_seed.get(seed, ())) == columns:
             seeds.append(seed)

@@ -109,6 +109,7 @@ def _split_columns(columns: Sequence[Column], has_published: dict[Column, bool])
     """
     groups: list[list[Column]] = []
     free = 0
+    # A column with its published numbers is not divided between two groups.
     for column in columns:
         width = 2 if has_published[column] else 1
         if width > free or not groups:
@@ -146,7 +147,7 @@ def _format_tabular(
         cells = [score.get(row.name, column) for row in rows]
         headings.append((*escaped_titles, "here") if names_sources else tuple(escaped_titles))
         table.append([_format_measured(cell) for cell in cells])
-        if score.steps is not None:
+        if score.steps is not None:  # the last line
             table[-1].append(f"{score.steps[column] or 0:,.0f}")
         if column in published_columns:
             headings.append((*escaped_titles, "paper"))
@@ -156,7 +157,7 @@ def _format_tabular(
     index = [escape_latex(row.title) for row in rows]
     if score.steps is not None:
         index.append("labeled steps")
-    lines = [list(line) for line in zip(*table, strict=True)]
+    lines = [list(line) for line in zip(*table, strict=True)]  # transposed
     # Equal adjacent headings of a level are merged by the Styler.
     frame = pd.DataFrame(lines, index=index, columns=pd.MultiIndex.from_tuples(headings))
     return frame.style.to_latex(column_format="l" + "r" * len(headings), hrules=True, multicol_align="c")

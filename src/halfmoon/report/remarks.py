@@ -163,7 +163,7 @@ def describe_gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[s
         if accuracy is not None:
             accuracies.setdefault(summary["method"], []).append(100 * accuracy["last"])
     means = {name: mean_and_deviation(values).mean for name, values in accuracies.items()}
-    tops = [name for name in means if name in ceilings]
+    tops = [name for name in means if name in ceilings]  # in the order of the runs: the first method counts
     semi_supervised = [name for name in means if name not in (LABELS_ONLY, CONTROL) and name not in ceilings]
     base = CONTROL if CONTROL in means else LABELS_ONLY
     if base not in means or not tops or not semi_supervised:

@@ -75,6 +75,7 @@ def tau_interval(rows: Sequence["CellScore"]) -> tuple[float, float] | None:
     if not len(rows) == len(deviations) == len(published) > 1:
         return None
     seeds = np.array([row.seeds for row in rows])
+    # A fixed seed, so that the same runs give the same report.
     errors = np.random.default_rng(0).standard_t(seeds - 1, (2000, len(rows))) * deviations / np.sqrt(seeds)
     draws = np.array([mean.mean for mean in last if mean]) + errors
     # Tau-b of each draw from the signs of all pairs. Draws have no ties, so only published ties reduce the denominator.

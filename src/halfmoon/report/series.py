@@ -60,6 +60,7 @@ def column_charts(study: Study, column: Column) -> JsonDict:
         if runs:
             line = _row_charts(table[table["row"] == value.name], runs)
             lines.append({"line": number, "seeds": len(runs), **line})
+            # All runs of a column have the classes of its data set.
             classes = classes or list_classes(runs)
     # The confusion matrix and the class shares of the winner are shown first.
     winner = find_roles(study, column).winner
@@ -173,6 +174,7 @@ def _client_accuracies(runs: Sequence[StoredRun]) -> JsonDict | None:
         tenth) over clients. None if a run did not measure it.
     """
     summaries = [(run.summary or {}).get("client_accuracy") for run in runs]
+    # A mean over only some of the runs would mislead.
     measured = [summary for summary in summaries if summary]
     if len(measured) < len(runs):
         return None

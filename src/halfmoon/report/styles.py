@@ -49,6 +49,7 @@ def style_numbers(names: Sequence[str]) -> list[int]:
     preferred = [_preferred_number(name) for name in names]
     numbers: list[int] = []
     for number in preferred:
+        # Enough for all names, also if they are more than the styles that differ without color.
         candidates = range(DISTINCT_STYLES + len(names))
         free = (other for other in candidates if other not in numbers and other not in preferred)
         numbers.append(number if number not in numbers else next(free))

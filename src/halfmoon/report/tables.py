@@ -201,6 +201,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> ComparisonTable:
         group.append(summary)
     lines = []
     for method, group in groups.items():
+        # A quantity that a seed did not measure is unknown for the method.
         values = {column.key: mean_if_complete(column.values(group)) for column in _COLUMNS}
         lines.append(MethodRow(method, tuple(summary["seed"] for summary in group), values))
     return ComparisonTable(tuple(lines))

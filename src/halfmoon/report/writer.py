@@ -26,6 +26,7 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
     """
     check_output_path(out)
     studies = gather_studies(paths)
+    # All texts are made before the first file is written, so that an error leaves no incomplete report.
     contents = {".html": render_html(studies), ".csv": format_csv(studies), ".tex": format_latex(studies)}
     files = [out.with_suffix(suffix) if suffix != ".html" else out for suffix in contents]
     for file, text in zip(files, contents.values(), strict=True):
