@@ -345,6 +345,7 @@ def write_message(message: Message) -> bytes:
     trees = {name: values.pop(name) for name in _TREES if name in values}
     data, layout = pack(trees)
     values = {"message": _CLASS_NAMES[type(message)], **values}
+    # Metadata of a safetensors file are texts, so this JSON becomes a text in the JSON of the header.
     return with_metadata(data, {FIELDS_KEY: json.dumps(values), LAYOUT_KEY: json.dumps(layout)})
 
 

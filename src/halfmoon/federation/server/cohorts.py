@@ -66,7 +66,7 @@ class Quarantine:
         """Count an unusable reply of `round` (from 0); return whether it puts the site into quarantine."""
         count = self._refusals[name].count + 1
         self._change(Refusals(name, count, round, reason))
-        return count == self.limit
+        return count == self.limit  # not above it, so that the caller logs the quarantine once
 
     def readmit(self, name: str) -> None:
         """Reset the count of a site; raise UserError for an unknown site."""
@@ -80,6 +80,7 @@ class Quarantine:
 
     def _change(self, new: Refusals) -> None:
         refusals = {**self._refusals, new.name: new}
+        # Written first: a restart of the server must not reset a count that has taken effect.
         if self.path is not None:
             _write(self.path, refusals)
         self._refusals = refusals

@@ -144,7 +144,7 @@ class Connection:
                 self.log.record("connection_lost", f"the connection to the sites is lost ({error}); waiting for it")
             self.failing.add(operation)
             return None
-        if self.failing == {operation}:
+        if self.failing == {operation}:  # the last one that failed, so all of them work now
             self.log.record("connection_restored", "the connection to the sites works again")
         self.failing.discard(operation)
         return result
@@ -155,7 +155,7 @@ class SpooledFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        weakref.finalize(self, _remove, path)
+        weakref.finalize(self, _remove, path)  # unlike __del__, it also runs when the process exits
 
     def read(self) -> bytes:
         """Read the file; raise UserError if that fails."""

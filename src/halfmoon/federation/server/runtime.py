@@ -194,6 +194,14 @@ class RemoteRuntime(ServerRuntime):
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
+        """Send a query to the sites, check their replies, and yield the results of their local updates.
+
+        With secure aggregation the sites exchange keys and shares before the query, and the masks are removed after it
+        (`MaskedSum`). A query to the server itself trains on its own labeled images.
+
+        Raises:
+            TooFewReplies: if fewer sites than the quorum have sent a usable reply.
+        """
         if list(clients) == [SERVER]:
             assert self.server is not None, "a method queries the server only if it has labels"
             (result,) = self.server.update(context, clients, None, broadcast, per_client, self._quality)
@@ -207,7 +215,7 @@ class RemoteRuntime(ServerRuntime):
             for row, client in enumerate(clients)
             if self.names[client] not in self.calls.quarantine.sites
         }
-        model = self._model
+        model = self._model  # evaluated with the first query of a round only
         self._model = {}
         evaluators = self.calls.evaluators() if model else []
         self.cost.bytes_down += tree.nbytes(model) * sum(site in evaluators for site in downloads)
@@ -236,7 +244,7 @@ class RemoteRuntime(ServerRuntime):
             masked_replies = {site: reply.load_upload() for site, reply in replies.items()}
             total = masked.total(masked_replies)
         for site, reply in replies.items():
-            if reply.reply.memory_bytes:
+            if reply.reply.memory_bytes:  # the site has stored a new state, from which it continues next time
                 self._versions.add(site, (context.round, self._attempt, context.query))
         if total is not None:
             yield from self._masked_results(total, masked_replies, context, clients, broadcast, per_client)

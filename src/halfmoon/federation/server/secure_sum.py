@@ -133,6 +133,7 @@ class MaskedSum:
             if site not in replies:
                 continue
             upload = replies[site].upload
+            # `split_rows` expects a leading dimension of rows.
             (site_keys,) = split_rows(upload["keys"][None])
             (signature,) = split_rows(upload["signature"][None])
             if self._keys_are_valid(sum_id, site, site_keys, signature):

@@ -314,14 +314,19 @@ class FederationServer:
         )
 
     def _experiment(self, manager: ClientManager, patience: float) -> Experiment:
-        """Build the experiment: as in a simulation, with a runtime whose clients are sites."""
+        """Build the experiment that `run_rounds` runs: as in a simulation, with a runtime whose clients are sites.
+
+        Args:
+            manager: exchanges messages with the sites.
+            patience: seconds to wait for enough sites before a round is tried once more.
+        """
         terms = self.plan.terms
         config = self.plan.config
         task = factory.build_task(config, terms.image_spec)
         model_inputs = select_inputs(
             config, task, factory.build_views(config, terms.image_spec), user_cache("features")
         )
-        store = TreeStore(cap=config.memory_cap * 1_000_000)
+        store = TreeStore(cap=config.memory_cap * 1_000_000)  # from megabytes to bytes
         device = factory.select_device(config)
         test = None
         if self.plan.test is not None:
@@ -360,7 +365,8 @@ class FederationServer:
                 self.plan, manager, task, budget, use_tests=test is None, use_validations=validation is None
             ),
             log=self.log,
-            wait_for_sites=lambda needed: manager.wait_for_sites(needed, patience, 0.0),
+            # Before a round is tried again, the server waits only for as many sites as it needs.
+            wait_for_sites=lambda needed: manager.wait_for_sites(needed, patience, grace=0.0),
         )
         runtime_settings = RuntimeSettings(
             config.cohort,
@@ -493,6 +499,7 @@ def _inspection(
     def count_images(name: str) -> int:
         acceptance = manager.acceptances[name]
         images = acceptance.labeled + acceptance.unlabeled
+        # A site may claim more images than it has, to weigh more. Numbers that the server knows are a limit.
         if plan.rules.images is not None:
             images = min(images, plan.rules.images[plan.terms.sites.index(name)])
         return images
@@ -505,6 +512,7 @@ def _inspection(
     def max_amount(client_update: ClientUpdate, name: str) -> tuple[Amount, int]:
         images = count_images(name)
         declared = declared_size(name)
+        # A supervised baseline (`all_labels`) trains on all images as labeled ones.
         trained = ClientSize(images, 0) if entry.all_labels else declared
         batching, _ = factory.build_batch_rules(config)
         return budget.amount(batching, client_update, trained, declared), images

@@ -105,6 +105,7 @@ def save_agreement(state_folder: Path, hash: str) -> None:
     """Save that the site's people agree to the terms with this hash."""
     hashes = sorted({*load_agreed_hashes(state_folder), hash})
     atomic_io.write_atomically(state_folder / AGREED_FILE, json.dumps({"terms": hashes}).encode())
+    # Removed only now: if the process ends in between, the people are asked once more, and no answer is lost.
     remove_pending(state_folder)
 
 
@@ -120,6 +121,7 @@ def set_accuracy_sharing(state_folder: Path, allowed: bool) -> None:
 def _load_json(path: Path, adapter: TypeAdapter[T]) -> T | None:
     """Load a JSON file; None if it is missing or damaged. A damaged agreement counts as none."""
     try:
+        # A missing file counts as an empty one, which is no valid JSON.
         return adapter.validate_json(atomic_io.read(path) or b"", strict=True)
     except ValidationError:
         return None

@@ -136,6 +136,7 @@ class DownloadSpecs:
         expected_shape, expected_dtype = expected
         if len(shape) != len(expected_shape) or dtype != expected_dtype:
             return False
+        # Tensors of several clients, such as their models, are stacked along the first dimension.
         if expected_shape and expected_shape[0] == ANY_COUNT:
             return 1 <= shape[0] <= self.sites and shape[1:] == expected_shape[1:]
         return shape == expected_shape

@@ -242,7 +242,7 @@ class SiteRuntime:
     def from_terms(
         cls, terms: Terms, number: int, images: np.ndarray, labels: np.ndarray, version: str, device_name: str = "auto"
     ) -> "SiteRuntime":
-        """Set up a site.
+        """Set up a site's local training, and check that its images suit the method.
 
         Args:
             terms: the configuration that the server and all sites of a federation share.
@@ -250,7 +250,7 @@ class SiteRuntime:
             images: uint8 (N, H, W, C), in the size of the terms.
             labels: int64 (N,), by the terms' class numbers; -1 for images without one.
             version: version of the site's halfmoon.
-            device_name: where to compute, as for the option `device`.
+            device_name: where to compute: "auto", or a device of PyTorch such as "cpu".
 
         Raises:
             RefusalError: the site lacks labels or images that the method needs, or a local update exceeds a limit.
@@ -261,7 +261,7 @@ class SiteRuntime:
         labeled = labels >= 0
         entry = registry.entry(config.method)
         if config.labels_at == "server" and not entry.all_labels:
-            labeled = np.zeros_like(labeled)
+            labeled = np.zeros_like(labeled)  # labels at the sites are not used
         _check_labels(terms, site_method, site_task, int(labeled.sum()), int((~labeled).sum()))
         method_requirements = requirements_of(site_method, site_task.network.norm)
         if method_requirements.min_class_images and not config.secure_aggregation:

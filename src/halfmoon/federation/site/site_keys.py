@@ -76,7 +76,7 @@ def read_keys(path: Path) -> dict[str, bytes]:
         path: a file with one OpenSSH line for each site; the line's comment is the name of the site.
 
     Returns:
-        The key of each site.
+        The key of each site by its name, as a point on its elliptic curve (`signing.parse_public_key`).
 
     Raises:
         UserError: the file is missing or invalid.
@@ -90,7 +90,7 @@ def read_keys(path: Path) -> dict[str, bytes]:
         if not columns or line.startswith(b"#"):
             continue
         try:
-            name = columns[2].decode()
+            name = columns[2].decode()  # the columns are the type of the key, the key in Base64, and the comment
             key = signing.parse_public_key(b" ".join(columns[:2]))
         except (ValueError, LookupError) as error:
             raise UserError(f"{path}, line {number}: it must be a public key and a site's name.") from error

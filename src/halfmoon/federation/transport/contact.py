@@ -31,6 +31,7 @@ class Address:
         Raises:
             UserError: the text is something else.
         """
+        # An IPv6 address itself has colons, so it needs brackets.
         host, colon, port = text.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
@@ -90,6 +91,7 @@ def check_server(address: Address, ca: Path | None) -> None:
         link = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_SECONDS)
     else:
         link = http.client.HTTPSConnection(address.host, address.port, timeout=TIMEOUT_SECONDS, context=tls_context(ca))
+    # The order matters: a certificate's error is a kind of SSLError, and this and ConnectionResetError are OSErrors.
     try:
         link.request("GET", "/health")
         status = link.getresponse().status
@@ -108,6 +110,7 @@ def check_server(address: Address, ca: Path | None) -> None:
             f"{address} does not speak TLS ({error.reason}); it was started without certificates."
         ) from error
     except (http.client.HTTPException, ConnectionResetError) as error:
+        # A server with TLS closes a plain connection, or sends bytes that are not HTTP.
         if ca is None and _speaks_tls(address):
             raise _tls_only(address) from error
         raise ServerUnreachable(f"{address} closes the connection") from error

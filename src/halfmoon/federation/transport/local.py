@@ -68,7 +68,7 @@ class LocalGrid(Grid):
     def _reply(self, message: Message) -> Message:
         try:
             return self.app(message, self.contexts[message.metadata.dst_node_id])
-        except Exception as error:
+        except Exception as error:  # Flower also turns it into a reply, as a site's process does not end
             return Message(Error(code=CRASHED, reason=repr(error)), reply_to=message)
 
 

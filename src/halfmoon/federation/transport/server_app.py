@@ -42,6 +42,7 @@ def main(grid: Grid, context: Context) -> None:
         transport = GridTransport(grid, keys_file, server.max_reply_bytes)
         server.serve(transport, patience=float(options.get("patience", math.inf)))
     except UserError as error:
+        # Without a run folder there is no log. Flower's own log has the error in any case, because it is raised again.
         if RunFolder.exists(run_folder):
             EventLog(run_folder / SERVER_LOG).record("stopped", f"stopped: {error}", reason=str(error))
         raise
