@@ -20,7 +20,13 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_integrity as t  # noqa: E402
-from in_process_federation import Town, eager, found, quick, stopping  # noqa: E402
+from in_process_federation import (  # noqa: E402
+    SiteFolders,
+    export_small_sites,
+    select_eager_options,
+    speed_up_rehearsals,
+    stop_server_at,
+)
 
 from halfmoon.core.errors import UserError  # noqa: E402
 from halfmoon.federation.transport import client_app  # noqa: E402
@@ -30,12 +36,12 @@ MEMORY = Path(".halfmoon", "federations")
 SAID = ("damaged", "missing", "was changed", "cannot be read")
 
 
-def logs(town: Town) -> list[Path]:
+def logs(town: SiteFolders) -> list[Path]:
     """Return the sites' logs."""
     return sorted(town.folder.glob("site-*/**/join.log"))
 
 
-def outcome(town: Town, file: Path, kept: Path, name: str, act: str, chance: random.Random) -> str:
+def outcome(town: SiteFolders, file: Path, kept: Path, name: str, act: str, chance: random.Random) -> str:
     """Damage one file of a copy of the stopped federation, go on, and say what came of it."""
     client_app._open_client.cache_clear()
     run = town.runs / "played"
@@ -70,13 +76,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows = ["| folder | damage | places | equal | refused with a sentence | said, other numbers |", "| --- " * 6 + "|"]
-    with tempfile.TemporaryDirectory() as place, quick():
-        town = found("clients", Path(place))
-        file = town.write(METHOD, rounds=ROUNDS, steps=2, checkpoint_every=2, options=eager(METHOD))
+    with tempfile.TemporaryDirectory() as place, speed_up_rehearsals():
+        town = export_small_sites("clients", Path(place))
+        file = town.write(METHOD, rounds=ROUNDS, steps=2, checkpoint_every=2, options=select_eager_options(METHOD))
         town.forget()
         town.play(file, "straight")
         town.forget()
-        with stopping(AT, after=True):
+        with stop_server_at(AT, after=True):
             town.play(file, "stopped")
         kept = Path(place) / "kept"
         shutil.copytree(town.runs / "stopped", kept / "run")

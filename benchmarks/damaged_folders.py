@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_integrity as t  # noqa: E402
-from interrupted_runs import Stop  # noqa: E402
+from interrupted_runs import InterruptAfterRound  # noqa: E402
 
 from halfmoon.config.schema import Config  # noqa: E402
 from halfmoon.runs import runner  # noqa: E402
@@ -33,7 +33,7 @@ def main() -> None:
         finished, stopped = Path(place) / "finished", Path(place) / "stopped"
         runner.run_in_folder(Config(**t.SMALL, rounds=t.ROUNDS), finished)
         with suppress(KeyboardInterrupt):
-            runner.run_in_folder(Config(**t.SMALL, rounds=t.ROUNDS), stopped, Stop(t.ROUNDS - 1))
+            runner.run_in_folder(Config(**t.SMALL, rounds=t.ROUNDS), stopped, InterruptAfterRound(t.ROUNDS - 1))
         t.WANTED[:] = [t.numbers(finished)]
         for name, folder, read in (("finished", finished, t.numbers), ("stopped", stopped, t.resumed)):
             for act in t.ACTS:

@@ -41,8 +41,8 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 import test_failing_disks as disks  # noqa: E402
 import test_integrity as folders  # noqa: E402
 from fuzz_targets import TARGETS, bombs  # noqa: E402
-from fuzzing import Broken, attempt  # noqa: E402
-from interrupted_runs import Stop  # noqa: E402
+from fuzzing import RuleViolation, run_case  # noqa: E402
+from interrupted_runs import InterruptAfterRound  # noqa: E402
 
 SAME, REFUSED, SILENT, TRACEBACK, HUNG = VERDICTS = ("same", "refused", "silent", "traceback", "hung")
 PATIENCE = 180
@@ -98,7 +98,7 @@ def _damaged(place: Path, act: str) -> Iterator[Trial]:
     config = Config(**folders.SMALL, rounds=folders.ROUNDS)
     runner.run_in_folder(config, place / "finished")
     with suppress(KeyboardInterrupt):
-        runner.run_in_folder(config, place / "stopped", Stop(folders.ROUNDS - 1))
+        runner.run_in_folder(config, place / "stopped", InterruptAfterRound(folders.ROUNDS - 1))
     folders.WANTED[:] = [folders.numbers(place / "finished")]
 
     def trial(chance: random.Random) -> str:
@@ -124,8 +124,8 @@ def _hostile(place: Path, names: tuple[str, ...]) -> Iterator[Trial]:
             at = chance.randint(0, len(data))
             data[at : at + chance.randint(0, 4)] = chance.randbytes(chance.randint(0, 4))
         try:
-            return REFUSED if attempt(target, scene, bytes(data)) == "refused" else SAME
-        except Broken as broken:
+            return REFUSED if run_case(target, scene, bytes(data)) == "refused" else SAME
+        except RuleViolation as broken:
             return TRACEBACK if broken.__cause__ else SILENT
 
     yield trial
@@ -140,8 +140,8 @@ def _bomb(place: Path) -> Iterator[Trial]:
     def trial(chance: random.Random) -> str:
         name, pack = chance.choice(bombs())
         try:
-            return REFUSED if attempt(made[name], scenes[name], pack(chance.randint(1, 256))) == "refused" else SAME
-        except Broken as broken:
+            return REFUSED if run_case(made[name], scenes[name], pack(chance.randint(1, 256))) == "refused" else SAME
+        except RuleViolation as broken:
             return TRACEBACK if broken.__cause__ else SILENT
 
     yield trial

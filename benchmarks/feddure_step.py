@@ -40,8 +40,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from reference_feddure import Textbook
-from torch_models import TorchResNet9, twin
+from reference_feddure import ReferenceFedDure
+from torch_models import TorchResNet9, load_weights
 
 from halfmoon.api.types import Batch, ClientData, Statistics, Task
 from halfmoon.core import tree
@@ -94,8 +94,10 @@ def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
 
     def textbook(literal: bool, layout: torch.memory_format) -> Callable[[], object]:
         regulator = nn.Sequential(nn.Linear(10, 128), nn.ReLU(), nn.Linear(128, 1), nn.Sigmoid())
-        module = twin(TorchResNet9(3, 10, width), model).to(memory_format=layout)
-        book = Textbook(module, regulator, torch.optim.Adam, 5e-4, joint=rule == "joint", product=True, literal=literal)
+        module = load_weights(TorchResNet9(3, 10, width), model).to(memory_format=layout)
+        book = ReferenceFedDure(
+            module, regulator, torch.optim.Adam, 5e-4, joint=rule == "joint", product=True, literal=literal
+        )
         laid = [each.contiguous(memory_format=layout) for each in images]
         return lambda: book.step(laid[0], y, laid[1], laid[2])
 

@@ -79,12 +79,12 @@ class Player:
 
     def play(self, data: bytes) -> None:
         """Play one case. The input is on disk before, for a crash leaves nothing else."""
-        from fuzzing import Broken, attempt
+        from fuzzing import RuleViolation, run_case
 
         (self.place / "current").write_bytes(data)
         try:
-            verdict = attempt(self.target, self.scene, data)
-        except Broken as broken:
+            verdict = run_case(self.target, self.scene, data)
+        except RuleViolation as broken:
             self.note(data, broken)
         else:
             self.tally.worked += verdict == "worked"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from torch_models import TorchResNet9, TorchSmall, twin
+from torch_models import TorchResNet9, TorchSmall, load_weights
 
 from halfmoon import Config
 from halfmoon.api.types import Method, UpdateRequirements
@@ -111,7 +111,7 @@ class ByHand:
         model = self.task.network.init(torch.Generator().manual_seed(0))
         width = self.task.network.width
         module = (TorchSmall if size == "tiny" else TorchResNet9)(form.image[0], 10, width)
-        self.net = twin(module, model).to(memory_format=torch.channels_last)
+        self.net = load_weights(module, model).to(memory_format=torch.channels_last)
         self.first = {name: leaf.clone() for name, leaf in self.net.state_dict().items()}
 
     def steps(self, client: int) -> list[Step]:

@@ -39,11 +39,11 @@ def compare(batch: int, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         # Fresh draws a round: which operations they hold decides what a small batch costs.
         drawn = [strong.draw(batch, SHAPE, generator) for _ in range(calls)]
-        rows = [pillow_reference.rows_of(draw) for draw in drawn]
+        rows = [pillow_reference.split_draws(draw) for draw in drawn]
         start = time.perf_counter()
         views = [strong.apply(images, draw, normalize) for draw in drawn]
         between = time.perf_counter()
-        expected = [pillow_reference.strong(array, row, mean, std) for row in rows]
+        expected = [pillow_reference.make_strong_views(array, row, mean, std) for row in rows]
         stop = time.perf_counter()
         ours.append((between - start) / calls)
         pillow.append((stop - between) / calls)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from packaging.requirements import Requirement
 from PIL import Image
-from scripts import script
+from scripts import load_script
 
 import halfmoon
 from halfmoon.cli import main as cli
@@ -30,7 +30,7 @@ PAGES = [
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-generate = script("docs/generate.py")
+generate = load_script("docs/generate.py")
 
 
 def read(name: str) -> str:

@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 import pytest
 from fuzz_targets import TARGETS, chunk, png
-from fuzzing import Broken, Scene, Target, TooLong, attempt, bounded
+from fuzzing import CaseFolder, LimitExceeded, RuleViolation, Target, limit_resources, run_case
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -32,14 +32,14 @@ KEPT = sorted(path for path in CORPUS.glob("*/*") if path.is_file())
 
 
 @cache
-def scene(name: str) -> Scene:
+def scene(name: str) -> CaseFolder:
     return BY_NAME[name].scene(Path(mkdtemp(prefix="fuzz-")) / "scene")
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_valid_inputs_work(target: Target) -> None:
     """What is spoiled was whole: otherwise every case would only be refused for what all have in common."""
-    assert "worked" in {attempt(target, scene(target.name), seed) for seed in target.seeds()}
+    assert "worked" in {run_case(target, scene(target.name), seed) for seed in target.seeds()}
 
 
 @pytest.mark.parametrize("cases", CASES)
@@ -55,14 +55,14 @@ def test_drawn_inputs_work_or_are_refused(target: Target, cases: int) -> None:
     )
     @given(target.inputs())
     def case(data: bytes) -> None:
-        attempt(target, scene(target.name), data)
+        run_case(target, scene(target.name), data)
 
     case()
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_what_has_broken_a_reader_before(path: Path) -> None:
-    attempt(BY_NAME[path.parent.name], scene(path.parent.name), path.read_bytes())
+    run_case(BY_NAME[path.parent.name], scene(path.parent.name), path.read_bytes())
 
 
 def test_the_corpus_is_of_known_targets() -> None:
@@ -75,7 +75,7 @@ def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() ->
     """100,000 x 100,000 RGB is 30 GB; a checksum-true header says so in 57 bytes and more."""
     for side in (100_000, 2**14):
         data = png(side, side, 8, 2, chunk(b"IDAT", bytes(8)))
-        with bounded(), pytest.raises(UserError, match="too large to open safely"):
+        with limit_resources(), pytest.raises(UserError, match="too large to open safely"):
             decode_to_shape(data, "it", 8, 8, 3)
 
 
@@ -112,33 +112,33 @@ def test_what_is_no_image_starts_no_program(tmp_path: Path) -> None:
         decode_to_shape(eps, "it", 8, 8, 1)
 
 
-def made(play: Callable[[Scene], object]) -> tuple[Target, Scene]:
+def made(play: Callable[[CaseFolder], object]) -> tuple[Target, CaseFolder]:
     folder = Path(mkdtemp(prefix="fuzz-"))
-    target = Target("made", "", lambda _: Scene(folder, folder / "it"), lambda: [b""], st.binary, play)
+    target = Target("made", "", lambda _: CaseFolder(folder, folder / "it"), lambda: [b""], st.binary, play)
     return target, target.scene(folder)
 
 
-def refuse(scene: Scene) -> None:
+def refuse(scene: CaseFolder) -> None:
     scene.file.with_name("left").write_bytes(b"")
     raise UserError("no")
 
 
-def leave(scene: Scene) -> None:
+def leave(scene: CaseFolder) -> None:
     scene.file.with_name("x.partial").write_bytes(b"")
 
 
-def fill(scene: Scene) -> None:
+def fill(scene: CaseFolder) -> None:
     # Not from the heap, which may hold as much from before.
     with mmap.mmap(-1, 200 * 2**20) as memory:
         memory.write(bytes(200 * 2**20))
 
 
-def spin(scene: Scene) -> None:
+def spin(scene: CaseFolder) -> None:
     while True:
         pass
 
 
-def raise_key(scene: Scene) -> None:
+def raise_key(scene: CaseFolder) -> None:
     raise KeyError("x")
 
 
@@ -157,9 +157,9 @@ def test_the_judge_sees_what_must_not_be(play, said, monkeypatch):
     monkeypatch.setattr("fuzzing.MEGABYTES", 100)
     if play is fill and not Path("/proc/self/clear_refs").exists():
         pytest.skip("memory is counted on Linux only")
-    with pytest.raises(Broken, match=said):
-        attempt(*made(play), b"it")
+    with pytest.raises(RuleViolation, match=said):
+        run_case(*made(play), b"it")
 
 
 def test_no_handler_hides_that_a_case_takes_too_long() -> None:
-    assert not issubclass(TooLong, Exception)
+    assert not issubclass(LimitExceeded, Exception)

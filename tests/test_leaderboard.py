@@ -5,18 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_folders import entry, sweep
-from scripts import script
+from report_folders import make_run_entry, make_sweep
+from scripts import load_script
 
 from halfmoon.core.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-leaderboard = script("tools/leaderboard.py")
+leaderboard = load_script("tools/leaderboard.py")
 
 
 def run(seed: int, last: float, best: float) -> dict[str, Any]:
     accuracy = {"last": last, "best": best, "best_round": 3}
-    return entry({"seed": seed, "accuracy": accuracy, "cost": {"labeled_steps": 100}, "seconds": 30.0})
+    return make_run_entry({"seed": seed, "accuracy": accuracy, "cost": {"labeled_steps": 100}, "seconds": 30.0})
 
 
 def summary(**changes: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def summary(**changes: Any) -> dict[str, Any]:
         "command": "halfmoon sweep r\nhalfmoon sweep r --seeds 1",
         "cells": cells,
     }
-    return sweep(**(made | changes))
+    return make_sweep(**(made | changes))
 
 
 def put(results: Path, summary: dict[str, Any], name: str = "r") -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from scripts import script
+from scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,7 +44,7 @@ def test_the_lock_fits_what_the_package_asks_for() -> None:
     versions: dict[str, list[str]] = {}
     for each in locked():
         versions.setdefault(plain(each.name), []).append(next(iter(each.specifier)).version)
-    asked = script("tools/lock.py").wanted()
+    asked = load_script("tools/lock.py").wanted()
     assert {"numpy", "pytest", "flwr"} <= {each.name for each in asked}
     for each in asked:
         found = versions.get(plain(each.name))
@@ -58,7 +58,7 @@ def test_the_tools_of_a_release_are_locked_by_checksum() -> None:
     packages = [block for block in re.split(r"^(?=[\w-])", text, flags=re.MULTILINE) if not block.startswith("#")]
     assert all(re.match(r"[\w-]+==\S+", each) and "--hash=sha256:" in each for each in packages)
     versions = dict(re.findall(r"^([\w-]+)==(\S+)", text, re.MULTILINE))
-    for tool in map(Requirement, script("tools/lock.py").RELEASE_TOOLS):
+    for tool in map(Requirement, load_script("tools/lock.py").RELEASE_TOOLS):
         assert tool.specifier.contains(versions[tool.name]), f"{tool} is not locked: run python tools/lock.py"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert {Requirement(each).name for each in project["build-system"]["requires"]} <= set(versions)
@@ -69,7 +69,7 @@ def test_the_tools_of_a_release_are_locked_by_checksum() -> None:
 
 
 def test_the_notes_of_a_tag_are_its_section() -> None:
-    notes = script(".ci/notes.py").notes
+    notes = load_script(".ci/notes.py").notes
     changes = "# Changes\n\n## 0.2.0\n\n- new\n\n### More\n\n## 0.1.0\n\n- first\n"
     assert notes("v0.2.0", "0.2.0", changes) == "- new\n\n### More\n"
     assert notes("v0.1.0", "0.1.0", changes) == "- first\n"
@@ -197,7 +197,7 @@ def test_a_release_has_the_committed_files_and_no_others(tmp_path: Path) -> None
 
 def test_links_of_the_repository_hold_on_the_site() -> None:
     """README.md is index.md there, docs/ is its root; a file that is no page leaves its words; code stays as it is."""
-    moved = script("tools/docs_site.py").moved
+    moved = load_script("tools/docs_site.py").moved
     known = {
         "README.md": "index.md",
         "docs/cli.md": "cli.md",
@@ -224,13 +224,13 @@ def test_a_method_s_page_has_the_departures_of_its_file(page: str, words: str) -
     """On the site they stand in place of the link to the file, which readers of the repository follow."""
     text = (ROOT / "docs" / "methods" / f"{page}.md").read_text()
     assert words not in text.split("## Departures")[1]
-    assert words in script("tools/docs_site.py").departures(text).split("## Departures")[1]
+    assert words in load_script("tools/docs_site.py").departures(text).split("## Departures")[1]
 
 
 def test_the_site_has_every_page() -> None:
     """Each page of docs/ stands in the navigation, and each module of the package on the page of its package."""
     entries = re.findall(r"^ +- (?:\w+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    site = script("tools/docs_site.py")
+    site = load_script("tools/docs_site.py")
     there = {place for name, place in site.places().items() if name.endswith(".md") and not name.startswith("results/")}
     assert set(entries) == there
     assert len(entries) == len(there)
@@ -248,7 +248,7 @@ def test_the_index_of_results_names_every_page() -> None:
 
 def test_the_checks_name_what_is_there() -> None:
     """nox's fast tests exist, `.ci/run` calls nox's full session, and hosted CI calls `.ci/run` on nox's Pythons."""
-    nox = script("noxfile.py")
+    nox = load_script("noxfile.py")
     assert [path for path in nox.FAST if not (ROOT / path).exists()] == []
     assert "nox --no-venv --session full -- tested\n" in (ROOT / ".ci" / "run").read_text()
     hosted = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
@@ -263,7 +263,7 @@ def test_the_checks_name_what_is_there() -> None:
 
 def test_the_gallery_has_every_script() -> None:
     """A script of examples/ is short and says what one learns; building the documentation runs them all."""
-    gallery = script("tools/gallery.py")
+    gallery = load_script("tools/gallery.py")
     scripts = sorted((ROOT / "examples").glob("*.py"))
     assert sorted(gallery.ORDER) == [path.stem for path in scripts]
     text = "# Learn x.\n# %% [markdown]\n# # Title\n# words\n# %%\na = 1\n\nb = 2\n"
@@ -318,7 +318,7 @@ def test_the_terms_are_in_order() -> None:
 
 
 def test_the_picture_of_the_packages_is_true() -> None:
-    rows = script("docs/draw_architecture.py").ROWS
+    rows = load_script("docs/draw_architecture.py").ROWS
     height = {name: len(rows) - number for number, row in enumerate(rows) for name in row}
     source = ROOT / "src" / "halfmoon"
     assert sorted(height) == sorted(path.parent.name for path in source.glob("*/__init__.py"))

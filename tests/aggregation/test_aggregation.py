@@ -115,7 +115,8 @@ def test_whom_a_guard_leaves_out_has_not_answered():
 def test_a_mean_reduces_what_goes_beside_as_it_is_declared() -> None:
     """(1 * 2 + 3 * 6) / 4 = 5; sums add up; what the server needs of each client cannot be averaged; nobody weighs."""
     upload_spec = UploadSpec(aux={"share": Aux("mean"), "moments": Aux("sum", "statistic")})
-    mean, broadcast = UploadMean(upload_spec, "train"), {"params": {"w": torch.tensor([7.0])}}
+    mean = UploadMean(upload_spec, "train")
+    broadcast = {"params": {"w": torch.tensor([7.0])}}
     for value, weight in ((2.0, 1.0), (6.0, 3.0), (99.0, 0.0)):
         leaf = torch.tensor([value])
         mean.add(Upload({"params": {"w": leaf}}, torch.tensor(weight), {"share": leaf, "moments": weight * leaf}))
@@ -157,9 +158,12 @@ def test_a_method_that_needs_no_single_upload_gets_along_with_the_mean(name):
 
 def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
     """With sbn 'server' a sum is enough, for its mean and to be private; a network without such statistics has none."""
-    made, shared = registry.make("semifl", {"threshold": 0.39, "sbn": "server"}), make_task(rounds=3)
-    held, recorder = make_dataset(place="server"), Recorder(mean_for_all)
-    plain, summed = make_simulation(made, shared, held), make_simulation(made, shared, held, aggregators=[recorder])
+    made = registry.make("semifl", {"threshold": 0.39, "sbn": "server"})
+    shared = make_task(rounds=3)
+    held = make_dataset(place="server")
+    recorder = Recorder(mean_for_all)
+    plain = make_simulation(made, shared, held)
+    summed = make_simulation(made, shared, held, aggregators=[recorder])
     one = run_rounds(made, plain, start_server(made, shared), ROUNDS)
     two = run_rounds(made, summed, start_server(made, shared), ROUNDS)
     assert max_difference(two[-1].server, one[-1].server) < 1e-9
@@ -175,10 +179,8 @@ def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
 
 def test_the_servers_own_training_is_not_clipped():
     """Clients' updates are cut to nothing: what is left of a round of SemiFL is its fine-tuning, whole."""
-    made, shared = (
-        registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0}),
-        make_task(rounds=1),
-    )
+    made = registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0})
+    shared = make_task(rounds=1)
     first = start_server(made, shared)
     clipped = make_simulation(ClippedMethod(made, 1e-12), shared, make_dataset(place="server"))
     (played,) = run_rounds(ClippedMethod(made, 1e-12), clipped, first, range(1))

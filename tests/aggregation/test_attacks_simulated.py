@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from interrupted_runs import resumed
+from interrupted_runs import run_with_interruption
 from test_contract import scene
 from test_robust import SMALL
 
@@ -271,7 +271,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("attack", ["noise", "label-flip"])
 def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, tmp_path: Path):
     """Killed after its second round and resumed, the run has the bytes of a straight one, noise and rows as well."""
-    resumed(Config(**HONEST, attack=attack, attackers=0.2), tmp_path, 2)
+    run_with_interruption(Config(**HONEST, attack=attack, attackers=0.2), tmp_path, 2)
 
 
 @EVERY

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from recording_methods import question
+from recording_methods import make_context
 from test_run_folder import WHEN, killed
 
 from halfmoon.aggregation.privacy import accounting
@@ -118,7 +118,8 @@ def test_an_update_is_scaled_down_to_the_bound(dtype: torch.dtype, size: float) 
         "e": {},
     }
     upload = tree.map(lambda leaf: (leaf.double() + size * torch.randn(leaf.shape, generator=g)).to(dtype), broadcast)
-    broadcast, upload = {**broadcast, "steps": torch.tensor(3)}, {**upload, "steps": torch.tensor(4)}
+    broadcast = {**broadcast, "steps": torch.tensor(3)}
+    upload = {**upload, "steps": torch.tensor(4)}
     sent = clip_upload(Upload(upload, torch.tensor(9.0), {"new": torch.ones(3)}), broadcast, 1.0)
     got = sent.update
     del broadcast["steps"]
@@ -195,7 +196,9 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
     odd = [torch.full((30,), value) for value in (0.0, math.nan, math.inf, 3e38)]
     for other in (rows[0], -rows[4], rows[4], *odd):
         mine = torch.cat([rows[1:], other[None]]) + broadcast["params"]["w"]
-        places, total = sum_clipped_updates(question(broadcast, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5)
+        places, total = sum_clipped_updates(
+            make_context(broadcast, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5
+        )
         assert places == ([0, 1, 2, 3, 4] if bool(other.isfinite().all()) else [0, 1, 2, 3])
         sums.append(total["params/w"])
     apart = [float((a - b).norm()) for a in sums for b in sums]
@@ -205,7 +208,7 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
 def test_the_mean_is_over_those_asked_and_whoever_is_missing_is_zero(tmp_path: Path) -> None:
     """By hand: updates (3, 4) and (0, 0.25) under a bound of 0.5 are (0.3, 0.4) and (0, 0.25); four were asked."""
     server = private(tmp_path, PROMISE._replace(noise=1e-12))
-    places, upload = server.uploads(question(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
+    places, upload = server.uploads(make_context(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
     assert list(places) == [0, 1]
     assert upload.weight.tolist() == [1.0, 1.0]
     for row in upload.update["params"]["w"]:
@@ -221,7 +224,7 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
         server = private(tmp_path / str(next(number)), promise, secret)
         upload = Upload({"w": torch.full((2, 20_000), value / 20_000, dtype=torch.float64)}, torch.ones(2))
         return (
-            server.uploads(question(broadcast, 2, 5, **changes), upload)[1].update["w"][0].numpy()
+            server.uploads(make_context(broadcast, 2, 5, **changes), upload)[1].update["w"][0].numpy()
             - 2 * value / 20_000 / 5
         )
 
@@ -239,14 +242,15 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
 def test_what_is_no_update_stops_the_run(tmp_path: Path) -> None:
     upload = vector([1.0, 0.0])._replace(aux={"mean_prediction": torch.ones(1, 2)})
     with pytest.raises(UserError, match="'mean_prediction' in addition to their update"):
-        private(tmp_path).uploads(question(ORIGIN, 1), upload)
+        private(tmp_path).uploads(make_context(ORIGIN, 1), upload)
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_no_method_sends_more_than_an_update_and_a_weight(name: str, tmp_path: Path) -> None:
     """Played with the server's half; where nobody is noised or clipped much, all that is left is equal weights."""
     made = ClippedMethod(registry.make(name), 1e6)
-    shared, held = make_task(GROUPED), make_dataset(all_labels=registry.entry(name).all_labels)
+    shared = make_task(GROUPED)
+    held = make_dataset(all_labels=registry.entry(name).all_labels)
     aggregator = private(tmp_path, PROMISE._replace(clip=1e6, noise=1e-20))
     there = make_simulation(made, shared, held, aggregators=[aggregator])
     (noised,) = run_rounds(made, there, start_server(made, shared), range(1))
@@ -296,7 +300,8 @@ def test_everybody_in_every_round_costs_what_the_gaussian_mechanism_does(noise: 
 def test_a_drawn_cohort_costs_no_less_than_two_neighbors_differ(cohort: int, noise: float) -> None:
     """Renyi divergence, by numbers, where a client that sent +C sends -C: of a mixture, as it is drawn or not.
     With half the sensitivity (C in place of 2 C) the count would be below it."""
-    q, worse = cohort / 100, 0
+    q = cohort / 100
+    worse = 0
     curve = accounting.compute_renyi_curve(noise, CohortDraw(cohort, 100))
     halved = accounting.compute_renyi_curve(2 * noise, CohortDraw(cohort, 100))
     for order in (2, 4, 8, 16):
@@ -405,7 +410,9 @@ def uniform(drawn: np.ndarray, clients: int, cohort: int) -> float:
     return float(scipy.stats.chi2.sf(value, clients - 1))
 
 
-CLIENTS, COHORT, DRAWS = 12, 3, 2000
+CLIENTS = 12
+COHORT = 3
+DRAWS = 2000
 
 
 def remote(**options: Any) -> RemoteRuntime:
@@ -480,7 +487,7 @@ def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None
     assert not there._uniform_cohort
     aggregator = private(tmp_path, PROMISE._replace(clients=40))
     for number, changes in enumerate(({}, {"random_cohort": False}, {"attempt": 1})):
-        aggregator.uploads(question(ORIGIN, 3, round=number, **changes), vector([1.0, 0], [0, 1.0], [1.0, 1.0]))
+        aggregator.uploads(make_context(ORIGIN, 3, round=number, **changes), vector([1.0, 0], [0, 1.0], [1.0, 1.0]))
     assert [each.sampled for each in aggregator.ledger.releases] == [CohortDraw(3, 40), None, None]
 
 
@@ -538,18 +545,18 @@ def test_a_ledger_that_cannot_be_written_stops_the_release(tmp_path: Path) -> No
     aggregator = private(tmp_path)
     aggregator.ledger.path = tmp_path / "nowhere" / LEDGER
     with pytest.raises(UserError, match="cannot be written"):
-        aggregator.uploads(question(ORIGIN, 1), vector([1.0, 0.0]))
+        aggregator.uploads(make_context(ORIGIN, 1), vector([1.0, 0.0]))
     assert aggregator.ledger.releases == []
 
 
 def test_the_same_sum_is_counted_once_and_another_one_again(tmp_path: Path) -> None:
     aggregator = private(tmp_path)
-    _, first = aggregator.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))
+    _, first = aggregator.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
     again = private(tmp_path)  # a server that was killed before its checkpoint
-    _, second = again.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))
+    _, second = again.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
     assert torch.equal(second.update["params"]["w"], first.update["params"]["w"])
     assert len(again.ledger.releases) == 1
-    again.uploads(question(ORIGIN, 1, 2), vector([0.0, 1.0]))
+    again.uploads(make_context(ORIGIN, 1, 2), vector([0.0, 1.0]))
     assert len(again.ledger.releases) == 2
     assert again.row()["epsilon"] > aggregator.row()["epsilon"]
 
@@ -560,7 +567,7 @@ def test_the_ledger_tells_nothing_of_a_sum_without_the_secret(tmp_path: Path) ->
     for secret in (b"a", b"b"):
         (tmp_path / secret.decode()).mkdir()
         aggregator = private(tmp_path / secret.decode(), secret=secret)
-        aggregator.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))
+        aggregator.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
         marks.add(aggregator.ledger.releases[0].mark)
     plain = np.array([0.5, 0.0])
     assert len(marks) == 2
@@ -573,13 +580,13 @@ def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) ->
     aggregator = private(tmp_path, plenty._replace(budget=(costs[1] + costs[2]) / 2))
     for number in range(2):
         assert aggregator.stop_reason(number) is None
-        aggregator.uploads(question(ORIGIN, 3, round=number), vector([1.0, number], [0, 1.0], [1.0, 1.0]))
+        aggregator.uploads(make_context(ORIGIN, 3, round=number), vector([1.0, number], [0, 1.0], [1.0, 1.0]))
         assert aggregator.stop_reason(number) is None  # played already: paid
     said = aggregator.stop_reason(2)
     assert said.startswith(f"the privacy budget is spent: epsilon is {costs[1]:.4g} after round 2")
     assert f"{costs[2]:.4g}" in said
     with pytest.raises(UserError, match="the privacy budget is spent: round 3 would make epsilon"):
-        aggregator.uploads(question(ORIGIN, 3, round=2), vector([1.0, 9], [0, 1.0], [1.0, 1.0]))
+        aggregator.uploads(make_context(ORIGIN, 3, round=2), vector([1.0, 9], [0, 1.0], [1.0, 1.0]))
     assert len(aggregator.ledger.releases) == 2
     none = private(tmp_path / "none", plenty._replace(budget=costs[0] / 2)).stop_reason(0)
     assert none is not None
@@ -646,7 +653,7 @@ def test_a_run_that_falls_back_to_an_older_checkpoint_counts_a_new_sum_too(tmp_p
     whole = (tmp_path / LEDGER).read_bytes()
     aggregator = private(tmp_path)
     before = compute_spent_epsilon(aggregator.ledger.releases, 1e-5)
-    aggregator.uploads(question(ORIGIN, 1, 3, round=1), vector([1.0, 0.0]))
+    aggregator.uploads(make_context(ORIGIN, 1, 3, round=1), vector([1.0, 0.0]))
     assert (tmp_path / LEDGER).read_bytes().startswith(whole)
     assert aggregator.row()["epsilon"] < compute_spent_epsilon(aggregator.ledger.releases, 1e-5) > before
 
@@ -657,9 +664,9 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     pytest.importorskip("flwr")
     import in_process_federation
 
-    with in_process_federation.quick(), pytest.MonkeyPatch.context() as patch:
+    with in_process_federation.speed_up_rehearsals(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(FederationServer, "_secret", lambda self: b"seed 0")
-        yield in_process_federation.found("clients", tmp_path_factory.mktemp("private"))
+        yield in_process_federation.export_small_sites("clients", tmp_path_factory.mktemp("private"))
 
 
 @pytest.mark.parametrize("method", ["feddure", "fedavg"])
@@ -680,9 +687,10 @@ def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str
         run = flower.play(file)
     simulated = flower.runs / f"{method}-simulated"
     runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
-    assert in_process_federation.bits(run) == in_process_federation.bits(simulated)
+    assert in_process_federation.read_model_bytes(run) == in_process_federation.read_model_bytes(simulated)
     assert (run / LEDGER).read_bytes() == (simulated / LEDGER).read_bytes()
-    ours, theirs = in_process_federation.rows(run), in_process_federation.rows(simulated)
+    ours = in_process_federation.read_metrics(run)
+    theirs = in_process_federation.read_metrics(simulated)
     for key in ("train", "cohort", "aggregation"):
         assert [row[key] for row in ours] == [row[key] for row in theirs]
     assert f"epsilon {ours[-1]['aggregation']['epsilon']:.4g}" in (run / "serve.log").read_text()
@@ -697,7 +705,7 @@ def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
     file = flower.write("fedavg", norm="group", cohort=2, rounds=3, dp_clip=0.3, dp_noise=0.5)
     straight = flower.play(file, "straight")
     flower.forget()
-    with in_process_federation.stopping((1, 0), after=True):
+    with in_process_federation.stop_server_at((1, 0), after=True):
         flower.play(file, "stopped")
     stopped = flower.play(file, "stopped")
     for name in ("model.safetensors", "metrics.jsonl", LEDGER):

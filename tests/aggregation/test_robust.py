@@ -12,7 +12,7 @@ import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupted_runs import resumed
+from interrupted_runs import run_with_interruption
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator
@@ -181,7 +181,8 @@ def test_extremes_of_each_coordinate_become_the_weighted_mean_of_the_others():
     59 / 7. Second (8, 6, 7, 9, 9): of the two 9 that of the smaller weight 4 is replaced, and it and 6 become (8 * 1 +
     7 * 3 + 9 * 5) / 9 = 74 / 9. The lengths, 10.6 to 11.7 without a coordinate of 90, are below 1.5 medians."""
     new, row = ruled("cosine-trimmed", [[7, 8], [8, 6], [6, 7], [9, 9], [90, 9]])
-    a, b = 59 / 7, 74 / 9
+    a = 59 / 7
+    b = 74 / 9
     assert new == [pytest.approx(each) for each in ([7, 8], [8, b], [a, 7], [9, b], [a, 9])]
     assert (row["trimmed"], row["counted"], row["clipped"]) == (2, 5, 0)
     # The weighted mean is the weighted trimmed mean: the method's mean sees the extremes no more.
@@ -325,7 +326,8 @@ def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(rows: list[list[fl
 
 def naive_krum(vectors: np.ndarray, hostile: int) -> int:
     """Return Krum's choice as Blanchard et al. 2017 write it: the smallest score, of equals the first."""
-    count, scores = len(vectors), []
+    count = len(vectors)
+    scores = []
     for i in range(count):
         others = sorted(float(((vectors[i] - vectors[j]) ** 2).sum()) for j in range(count) if j != i)
         scores.append(sum(others[: count - hostile - 2]))
@@ -520,7 +522,7 @@ def test_a_history_goes_on_where_a_run_was_stopped(tmp_path: Path):
         method="fedavg-soft-labels", data="digits", clients=6, cohort=6, labels_per_class=5.0, rounds=4, steps=4,
         width=4, threads=1, aggregation="cosine", attack="sign-flip", attackers=0.2, attack_factor=4.0,
     )  # fmt: skip
-    last = (resumed(config, tmp_path, 2) / METRICS).read_text().splitlines()[-1]
+    last = (run_with_interruption(config, tmp_path, 2) / METRICS).read_text().splitlines()[-1]
     assert '"outside": [{' in last
 
 
@@ -530,7 +532,8 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
 
     class Liar(Aggregator):
         def uploads(self, question: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-            appu, weight = upload.aux["appu"].clone(), upload.weight.clone()
+            appu = upload.aux["appu"].clone()
+            weight = upload.weight.clone()
             appu[0], weight[0] = torch.tensor([1e6, 0.0, 0.0, -1e6]), 1e9
             return range(len(question.clients)), Upload(upload.update, weight, {"appu": appu})
 
@@ -567,6 +570,6 @@ SMALL: dict[str, Any] = {"clients": 5, "cohort": 5, "rounds": 3, "steps": 1, "wi
 @pytest.mark.parametrize("rule", ["clip", "krum"])
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(rule: Rule, tmp_path: Path):
     """Stopped after its second round and resumed: the model and the rows, with what the guard says, are the same."""
-    folder = resumed(Config(method="fedavg", aggregation=rule, **SMALL), tmp_path, 2)
+    folder = run_with_interruption(Config(method="fedavg", aggregation=rule, **SMALL), tmp_path, 2)
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     assert all(row["aggregation"] for row in rows)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from recording_methods import question
+from recording_methods import make_context
 from test_contract import scene
 
 from halfmoon.aggregation.secure import signing
@@ -71,7 +71,9 @@ from halfmoon.federation.site.runtime import EMPTY_RESULT
 from halfmoon.federation.site.secure_sum import SECRET_FILE, SUMS_FOLDER, SumParticipant, erase_secrets
 from halfmoon.federation.site.site_keys import KNOWN_KEYS_FILE, KeyFiles, KnownKeys
 
-FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
+FEDERATION = "f" * 64
+RUN = "0" * 32
+VERSION = "0.1.0"
 
 
 # ---- Shamir's shares and the primitives around them
@@ -160,10 +162,11 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     """Against exact fractions: off by k 2^-25 / W at most, in double precision where no other rounding adds to it."""
     g = torch.Generator().manual_seed(1)
     broadcast = {"params": {"w": torch.zeros(200, dtype=torch.float64)}, "stats": {}}
-    k, weights = 5, torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
+    k = 5
+    weights = torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
     upload = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
     upload = Upload(upload, weights)
-    places, got = FixedPointMean(even).uploads(question(broadcast, k), upload)
+    places, got = FixedPointMean(even).uploads(make_context(broadcast, k), upload)
     assert list(places) == list(range(k))
     assert got.update["stats"] == {}
     assert got.weight.tolist() == [1.0] * k
@@ -182,16 +185,16 @@ def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
     broadcast = {"params": {"w": torch.zeros(2)}}
     upload = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
     aggregator = FixedPointMean(False)
-    places, got = aggregator.uploads(question(broadcast, 3), upload)
+    places, got = aggregator.uploads(make_context(broadcast, 3), upload)
     assert list(places) == [0]
     assert got.update["params"]["w"].tolist() == [[1.0, 2.0]]
     assert aggregator.row() == {"summed": 1}
     places, _ = aggregator.uploads(
-        question(broadcast, 3), upload._replace(update={"params": {"w": torch.full((3, 2), 1e30)}})
+        make_context(broadcast, 3), upload._replace(update={"params": {"w": torch.full((3, 2), 1e30)}})
     )
     assert list(places) == []
     places, got = aggregator.uploads(
-        question(broadcast, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3))
+        make_context(broadcast, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3))
     )
     assert (got.weight.tolist(), got.update["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)
 
@@ -301,7 +304,8 @@ class Village:
         """Carry requests to the sites, in bytes, and their replies back."""
         replies = {}
         for name, request in requests.items():
-            k, stage = self.names.index(name), next(iter(request.masks))
+            k = self.names.index(name)
+            stage = next(iter(request.masks))
             self.sent += [request] if k == 0 else []
             if k in self.drops.get(stage, set()):
                 continue
@@ -370,7 +374,8 @@ def test_with_too_few_sites_nothing_can_be_read(stage: str, tmp_path: Path) -> N
 def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> None:
     """What six of ten tell is refused; taken all the same, it gives another key than the one that is looked for."""
     village = Village(tmp_path, 10, {MASK_UPDATE: {9}})
-    sum, told = village.sum(), {}
+    sum = village.sum()
+    told = {}
     replies = village.trained(sum)
     village.drops = {REVEAL_SHARES: {6, 7, 8}}
     with pytest.raises(TooFewReplies, match="a sum needs 7"):
@@ -446,7 +451,8 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Pa
     """A server that asks again, after a restart, or with changes: at each stage a site answers one question."""
     village = Village(tmp_path, 5)
     first = until(village, REVEAL_SHARES)
-    deal, mask = first[DEAL_SHARES], first[MASK_UPDATE]
+    deal = first[DEAL_SHARES]
+    mask = first[MASK_UPDATE]
     for request in (deal, mask):
         assert village.answer(0, write_message(request)) in village.seen
     keys = [
@@ -526,13 +532,15 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
     refused(replace(first[ANNOUNCE_KEYS], client_update="train"), "a client update together with another stage")
     refused(replace(old[MASK_UPDATE], round=1, masks={}), "the terms allow secure sums only")
     refused(replace(old[MASK_UPDATE], round=1), "has dealt no shares")
-    deal, told = first[DEAL_SHARES], first[DEAL_SHARES].masks[DEAL_SHARES]
+    deal = first[DEAL_SHARES]
+    told = first[DEAL_SHARES].masks[DEAL_SHARES]
 
     def of(*sites: int) -> dict[str, torch.Tensor]:
         kept = [each % 5 for each in sites]
         return {"sites": numbers(*sites), **{n: told[n][kept] for n in ("keys", "signatures", "lasting")}}
 
-    two, three = numbers(0, 1), numbers(0, 1, 2)
+    two = numbers(0, 1)
+    three = numbers(0, 1, 2)
     refused(altered(deal, DEAL_SHARES, asked=two, **of(0, 1)), "a sum of fewer than 3 hides nothing")
     refused(altered(deal, DEAL_SHARES, asked=three, **of(0, 1, 2)), "the terms have cohorts of 5")
     refused(altered(deal, DEAL_SHARES, **of(0, 1, 2)), "3 sites of 5 have keys, and 4 are needed")
@@ -641,10 +649,10 @@ MALFORMED: list[Tree] = [
 
 @pytest.mark.parametrize("masks", MALFORMED, ids=range(len(MALFORMED)))
 def test_what_is_no_part_of_a_sum_is_refused_by_its_pattern(masks: Tree) -> None:
-    from fake_transport import terms
+    from fake_transport import make_terms
 
     with pytest.raises(RefusalError, match="for a secure sum is invalid: it"):
-        secure_sum.check_masks(make_tree_spec(masks), terms(cohort=3, secure_aggregation=True))
+        secure_sum.check_masks(make_tree_spec(masks), make_terms(cohort=3, secure_aggregation=True))
 
 
 def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
@@ -720,7 +728,8 @@ class Forging(MaskedSum):
 
     def _collect_keys(self, sites: Any) -> Any:
         cohort, names, signatures = super()._collect_keys(sites)
-        keys, texts = list(cohort.keys), list(signatures)
+        keys = list(cohort.keys)
+        texts = list(signatures)
         for at in (1, 2):
             keys[at] = compute_public_keys(bytes([at]) * 32)
             texts[at] = signing.sign(self.sign(at), announcement(cohort.sum_id, cohort.numbers[at], keys[at]))
@@ -789,7 +798,8 @@ def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> No
     text = announcement(sum_id, 1, bytes(64))
     for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()):
         key = ec.generate_private_key(curve)
-        mine, said = signing.encode_public_key(key.public_key()), signing.sign(key, text)
+        mine = signing.encode_public_key(key.public_key())
+        said = signing.sign(key, text)
         assert signing.verify(mine, text, said)
         assert len(mine) <= signing.POINT_BYTES
         others = [(replace(sum_id, session="b" * 64), 1), (replace(sum_id, round=4), 1), (sum_id, 2)]

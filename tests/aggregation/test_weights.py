@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recording_methods import question
+from recording_methods import make_context
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def test_no_minority_owns_the_mean_whatever_it_claims(liars: int):
     cap = WeightCap(2.0)
     honest = 9 - liars
     upload = uploads([100.0] * honest + [1e11] * liars, [1.0] * honest + [-1.0] * liars)
-    _, capped = cap.uploads(question(DOWN, 9), upload)
+    _, capped = cap.uploads(make_context(DOWN, 9), upload)
     assert mean(capped)[0] == pytest.approx((honest - 2 * liars) / (honest + 2 * liars))
     assert cap.row() == {
         "capped": list(range(honest, 9)),
@@ -60,13 +60,13 @@ def test_honest_weights_keep_their_bits_and_counts_of_sums_scale_with_their_sums
     cap = WeightCap(2.0)
     moments = {"mean": torch.tensor([[1.0], [2.0], [90.0]])}
     upload = Upload({}, torch.tensor([10.0, 20.0, 900.0]), {"moments": moments})
-    counting = question(DOWN, 3)._replace(upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")}))
+    counting = make_context(DOWN, 3)._replace(upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")}))
     _, new = cap.uploads(counting, upload)
     assert new.weight.tolist() == [10.0, 20.0, 40.0]
     assert new.aux["moments"]["mean"][:2].equal(upload.aux["moments"]["mean"][:2])
     assert float(new.aux["moments"]["mean"][2]) == pytest.approx(90 * 40 / 900)
     plain = uploads([10.0, 20.0, 40.0], [0.1, 0.2, 0.3])
-    assert cap.uploads(question(DOWN, 3), plain)[1].weight.equal(plain.weight)
+    assert cap.uploads(make_context(DOWN, 3), plain)[1].weight.equal(plain.weight)
 
 
 def test_a_share_over_one_half_is_told_once_by_name():
@@ -74,7 +74,7 @@ def test_a_share_over_one_half_is_told_once_by_name():
     heard: list[tuple[int, float]] = []
     cap = WeightCap(2.0, warn=lambda client, share: heard.append((client, round(share, 3))))
     for _ in range(3):
-        cap.uploads(question(DOWN, 2), uploads([3.0, 4.0], [1.0, 1.0]))
+        cap.uploads(make_context(DOWN, 2), uploads([3.0, 4.0], [1.0, 1.0]))
     assert heard == [(1, 0.571)]
     assert cap.row() == {"largest_share": 0.5714}
 
@@ -82,14 +82,14 @@ def test_a_share_over_one_half_is_told_once_by_name():
 def test_declared_counts_are_the_cap_where_they_are_known():
     """A site of which 5 images are known weighs 5, however many it claims, and one of which 500 are known its 300."""
     cap = WeightCap(2.0, {0: 5, 1: 500})
-    _, new = cap.uploads(question(DOWN, 3), uploads([1e9, 300.0, 1.0], [0.0, 0.0, 0.0]))
+    _, new = cap.uploads(make_context(DOWN, 3), uploads([1e9, 300.0, 1.0], [0.0, 0.0, 0.0]))
     assert new.weight.tolist() == [5.0, 300.0, 1.0]
 
 
 def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say():
     upload = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
-        _, new = HostileClients(name, [1], 0).uploads(question(DOWN, 2), upload)
+        _, new = HostileClients(name, [1], 0).uploads(make_context(DOWN, 2), upload)
         assert new.weight.tolist() == [10.0, 10.0 * FALSE_COUNT_FACTOR]
         assert new.update["params"]["w"].tolist() == [[1.0, 1.0], [value, value]]
     assert upload.weight.tolist() == [10.0, 10.0]
@@ -98,7 +98,8 @@ def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say(
 def test_test_counts_are_capped_alike():
     """Three sites with 10 test images, all wrong, and one that claims 10^6, all right: 20 of 50, not 100 %."""
     evaluation = FederatedEvaluation(2.0)
-    wrong, right = torch.tensor([[0, 10], [0, 0]]), torch.tensor([[500_000, 0], [0, 500_000]])
+    wrong = torch.tensor([[0, 10], [0, 0]])
+    right = torch.tensor([[500_000, 0], [0, 500_000]])
     loss = torch.tensor(1.0, dtype=torch.float64)
     assert all(
         evaluation.add({"confusion": cells, "loss": loss}, 2, int(cells.sum())) for cells in (wrong, wrong, wrong)
@@ -130,7 +131,9 @@ def test_a_run_with_a_liar_stays_near_the_honest_one_with_the_cap_alone(tmp_path
         return load_file(folder / "model.safetensors")
 
     attack = {"attack": "sign-flip-false-counts", "attackers": 0.2}
-    honest, owned, capped = moved(), moved(**attack), moved(**attack, weight_cap=2.0)
+    honest = moved()
+    owned = moved(**attack)
+    capped = moved(**attack, weight_cap=2.0)
 
     def away(one: dict[str, Tensor]) -> float:
         return float(sum((one[name].double() - honest[name].double()).square().sum() for name in honest)) ** 0.5

@@ -52,7 +52,8 @@ class Fake:
         return self._note(chosen, (methods, seeds), watch)
 
     def _note(self, chosen: Config, rest: tuple[Any, ...], watch: Any) -> SimpleNamespace:
-        self.config, self.rest = chosen, rest
+        self.config = chosen
+        self.rest = rest
         chosen.run_dir.mkdir(parents=True, exist_ok=True)
         self.act(watch)
         curves = chosen.run_dir / "curves.png"
@@ -472,12 +473,14 @@ def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
 
 
 def test_a_terminal_gets_one_live_row_a_method() -> None:
-    file, now = io.StringIO(), [0.0]
+    file = io.StringIO()
+    now = [0.0]
     watch = console.make_progress(Console(file=file, width=110, force_terminal=True))
     assert isinstance(watch, console.LiveProgress)
     watch.clock = lambda: now[0]
     with watch:
-        one, other = running("FedAvg [labeled]", 4), running("FedDure", 4)
+        one = running("FedAvg [labeled]", 4)
+        other = running("FedDure", 4)
         watch.begin(one)
         now[0] = 63.0
         watch.round(one, row(1, 0.5))

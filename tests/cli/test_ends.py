@@ -63,7 +63,8 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
     tmp_path, straight, monkeypatch, capsys, where, error
 ):
     closed = 0
-    close, ask = ServerRuntime.close, ServerRuntime._train_responders
+    close = ServerRuntime.close
+    ask = ServerRuntime._train_responders
 
     def closing(self: ServerRuntime) -> Any:
         nonlocal closed

@@ -82,7 +82,8 @@ def test_pulls_are_those_of_torch_func():
 def test_both_work_inside_other_transforms():
     """Under vmap three clients get the gradients they get alone; a gradient of a gradient is torch.func's."""
     scenes = [scene(seed) for seed in range(3)]
-    params, x = tree.stack([p for p, _ in scenes]), torch.stack([x for _, x in scenes])
+    params = tree.stack([p for p, _ in scenes])
+    x = torch.stack([x for _, x in scenes])
 
     def both(p: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
         assert inside_transform()
@@ -124,7 +125,8 @@ def test_a_lifted_program_is_that_of_vmap():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_lifted_cross_entropy_is_pytorchs(reduction: Literal["mean", "none"]) -> None:
     g = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(3, 5, 4, generator=g, dtype=torch.float64), torch.randint(4, (3, 5), generator=g)
+    logits = torch.randn(3, 5, 4, generator=g, dtype=torch.float64)
+    labels = torch.randint(4, (3, 5), generator=g)
     alone = [F.cross_entropy(z, y, reduction=reduction) for z, y in zip(logits, labels, strict=True)]
     many = torch.func.vmap(lambda z, y: cross_entropy(z, y, reduction))(logits, labels)
     assert torch.allclose(many, torch.stack(alone), rtol=0, atol=1e-14)

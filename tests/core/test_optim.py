@@ -100,9 +100,11 @@ def test_a_rate_that_is_a_tensor_is_the_same_rate(ours, theirs, options, lift):
     other = ours.with_lr(torch.tensor(ours.lr, dtype=torch.float64))
     (params, gradients), found = scene(), []
     if lift is vmap:
-        params, gradients = tree.stack([params]), [tree.stack([each]) for each in gradients]
+        params = tree.stack([params])
+        gradients = [tree.stack([each]) for each in gradients]
     for rule in (ours, other):
-        new, state = params, lift(rule.init)(params)
+        new = params
+        state = lift(rule.init)(params)
         for gradient in gradients[:3]:
             new, state = lift(rule.step)(new, gradient, state)
         found.append(new)
@@ -139,7 +141,8 @@ def test_adams_first_step_is_the_learning_rate():
 
 def test_descend_is_differentiable():
     """d/dp of (p - 0.1 g)^2 at p = 2, g = 10 is 2 * (2 - 1) = 2, in g it is -0.1 * 2."""
-    p, g = torch.tensor(2.0, requires_grad=True), torch.tensor(10.0, requires_grad=True)
+    p = torch.tensor(2.0, requires_grad=True)
+    g = torch.tensor(10.0, requires_grad=True)
     gradient_step({"a": p}, {"a": g}, 0.1)["a"].square().backward()
     assert p.grad is not None
     assert g.grad is not None
@@ -229,7 +232,8 @@ def test_adam_of_one_client_is_that_of_a_lifted_one_whatever_the_order_of_its_st
     g = torch.Generator().manual_seed(0)
     params, gradient = ({"b": {"w": torch.randn(4, 3, generator=g)}, "a": torch.randn(4, generator=g)} for _ in "pg")
     optimizer = Adam(0.1, weight_decay=0.01)
-    alone, lifted = (params, optimizer.init(params)), vmap(lambda p: (p, optimizer.init(p)))(tree.stack([params]))
+    alone = (params, optimizer.init(params))
+    lifted = vmap(lambda p: (p, optimizer.init(p)))(tree.stack([params]))
     for _ in range(3):
         shuffled = {k: {n: v[n] for n in reversed(v)} if isinstance(v, dict) else v for k, v in alone[1].items()}
         alone = optimizer.step(alone[0], gradient, shuffled)
@@ -243,9 +247,12 @@ def test_a_large_model_moves_as_its_leaves_do_alone():
     """Leaf by leaf from 16 MiB on, all at once below: the same bits; with what is not needed any more used up, too."""
     g = torch.Generator().manual_seed(0)
     params = {name: torch.randn(count, generator=g) for name, count in {"large": 2**22, "a": 7, "b": 1000}.items()}
-    whole, parts = params, {name: {name: leaf} for name, leaf in params.items()}
-    state, states = Adam(1e-2).init(whole), {name: Adam(1e-2).init(part) for name, part in parts.items()}
-    lean, rest = whole, Adam(1e-2).init(whole)
+    whole = params
+    parts = {name: {name: leaf} for name, leaf in params.items()}
+    state = Adam(1e-2).init(whole)
+    states = {name: Adam(1e-2).init(part) for name, part in parts.items()}
+    lean = whole
+    rest = Adam(1e-2).init(whole)
     for _ in range(2):
         gradient = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g), whole)
         whole, state = Adam(1e-2).step(whole, gradient, state)

@@ -44,7 +44,8 @@ def test_flatten_names_paths():
 
 
 def test_map_goes_by_names_and_refuses_trees_that_lack_one():
-    one, other = {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}, {"b": torch.tensor(20.0), "a": torch.tensor(10.0)}
+    one = {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}
+    other = {"b": torch.tensor(20.0), "a": torch.tensor(10.0)}
     made = tree.map(torch.add, one, other)
     assert (float(made["a"]), float(made["b"])) == (11.0, 22.0)
     with pytest.raises(KeyError):
@@ -91,7 +92,8 @@ def test_weighted_mean_keeps_precision_and_leaves_the_uploads_alone():
 
 def test_select_takes_one_tree_whole():
     """`new` where the condition holds, `old` elsewhere, also for counters and against a NaN on the other side."""
-    new, old = {"a": torch.tensor(1.0), "n": torch.tensor(1)}, {"a": torch.tensor(math.nan), "n": torch.tensor(2)}
+    new = {"a": torch.tensor(1.0), "n": torch.tensor(1)}
+    old = {"a": torch.tensor(math.nan), "n": torch.tensor(2)}
     assert [float(leaf) for leaf in tree.leaves(tree.select(torch.tensor(True), new, old))] == [1.0, 1.0]
     assert [float(leaf) for leaf in tree.leaves(tree.select(torch.tensor(False), old, new))] == [1.0, 1.0]
 

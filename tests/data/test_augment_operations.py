@@ -104,7 +104,8 @@ def test_autocontrast_equals_pillow_for_every_spread_of_values() -> None:
     """All pairs with 0 or 255, so every spread, and a quarter of the others; an image has what is between."""
     low, high = np.triu_indices(256)
     some = (low == 0) | (high == 255) | (np.random.default_rng(0).random(len(low)) < 0.25)
-    low, high = low[some][:, None], high[some][:, None]
+    low = low[some][:, None]
+    high = high[some][:, None]
     images = np.clip(np.arange(256), low, high).astype(np.uint8).reshape(-1, 1, 16, 16)
     done = ours(torch.from_numpy(images), "AutoContrast", 5)
     # Three pairs share an RGB image, to save calls; more fill the last one.
@@ -190,7 +191,8 @@ def test_equalize_by_hand() -> None:
 
 def test_no_operation_leaves_every_row() -> None:
     images = reference.specimens(3, (8, 8))
-    level, none = (torch.ones((len(images), 2), dtype=torch.long), torch.zeros((len(images), 0), dtype=torch.long))
+    level = torch.ones((len(images), 2), dtype=torch.long)
+    none = torch.zeros((len(images), 0), dtype=torch.long)
     assert torch.equal(apply_operations(images, level * IDENTITY, level, level == 1), images)
     assert torch.equal(apply_operations(images, none, none, none == 1), images)
 

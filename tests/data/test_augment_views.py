@@ -15,7 +15,8 @@ from halfmoon.data.views import Labeled, Plain, Shared, Strong, StrongFedLoKe, S
 from halfmoon.data.views.pools import CUTOUT, FEDDURE_POOL, IDENTITY, OPERATION_NAMES, SOLARIZE
 from halfmoon.models.network import Normalize
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
 EXACT = Normalize(MEAN, STD, torch.float64)
 UNIT = Normalize((0.0,), (1.0,), torch.float64)
 VIEWS = (
@@ -55,7 +56,8 @@ def test_plain_is_the_normalized_image() -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31 - 1), side=st.sampled_from([8, 16, 28, 32]), channels=st.sampled_from([1, 3]))
 def test_weak_mirrors_then_crops_the_reflection(seed: int, side: int, channels: int) -> None:
-    images, weak = noise(6, channels, side, seed), Weak()
+    images = noise(6, channels, side, seed)
+    weak = Weak()
     drawn = weak.draw(6, (channels, side, side), seeded(seed))
     views = weak.apply(images, drawn, Normalize((0.0,) * channels, (1.0,) * channels, torch.float64))
     for view, image, row in zip(views, images, reference.rows_of(drawn), strict=True):
@@ -67,7 +69,10 @@ def test_weak_mirrors_then_crops_the_reflection(seed: int, side: int, channels: 
 @given(seed=st.integers(0, 2**31 - 1), side=st.sampled_from([8, 16, 28, 32]))
 def test_labeled_crops_from_black_mirrors_and_cuts_after_normalization(seed: int, side: int) -> None:
     """Outside the image is black before normalization (-mean / std after it); in the box is 0 after it."""
-    images, labeled, pad, half = noise(6, 3, side, seed), Labeled(), side // 8, side // 4
+    images = noise(6, 3, side, seed)
+    labeled = Labeled()
+    pad = side // 8
+    half = side // 4
     drawn = labeled.draw(6, (3, side, side), seeded(seed))
     views = labeled.apply(images, drawn, EXACT)
     padded = np.pad(images.numpy(), ((0, 0), (0, 0), (pad, pad), (pad, pad)))
@@ -112,7 +117,8 @@ def test_strong_views_normalize_their_pixels(view: Strong | StrongSemiFL | Stron
 def test_a_slice_of_the_rows_gives_the_slice_of_the_view(view: View, shape: tuple[int, int, int]) -> None:
     images = noise(23, shape[0], shape[1])
     normalize = Normalize((0.4,) * shape[0], (0.3,) * shape[0])
-    before, drawn = images.clone(), view.draw(23, shape, seeded(1))
+    before = images.clone()
+    drawn = view.draw(23, shape, seeded(1))
     whole = view.apply(images, drawn, normalize)
     assert whole.shape == images.shape
     assert whole.dtype is torch.float32
@@ -167,7 +173,8 @@ def test_weak_view_of_a_constant_image_is_the_image() -> None:
 def test_strong_box_by_hand() -> None:
     """White 32x32 images, no operation: corner c covers pixels c to min(31, c + 16), both included.
     (0, 0): 17 x 17 = 289 gray pixels; (23, 5): rows 23 to 31 and columns 5 to 21, 9 x 17 = 153."""
-    images, strong = torch.full((2, 1, 32, 32), 255, dtype=torch.uint8), Strong(operations=0, pad=0)
+    images = torch.full((2, 1, 32, 32), 255, dtype=torch.uint8)
+    strong = Strong(operations=0, pad=0)
     drawn = strong.draw(2, (1, 32, 32), seeded())
     drawn["corner"] = torch.tensor([[0, 0], [23, 5]])
     gray = strong.pixels(images, drawn) == 127
@@ -250,17 +257,22 @@ def test_the_share_of_semifl_views_that_carry_no_image() -> None:
     neither inverts (2/30) nor cuts (1/30) nor translates: t + t (1 - t - 3/30) = 12.22 %. It ends as gray 127 where
     the last slot covers everything, or the first does and the last leaves it so (1/2 skipped, AutoContrast, Color,
     Contrast, Equalize, Sharpness 5/30, Cutout 1/30, less what is counted already): g + g (0.7 - g) = 2.42 %."""
-    n, strong = 10_000, StrongSemiFL()
-    one, other = noise(1, seed=3), noise(1, seed=4)
+    n = 10_000
+    strong = StrongSemiFL()
+    one = noise(1, seed=3)
+    other = noise(1, seed=4)
     drawn = strong.draw(n, (3, 32, 32), seeded(5))
-    equal, black, gray = [], [], []
+    equal = []
+    black = []
+    gray = []
     for start in range(0, n, 500):
         part = {name: leaf[start : start + 500] for name, leaf in drawn.items()}
         pixels = [strong.pixels(image.expand(500, -1, -1, -1), part).flatten(1) for image in (one, other)]
         equal.append((pixels[0] == pixels[1]).all(1))
         black.append((pixels[0] == 0).all(1))
         gray.append((pixels[0] == 127).all(1))
-    shift, cover = 2 / 30, (21 / 32) ** 2 / 30
+    shift = 2 / 30
+    cover = (21 / 32) ** 2 / 30
     assert near(torch.cat(equal), 1 - (1 - shift - cover) ** 2)
     assert near(torch.cat(black), shift + shift * (1 - shift - 3 / 30))
     assert near(torch.cat(gray), cover + cover * (0.7 - cover))
@@ -269,7 +281,8 @@ def test_the_share_of_semifl_views_that_carry_no_image() -> None:
 def test_shared_draws_once_for_the_rows_of_a_step() -> None:
     """Row i has draw i // 4 of the view itself, the last group cut short."""
     view = StrongSemiFL()
-    shared, alone = Shared(view, 4).draw(10, (3, 32, 32), seeded(6)), view.draw(3, (3, 32, 32), seeded(6))
+    shared = Shared(view, 4).draw(10, (3, 32, 32), seeded(6))
+    alone = view.draw(3, (3, 32, 32), seeded(6))
     assert set(shared) == set(alone)
     for name, leaf in shared.items():
         assert leaf.shape[0] == 10
@@ -280,7 +293,8 @@ def test_shared_draws_once_for_the_rows_of_a_step() -> None:
 
 def test_shared_treats_a_step_alike_and_steps_differently() -> None:
     """Copies of one image: as many different weak views as steps with different draws, each filling its step."""
-    shared, normalize = Shared(Weak(), 32), Normalize((0.0,), (1.0,))
+    shared = Shared(Weak(), 32)
+    normalize = Normalize((0.0,), (1.0,))
     images = noise(1, 1, seed=7).expand(320, -1, -1, -1)
     views = shared.apply(images, shared.draw(320, (1, 32, 32), seeded(8)), normalize).flatten(1)
     steps = views.view(10, 32, -1)

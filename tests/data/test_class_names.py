@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.image_files import encode, noise, write_parquet
+from support.image_files import encode_image, make_noise_images, write_parquet
 
 from halfmoon import UserError
 from halfmoon.data import load
@@ -18,14 +18,14 @@ from halfmoon.studies.site_rehearsal import _merge_classes
 def write_folders(folder: Path, *names: str, count: int = 4, seed: int = 0) -> Path:
     for number, name in enumerate(names):
         (folder / name).mkdir(parents=True)
-        for row, pixels in enumerate(noise(count, 8, seed=100 * seed + number)):
+        for row, pixels in enumerate(make_noise_images(count, 8, seed=100 * seed + number)):
             Image.fromarray(pixels).save(folder / name / f"{row}.png")
     return folder
 
 
 def write_table(folder: Path, *labels: str) -> Path:
     folder.mkdir(parents=True)
-    for row, pixels in enumerate(noise(len(labels), 8)):
+    for row, pixels in enumerate(make_noise_images(len(labels), 8)):
         Image.fromarray(pixels).save(folder / f"{row}.png")
     lines = [f"{row}.png,{label}" for row, label in enumerate(labels)]
     (folder / "labels.csv").write_text("\n".join(["path,label", *lines]))
@@ -123,7 +123,7 @@ def test_evaluation_names_the_class_that_may_be_meant(tmp_path: Path) -> None:
 
 
 def test_class_names_of_parquet_are_normalized(tmp_path: Path) -> None:
-    files = [encode(image) for image in noise(8)]
+    files = [encode_image(image) for image in make_noise_images(8)]
     for part, rows in (("train", files[:4]), ("test", files[4:])):
         write_parquet(tmp_path / f"{part}.parquet", rows, [0, 1, 0, 1], classes=["cafe\u0301 ", "Caf\u00e9-"])
     source = load(str(tmp_path))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.scripts import script
+from support.scripts import load_script
 
 from halfmoon.core.errors import ImageReadError
 from halfmoon.data import dicom
@@ -15,7 +15,7 @@ from halfmoon.pages.browser_images import encode_for_browser
 from halfmoon.sites.folders.check import check_site
 
 pytest.importorskip("pydicom")
-files = script("benchmarks/dicom_files.py")
+files = load_script("benchmarks/dicom_files.py")
 GENERATED = files.generated_files()
 
 REFUSED = {

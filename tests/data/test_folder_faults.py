@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.image_files import encode, noise, write_parquet
+from support.image_files import encode_image, make_noise_images, write_parquet
 
 import halfmoon
 from halfmoon import UserError
@@ -31,7 +31,7 @@ def write_classes(folder: Path, count: int, subfolder: str = "", seed: int = 0, 
     for number, name in enumerate(("cat", "dog")):
         place = folder / name / subfolder
         place.mkdir(parents=True, exist_ok=True)
-        for row, pixels in enumerate(noise(count, 8, seed=2 * seed + number)):
+        for row, pixels in enumerate(make_noise_images(count, 8, seed=2 * seed + number)):
             for copy in range(copies):
                 Image.fromarray(pixels).save(place / f"{row}-{copy}.png")
 
@@ -88,10 +88,12 @@ def test_a_class_without_a_readable_image_is_refused(tmp_path: Path) -> None:
 
 
 def test_unreadable_rows_of_parquet_are_left_out(tmp_path: Path) -> None:
-    files = [encode(image) for image in noise(30)]
+    files = [encode_image(image) for image in make_noise_images(30)]
     files[3] = b"nothing"
     write_parquet(tmp_path / "train.parquet", files, [row % 2 for row in range(30)])
-    write_parquet(tmp_path / "test.parquet", [encode(image) for image in noise(4, seed=1)], [0, 1, 0, 1])
+    write_parquet(
+        tmp_path / "test.parquet", [encode_image(image) for image in make_noise_images(4, seed=1)], [0, 1, 0, 1]
+    )
     source = load(str(tmp_path))
     assert source.train.labels.tolist() == [row % 2 for row in range(30) if row != 3]
     assert [image.path for image in source.skipped] == [f"{tmp_path / 'train.parquet'}, row 3"]
@@ -117,7 +119,7 @@ def test_a_run_lists_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_plan_of_a_site_lists_them_too(tmp_path: Path) -> None:
     write_classes(tmp_path / "in", 20)
     (tmp_path / "in" / "unlabeled").mkdir()
-    for row, pixels in enumerate(noise(6, 8, seed=9)):
+    for row, pixels in enumerate(make_noise_images(6, 8, seed=9)):
         Image.fromarray(pixels).save(tmp_path / "in" / "unlabeled" / f"{row}.png")
     (tmp_path / "in" / "cat" / "bad.png").write_bytes(b"")
     halfmoon.run(data=str(tmp_path / "in"), rounds=1, network="small", run_dir=tmp_path / "out", minutes=0.01)
@@ -147,7 +149,7 @@ def test_images_in_subfolders_of_a_class_are_read(tmp_path: Path, capsys: pytest
     write_classes(tmp_path / "in", 10)
     write_classes(tmp_path / "in", 5, "2024/spring", seed=1)
     (tmp_path / "in" / "cat" / ".thumbnails").mkdir()
-    Image.fromarray(noise(1, 8)[0]).save(tmp_path / "in" / "cat" / ".thumbnails" / "0.png")
+    Image.fromarray(make_noise_images(1, 8)[0]).save(tmp_path / "in" / "cat" / ".thumbnails" / "0.png")
     source = load(str(tmp_path / "in"))
     assert source.classes == ("cat", "dog")
     assert len(source.train) + len(source.test) == 30
@@ -207,9 +209,11 @@ def test_copies_with_different_labels_are_counted(tmp_path: Path) -> None:
 
 
 def test_copies_of_parquet_files_are_one_group_in_validation(tmp_path: Path) -> None:
-    files = [encode(image) for image in noise(10)] * 3
+    files = [encode_image(image) for image in make_noise_images(10)] * 3
     write_parquet(tmp_path / "train.parquet", files, [row % 2 for row in range(30)])
-    write_parquet(tmp_path / "test.parquet", [encode(image) for image in noise(4, seed=1)], [0, 1, 0, 1])
+    write_parquet(
+        tmp_path / "test.parquet", [encode_image(image) for image in make_noise_images(4, seed=1)], [0, 1, 0, 1]
+    )
     source = hold_out(load(str(tmp_path)), 0.3)
     assert source.validation is not None
     assert not set(hash_pixels(source.train.images)) & set(hash_pixels(source.validation.images))
@@ -330,7 +334,7 @@ def test_evaluation_of_train_and_test_asks_for_one_of_them(tmp_path: Path) -> No
 
 
 def test_a_site_whose_labels_are_all_one_class_is_not_planned(tmp_path: Path) -> None:
-    for row, pixels in enumerate(noise(8, 8)):
+    for row, pixels in enumerate(make_noise_images(8, 8)):
         Image.fromarray(pixels).save(tmp_path / f"{row}.png")
     (tmp_path / "labels.csv").write_text("path,label\n" + "".join(f"{row}.png,cat\n" for row in range(5)))
     with pytest.raises(UserError, match=r"all its labels are 'cat'.*label images of another class"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_files import encode
+from image_files import encode_image
 from PIL import Image
 
 from halfmoon import UserError
@@ -39,7 +39,7 @@ def test_a_missing_decoder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not formats.has_avif(), reason="this Pillow has no AVIF decoder")
 def test_avif_is_read() -> None:
-    pixels = decode_to_shape(encode(RAMP, "AVIF", quality=100), "a", 32, 16, 1)[:, :, 0]
+    pixels = decode_to_shape(encode_image(RAMP, "AVIF", quality=100), "a", 32, 16, 1)[:, :, 0]
     assert np.abs(pixels.astype(int) - RAMP).max() <= 3
     assert ".avif" in formats.list_suffixes()
     with pytest.raises(UserError, match="not a readable image"):
@@ -62,15 +62,15 @@ def test_heic_is_read(tmp_path: Path) -> None:
 
 def test_a_large_jpeg_is_reduced_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     ramp = np.tile(np.arange(0, 256, 8, np.uint8)[:, None], (1, 32))
-    whole = decode_to_shape(encode(ramp, "JPEG", quality=95), "a", 8, 8, 1)
+    whole = decode_to_shape(encode_image(ramp, "JPEG", quality=95), "a", 8, 8, 1)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)  # of 1,024
-    reduced = decode_to_shape(encode(ramp, "JPEG", quality=95), "a", 8, 8, 1)
+    reduced = decode_to_shape(encode_image(ramp, "JPEG", quality=95), "a", 8, 8, 1)
     assert np.abs(reduced.astype(int) - whole).max() <= 12
     with pytest.raises(UserError, match="too large to open safely"):
-        decode_to_shape(encode(ramp), "a", 8, 8, 1)
+        decode_to_shape(encode_image(ramp), "a", 8, 8, 1)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
     with pytest.raises(UserError, match="too large to open safely"):
-        decode_to_shape(encode(ramp, "JPEG"), "a", 8, 8, 1)
+        decode_to_shape(encode_image(ramp, "JPEG"), "a", 8, 8, 1)
 
 
 def test_a_folder_of_one_repeated_image_is_described() -> None:

@@ -34,10 +34,12 @@ def test_distances_by_hand() -> None:
     """p = (1/2, 1/2, 0), q = (0, 1/2, 1/2): TV = (1/2 + 0 + 1/2) / 2 = 1/2. The middle is (1/4, 1/2, 1/4) with 2/4 +
     1/2 + 2/4 = 3/2 bits, p and q have 1 bit each: JS = 3/2 - 1 = 1/2 bit. p = (1, 0), q = (1/2, 1/2): TV = 1/2; the
     middle (3/4, 1/4) has 2 - (3/4) log2(3) = 0.811278 bits, p none, q one: JS = 0.811278 - 0.5 = 0.311278."""
-    p, q = np.array([0.5, 0.5, 0]), np.array([0, 0.5, 0.5])
+    p = np.array([0.5, 0.5, 0])
+    q = np.array([0, 0.5, 0.5])
     assert total_variation(p, q) == pytest.approx(0.5)
     assert jensen_shannon(p, q) == pytest.approx(0.5)
-    p, q = np.array([1.0, 0]), np.array([0.5, 0.5])
+    p = np.array([1.0, 0])
+    q = np.array([0.5, 0.5])
     assert total_variation(p, q) == pytest.approx(0.5)
     assert jensen_shannon(p, q) == pytest.approx(0.311278, abs=1e-6)
 
@@ -49,13 +51,15 @@ def test_distances_are_symmetric_bounded_and_zero_for_the_same(pair: np.ndarray)
         assert distance(p, q) == pytest.approx(distance(q, p))
         assert distance(p, p) == pytest.approx(0, abs=1e-12)
     # JS <= TV in bits (Lin 1991, Theorem 3), and TV^2 / (2 ln 2) <= JS by Pinsker's inequality on both halves.
-    tv, js = total_variation(p, q), jensen_shannon(p, q)
+    tv = total_variation(p, q)
+    js = jensen_shannon(p, q)
     assert tv**2 / (2 * np.log(2)) - 1e-9 <= js <= tv + 1e-9
     assert tv <= 1 + 1e-12
 
 
 def test_mixes_without_a_common_class_are_one_apart() -> None:
-    p, q = np.array([0.3, 0.7, 0, 0]), np.array([0, 0, 0.9, 0.1])
+    p = np.array([0.3, 0.7, 0, 0])
+    q = np.array([0, 0, 0.9, 0.1])
     assert total_variation(p, q) == pytest.approx(1)
     assert jensen_shannon(p, q) == pytest.approx(1)
 
@@ -103,7 +107,8 @@ def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
     assert {**facts["server"], "js": 0} == {
         "labeled": 3, "labeled_classes": [2, 1, 0], "tv": pytest.approx(5 / 12), "js": 0,
     }  # fmt: skip
-    p, q = np.array([2, 1, 0]) / 3, np.array([1, 2, 1]) / 4
+    p = np.array([2, 1, 0]) / 3
+    q = np.array([1, 2, 1]) / 4
     assert facts["server"]["js"] == pytest.approx(jensen_shannon(p, q))
     numbers = {name: facts["counts"][name] for name in ("images", "labeled", "unlabeled", "nobody")}
     assert numbers == {"images": 8, "labeled": 3, "unlabeled": 4, "nobody": 1}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.image_files import noise
+from support.image_files import make_noise_images
 
 import halfmoon
 from halfmoon import UserError
@@ -21,7 +21,7 @@ def write_table(folder: Path, header: str, line: str, count: int = 8, name: str 
     """Write `count` images, and for each a line with its {path}, {label} and {number}."""
     (folder / "im").mkdir(parents=True)
     lines = [header]
-    for number, pixels in enumerate(noise(count, 8)):
+    for number, pixels in enumerate(make_noise_images(count, 8)):
         Image.fromarray(pixels).save(folder / "im" / f"{number}.png")
         lines.append(line.format(path=f"im/{number}.png", label="dog" if number % 2 else "cat", number=number))
     (folder / name).write_text("\n".join(lines).replace(",", sep) + "\n")
@@ -102,7 +102,9 @@ def test_parts_with_metadata_are_read_as_hugging_face_does(tmp_path: Path) -> No
     source = load(str(tmp_path / "in"))
     assert (source.classes, len(source.train), len(source.test)) == (("cat", "dog"), 12, 6)
     assert source.train.labels.tolist() == [0] * 6 + [1] * 6
-    assert (source.train.images == noise(12, 8)[[0, 10, 2, 4, 6, 8, 1, 11, 3, 5, 7, 9]]).all()  # sorted by name
+    assert (
+        source.train.images == make_noise_images(12, 8)[[0, 10, 2, 4, 6, 8, 1, 11, 3, 5, 7, 9]]
+    ).all()  # sorted by name
     contents = scan_folder(tmp_path / "in")
     assert contents is not None
     assert (len(contents.paths), contents.tests, contents.nested) == (12, 6, 0)
@@ -128,7 +130,7 @@ def test_a_fault_of_a_part_is_named(line: str, fault: str, tmp_path: Path) -> No
 def test_predictions_keep_further_columns(tmp_path: Path) -> None:
     """Cells follow the predictions of their image; an image without a line has empty ones."""
     folder = write_table(tmp_path / "in", "path,label,age,sure", "{path},{label},{number},=1+1")
-    Image.fromarray(noise(1, 8, seed=5)[0]).save(folder / "im" / "new.png")
+    Image.fromarray(make_noise_images(1, 8, seed=5)[0]).save(folder / "im" / "new.png")
     options = {"clients": 2, "setting": "iid-iid", "rounds": 1, "executor": "loop", "width": 4}
     halfmoon.run(method="fedavg", run_dir=tmp_path / "run", **options)
     assert main(["predict", str(tmp_path / "run"), str(folder), "--out", str(tmp_path / "out.csv")]) == 0

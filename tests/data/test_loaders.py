@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from image_files import Rows, encode, fake_hub, noise, refused, write_parquet
+from image_files import (
+    FakeHubDataset,
+    assert_load_refused,
+    encode_image,
+    install_fake_hub,
+    make_noise_images,
+    write_parquet,
+)
 from PIL import Image
 
 from halfmoon.core.errors import UserError
@@ -18,12 +25,14 @@ from halfmoon.data import load
 from halfmoon.data.images import channel_statistics
 from halfmoon.data.sources import DATASETS
 
-FISH, FROG, CROC = "n01443537", "n01641577", "n01698640"
+FISH = "n01443537"
+FROG = "n01641577"
+CROC = "n01698640"
 
 
 def write_image(path: Path, pixels: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode(pixels, "JPEG" if path.suffix == ".JPEG" else "PNG"))
+    path.write_bytes(encode_image(pixels, "JPEG" if path.suffix == ".JPEG" else "PNG"))
 
 
 def pillow_rgb(path: Path) -> np.ndarray:
@@ -38,7 +47,7 @@ def record(pixels: np.ndarray, *labels: int) -> bytes:
 def cifar10(folder: Path, *, meta: bool = True) -> np.ndarray:
     """Write two images for each of six files, labels counting up; return the twelve in the order of the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    pixels = noise(12, 32)
+    pixels = make_noise_images(12, 32)
     for number, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
         pair = range(2 * number, 2 * number + 2)
         (folder / f"{name}.bin").write_bytes(b"".join(record(pixels[i], i % 10) for i in pair))
@@ -49,7 +58,7 @@ def cifar10(folder: Path, *, meta: bool = True) -> np.ndarray:
 
 def cifar100(folder: Path) -> np.ndarray:
     folder.mkdir(parents=True, exist_ok=True)
-    pixels = noise(5, 32)
+    pixels = make_noise_images(5, 32)
     (folder / "train.bin").write_bytes(b"".join(record(pixels[i], 19 - i, 33 * i) for i in range(4)))
     (folder / "test.bin").write_bytes(record(pixels[4], 7, 42))
     (folder / "fine_label_names.txt").write_text("\n".join(DATASETS["cifar100"].classes) + "\n")
@@ -60,14 +69,14 @@ def tiny(folder: Path, *, wnids: bool = True, words: bool = True) -> Path:
     """Write Tiny ImageNet with three classes: two training JPEGs a class (one of them gray) and four test JPEGs."""
     for label, wnid in enumerate((FISH, FROG, CROC)):
         for i in range(2):
-            pixels = noise(1, 64, 1 if (label, i) == (0, 0) else 3, seed=10 * label + i)[0]
+            pixels = make_noise_images(1, 64, 1 if (label, i) == (0, 0) else 3, seed=10 * label + i)[0]
             write_image(folder / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", pixels)
         (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text(f"{wnid}_0.JPEG\t0\t10\t63\t58\n")
     for i, channels in enumerate((3, 1, 3, 3)):
-        write_image(folder / "val" / "images" / f"val_{i}.JPEG", noise(1, 64, channels, seed=100 + i)[0])
+        write_image(folder / "val" / "images" / f"val_{i}.JPEG", make_noise_images(1, 64, channels, seed=100 + i)[0])
     lines = [f"val_{i}.JPEG\t{wnid}\t0\t32\t44\t62\n" for i, wnid in enumerate((CROC, FISH, CROC, FROG))]
     (folder / "val" / "val_annotations.txt").write_text("".join(lines))
-    write_image(folder / "test" / "images" / "test_0.JPEG", noise(1, 64)[0])
+    write_image(folder / "test" / "images" / "test_0.JPEG", make_noise_images(1, 64)[0])
     if wnids:
         (folder / "wnids.txt").write_text(f"{CROC}\n{FISH}\n{FROG}\n")  # the real one is not sorted either
     if words:
@@ -134,7 +143,7 @@ def test_names_are_those_of_the_names_file(tmp_path: Path) -> None:
     (tmp_path / "batches.meta.txt").write_text("\n".join(names))
     assert load("cifar10", tmp_path).classes == tuple(names)
     (tmp_path / "batches.meta.txt").write_text("\n".join([*names[:8], names[0]]))
-    refused(r"batches.meta.txt: it has 8 different class names, but cifar10 has 10", "cifar10", tmp_path)
+    assert_load_refused(r"batches.meta.txt: it has 8 different class names, but cifar10 has 10", "cifar10", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +169,12 @@ def test_a_damaged_binary_file_is_named(tmp_path, name, file, change, message):
 def test_a_missing_binary_file_is_named(tmp_path: Path) -> None:
     cifar10(tmp_path / "ten")
     (tmp_path / "ten" / "data_batch_4.bin").unlink()
-    refused(r"data_batch_4.bin is missing; .* data_batch_5.bin and test_batch.bin", str(tmp_path / "ten"))
+    assert_load_refused(r"data_batch_4.bin is missing; .* data_batch_5.bin and test_batch.bin", str(tmp_path / "ten"))
     cifar100(tmp_path / "hundred")
     (tmp_path / "hundred" / "test.bin").unlink()
-    refused(r"hundred/test.bin is missing; .* train.bin and test.bin", "hundred", tmp_path)
+    assert_load_refused(r"hundred/test.bin is missing; .* train.bin and test.bin", "hundred", tmp_path)
     cifar100(tmp_path / "hundred")
-    refused(r"binary version of cifar100 has no part 'validation'", "hundred", tmp_path, test="validation")
+    assert_load_refused(r"binary version of cifar100 has no part 'validation'", "hundred", tmp_path, test="validation")
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", None])
@@ -191,11 +200,11 @@ def test_pickles_are_refused_unopened(tmp_path: Path, name: str | None, inside: 
 
 def test_one_set_is_not_taken_for_another(tmp_path: Path) -> None:
     cifar100(tmp_path)
-    refused(r"cifar10 was not found; expected data_batch_1.bin to data_batch_5.bin", "cifar10", tmp_path)
+    assert_load_refused(r"cifar10 was not found; expected data_batch_1.bin to data_batch_5.bin", "cifar10", tmp_path)
     for part in ("train", "test"):
         for label in range(11):
-            write_image(tmp_path / "cinic10" / part / f"c{label:02}" / "0.png", noise(1, 32)[0])
-    refused(r"cinic10 has 10 classes, but 11 were found", "cinic10", tmp_path)
+            write_image(tmp_path / "cinic10" / part / f"c{label:02}" / "0.png", make_noise_images(1, 32)[0])
+    assert_load_refused(r"cinic10 has 10 classes, but 11 were found", "cinic10", tmp_path)
 
 
 def test_cinic10_folders(tmp_path: Path) -> None:
@@ -203,7 +212,9 @@ def test_cinic10_folders(tmp_path: Path) -> None:
     one is made RGB, and the part `valid` is not read (here it could not be)."""
     names = ("n02691156_10.png", "cifar10-train-7.png", "cifar10-train-10.png")
     pixels = {
-        (label, name): noise(1, 32, seed=10 * label + i)[0] for label in range(10) for i, name in enumerate(names)
+        (label, name): make_noise_images(1, 32, seed=10 * label + i)[0]
+        for label in range(10)
+        for i, name in enumerate(names)
     }
     pixels[3, names[0]] = pixels[3, names[0]][..., :1]
     for (label, name), image in pixels.items():
@@ -217,7 +228,7 @@ def test_cinic10_folders(tmp_path: Path) -> None:
     np.testing.assert_array_equal(source.train.images, wanted)
     assert source.train.labels.tolist() == [label for label in range(10) for _ in names]
     assert source.classes == DATASETS["cinic10"].classes
-    refused(r"class folder automobile is in train but not in valid", "cinic10", tmp_path, test="valid")
+    assert_load_refused(r"class folder automobile is in train but not in valid", "cinic10", tmp_path, test="valid")
 
 
 @pytest.mark.parametrize("place", ["", "tiny_imagenet", "tiny-imagenet-200"])
@@ -240,7 +251,7 @@ def test_tiny_imagenet(tmp_path: Path, place: str) -> None:
 def test_tiny_imagenet_images_lie_in_the_order_of_their_names(tmp_path: Path) -> None:
     """val_10 comes before val_2, whatever the order of the annotations."""
     folder = tiny(tmp_path)
-    write_image(folder / "val" / "images" / "val_10.JPEG", noise(1, 64, seed=7)[0])
+    write_image(folder / "val" / "images" / "val_10.JPEG", make_noise_images(1, 64, seed=7)[0])
     annotate(folder, lambda lines: [*lines, f"val_10.JPEG\t{FROG}\t0\t0\t1\t1\n"])
     source = load("tiny_imagenet", tmp_path)
     assert source.test.labels.tolist() == [2, 0, 1, 2, 1]
@@ -299,7 +310,7 @@ def annotate(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
             "not a readable image",
         ),
         (
-            lambda f: write_image(f / "train" / FROG / "images" / "x.JPEG", noise(1, 63)[0]),
+            lambda f: write_image(f / "train" / FROG / "images" / "x.JPEG", make_noise_images(1, 63)[0]),
             f"train/{FROG}/images/x.JPEG",
             "the image is 63x63 RGB, but",
         ),
@@ -318,8 +329,8 @@ def test_tiny_imagenet_without_its_test_is_said(tmp_path: Path) -> None:
     for path in (folder / "val" / "images").iterdir():
         path.unlink()
     (folder / "val" / "images").rmdir()
-    refused(r"val: it has no class folders", "tiny_imagenet", tmp_path)
-    refused(r"no part 'validation', only train and val", "tiny_imagenet", tmp_path, test="validation")
+    assert_load_refused(r"val: it has no class folders", "tiny_imagenet", tmp_path)
+    assert_load_refused(r"no part 'validation', only train and val", "tiny_imagenet", tmp_path, test="validation")
 
 
 def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
@@ -333,7 +344,7 @@ def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
 
 
 def test_cifar100_parquet_prefers_the_fine_label(tmp_path: Path) -> None:
-    pixels = noise(3, 32)
+    pixels = make_noise_images(3, 32)
     for part in ("train", "test"):
         path = tmp_path / "cifar100" / "cifar100" / f"{part}-00000-of-00001.parquet"
         write_parquet(path, pixels, [49, 99, 0], image="img", label="fine_label", coarse_label=[3, 2, 1])
@@ -355,7 +366,7 @@ def test_cifar100_parquet_prefers_the_fine_label(tmp_path: Path) -> None:
 def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder: str, held: str) -> None:
     """Gray images are made RGB where a set has them; valid of Tiny ImageNet and cropped_digits of SVHN are found."""
     size = DATASETS[name].shape[0]
-    pixels = [noise(1, size, 3, seed=i)[0] for i in range(3)]
+    pixels = [make_noise_images(1, size, 3, seed=i)[0] for i in range(3)]
     if DATASETS[name].gray:
         pixels[1] = pixels[1][..., :1]
     write_parquet(tmp_path / folder / "train-00000-of-00001.parquet", pixels, [1, 0, 2])
@@ -370,7 +381,7 @@ def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder
 
 def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
     for part in ("train", "valid"):
-        write_parquet(tmp_path / f"{part}.parquet", noise(2, 64, 1), [0, 1])
+        write_parquet(tmp_path / f"{part}.parquet", make_noise_images(2, 64, 1), [0, 1])
     cache = tmp_path / "cache"
     assert load(str(tmp_path), test="valid", cache=cache).train.images.shape == (2, 64, 64, 1)
     for _ in range(2):
@@ -392,13 +403,13 @@ def test_names_resolve_to_hub_repositories(monkeypatch, name, image, repository,
     asked = []
     labels = {"coarse_label": [0, 1], "fine_label": [49, 4]} if name == "cifar100" else {"label": [9, 4]}
     size = DATASETS[name].shape[0]
-    second = noise(1, size, 1 if DATASETS[name].gray else 3, seed=1)[0]
+    second = make_noise_images(1, size, 1 if DATASETS[name].gray else 3, seed=1)[0]
 
-    def load_dataset(path: str, config: str | None, split: str) -> Rows:
+    def load_dataset(path: str, config: str | None, split: str) -> FakeHubDataset:
         asked.append((path, config, split))
-        return Rows([noise(1, size)[0], second], image, **labels)
+        return FakeHubDataset([make_noise_images(1, size)[0], second], image, **labels)
 
-    fake_hub(monkeypatch, load_dataset)
+    install_fake_hub(monkeypatch, load_dataset)
     source = load(name)
     assert asked == [(repository, config, "train"), (repository, config, held)]
     np.testing.assert_array_equal(source.train.images[1], np.broadcast_to(second, DATASETS[name].shape))

@@ -92,7 +92,8 @@ def oracle(labels, clients, dirichlet_alpha, draw, min_size):
                 if len(held[j]) >= len(labels) / clients:
                     p[j] = 0.0
             total = np.sum(p)
-            reached, start = 0.0, 0
+            reached = 0.0
+            start = 0
             for j in range(clients):
                 reached += p[j] / total
                 end = len(rows) if j == clients - 1 else int(np.floor(reached * len(rows)))
@@ -208,7 +209,8 @@ def test_rows_of_a_client_are_sorted() -> None:
 
 
 def test_a_split_that_does_not_fit_itself_is_refused() -> None:
-    client, labeled = np.array([0, 1, 2]), np.zeros(3, bool)
+    client = np.array([0, 1, 2])
+    labeled = np.zeros(3, bool)
     with pytest.raises(UserError, match="row 2 of the split belongs to client 2, but there are 2 clients"):
         Split(client, labeled, 2)
     with pytest.raises(UserError, match="one client and one mark per row, but has 3 and 2"):

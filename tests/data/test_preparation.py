@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz_targets import deflated_dicom, dicom_file
-from image_files import encode
+from image_files import encode_image
 from PIL import Image
 
 from halfmoon import Config, UserError
@@ -37,57 +37,58 @@ def mixed(folder: Path) -> Path:
             for k, shape in enumerate([(20, 30), (30, 20, 3), (16, 16)]):
                 place = folder / part / name
                 place.mkdir(parents=True, exist_ok=True)
-                (place / f"{k}.png").write_bytes(encode(draw.integers(0, 256, shape, np.uint8)))
+                (place / f"{k}.png").write_bytes(encode_image(draw.integers(0, 256, shape, np.uint8)))
     return folder
 
 
 @pytest.mark.parametrize(("form", "options"), [("PNG", {}), ("TIFF", {}), ("BMP", {}), ("WEBP", {"lossless": True})])
 def test_exact_pixels_are_kept(form: str, options: dict[str, bool]) -> None:
-    assert np.array_equal(decode_to_shape(encode(RGB, form, **options), "a", 8, 6, 3), RGB)
+    assert np.array_equal(decode_to_shape(encode_image(RGB, form, **options), "a", 8, 6, 3), RGB)
     if form != "WEBP":  # it has no gray
-        assert np.array_equal(decode_to_shape(encode(GRAY, form), "a", 8, 6, 1)[:, :, 0], GRAY)
+        assert np.array_equal(decode_to_shape(encode_image(GRAY, form), "a", 8, 6, 1)[:, :, 0], GRAY)
 
 
 def test_gray_becomes_three_equal_channels_and_alpha_is_left_out() -> None:
-    assert np.array_equal(decode_to_shape(encode(GRAY), "a", 8, 6, 3), np.repeat(GRAY[:, :, None], 3, 2))
+    assert np.array_equal(decode_to_shape(encode_image(GRAY), "a", 8, 6, 3), np.repeat(GRAY[:, :, None], 3, 2))
     alpha = Image.fromarray(rng.integers(0, 256, (8, 6), np.uint8))
-    seen, gray = Image.fromarray(RGB), Image.fromarray(GRAY)
+    seen = Image.fromarray(RGB)
+    gray = Image.fromarray(GRAY)
     seen.putalpha(alpha)
     gray.putalpha(alpha)
     assert (seen.mode, gray.mode) == ("RGBA", "LA")
-    assert np.array_equal(decode_to_shape(encode(seen), "a", 8, 6, 3), RGB)
-    assert np.array_equal(decode_to_shape(encode(gray), "a", 8, 6, 1)[:, :, 0], GRAY)
+    assert np.array_equal(decode_to_shape(encode_image(seen), "a", 8, 6, 3), RGB)
+    assert np.array_equal(decode_to_shape(encode_image(gray), "a", 8, 6, 1)[:, :, 0], GRAY)
 
 
 def test_rgb_becomes_gray_by_luma() -> None:
     """ITU-R 601: 0.299 R + 0.587 G + 0.114 B, to one gray level."""
-    gray = decode_to_shape(encode(RGB), "a", 8, 6, 1)[:, :, 0]
+    gray = decode_to_shape(encode_image(RGB), "a", 8, 6, 1)[:, :, 0]
     assert np.abs(gray - RGB @ np.array([0.299, 0.587, 0.114])).max() <= 1
 
 
 def test_palette_bilevel_and_cmyk() -> None:
     palette = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint8), "P")
     palette.putpalette([10, 20, 30, 40, 50, 60])
-    assert decode_to_shape(encode(palette), "a", 2, 2, 3)[0].tolist() == [[10, 20, 30], [40, 50, 60]]
+    assert decode_to_shape(encode_image(palette), "a", 2, 2, 3)[0].tolist() == [[10, 20, 30], [40, 50, 60]]
     bits = Image.fromarray(GRAY).convert("1")
-    assert np.array_equal(decode_to_shape(encode(bits), "a", 8, 6, 1)[:, :, 0], np.asarray(bits) * 255)
+    assert np.array_equal(decode_to_shape(encode_image(bits), "a", 8, 6, 1)[:, :, 0], np.asarray(bits) * 255)
     # No ink is white; full cyan takes all red.
     ink = Image.fromarray(np.array([[[0, 0, 0, 0], [255, 0, 0, 0]]], np.uint8), "CMYK")
-    assert decode_to_shape(encode(ink, "TIFF"), "a", 1, 2, 3)[0].tolist() == [[255, 255, 255], [0, 255, 255]]
+    assert decode_to_shape(encode_image(ink, "TIFF"), "a", 1, 2, 3)[0].tolist() == [[255, 255, 255], [0, 255, 255]]
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
 def test_sixteen_bits_are_scaled_not_cut_off(form: str) -> None:
     """255 / 65535 = 1 / 257: 257 k becomes k, and everything within half a step of it (+-128) does."""
     deep = np.array([[0, 128, 129, 257, 25700, 65535]], np.uint16)
-    assert decode_to_shape(encode(deep, form), "a", 1, 6, 1)[0, :, 0].tolist() == [0, 0, 1, 1, 100, 255]
-    assert decode_to_shape(encode(deep, form), "a", 1, 6, 3)[0, 4].tolist() == [100, 100, 100]
+    assert decode_to_shape(encode_image(deep, form), "a", 1, 6, 1)[0, :, 0].tolist() == [0, 0, 1, 1, 100, 255]
+    assert decode_to_shape(encode_image(deep, form), "a", 1, 6, 3)[0, 4].tolist() == [100, 100, 100]
 
 
 def test_pixels_without_a_range_are_refused() -> None:
     for pixels in (np.ones((2, 2), np.float32), np.array([[0, 70000]], np.int32)):
         with pytest.raises(UserError, match=r"^a: its pixels have 32 bits and no known range; convert"):
-            decode_to_shape(encode(pixels, "TIFF"), "a", 2, 2, 1)
+            decode_to_shape(encode_image(pixels, "TIFF"), "a", 2, 2, 1)
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF"])
@@ -96,34 +97,34 @@ def test_the_orientation_tag_turns_the_image(form: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     blocks = np.kron(np.array([[0, 255], [100, 200]], np.uint8), np.ones((16, 8), np.uint8))  # (32, 16)
-    got = decode_to_shape(encode(blocks, form, exif=exif), "a", 16, 32, 1)[:, :, 0]
+    got = decode_to_shape(encode_image(blocks, form, exif=exif), "a", 16, 32, 1)[:, :, 0]
     assert np.abs(got.astype(int) - np.rot90(blocks, -1)).max() <= (8 if form == "JPEG" else 0)
 
 
 def test_resampling_is_antialiased() -> None:
     """Halving with a triangle of radius 2 pixels: weights (1, 3, 3, 1) / 8 inside; stripes 0, 255 become 127 or 128."""
     stripes = np.tile(np.array([0, 255], np.uint8), (16, 16))
-    small = decode_to_shape(encode(stripes), "a", 8, 16, 1)[:, 1:-1, 0]
+    small = decode_to_shape(encode_image(stripes), "a", 8, 16, 1)[:, 1:-1, 0]
     assert set(small.ravel().tolist()) <= {127, 128}
-    assert decode_to_shape(encode(GRAY), "a", 3, 50, 3).shape == (3, 50, 3)
+    assert decode_to_shape(encode_image(GRAY), "a", 3, 50, 3).shape == (3, 50, 3)
 
 
 def test_damage_is_a_sentence_with_the_name() -> None:
-    whole = encode(rng.integers(0, 256, (64, 64, 3), np.uint8), "JPEG")
-    for data in (whole[: len(whole) // 2], b"", b"no image", encode(RGB)[:60]):
+    whole = encode_image(rng.integers(0, 256, (64, 64, 3), np.uint8), "JPEG")
+    for data in (whole[: len(whole) // 2], b"", b"no image", encode_image(RGB)[:60]):
         with pytest.raises(UserError, match=r"^x/y\.png: not a readable image .*; replace or remove it\.$"):
             decode_to_shape(data, "x/y.png", 8, 8, 3)
 
 
 def test_other_formats_are_not_opened() -> None:
     with pytest.raises(UserError, match=r"^a: not a readable image \(no known format\)"):
-        decode_to_shape(encode(GRAY, "PPM"), "a", 8, 6, 1)
+        decode_to_shape(encode_image(GRAY, "PPM"), "a", 8, 6, 1)
 
 
 def test_damaged_files_never_raise_anything_else() -> None:
     draw = np.random.default_rng(1)
     for form in ("PNG", "TIFF", "JPEG", "WEBP", "BMP"):
-        whole = np.frombuffer(encode(RGB, form), np.uint8)
+        whole = np.frombuffer(encode_image(RGB, form), np.uint8)
         for _ in range(60):
             broken = whole.copy()
             broken[draw.integers(0, len(broken), 3)] = draw.integers(0, 256, 3)
@@ -152,7 +153,9 @@ def test_mixed_sizes_and_modes_are_named_or_taken(tmp_path: Path) -> None:
 
 def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start reads no pixel: not for the statistics either; another form is another file."""
-    folder, cache, how = str(mixed(tmp_path / "set")), tmp_path / "cache", Preparation((16, 16), 1)
+    folder = str(mixed(tmp_path / "set"))
+    cache = tmp_path / "cache"
+    how = Preparation((16, 16), 1)
     plain = load(folder, preparation=how)
     first = load(folder, cache=cache, preparation=how)
     monkeypatch.setattr("halfmoon.data.sources.channel_statistics", lambda _: pytest.fail("pixels were read"))
@@ -167,7 +170,8 @@ def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkey
 
 
 def test_mapped_images_give_the_clients_the_same(tmp_path: Path) -> None:
-    folder, how = str(mixed(tmp_path / "set")), {"resize": 16, "channels": 3}
+    folder = str(mixed(tmp_path / "set"))
+    how = {"resize": 16, "channels": 3}
     for cache in (None, tmp_path / "cache"):
         source = factory.load_images(Config(data=folder, cache=cache, **how))
         made = factory.to_examples(source.train, factory.select_device(Config(device="cpu")))
@@ -179,10 +183,11 @@ def test_mapped_images_give_the_clients_the_same(tmp_path: Path) -> None:
 
 def test_every_source_is_resized() -> None:
     """The digits, decoded long ago: 8x8 gray become 16x16 RGB, by the same resampling as an image file."""
-    plain, made = load("digits"), load("digits", preparation=Preparation((16, 16), 3))
+    plain = load("digits")
+    made = load("digits", preparation=Preparation((16, 16), 3))
     assert made.train.images.shape == (1437, 16, 16, 3)
     for row in (0, 700):
-        data = encode(plain.train.images[row, :, :, 0])
+        data = encode_image(plain.train.images[row, :, :, 0])
         assert np.array_equal(made.train.images[row], decode_to_shape(data, "x", 16, 16, 3))
     assert made.mean == pytest.approx(plain.mean * 3, abs=0.01)
 
@@ -190,8 +195,13 @@ def test_every_source_is_resized() -> None:
 def test_crop_keeps_the_middle_in_proportion() -> None:
     """A 4x8 image of four columns 0, 1, 2, 3 (two wide each), cut to 4x4: the columns 1 and 2 stay."""
     wide = np.repeat(np.arange(4, dtype=np.uint8) * 60, 2)[None].repeat(4, 0)
-    assert decode_prepared(encode(wide), "x", Preparation((4, 4), 1, crop=True))[0, :, 0].tolist() == [60, 60, 120, 120]
-    assert decode_prepared(encode(wide), "x", Preparation((4, 4), 1))[0, :, 0].tolist() != [60, 60, 120, 120]
+    assert decode_prepared(encode_image(wide), "x", Preparation((4, 4), 1, crop=True))[0, :, 0].tolist() == [
+        60,
+        60,
+        120,
+        120,
+    ]
+    assert decode_prepared(encode_image(wide), "x", Preparation((4, 4), 1))[0, :, 0].tolist() != [60, 60, 120, 120]
     assert center_box(4, 8, 4, 4) == (2, 0, 6, 4)
     assert center_box(9, 3, 2, 2) == (0, 3, 3, 6)
 
@@ -199,13 +209,17 @@ def test_crop_keeps_the_middle_in_proportion() -> None:
 def test_twelve_bits_do_not_become_black() -> None:
     """Values 100 to 4095 in 16 bits are spread over 0..255; a window says what is black and white instead."""
     deep = np.array([[100, 4095, 2098]], np.uint16)
-    assert decode_to_shape(encode(deep), "x", 1, 3, 1)[0, :, 0].tolist() == [0, 255, 128]  # 1998 / 3995 * 255 = 127.53
-    assert decode_to_shape(encode(deep), "x", 1, 3, 1, window=(0, 4095))[0, :, 0].tolist() == [
+    assert decode_to_shape(encode_image(deep), "x", 1, 3, 1)[0, :, 0].tolist() == [
+        0,
+        255,
+        128,
+    ]  # 1998 / 3995 * 255 = 127.53
+    assert decode_to_shape(encode_image(deep), "x", 1, 3, 1, window=(0, 4095))[0, :, 0].tolist() == [
         6,
         255,
         131,
     ]  # 6.23, 130.65
-    assert decode_to_shape(encode(deep), "x", 1, 3, 1, window=(2000, 2200))[0, :, 0].tolist() == [0, 255, 125]
+    assert decode_to_shape(encode_image(deep), "x", 1, 3, 1, window=(2000, 2200))[0, :, 0].tolist() == [0, 255, 125]
     assert to_eight_bits(np.array([[7, 7]], np.uint16), None, "x").tolist() == [[0, 0]]
     assert to_eight_bits(np.array([[0.5, 2.0]], np.float32), (0, 1), "x").tolist() == [[128, 255]]
     for wrong in ((1,), (2, 1), (0, float("nan"))):
@@ -264,8 +278,10 @@ def slopes(frames: int) -> list[Any]:
 
     groups = []
     for slope in range(1, frames + 1):
-        group, value = Dataset(), Dataset()
-        value.RescaleSlope, value.RescaleIntercept = slope, 0
+        group = Dataset()
+        value = Dataset()
+        value.RescaleSlope = slope
+        value.RescaleIntercept = 0
         group.PixelValueTransformationSequence = [value]
         groups.append(group)
     return groups
@@ -307,7 +323,7 @@ def test_dicom_that_holds_no_image_says_so(tmp_path: Path) -> None:
 
 def test_threads_that_decode_leave_warnings_as_they_are() -> None:
     """Left by threads in another order than they came, Python's own `catch_warnings` leaves them ignored for good."""
-    file = encode(Image.new("P", (60, 60)), transparency=b"\0" * 9)
+    file = encode_image(Image.new("P", (60, 60)), transparency=b"\0" * 9)
     before = list(warnings.filters)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: decode_to_shape(file, "a", 8, 8, 3), range(400)))
@@ -323,7 +339,8 @@ def archive(folder: Path, patients: int, each: int) -> None:
             ids = {"PatientID": f"P{patient}", "StudyInstanceUID": f"1.2.{patient}"}
             dicom(place / f"1.2.{patient}.7.{k}", np.full((2, 2), 10 * patient + k), **ids)
     dicom(folder / "DICOMDIR", np.zeros((2, 2)))
-    kind, index = b"1.2.840.10008.5.1.4.1.1.7\0", b"1.2.840.10008.1.3.10"
+    kind = b"1.2.840.10008.5.1.4.1.1.7\0"
+    index = b"1.2.840.10008.1.3.10"
     data = (folder / "DICOMDIR").read_bytes().replace(kind, index.ljust(len(kind), b"\0"))
     (folder / "DICOMDIR").write_bytes(data)
 
@@ -375,7 +392,8 @@ def test_images_in_the_bytes_of_a_file_give_no_warning(recwarn, request):
 def test_a_deflated_dicom_is_read_and_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kilobytes that unpack to two megabytes, of one that may be, end in a sentence."""
     pytest.importorskip("pydicom")
-    stored, window = np.arange(35, dtype=np.uint16).reshape(5, 7), {"WindowCenter": 17.5, "WindowWidth": 36}
+    stored = np.arange(35, dtype=np.uint16).reshape(5, 7)
+    window = {"WindowCenter": 17.5, "WindowWidth": 36}
     data = deflated_dicom(stored.tobytes(), **window)
     assert decode_image(data, "a").tolist() == decode_image(dicom_file(stored, **window), "a").tolist()
     monkeypatch.setattr(dicom_reader, "MAX_UNPACKED_BYTES", 2**20)
@@ -431,7 +449,8 @@ def test_a_stream_that_is_larger_than_its_header_is_refused_before_it_is_decoded
             decode_image(out.getvalue(), "a")
     if codec not in ("JPEG", "JPEG2000"):
         return
-    file.Rows, file.Columns = 900, 700
+    file.Rows = 900
+    file.Columns = 700
     out = io.BytesIO()
     file.save_as(out, enforce_file_format=True)
     assert decode_image(out.getvalue(), "a").shape == (900, 700, 1)

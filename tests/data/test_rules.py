@@ -87,7 +87,8 @@ def in_words(labels, classes, clients, dirichlet_alpha, draw):
     """FedLoKe's split as section 1.3 of the notes says it, a row at a time: rows, rest, top-ups of each client."""
     pools = [draw.permutation([r for r in range(len(labels)) if labels[r] == c]).tolist() for c in range(classes)]
     size = len(labels) // clients
-    held, extra = [], []
+    held = []
+    extra = []
     for k in range(clients):
         mine: list[int] = []
         count = size if k < clients - 1 else len(labels) - size * (clients - 1)
@@ -123,7 +124,8 @@ def test_filling_in_turn_equals_the_routine_in_words(seed: int, dirichlet_alpha:
 def test_top_ups_begin_where_the_notes_found_them(dirichlet_alpha: float, first: int, share: float) -> None:
     """The notes simulated CIFAR-10 and 50 clients: top-ups begin near client 25, 31, 38 and are 20, 15, 7 % of the
     rows. A tenth of the rows has the same shares."""
-    began, part = [], []
+    began = []
+    part = []
     for seed in range(8):
         _, _, extra = in_words(mixed(5000, 10), 10, 50, dirichlet_alpha, named_generator(seed, "x"))
         began.append(next(k for k, more in enumerate(extra) if more))
@@ -162,7 +164,8 @@ def test_gammas_without_bounds(fill: Fill, dirichlet_alpha: float) -> None:
 
 def concentration(fill: Fill, dirichlet_alpha: float) -> tuple[float, float]:
     """Return the mean of sum q^2 over the first and over the last fifth of 50 clients, q a client's class mix."""
-    first, last = [], []
+    first = []
+    last = []
     labels = mixed(5000, 10)
     for seed in range(20):
         shares = table(fill(alpha(dirichlet_alpha), part(labels, 10, 50, seed)), labels, 50, 10) / 100

@@ -307,7 +307,8 @@ def test_a_request_that_uneven_classes_do_not_meet_is_said(fields: dict[str, Any
 def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are() -> None:
     labels = np.arange(1000) % 10
     scenario = Scenario(clients=5, labels_per_class=2, seed=3)
-    whole, half = scenario.split(labels, 10), replace(scenario, unlabeled_share=0.5).split(labels, 10)
+    whole = scenario.split(labels, 10)
+    half = replace(scenario, unlabeled_share=0.5).split(labels, 10)
     np.testing.assert_array_equal(half.labeled, whole.labeled)
     np.testing.assert_array_equal(half.client[half.labeled], whole.client[whole.labeled])
     np.testing.assert_array_equal(sizes(half, False), np.round(sizes(whole, False) / 2))

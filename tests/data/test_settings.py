@@ -322,7 +322,8 @@ def test_a_file_from_before_stages_is_read(tmp_path: Path) -> None:
 
 
 def test_rows_that_cannot_be_are_refused() -> None:
-    client, labeled = np.array([SERVER, 0, 0]), np.array([True, True, False])
+    client = np.array([SERVER, 0, 0])
+    labeled = np.array([True, True, False])
     Split(client, labeled, 1, stage=np.array([0, 0, 2]))
     with pytest.raises(UserError, match="row 0 of the split is the server's and unlabeled, but a server has labeled"):
         Split(client, ~labeled, 1)

@@ -14,9 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
-from image_files import Rows, encode, fake_hub, noise, refused, write_parquet
+from image_files import (
+    FakeHubDataset,
+    assert_load_refused,
+    encode_image,
+    install_fake_hub,
+    make_noise_images,
+    write_parquet,
+)
 from PIL import Image
-from scripts import script
+from scripts import load_script
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, hide_last_classes, hold_out, load, pad_source, pad_to, shrink, take_share
@@ -28,12 +35,12 @@ SHARED = ROOT.parent / "shared" / "data"
 
 
 def encode_mode(mode: str, size: int = 6) -> bytes:
-    return encode(Image.new(mode, (size, size)))
+    return encode_image(Image.new(mode, (size, size)))
 
 
 def parquet_set(folder: Path, images: list[Any], labels: list[Any], **options: Any) -> Path:
     write_parquet(folder / "train.parquet", images, labels, **options)
-    write_parquet(folder / "test.parquet", noise(2, seed=9), [0, 1])
+    write_parquet(folder / "test.parquet", make_noise_images(2, seed=9), [0, 1])
     return folder
 
 
@@ -42,7 +49,8 @@ def idx_bytes(array: np.ndarray) -> bytes:
 
 
 def idx_set(folder: Path, count: int = 20, *, zipped: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    images, labels = noise(count, 28, 1)[..., 0], np.arange(count, dtype=np.uint8) % 10
+    images = make_noise_images(count, 28, 1)[..., 0]
+    labels = np.arange(count, dtype=np.uint8) % 10
     for prefix in ("train", "t10k"):
         for stem, array in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
             data = idx_bytes(array)
@@ -53,22 +61,22 @@ def idx_set(folder: Path, count: int = 20, *, zipped: bool = True) -> tuple[np.n
 
 def class_folders(folder: Path, form: str = "png") -> np.ndarray:
     """Write train and test with classes ant and bee, two images each; return them in the order of reading."""
-    pixels = noise(4)
+    pixels = make_noise_images(4)
     for part in ("train", "test"):
         for label, name in enumerate(("ant", "bee")):
             (folder / part / name).mkdir(parents=True)
             for i in range(2):
-                (folder / part / name / f"{i}.{form}").write_bytes(encode(pixels[2 * label + i]))
+                (folder / part / name / f"{i}.{form}").write_bytes(encode_image(pixels[2 * label + i]))
     return pixels
 
 
 @pytest.mark.parametrize(
     ("images", "kind", "words"),
     [
-        (noise(2).astype(np.float32), np.int64, "uint8"),
-        (noise(2, channels=4), np.int64, "1 or 3"),
-        (noise(2), np.int32, "int64"),
-        (noise(3), np.int64, "one for each image"),
+        (make_noise_images(2).astype(np.float32), np.int64, "uint8"),
+        (make_noise_images(2, channels=4), np.int64, "1 or 3"),
+        (make_noise_images(2), np.int32, "int64"),
+        (make_noise_images(3), np.int64, "one for each image"),
     ],
 )
 def test_images_refuse_other_types_and_shapes(images: np.ndarray, kind: type, words: str) -> None:
@@ -77,11 +85,11 @@ def test_images_refuse_other_types_and_shapes(images: np.ndarray, kind: type, wo
 
 
 def test_a_source_refuses_parts_that_disagree() -> None:
-    good = Images(noise(2), np.array([0, 1]))
+    good = Images(make_noise_images(2), np.array([0, 1]))
     for test, words in (
-        (Images(noise(2), np.array([0, 2])), r"row 1 of test has label 2"),
-        (Images(noise(2, 5, 1), np.array([0, 1])), "6x6 with 3 channels, test images 5x5 with 1 channel;"),
-        (Images(noise(0), np.zeros(0, np.int64)), "test part has no images"),
+        (Images(make_noise_images(2), np.array([0, 2])), r"row 1 of test has label 2"),
+        (Images(make_noise_images(2, 5, 1), np.array([0, 1])), "6x6 with 3 channels, test images 5x5 with 1 channel;"),
+        (Images(make_noise_images(0), np.zeros(0, np.int64)), "test part has no images"),
     ):
         with pytest.raises(UserError, match=words):
             Source("tiny", good, test, ("a", "b"), True, (0.5,) * 3, (0.2,) * 3)
@@ -97,7 +105,7 @@ def test_statistics_equal_numpy(images: np.ndarray) -> None:
 @pytest.mark.parametrize("factor", [1, 2])
 def test_pool_equals_pillow(factor: int) -> None:
     """Pillow's `reduce` averages the same blocks and rounds the same way; 100 random images leave no luck."""
-    images = noise(100, 12)[:, :6]
+    images = make_noise_images(100, 12)[:, :6]
     for image, small in zip(images, average_pool(images, factor), strict=True):
         np.testing.assert_array_equal(np.asarray(Image.fromarray(image).reduce(factor)), small)
 
@@ -116,7 +124,7 @@ def test_shrink_keeps_everything_but_the_pixels() -> None:
 
 
 def test_padding_puts_zeros_around() -> None:
-    images = noise(3, 5, 1) | 1
+    images = make_noise_images(3, 5, 1) | 1
     padded = pad_to(images, 8)
     assert padded.shape == (3, 8, 8, 1)
     np.testing.assert_array_equal(padded[:, 1:6, 1:6], images)
@@ -156,11 +164,11 @@ def test_digits_are_scikit_learns_with_a_fixed_stratified_test() -> None:
     assert sorted(both) == wanted
     again = load("digits")
     np.testing.assert_array_equal(source.test.images, again.test.images)
-    refused("no part 'validation'", "digits", test="validation")
+    assert_load_refused("no part 'validation'", "digits", test="validation")
 
 
 def test_the_embedded_digits_are_what_the_script_writes() -> None:
-    embed = script("tools/embed_digits.py")
+    embed = load_script("tools/embed_digits.py")
     wanted = embed.arrays()
     with np.load(embed.DIGITS, allow_pickle=False) as embedded:
         assert set(embedded) == set(wanted)
@@ -213,17 +221,17 @@ def test_a_truncated_or_false_gzip_is_named(tmp_path: Path) -> None:
     flipped[len(whole) // 2] ^= 255
     for data in (whole[: len(whole) // 2], b"no gzip at all", bytes(flipped)):
         path.write_bytes(data)
-        refused(r"t10k-images-idx3-ubyte.gz: not a complete gzip", "fashion_mnist", tmp_path)
+        assert_load_refused(r"t10k-images-idx3-ubyte.gz: not a complete gzip", "fashion_mnist", tmp_path)
 
 
 def test_idx_counts_must_agree_and_files_be_there(tmp_path: Path) -> None:
     idx_set(tmp_path)
     labels = tmp_path / "train-labels-idx1-ubyte.gz"
     labels.write_bytes(gzip.compress(idx_bytes(np.zeros(19, np.uint8))))
-    refused(r"19 labels, but train-images-idx3-ubyte.gz has 20 images", "fashion_mnist", tmp_path)
+    assert_load_refused(r"19 labels, but train-images-idx3-ubyte.gz has 20 images", "fashion_mnist", tmp_path)
     labels.unlink()
-    refused(r"train-labels-idx1-ubyte.gz is missing", "fashion_mnist", tmp_path)
-    refused("no part 'validation'", "fashion_mnist", tmp_path, test="validation")
+    assert_load_refused(r"train-labels-idx1-ubyte.gz is missing", "fashion_mnist", tmp_path)
+    assert_load_refused("no part 'validation'", "fashion_mnist", tmp_path, test="validation")
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP"])
@@ -232,8 +240,8 @@ def test_idx_counts_must_agree_and_files_be_there(tmp_path: Path) -> None:
     [{}, {"image": "img", "label": "labels"}, {"binary": True, "label": "fine_label", "label_type": pa.int32()}],
 )
 def test_parquet_gives_the_pixels_that_were_encoded(tmp_path: Path, form: str, options: dict[str, Any]) -> None:
-    pixels = noise(5)
-    encoded = [encode(image, form, lossless=True) for image in pixels]
+    pixels = make_noise_images(5)
+    encoded = [encode_image(image, form, lossless=True) for image in pixels]
     folder = tmp_path / "set"
     write_parquet(folder / "train-00000-of-00002.parquet", encoded[:3], [1, 0, 1], **options)
     write_parquet(folder / "train-00001-of-00002.parquet", encoded[3:], [0, 1], **options)
@@ -245,26 +253,26 @@ def test_parquet_gives_the_pixels_that_were_encoded(tmp_path: Path, form: str, o
     assert (source.mean, source.std) == channel_statistics(pixels)
     assert load(str(folder)).name == "set"
     (folder / "train-00001-of-00002.parquet").unlink()
-    refused("one of 2 files, but 1 is there", "set", tmp_path)
+    assert_load_refused("one of 2 files, but 1 is there", "set", tmp_path)
 
 
 def test_class_names_come_from_the_file(tmp_path: Path) -> None:
-    parquet_set(tmp_path, noise(2), [0, 1], classes=["normal", "ill"])
+    parquet_set(tmp_path, make_noise_images(2), [0, 1], classes=["normal", "ill"])
     source = load(str(tmp_path), mirror=False)
     assert source.classes == ("normal", "ill")
     assert not source.mirror
 
 
 def test_the_validation_part_is_read_only_when_it_is_chosen(tmp_path: Path) -> None:
-    parquet_set(tmp_path, noise(2), [0, 1])
+    parquet_set(tmp_path, make_noise_images(2), [0, 1])
     assert len(load(str(tmp_path)).test) == 2
-    refused(r"no validation\*.parquet next to", str(tmp_path), test="validation")
-    write_parquet(tmp_path / "validation.parquet", noise(3), [0, 1, 1])
+    assert_load_refused(r"no validation\*.parquet next to", str(tmp_path), test="validation")
+    write_parquet(tmp_path / "validation.parquet", make_noise_images(3), [0, 1, 1])
     assert len(load(str(tmp_path), test="validation").test) == 3
 
 
 def good() -> bytes:
-    return encode(noise(1)[0])
+    return encode_image(make_noise_images(1)[0])
 
 
 @pytest.mark.parametrize(
@@ -300,13 +308,13 @@ def good() -> bytes:
     ],
 )
 def test_a_bad_row_is_named(tmp_path, images, labels, options, message):
-    refused(message, str(parquet_set(tmp_path, images, labels, **options)))
+    assert_load_refused(message, str(parquet_set(tmp_path, images, labels, **options)))
 
 
 def test_an_image_column_of_numbers_is_refused(tmp_path: Path) -> None:
     parquet_set(tmp_path, [good()], [0])
     pq.write_table(pa.table({"image": [1.0], "label": [0]}), tmp_path / "train.parquet")
-    refused("column image holds double, but images must be encoded bytes", str(tmp_path))
+    assert_load_refused("column image holds double, but images must be encoded bytes", str(tmp_path))
 
 
 def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
@@ -314,7 +322,7 @@ def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for data in (b"not parquet", b"", whole[: len(whole) // 2]):
         path.write_bytes(data)
-        refused(r"train.parquet: not a readable parquet file", str(tmp_path))
+        assert_load_refused(r"train.parquet: not a readable parquet file", str(tmp_path))
 
 
 def test_damaged_pages_are_named(tmp_path: Path) -> None:
@@ -324,7 +332,7 @@ def test_damaged_pages_are_named(tmp_path: Path) -> None:
     footer = 8 + struct.unpack("<I", data[-8:-4])[0]
     data[4:-footer] = bytes(len(data) - 4 - footer)
     path.write_bytes(data)
-    refused(r"train.parquet: ", str(tmp_path))
+    assert_load_refused(r"train.parquet: ", str(tmp_path))
 
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +340,7 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     parquet_set(tmp_path, [good()], [0])
     for limit in (20, 10):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        refused(r"train.parquet, row 0: the image is too large", str(tmp_path))
+        assert_load_refused(r"train.parquet, row 0: the image is too large", str(tmp_path))
 
 
 def test_class_folders_are_read_in_sorted_order(tmp_path: Path) -> None:
@@ -348,7 +356,7 @@ def test_class_folders_are_read_in_sorted_order(tmp_path: Path) -> None:
 def test_a_photo_is_turned_as_its_tag_says(tmp_path: Path) -> None:
     """Orientation 6: the camera lay on its side, the picture is to be turned clockwise by a quarter."""
     class_folders(tmp_path)
-    pixels = noise(1, seed=3)[0]
+    pixels = make_noise_images(1, seed=3)[0]
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.fromarray(pixels).save(tmp_path / "train" / "ant" / "0.png", exif=exif)
@@ -358,41 +366,42 @@ def test_a_photo_is_turned_as_its_tag_says(tmp_path: Path) -> None:
 def test_class_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
     class_folders(tmp_path)
     (tmp_path / "train" / "cat").mkdir()
-    refused(r"train/cat: there is no image in it", str(tmp_path))
+    assert_load_refused(r"train/cat: there is no image in it", str(tmp_path))
     (tmp_path / "train" / "cat" / "0.png").write_bytes(good())
-    refused("class folder cat is in train but not in test", str(tmp_path))
+    assert_load_refused("class folder cat is in train but not in test", str(tmp_path))
     (tmp_path / "test" / "cat").mkdir()
     (tmp_path / "test" / "cat" / "0.png").write_bytes(good()[:50])
-    refused(r"test/cat/0.png: not a readable image", str(tmp_path))
+    assert_load_refused(r"test/cat/0.png: not a readable image", str(tmp_path))
     (tmp_path / "test" / "cat" / "0.png").write_bytes(encode_mode("RGB", 9))
-    refused(r"cat/0.png: the image is 9x9 RGB, but .*ant/0.png is 6x6 RGB", str(tmp_path))
+    assert_load_refused(r"cat/0.png: the image is 9x9 RGB, but .*ant/0.png is 6x6 RGB", str(tmp_path))
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:
-    refused("no data set was found; expected train", str(tmp_path))
+    assert_load_refused("no data set was found; expected train", str(tmp_path))
     (tmp_path / "train").mkdir()
-    refused("train: it has no class folders", str(tmp_path))
+    assert_load_refused("train: it has no class folders", str(tmp_path))
     (tmp_path / "train" / "ant").mkdir()
     (tmp_path / "train" / "ant" / "0.png").write_bytes(good())
-    refused("test: there is no such folder", str(tmp_path))
+    assert_load_refused("test: there is no such folder", str(tmp_path))
 
 
 def test_of_class_folders_alone_a_part_is_held_out(tmp_path: Path) -> None:
     """A fifth of each class, the same at any time, and nothing is in both parts."""
-    pixels = noise(15)
+    pixels = make_noise_images(15)
     for row, image in enumerate(pixels):
         (tmp_path / ("ant" if row < 10 else "bee")).mkdir(exist_ok=True)
-        (tmp_path / ("ant" if row < 10 else "bee") / f"{row:02}.png").write_bytes(encode(image))
-    source, again = load(str(tmp_path)), load(str(tmp_path))
+        (tmp_path / ("ant" if row < 10 else "bee") / f"{row:02}.png").write_bytes(encode_image(image))
+    source = load(str(tmp_path))
+    again = load(str(tmp_path))
     assert np.bincount(source.test.labels).tolist() == [2, 1]
     assert source.test.images.tobytes() == again.test.images.tobytes()
     both = np.concatenate([source.train.images, source.test.images])
     assert sorted(image.tobytes() for image in both) == sorted(image.tobytes() for image in pixels)
     assert "20% of the images of every class, 3 in all, are held out as the test" in source.selection_note
-    refused("no part 'validation', only train and test", str(tmp_path), test="validation")
+    assert_load_refused("no part 'validation', only train and test", str(tmp_path), test="validation")
     for path in sorted((tmp_path / "bee").iterdir())[1:]:
         path.unlink()
-    refused("bee: a class of one image has none to test on", str(tmp_path))
+    assert_load_refused("bee: a class of one image has none to test on", str(tmp_path))
 
 
 @pytest.mark.parametrize("names", [("Training", "Testing"), ("TRAIN", "test"), ("train", "valid")])
@@ -409,7 +418,7 @@ def test_parts_have_other_usual_names(names: tuple[str, str], tmp_path: Path) ->
 
 def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_path: Path) -> None:
     """Its files are streams of Arrow, one or several for a part, with the schema that parquet files have."""
-    images = [encode(pixels) for pixels in noise(4)]
+    images = [encode_image(pixels) for pixels in make_noise_images(4)]
     wanted = load(str(parquet_set(tmp_path / "parquet", images, [0, 1, 1, 0], classes=["normal", "ill"])))
     for part, cuts in (("train", (0, 3, 4)), ("test", (0, 2))):
         table = pq.read_table(tmp_path / "parquet" / f"{part}.parquet")
@@ -425,7 +434,7 @@ def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_
         np.testing.assert_array_equal(source.parts[part].images, wanted.parts[part].images)
         np.testing.assert_array_equal(source.parts[part].labels, wanted.parts[part].labels)
     (tmp_path / "saved" / "train" / "data-00001-of-00002.arrow").write_bytes(b"ARROW")
-    refused("not a readable arrow file", str(tmp_path / "saved"))
+    assert_load_refused("not a readable arrow file", str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(
@@ -446,31 +455,32 @@ def test_images_that_are_not_sorted_are_refused_with_what_to_do(files: list[str]
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(good())
-    refused(words, str(tmp_path))
-    refused(f"{files[0]} is a file: give the folder that holds the images", str(tmp_path / files[0]))
+    assert_load_refused(words, str(tmp_path))
+    assert_load_refused(f"{files[0]} is a file: give the folder that holds the images", str(tmp_path / files[0]))
 
 
 def test_folders_of_other_programs_are_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text("{}")
-    refused("save_to_disk of the library datasets, but has no part train", str(tmp_path))
+    assert_load_refused("save_to_disk of the library datasets, but has no part train", str(tmp_path))
     (tmp_path / "dataset_dict.json").rename(tmp_path / "labels.csv")
-    refused(r"site's folder, with labels.csv and no test images: `halfmoon run --data ", str(tmp_path))
+    assert_load_refused(r"site's folder, with labels.csv and no test images: `halfmoon run --data ", str(tmp_path))
 
 
 def test_an_unknown_name_or_folder_is_said(tmp_path: Path) -> None:
-    refused("did you mean 'cifar10'", "cifar-10")
-    refused("it has no folder nothing", "nothing", tmp_path)
-    refused("there is no such folder; --data-dir", "cifar10", tmp_path / "absent")
-    refused("no data set or folder", "/nowhere/at/all")
+    assert_load_refused("did you mean 'cifar10'", "cifar-10")
+    assert_load_refused("it has no folder nothing", "nothing", tmp_path)
+    assert_load_refused("there is no such folder; --data-dir", "cifar10", tmp_path / "absent")
+    assert_load_refused("no data set or folder", "/nowhere/at/all")
     idx_set(tmp_path)
-    refused(r"images of cifar10 have 3 channel\(s\), but these have 1", "cifar10", tmp_path)
+    assert_load_refused(r"images of cifar10 have 3 channel\(s\), but these have 1", "cifar10", tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["parquet", "folders"])
 def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    folder, cache = tmp_path / "set", tmp_path / "cache"
+    folder = tmp_path / "set"
+    cache = tmp_path / "cache"
     if layout == "parquet":
-        parquet_set(folder, noise(2), [0, 1], classes=["a", "b"])
+        parquet_set(folder, make_noise_images(2), [0, 1], classes=["a", "b"])
     else:
         class_folders(folder)
     plain = load(str(folder))
@@ -489,7 +499,7 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
         path.write_bytes(path.read_bytes()[:100])
     np.testing.assert_array_equal(load(str(folder), cache=cache).train.images, plain.train.images)
     assert all(path.stat().st_size > 100 for path in kept)
-    changed = encode(np.zeros((6, 6, 3), np.uint8))
+    changed = encode_image(np.zeros((6, 6, 3), np.uint8))
     if layout == "parquet":
         write_parquet(folder / "train.parquet", [changed, changed], [0, 1])
     else:
@@ -499,7 +509,8 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
 
 
 def test_decoded_images_that_another_user_can_have_planted_are_decoded_again(tmp_path: Path, monkeypatch) -> None:
-    folder, home = tmp_path / "set", tmp_path / "home"
+    folder = tmp_path / "set"
+    home = tmp_path / "home"
     parquet_set(folder, [good(), good()], [0, 1])
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr(decoded, "MIN_CACHED_BYTES", 1)
@@ -521,12 +532,15 @@ def test_decoded_images_that_another_user_can_have_planted_are_decoded_again(tmp
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     parquet_set(tmp_path / "set", [good(), good()], [0, 1])
     (tmp_path / "file").write_text("in the way")
-    refused("decoded images cannot be stored there", str(tmp_path / "set"), cache=tmp_path / "file" / "cache")
+    assert_load_refused(
+        "decoded images cannot be stored there", str(tmp_path / "set"), cache=tmp_path / "file" / "cache"
+    )
 
 
 def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home that cannot be written, a set below the limit, and `off` change nothing but the time."""
-    folder, home = tmp_path / "set", tmp_path / "home"
+    folder = tmp_path / "set"
+    home = tmp_path / "home"
     parquet_set(folder, [good(), good()], [0, 1])
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     load(str(folder))
@@ -546,14 +560,14 @@ def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeyp
 
 def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    pixels = noise(3, 32)
+    pixels = make_noise_images(3, 32)
 
-    def load_dataset(repository: str, config: str | None, split: str) -> Rows:
+    def load_dataset(repository: str, config: str | None, split: str) -> FakeHubDataset:
         assert config is None
         asked.append((repository, split))
-        return Rows(pixels, "img", ["x", "y", "z"], label=[2, 0, 1])
+        return FakeHubDataset(pixels, "img", ["x", "y", "z"], label=[2, 0, 1])
 
-    fake_hub(monkeypatch, load_dataset)
+    install_fake_hub(monkeypatch, load_dataset)
     source = load("someone/things")
     np.testing.assert_array_equal(source.train.images, pixels)
     assert source.train.labels.tolist() == [2, 0, 1]
@@ -566,34 +580,37 @@ def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (Rows(noise(1), "img", label=[None]), "someone/things, train, row 0: label None is not a whole number"),
-        (Rows(noise(1), "img", label=[True]), "row 0: label True"),
-        (Rows([{"bytes": None, "path": "a.png"}], "img", label=[0]), "row 0: the image has no bytes"),
-        (Rows([{"bytes": b"?", "path": None}], "img", label=[0]), "row 0: not a readable image"),
-        (Rows([None], "img", target=[0]), "no column label or labels or fine_label; it has img, target"),
+        (
+            FakeHubDataset(make_noise_images(1), "img", label=[None]),
+            "someone/things, train, row 0: label None is not a whole number",
+        ),
+        (FakeHubDataset(make_noise_images(1), "img", label=[True]), "row 0: label True"),
+        (FakeHubDataset([{"bytes": None, "path": "a.png"}], "img", label=[0]), "row 0: the image has no bytes"),
+        (FakeHubDataset([{"bytes": b"?", "path": None}], "img", label=[0]), "row 0: not a readable image"),
+        (FakeHubDataset([None], "img", target=[0]), "no column label or labels or fine_label; it has img, target"),
     ],
 )
 def test_a_bad_row_of_the_hub_is_named(monkeypatch, rows, message):
-    fake_hub(monkeypatch, lambda repository, config, split: rows)
-    refused(message, "someone/things")
+    install_fake_hub(monkeypatch, lambda repository, config, split: rows)
+    assert_load_refused(message, "someone/things")
 
 
 def test_without_library_or_network_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(repository: str, config: str | None, split: str) -> Rows:
+    def offline(repository: str, config: str | None, split: str) -> FakeHubDataset:
         raise ConnectionError("no route to host")
 
-    fake_hub(monkeypatch, offline)
-    refused(r"ConnectionError: no route to host.*--data-dir", "fashion_mnist")
+    install_fake_hub(monkeypatch, offline)
+    assert_load_refused(r"ConnectionError: no route to host.*--data-dir", "fashion_mnist")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(r"'\.\[hub\]'.*--data-dir", "cifar10")
+    assert_load_refused(r"'\.\[hub\]'.*--data-dir", "cifar10")
 
 
 def test_the_real_library_gives_what_the_fake_does(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="the extra `hub` is not installed")
-    pixels = noise(4)
+    pixels = make_noise_images(4)
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])})
     rows = datasets.Dataset.from_dict(
-        {"image": [{"bytes": encode(x), "path": None} for x in pixels], "label": [0, 1, 1, 0]}, features=features
+        {"image": [{"bytes": encode_image(x), "path": None} for x in pixels], "label": [0, 1, 1, 0]}, features=features
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda repository, config, split: rows)
     source = load("someone/things")

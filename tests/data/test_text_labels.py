@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from support.image_files import Rows, fake_hub, noise, write_parquet
+from support.image_files import FakeHubDataset, install_fake_hub, make_noise_images, write_parquet
 
 from halfmoon import UserError
 from halfmoon.data import load
@@ -25,8 +25,10 @@ def test_labels_of_parquet_may_be_names(kind: str, tmp_path: Path) -> None:
     types = {"string": pa.string(), "large_string": pa.large_string(), "bool": pa.bool_(), "float": pa.float64()}
     types["dictionary"] = pa.dictionary(pa.int32(), pa.string())
     labels = values.get(kind, texts)
-    write_parquet(tmp_path / "train.parquet", list(noise(6)), labels, label_type=types[kind])
-    write_parquet(tmp_path / "test.parquet", list(noise(2, seed=1)), [labels[0]] * 2, label_type=types[kind])
+    write_parquet(tmp_path / "train.parquet", list(make_noise_images(6)), labels, label_type=types[kind])
+    write_parquet(
+        tmp_path / "test.parquet", list(make_noise_images(2, seed=1)), [labels[0]] * 2, label_type=types[kind]
+    )
     source = load(str(tmp_path))
     assert source.classes == {"bool": ("False", "True"), "float": ("0", "1")}.get(kind, ("cat", "dog"))
     assert source.train.labels.tolist() == [1, -1, 0, 1, -1, 0]
@@ -34,13 +36,13 @@ def test_labels_of_parquet_may_be_names(kind: str, tmp_path: Path) -> None:
 
 
 def test_numbers_as_texts_are_sorted_as_numbers_and_unknown_names_are_refused(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "train.parquet", list(noise(3)), ["10", "9", "1"], label_type=pa.string())
-    write_parquet(tmp_path / "test.parquet", list(noise(1)), ["9"], label_type=pa.string())
+    write_parquet(tmp_path / "train.parquet", list(make_noise_images(3)), ["10", "9", "1"], label_type=pa.string())
+    write_parquet(tmp_path / "test.parquet", list(make_noise_images(1)), ["9"], label_type=pa.string())
     assert load(str(tmp_path)).classes == ("1", "9", "10")
-    write_parquet(tmp_path / "test.parquet", list(noise(2)), ["9", "2"], label_type=pa.string())
+    write_parquet(tmp_path / "test.parquet", list(make_noise_images(2)), ["9", "2"], label_type=pa.string())
     with pytest.raises(UserError, match=r"test\.parquet, row 1: no training image has the label '2'; correct it"):
         load(str(tmp_path))
-    write_parquet(tmp_path / "train.parquet", list(noise(1)), [0.5], label_type=pa.float64())
+    write_parquet(tmp_path / "train.parquet", list(make_noise_images(1)), [0.5], label_type=pa.float64())
     with pytest.raises(UserError, match=r"train\.parquet: column label holds double, but labels must be"):
         load(str(tmp_path))
 
@@ -48,22 +50,24 @@ def test_numbers_as_texts_are_sorted_as_numbers_and_unknown_names_are_refused(tm
 def test_images_of_parquet_may_be_files_next_to_it(tmp_path: Path) -> None:
     for part in ("train", "test"):
         (tmp_path / part).mkdir()
-        for row, pixels in enumerate(noise(20)):
+        for row, pixels in enumerate(make_noise_images(20)):
             Image.fromarray(pixels).save(tmp_path / part / f"{row}.png")
         cells = [{"bytes": None, "path": f"{part}/{row}.png"} for row in range(20)]
         cells[3]["path"] = "../secret.png" if part == "train" else "test/3.png"
         column = pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
         pq.write_table(pa.table({"image": column, "label": [0, 1] * 10}), tmp_path / f"{part}.parquet")
-    Image.fromarray(noise(1)[0]).save(tmp_path.parent / "secret.png")
+    Image.fromarray(make_noise_images(1)[0]).save(tmp_path.parent / "secret.png")
     source = load(str(tmp_path), preparation=Preparation(skip_unreadable=True))
-    assert (source.test.images == noise(20)).all()
+    assert (source.test.images == make_noise_images(20)).all()
     assert len(source.train) == 19
     assert [image.reason for image in source.skipped] == ["the image has no bytes; store the image itself, not a path."]
 
 
 def test_the_hub_reads_names_as_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"train": ["dog", "cat", None], "test": ["dog", "dog", "cat"]}
-    fake_hub(monkeypatch, lambda name, config, split: Rows(list(noise(3)), "image", label=parts[split]))
+    install_fake_hub(
+        monkeypatch, lambda name, config, split: FakeHubDataset(list(make_noise_images(3)), "image", label=parts[split])
+    )
     source = load("owner/pets")
     assert source.classes == ("cat", "dog")
     assert (source.train.labels.tolist(), source.test.labels.tolist()) == ([1, 0, -1], [1, 1, 0])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_files import noise, refused, write_parquet
+from image_files import assert_load_refused, make_noise_images, write_parquet
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -17,8 +17,8 @@ from halfmoon.runs.runner import start
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """Return the folder of six training images, of which two have no label, and two test images."""
-    write_parquet(tmp_path / "train.parquet", noise(6, 8), [0, 1, None, 0, 1, None])
-    write_parquet(tmp_path / "test.parquet", noise(2, 8), [0, 1])
+    write_parquet(tmp_path / "train.parquet", make_noise_images(6, 8), [0, 1, None, 0, 1, None])
+    write_parquet(tmp_path / "test.parquet", make_noise_images(2, 8), [0, 1])
     return tmp_path
 
 
@@ -52,5 +52,5 @@ def test_they_are_not_set_aside_for_validation(place: Path) -> None:
 
 
 def test_a_test_image_needs_its_label(place: Path) -> None:
-    write_parquet(place / "test.parquet", noise(2, 8), [0, None])
-    refused(r"row 1 of test has no label, but only training images can go without one", str(place))
+    write_parquet(place / "test.parquet", make_noise_images(2, 8), [0, None])
+    assert_load_refused(r"row 1 of test has no label, but only training images can go without one", str(place))

@@ -92,7 +92,8 @@ def test_labeled_steps_are_those_of_the_reference(batching, client, name, refere
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
 def test_forwards_are_equal_within_half_a_step(batching, client, name, reference):
     """The images through the network differ by at most half a step's (or the method takes its one step)."""
-    wanted, own = batch_rule_amount(batching, client_update(reference), client), holding(name, client)
+    wanted = batch_rule_amount(batching, client_update(reference), client)
+    own = holding(name, client)
     total = wanted.steps * images_per_step(client_update(reference), wanted) + client_update(
         reference
     ).images_outside_steps(client.labeled, client.unlabeled)
@@ -115,7 +116,8 @@ def test_played_rounds_keep_to_the_budget(name):
     """What the runs count: the labeled steps of FedDure at "labeled-steps", its images within half a step a client."""
 
     def used(played: str, budget: Budget) -> dict[str, int]:
-        method, shared = registry.make(played), make_task()
+        method = registry.make(played)
+        shared = make_task()
         held = make_dataset(all_labels=registry.entry(played).all_labels)
         simulation = make_simulation(method, shared, held, batching=Batching(2, "rest"), budget=budget, cohort=4)
         return run_rounds(method, simulation, start_server(method, shared), range(1))[-1].report.cost
@@ -158,7 +160,8 @@ def test_an_all_labels_reference_counts_all_its_rows():
     ceiling = registry.make("fedavg-sl").client_updates(shared)["train"]
     fixmatch = registry.make("fedavg-fixmatch").client_updates(shared)["train"]
     budget = Budget("labeled-steps", ceiling, all_labels=True)
-    given, batching = ClientSize(5, 45), Batching(10, 10)
+    given = ClientSize(5, 45)
+    batching = Batching(10, 10)
     assert budget.amount(batching, ceiling, ClientSize(50, 0), given).steps == 5
     assert budget.amount(batching, fixmatch, given, given).steps == 5
     forwards = Budget("forwards", ceiling, all_labels=True)

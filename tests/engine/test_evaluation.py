@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from torch_models import TorchSmall, twin
+from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import PseudoLabels
 from halfmoon.config.schema import Config
@@ -35,7 +35,7 @@ counted = hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 9)).filter(lambda
 
 
 def spoken(images: torch.Tensor) -> np.ndarray:
-    oracle = twin(TorchSmall(1, CLASSES, make_task().network.width), model()).eval()
+    oracle = load_weights(TorchSmall(1, CLASSES, make_task().network.width), model()).eval()
     with torch.no_grad():
         return oracle(images.double() / 127.5 - 1).numpy()
 
@@ -59,7 +59,9 @@ def test_a_tally_equals_a_count(batch):
     test = make_examples(50, seed=8)
     shared = make_task()
     result = evaluate_model(shared.network, model(), shared.normalize, test, batch)
-    made, logits, labels = result.row(), spoken(test.images), test.labels.numpy()
+    made = result.row()
+    logits = spoken(test.images)
+    labels = test.labels.numpy()
     said = logits.argmax(1)
     right = said == labels
     cells = [[int(((labels == row) & (said == column)).sum()) for column in range(CLASSES)] for row in range(CLASSES)]
@@ -77,7 +79,8 @@ def test_a_tally_equals_a_count(batch):
 def test_a_mean_prediction_equals_a_mean(batch):
     """The mean softmax over 50 images, however they are cut; a head 300 times as large says 300 times as much."""
     images = make_examples(50, seed=8).images
-    shared, sure = make_task(), model()
+    shared = make_task()
+    sure = model()
     sure["params"]["head"] = tree.map(lambda leaf: 300 * leaf, sure["params"]["head"])
     made = compute_mean_prediction(shared.network, sure, shared.normalize, images, batch)
     power = np.exp(300 * spoken(images))
@@ -111,7 +114,9 @@ def test_leanings_by_hand():
 
 def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
     """And shares of nothing, with their divergences, are None: no NaN gets into a row."""
-    one, other, nothing = np.array([3, 1, 0, 0]), np.array([0, 0, 5, 2]), np.zeros(4)
+    one = np.array([3, 1, 0, 0])
+    other = np.array([0, 0, 5, 2])
+    nothing = np.zeros(4)
     row = prediction_bias(class_shares(one), other, one, [0.6, 0.2, 0.0, 0.0])
     assert (row["js_app_u"], row["js_labeled"]) == (0, 1)
     row = prediction_bias(class_shares(one), nothing, one, [0.6, 0.2, 0.0, 0.0])
@@ -132,7 +137,10 @@ def test_quality_equals_a_count():
     """Over 40 random batches: accuracy, accuracy and share above the threshold, of those used, and by class."""
     random = np.random.default_rng(0)
     quality = Quality(CLASSES, 0.7, torch.device("cpu"))
-    label, hidden, confidence, weight = [], [], [], []
+    label = []
+    hidden = []
+    confidence = []
+    weight = []
     for size in random.integers(1, 9, 40):
         label.append(random.integers(0, CLASSES, size))
         hidden.append(random.integers(0, CLASSES - 1, size))  # the last class is never there
@@ -141,7 +149,9 @@ def test_quality_equals_a_count():
         pseudo = PseudoLabels(*(torch.from_numpy(each[-1]) for each in (label, confidence, weight)))
         quality.add(pseudo, torch.from_numpy(hidden[-1]))
     label, hidden, confidence, weight = (np.concatenate(each) for each in (label, hidden, confidence, weight))
-    right, above, used = label == hidden, confidence >= 0.7, weight > 0
+    right = label == hidden
+    above = confidence >= 0.7
+    used = weight > 0
     row = quality.row()
     assert row["accuracy"] == pytest.approx(right.mean(), rel=1e-12)
     assert row["share_above"] == pytest.approx(above.mean(), rel=1e-12)
@@ -155,7 +165,8 @@ def test_quality_equals_a_count():
 def test_areas_under_the_curve_of_confidence_and_weight():
     """By hand: correct confidences 0.9, 0.6 and wrong 0.6, 0.2 give 3.5 of 4 pairs; equal weights give 0.5."""
     quality = Quality(CLASSES, 0.7, torch.device("cpu"))
-    label, hidden = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 1, 0, 1, -1])
+    label = torch.tensor([0, 1, 2, 0, 1])
+    hidden = torch.tensor([0, 1, 0, 1, -1])
     confidence = torch.tensor([0.9, 0.6, 0.6, 0.2, 0.99])
     quality.add(PseudoLabels(label[:2], confidence[:2], torch.full((2,), 0.5)), hidden[:2])
     assert quality.row()["auc_confidence"] is None, "all are correct"
@@ -188,7 +199,8 @@ def test_quality_of_nothing_is_none():
 
 
 def test_pseudo_labels_without_a_truth_are_counted_and_not_judged():
-    ones, unused = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    ones = torch.ones(4)
+    unused = torch.tensor([1.0, 1.0, 1.0, 0.0])
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
     quality.add(PseudoLabels(torch.tensor([0, 1, 2, 0]), ones, unused), torch.tensor([0, -1, -1, 1]))
     row = quality.row()
@@ -207,10 +219,8 @@ def test_pseudo_labels_of_several_models_are_counted_apart() -> None:
     """The local model is right of 3 in 4, the global one of 1 in 4; what teaches is the global one's."""
     hidden = torch.tensor([0, 1, 2, 3])
     ones = torch.ones(4)
-    local, whole = (
-        PseudoLabels(torch.tensor([0, 1, 2, 0]), ones, ones),
-        PseudoLabels(torch.tensor([0, 0, 0, 0]), ones, 0 * ones),
-    )
+    local = PseudoLabels(torch.tensor([0, 1, 2, 0]), ones, ones)
+    whole = PseudoLabels(torch.tensor([0, 0, 0, 0]), ones, 0 * ones)
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
     quality.add(whole, hidden, {"local": local, "global": whole})
     row = quality.row()
@@ -234,8 +244,9 @@ def test_what_a_run_has_measured_beside_the_test() -> None:
 
 def test_images_tested_under_their_own_statistics():
     """In batches of 250 in the order of the set, as the module in training mode says of each (here 250 and 30)."""
-    test, shared = make_examples(280, seed=8), make_task()
-    oracle = twin(TorchSmall(1, CLASSES, shared.network.width), model()).train()
+    test = make_examples(280, seed=8)
+    shared = make_task()
+    oracle = load_weights(TorchSmall(1, CLASSES, shared.network.width), model()).train()
     with torch.no_grad():
         parts = [oracle(part.double() / 127.5 - 1) for part in (test.images[:250], test.images[250:])]
     said = evaluate_model(shared.network, model(), shared.normalize, test, statistics="batch")
@@ -272,7 +283,8 @@ def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> No
     """A thousand of 28x28, 256 of 64x64, one of 2048x2048; 300 images of 64x64 count all in two parts."""
     sides = (28, 64, 2048)
     assert [images_per_pass(torch.zeros(0, 1, side, side), 1000) for side in sides] == [1000, 256, 1]
-    shared, large = make_task(), make_examples(300, side=64)
+    shared = make_task()
+    large = make_examples(300, side=64)
     made = model()
     parts = [Examples(*(leaf[rows] for leaf in large)) for rows in (slice(0, 256), slice(256, None))]
     counts = [evaluate_model(shared.network, made, shared.normalize, each).confusion for each in (large, *parts)]
@@ -284,10 +296,12 @@ def test_a_cpu_sends_few_images_through_the_network_in_one_pass(monkeypatch: pyt
     network = SmallCNN(channels=3, classes=10, width=4)
     model = network.init(rng.generator(0, "model"))
     images = torch.randint(0, 256, (150, 3, 32, 32), dtype=torch.uint8, generator=rng.generator(0, "images"))
-    test, normalize = Examples(images, torch.arange(150) % 10), lambda x: x.float() / 255
+    test = Examples(images, torch.arange(150) % 10)
+    normalize = lambda x: x.float() / 255
     with torch.no_grad():
         logits = network.predict(tree.channels_last(model["params"]), model["stats"], normalize(images))
-    counts, predict = list[int](), SmallCNN.predict
+    counts = list[int]()
+    predict = SmallCNN.predict
 
     def counted(self: SmallCNN, params: tree.Tree, stats: tree.Tree, x: torch.Tensor) -> torch.Tensor:
         counts.append(len(x))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_models import TorchSmall, twin
+from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Method
 from halfmoon.config.schema import Config
@@ -37,7 +37,7 @@ def run(path: Path, method: Method, rounds: int, watch: Any = lambda row: None, 
 
 
 def confusion(model: Tree) -> list[list[int]]:
-    module = twin(TorchSmall(1, CLASSES, 4), model).double().eval()
+    module = load_weights(TorchSmall(1, CLASSES, 4), model).double().eval()
     with torch.no_grad():
         said = module(TEST.images.double() / 127.5 - 1).argmax(-1)
     return [[int(((TEST.labels == i) & (said == j)).sum()) for j in range(CLASSES)] for i in range(CLASSES)]
@@ -114,9 +114,12 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
 @pytest.mark.parametrize(("said", "best"), [((0.5, 0.7, 0.6, 0.6), 2), ((0.5, 0.7, 0.6, 0.8), 4), ((0.7, 0.7), 2)])
 def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, best):
     """A round's answers are about the model that it started from, and those after the end about the last one."""
-    method, shared = FedAvg(FixMatch()), make_task(dtype=torch.float32, rounds=len(said))
+    method = FedAvg(FixMatch())
+    shared = make_task(dtype=torch.float32, rounds=len(said))
     runtime = make_simulation(method, shared)
-    close, verdicts, brought = runtime.close, list(said), list[Tree]()
+    close = runtime.close
+    verdicts = list(said)
+    brought = list[Tree]()
 
     def told(round: int) -> Any:
         return {"round": round, "sites": 1, "accuracy": verdicts.pop(0), "loss": 1.0, "per_class": []}
@@ -125,7 +128,8 @@ def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, 
         report = close()
         return report._replace(validation=told(len(brought))) if brought else report
 
-    runtime.close, runtime.evaluate_next_round = closed, brought.append
+    runtime.close = closed
+    runtime.evaluate_next_round = brought.append
     runtime.final_evaluation = lambda model: (None, told(len(said)))
     with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
         made = run_rounds(Experiment(method, shared, runtime, TEST, 3), folder, None, lambda row: None)
@@ -139,8 +143,10 @@ def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, 
 
 def models(rounds: int) -> list[Tree]:
     """Return the server's model after every round of what `run` plays."""
-    method, shared = FedAvg(FixMatch()), make_task(dtype=torch.float32, rounds=rounds)
-    runtime, found = make_simulation(method, shared), []
+    method = FedAvg(FixMatch())
+    shared = make_task(dtype=torch.float32, rounds=rounds)
+    runtime = make_simulation(method, shared)
+    found = []
     server = method.start(shared, loop.initial_model(shared, 3, torch.device("cpu")))
     for number in range(rounds):
         runtime.open(number)

@@ -264,7 +264,8 @@ def test_options_of_methods_leave_padding_out(method, agree):
 def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
     """Of a client without labels, whose labeled images pass alone: its loss and its gradient are zero, not NaN."""
     g = torch.Generator().manual_seed(0)
-    params, x = network.init(g)["params"], torch.randn((2, 1, 16, 16), generator=g)
+    params = network.init(g)["params"]
+    x = torch.randn((2, 1, 16, 16), generator=g)
     nobody = torch.zeros(2, dtype=torch.bool)
 
     def loss(params: Any) -> tuple[Tensor, tuple[Any, ...]]:
@@ -297,8 +298,10 @@ SPOILED: dict[str, Method] = {
 def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
     """Noise in place of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
     before = rounds(method, "vmap", UNEQUAL)
-    batches, padded = driver.batches, driver._pad
-    g, filled = torch.Generator().manual_seed(0), []
+    batches = driver.batches
+    padded = driver._pad
+    g = torch.Generator().manual_seed(0)
+    filled = []
 
     def noise(leaf: Tensor, real: Tensor) -> Tensor:
         filled.append(int((~real).sum()))
@@ -310,7 +313,8 @@ def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
 
     def noisy(*given: Any) -> Iterator[Batch]:
         for batch in batches(*given):
-            x, u = batch.real["x"], batch.real["u"]
+            x = batch.real["x"]
+            u = batch.real["u"]
             views, others = (
                 {name: noise(view, u) for name, view in each.items()} for each in (batch.u, batch.second_batch)
             )
@@ -319,7 +323,8 @@ def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
 
     def spoiled(*given: Any) -> ClientData:
         local = padded(*given)
-        x, u = local.real["x"], local.real["u"]
+        x = local.real["x"]
+        u = local.real["u"]
         views = {name: noise(view, u) for name, view in local.views.items()}
         return local._replace(x=noise(local.x, x), y=noise(local.y, x), u=noise(local.u, u), views=views)
 
@@ -362,7 +367,7 @@ def test_masked_chunks_are_the_chunks_of_the_real_rows(size):
         assert torch.equal(rows.flatten()[places][:count], torch.arange(count))
 
 
-OUTSIDE = from_factory("custom_models:small", 1, CLASSES, (8, 8))
+OUTSIDE = from_factory("custom_models:build_small", 1, CLASSES, (8, 8))
 
 
 @pytest.mark.parametrize("network", [NETWORK, ResNet9(1, CLASSES, 2), OUTSIDE], ids=["small", "resnet9", "module"])
@@ -381,7 +386,8 @@ def test_a_masked_pass_and_its_tangent_are_those_of_the_real_rows(network):
         tangent = network.tangent(params, x, tape, along, mask)
         return {"moments": moments, "logits": logits, "tangent": tangent}
 
-    alone, many = passed(x[real], None), passed(x, real)
+    alone = passed(x[real], None)
+    many = passed(x, real)
     lifted = tree.index(vmap(passed)(x[None], real[None]), 0)
     for each in (many, lifted):
         each = {**each, "logits": each["logits"][real], "tangent": each["tangent"][real]}

@@ -24,7 +24,8 @@ PIXELS = Normalize((0.0,), (1 / 255,), torch.float64)  # the value of a pixel as
 def local(labeled: int, unlabeled: int, start: int = 0) -> ClientData:
     """Return a client whose n-th image is the constant start + n, unlabeled ones 100 above, labels n modulo 4."""
     images = lambda first, n: (torch.arange(n) + first).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)  # noqa: E731
-    x, u = images(start, labeled), images(start + 100, unlabeled)
+    x = images(start, labeled)
+    u = images(start + 100, unlabeled)
     return ClientData(x, torch.arange(labeled) % 4, u, torch.tensor(labeled), torch.tensor(unlabeled))
 
 
@@ -139,7 +140,8 @@ def test_company_changes_nothing():
         alone = list(batches([clients[k]], [visits[k]], Views(), PIXELS, 512))
         assert len(alone) == steps
         for t in range(5):
-            one, many = alone[min(t, steps - 1)], together[t]
+            one = alone[min(t, steps - 1)]
+            many = together[t]
             assert torch.equal(one.x[0], many.x[k])
             assert torch.equal(one.u["strong"][0], many.u["strong"][k])
             assert torch.equal(one.u_rows[0], many.u_rows[k])
@@ -266,7 +268,8 @@ def test_labeled_images_have_the_views_that_are_asked_for():
 
 def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
     """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its own draw."""
-    views, asked = Views(Plain(), {"weak": Shared(Weak(), 5)}), UpdateRequirements(("weak",), labeled_views=("weak",))
+    views = Views(Plain(), {"weak": Shared(Weak(), 5)})
+    asked = UpdateRequirements(("weak",), labeled_views=("weak",))
     drawn = draw(Amount(3, 4, 5), local(7, 23), views, asked, None, 0).x_view_draws["weak"]
     rows = torch.stack([drawn["flip"], drawn["top"], drawn["left"]], 1).view(3, 4, 3)
     assert (rows == rows[:, :1]).all()
@@ -355,7 +358,8 @@ def test_an_epoch_passes_over_the_kept_rows(kept, steps):
 
 def test_a_client_without_labels_has_empty_labeled_batches():
     """The batches hold no labeled image in any view, and the unlabeled ones are those of a client that has labels."""
-    client, asked = local(6, 30), UpdateRequirements(("plain",), labeled_views=("weak",))
+    client = local(6, 30)
+    asked = UpdateRequirements(("plain",), labeled_views=("weak",))
     bare = client._replace(x=client.x[:0], y=client.y[:0], labeled=torch.tensor(0))
     made = [draw(Amount(3, n, 4), c, PLAIN, asked, None, 0, "v") for c, n in ((client, 2), (bare, 0))]
     assert torch.equal(made[0].u_rows, made[1].u_rows)

@@ -7,9 +7,9 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 import torch
-from recording_methods import Counting, Spy, tensors
+from recording_methods import CountingMethod, RecordingMethod, collect_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_models import TorchSmall, twin
+from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, ClientData, Method
 from halfmoon.contract.small_federation import (
@@ -56,7 +56,8 @@ def cohorts(simulation, rounds: int = 12) -> list[list[int]]:
 def test_all_methods_of_a_seed_meet_the_same_clients():
     """Cohorts, three of nine and sorted, depend on seed and round alone: not on method, executor, or rounds before.
     How often each client is met is tested with the accountant, which is told that they are drawn alike."""
-    held, shared = make_dataset(((2, 2),) * 9), make_task()
+    held = make_dataset(((2, 2),) * 9)
+    shared = make_task()
     one = cohorts(make_simulation(FedAvg(), shared, held))
     assert all(cohort == sorted(set(cohort)) and len(cohort) == 3 for cohort in one)
     assert cohorts(make_simulation(FedDure(), shared, held, executor="vmap")) == one
@@ -81,12 +82,12 @@ def test_a_cohort_is_the_beginning_of_pytorchs_permutation(count: int) -> None:
 
 def test_no_upload_is_held_while_the_next_client_trains() -> None:
     """Of a cohort of four whose method averages none is alive when the next one's training begins."""
-    method, shared, held = FedAvg(), make_task(), make_dataset()
-    simulation, alive, seen = (
-        make_simulation(method, shared, held, cohort=4),
-        weakref.WeakSet[torch.Tensor](),
-        list[int](),
-    )
+    method = FedAvg()
+    shared = make_task()
+    held = make_dataset()
+    simulation = make_simulation(method, shared, held, cohort=4)
+    alive = weakref.WeakSet[torch.Tensor]()
+    seen = list[int]()
 
     def watched(function, items):
         def counted(program):
@@ -108,7 +109,7 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
 def test_methods_of_a_seed_see_the_same_labeled_batches():
     seen = []
     for method in (FedAvg(), FedAvg(FixMatch()), FedDure()):
-        spy = Spy(method)
+        spy = RecordingMethod(method)
         shared = make_task()
         run_rounds(spy, make_simulation(spy, shared, batching=Batching(2, "rest")), start_server(spy, shared), range(2))
         seen.append([batch for _, _, batch in spy.of("step")])
@@ -125,7 +126,8 @@ def test_methods_of_a_seed_see_the_same_labeled_batches():
 @BOTH
 def test_memories_belong_to_their_clients(executor):
     """Each client counts its own visits; who was not asked has no memory; the next visit finds the last one's."""
-    method, shared = Counting(queries=1), make_task()
+    method = CountingMethod(queries=1)
+    shared = make_task()
     simulation = make_simulation(method, shared, executor=executor, cohort=2)
     visits = dict.fromkeys(range(4), 0)
     server = start_server(method, shared)
@@ -142,7 +144,8 @@ def test_memories_belong_to_their_clients(executor):
 
 def test_the_regulator_of_each_client_goes_on_where_it_stopped():
     """F-reg has taken as many Adam steps as its client; all clients of a seed start from the same one."""
-    method, shared = FedDure(), make_task()
+    method = FedDure()
+    shared = make_task()
     simulation = make_simulation(method, shared, cohort=2)
     steps = dict.fromkeys(range(4), 0)
     for played in run_rounds(method, simulation, start_server(method, shared), range(4)):
@@ -152,7 +155,7 @@ def test_the_regulator_of_each_client_goes_on_where_it_stopped():
         assert counted == {k: n for k, n in steps.items() if n}
     firsts = []
     for seed in (0, 1):
-        spy = Spy(method)
+        spy = RecordingMethod(method)
         run_rounds(spy, make_simulation(spy, shared, cohort=4, seed=seed), start_server(spy, shared), range(1))
         first = [memory["regulator"]["params"] for _, memory, _ in spy.of("begin")]
         assert len(first) == 4
@@ -164,7 +167,8 @@ def test_the_regulator_of_each_client_goes_on_where_it_stopped():
 @BOTH
 def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
     """`each` reaches client k as its k-th slice, merged with what is shared; two trips see other images."""
-    method, shared = Counting(), make_task()
+    method = CountingMethod()
+    shared = make_task()
     (played,) = run_rounds(
         method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
     )
@@ -181,7 +185,8 @@ def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
 @pytest.mark.parametrize("views", [(), ("weak",), ("plain", "strong")])
 @pytest.mark.parametrize("batching", [Batching(4, 4), Batching(2, "rest"), Batching(3, 5, steps=2)], ids=str)
 def test_both_executors_draw_the_same(views, batching):
-    method, shared = Counting(views), make_task()
+    method = CountingMethod(views)
+    shared = make_task()
     one, many = (
         run_rounds(
             method,
@@ -204,7 +209,8 @@ def test_both_executors_draw_the_same(views, batching):
 def test_a_client_that_may_draw_nothing_takes_no_step(executor):
     """It comes back as it went, costs nothing but bytes, and the others train as they do in other company."""
     shared = make_task()
-    some, every = Counting(idle=102), Counting()
+    some = CountingMethod(idle=102)
+    every = CountingMethod()
     held = make_dataset()
     idle, busy = (
         run_rounds(m, make_simulation(m, shared, held, executor=executor, cohort=4), start_server(m, shared), range(1))[
@@ -228,7 +234,8 @@ def test_costs_equal_a_hand_count(executor):
     ceil(14/4) + ceil(9/4) = 3 + 2 + 4 + 3 = 12, so 48 labeled and 48 unlabeled images. A step passes 4 + 2 * 4 = 12
     images forward and back: 144 each. The network has 40 + 8, 296 + 16, 584 + 16 and 36, that is 996 parameters, and 2
     * (4 + 8 + 8) = 40 statistics: 1036 numbers of 8 bytes; an upload adds a weight of 8."""
-    method, shared = FedAvg(FixMatch()), make_task()
+    method = FedAvg(FixMatch())
+    shared = make_task()
     (played,) = run_rounds(
         method, make_simulation(method, shared, cohort=4, executor=executor), start_server(method, shared), range(1)
     )
@@ -248,7 +255,8 @@ def test_costs_equal_a_hand_count(executor):
 @BOTH
 def test_private_downloads_are_counted_once(executor):
     """Two trips to three clients: 4 shared bytes to each, and a slice of a float64 and an int64 for each."""
-    method, shared = Counting(), make_task()
+    method = CountingMethod()
+    shared = make_task()
     (played,) = run_rounds(
         method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
     )
@@ -266,7 +274,8 @@ class Passing(TorchDispatchMode):
 
     def __init__(self, first: torch.Size, last: torch.Size) -> None:
         super().__init__()
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         self.forward = self.backward = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -292,8 +301,10 @@ CASES = [(name, *rule) for name in registry.names() for rule in RULES]
 def test_passes_are_what_went_through_the_network(name, network, statistics, labeling):
     """Two rounds of every method of the catalog count what its visits send forward and back, under every rule.
     The count does not depend on the network."""
-    entry, shared = registry.entry(name), make_task(network, statistics=statistics, labeling=labeling)
-    method, side = some(name), 8 if network is NETWORK else 16
+    entry = registry.entry(name)
+    shared = make_task(network, statistics=statistics, labeling=labeling)
+    method = some(name)
+    side = 8 if network is NETWORK else 16
     # Small clients: every operation below torch.func is seen in Python here.
     sizes = ((5, 5), (3, 4), (2, 3))
     held = make_dataset(sizes, entry.all_labels, entry.label_locations[0], entry.pooled, side=side)
@@ -310,7 +321,8 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
 
     simulation._client_rounds = watched  # the server's own computing, an embedding say, is nobody's visit
     (_, last) = run_rounds(method, simulation, start_server(method, shared), range(2))
-    cost, backward = last.report.cost, counter.backward // weights.count(weights[-1])
+    cost = last.report.cost
+    backward = counter.backward // weights.count(weights[-1])
     assert (counter.forward, backward) == (cost["forward"], cost["backward"])
 
 
@@ -318,16 +330,19 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
 def test_hidden_labels_change_nothing(name):
     """Other labels at the unlabeled rows: the same server, memories and losses in every bit, other diagnostics.
     Everything a client is given in two rounds has the same bits, too."""
-    entry, shared, runs, given = registry.entry(name), make_task(), [], []
+    entry = registry.entry(name)
+    shared = make_task()
+    runs = []
+    given = []
     held = make_dataset(place=entry.label_locations[0], pooled=entry.pooled)
     hidden = torch.from_numpy(~held.split.labeled)
     for shift in (0, 1):
         labels = torch.where(hidden, (held.train.labels + shift) % CLASSES, held.train.labels)
-        spy = Spy(registry.make(name))
+        spy = RecordingMethod(registry.make(name))
         changed = replace(held, train=Examples(held.train.images, labels))
         runs.append(run_rounds(spy, make_simulation(spy, shared, changed), start_server(spy, shared), range(2)))
         kinds = ("begin", "keep", "step", "finish")
-        given.append([leaf for kind in kinds for what in spy.of(kind) for leaf in tensors(what)])
+        given.append([leaf for kind in kinds for what in spy.of(kind) for leaf in collect_tensors(what)])
     for a, b in zip(*runs, strict=True):
         assert trees_equal(a.server, b.server)
         assert trees_equal(a.state, b.state)
@@ -344,13 +359,15 @@ def test_hidden_labels_change_nothing(name):
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "feddure"])
 def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
     """The row of a round is that of its pseudo-labels, with unlabeled images known again by their pixels."""
-    held, shared = make_dataset(), make_task()
-    spy = Spy(some(name))
+    held = make_dataset()
+    shared = make_task()
+    spy = RecordingMethod(some(name))
     (played,) = run_rounds(
         spy, make_simulation(spy, shared, held, confidence_threshold=0.39), start_server(spy, shared), range(1)
     )
     known = {image.numpy().tobytes(): int(label) for image, label in zip(*held.train, strict=True)}
-    quality, counted = Quality(CLASSES, 0.39, torch.device("cpu")), 0
+    quality = Quality(CLASSES, 0.39, torch.device("cpu"))
+    counted = 0
     for kind, what in spy.seen:
         if kind == "begin":
             _, _, client = what
@@ -369,13 +386,14 @@ def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
 
 @BOTH
 def test_samples_add_over_steps_and_clients(executor):
-    method, shared = Counting(queries=1), make_task()
+    method = CountingMethod(queries=1)
+    shared = make_task()
     (played,) = run_rounds(
         method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
     )
     loss = played.report.samples["loss"]
     assert float(loss.count) == sum(-(-SIZES[k][1] // 4) for k in played.report.cohort)
-    spy = Spy(method)
+    spy = RecordingMethod(method)
     run_rounds(spy, make_simulation(spy, shared), start_server(spy, shared), range(1))
     losses = [float(notes.loss) for notes in spy.of("notes")]
     assert float(loss.total) == pytest.approx(sum(losses), rel=1e-9)
@@ -387,7 +405,8 @@ def test_samples_add_over_steps_and_clients(executor):
 def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
     """The run stops with round, client and step (counted from 1 in words); the client's memory stays what it was.
     Those before it may have put theirs down: no checkpoint of that round will name it."""
-    method, shared = Counting(queries=1, doomed=client, when=1, fuse=step), make_task()
+    method = CountingMethod(queries=1, doomed=client, when=1, fuse=step)
+    shared = make_task()
     simulation = make_simulation(method, shared, executor=executor, cohort=4)
     (played,) = run_rounds(method, simulation, start_server(method, shared), range(1))
     with pytest.raises(Diverged, match=f"nan in round 2 at client {client}, step {step}:") as caught:
@@ -400,7 +419,8 @@ def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
 @BOTH
 def test_a_frozen_client_cannot_diverge(executor):
     """A loss that would be NaN after a client's last step, while others still train, is not the client's."""
-    method, shared = Counting(queries=1, doomed=1, fuse=3), make_task()
+    method = CountingMethod(queries=1, doomed=1, fuse=3)
+    shared = make_task()
     (played,) = run_rounds(
         method, make_simulation(method, shared, executor=executor, cohort=4), start_server(method, shared), range(1)
     )
@@ -411,7 +431,8 @@ def test_a_frozen_client_cannot_diverge(executor):
 @pytest.mark.parametrize("lr", [1e300, 1e12])
 def test_a_real_divergence_stops(executor, lr):
     """A learning rate of 1e300 makes losses infinite; with 1e12 they stay finite, but mean nothing."""
-    method, shared = FedAvg(), make_task(optimizer=SGD(lr))
+    method = FedAvg()
+    shared = make_task(optimizer=SGD(lr))
     with pytest.raises(Diverged, match="learning rate"):
         run_rounds(method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(2))
 
@@ -459,7 +480,8 @@ def test_clients_lifted_together_are_wrapped_around():
 
 def test_programs_hold_so_many_clients_and_no_more(programs):
     """Four alike in programs of three: three lifted, the last alone; uploads come as from one program."""
-    shared, method = make_task(), FedAvg(FixMatch(threshold=0.3))
+    shared = make_task()
+    method = FedAvg(FixMatch(threshold=0.3))
 
     def asked(together: int | None):
         simulation = make_simulation(method, shared, executor="vmap", cohort=4)
@@ -475,7 +497,8 @@ def test_programs_hold_so_many_clients_and_no_more(programs):
 @BOTH
 def test_a_spoiled_upload_is_named(executor):
     """The only step has a finite loss and leaves infinite weights: nothing of it reaches the average."""
-    method, shared = FedAvg(), make_task(optimizer=SGD(1e3, weight_decay=1e308))
+    method = FedAvg()
+    shared = make_task(optimizer=SGD(1e3, weight_decay=1e308))
     batching = Batching(4, 4, steps=1)
     with pytest.raises(Diverged, match=r"upload 'params/.*' became .* in round 1 at client \d, step 1:"):
         run_rounds(
@@ -487,7 +510,8 @@ def test_a_spoiled_upload_is_named(executor):
 
 
 def test_a_remembered_client_does_not_hold_its_group():
-    method, shared = FedDure(), make_task()
+    method = FedDure()
+    shared = make_task()
     simulation = make_simulation(method, shared, executor="vmap", cohort=4)
     run_rounds(method, simulation, start_server(method, shared), range(1))
     kept = simulation.store.get("client/0")
@@ -499,9 +523,10 @@ def test_a_remembered_client_does_not_hold_its_group():
 def test_who_is_silent_leaves_the_cohort():
     """With probability 0.4 a client of three does not answer, the same in all trips of a round; one always does.
     Over 200 rounds 3 * 0.6 = 1.8 answer on average (plus 0.4^3 rounds in which one has to): 1.864 +- 0.06."""
-    simulation = make_simulation(Counting(), make_task(rounds=200), client_dropout=0.4)
-    server, heard = start_server(Counting(), make_task()), []
-    for played in run_rounds(Counting(), simulation, server, range(12)):
+    simulation = make_simulation(CountingMethod(), make_task(rounds=200), client_dropout=0.4)
+    server = start_server(CountingMethod(), make_task())
+    heard = []
+    for played in run_rounds(CountingMethod(), simulation, server, range(12)):
         heard.append(len(played.report.cohort))
         for query in ("trip0", "trip1"):
             assert len(played.server["ups"][query]["mark"]) == heard[-1]
@@ -512,13 +537,13 @@ def test_who_is_silent_leaves_the_cohort():
     assert min(heard) == 1
     assert max(heard) == 3
     assert abs(np.mean(heard) - 1.864) < 4 * 0.06
-    everybody = make_simulation(Counting(), make_task())
-    assert all(len(played.report.cohort) == 3 for played in run_rounds(Counting(), everybody, server, range(4)))
+    everybody = make_simulation(CountingMethod(), make_task())
+    assert all(len(played.report.cohort) == 3 for played in run_rounds(CountingMethod(), everybody, server, range(4)))
 
 
 def test_others_than_the_cohort_can_be_asked():
     """All that are registered, in the order asked; the cohort stays, and each gets its own slice."""
-    simulation = make_simulation(Counting(queries=1), make_task())
+    simulation = make_simulation(CountingMethod(queries=1), make_task())
     simulation.open(0)
     cohort = simulation.cohort
     to = torch.tensor([2, 0, 3, 1])
@@ -533,7 +558,7 @@ def test_others_than_the_cohort_can_be_asked():
 
 @pytest.mark.parametrize("clients", [torch.zeros(0, dtype=torch.int64), torch.tensor([])])
 def test_a_query_of_no_client_is_refused(clients):
-    simulation = make_simulation(Counting(queries=1), make_task())
+    simulation = make_simulation(CountingMethod(queries=1), make_task())
     simulation.open(0)
     with pytest.raises(ValueError, match=r"query\('count'\) has no clients: give at least one, or leave clients out"):
         simulation.query("count", {"base": torch.tensor(0.0)}, clients=clients)
@@ -542,7 +567,7 @@ def test_a_query_of_no_client_is_refused(clients):
 @BOTH
 def test_the_server_trains_on_its_own_rows(executor):
     """It sees its labels and no unlabeled row, remembers from round to round, and nothing travels."""
-    method = Counting(queries=1, views=())
+    method = CountingMethod(queries=1, views=())
     simulation = make_simulation(
         method,
         make_task(),
@@ -579,7 +604,8 @@ def test_a_schedule_reaches_clients_and_server_half():
 def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor):
     """Labels at the even clients: the average is that of clients 0 and 2 by their sizes, whoever else was asked."""
     shared = make_task(optimizer=SGD(0.1))
-    method, held = FedAvg(), make_dataset(place="some")
+    method = FedAvg()
+    held = make_dataset(place="some")
     simulation = make_simulation(method, shared, held, executor=executor, cohort=4)
     server = start_server(method, shared)
     simulation.open(0)
@@ -627,7 +653,8 @@ def test_a_stream_shows_each_stage_in_its_rounds():
     stage = np.where(held.split.labeled, 0, rows % 3).astype(np.int64)
     held = replace(held, split=Split(held.split.client, held.split.labeled, 2, stage=stage))
     assert [held.stage(number, 6) for number in range(6)] == [0, 0, 1, 1, 2, 2]
-    spy, shared = Spy(FedAvg(FixMatch())), make_task(rounds=6)
+    spy = RecordingMethod(FedAvg(FixMatch()))
+    shared = make_task(rounds=6)
     run_rounds(spy, make_simulation(spy, shared, held, cohort=2), start_server(spy, shared), range(6))
     seen = [data for _, _, data in spy.of("begin")]
     assert len(seen) == 12
@@ -642,7 +669,8 @@ def test_a_stream_shows_each_stage_in_its_rounds():
 
 def leanings(held, cohort=3, number=0, method=None, **options):
     """Return the open simulation of a round, a model that is sure of itself, and what it leans to there."""
-    method, shared = method or FedAvg(), make_task(rounds=6)
+    method = method or FedAvg()
+    shared = make_task(rounds=6)
     simulation = make_simulation(method, shared, held, cohort=cohort, **options)
     model = start_server(method, shared)
     model["params"]["head"] = tree.map(lambda leaf: 300 * leaf, model["params"]["head"])
@@ -657,7 +685,7 @@ def shares(labels: np.ndarray) -> list[float]:
 def predicted(model, held, rows: np.ndarray) -> np.ndarray:
     """Return the mean softmax of a module in eval mode over training rows (classes,)."""
     with torch.no_grad():
-        logits = twin(TorchSmall(1, CLASSES, 4), model).eval()(held.train.images[rows].double() / 127.5 - 1)
+        logits = load_weights(TorchSmall(1, CLASSES, 4), model).eval()(held.train.images[rows].double() / 127.5 - 1)
     return logits.softmax(-1).mean(0).numpy()
 
 
@@ -685,7 +713,8 @@ def test_a_leaning_heeds_stages_and_silence():
     held = make_dataset()
     stage = np.where(held.split.labeled, 0, np.arange(len(held.split)) % 3).astype(np.int64)
     held = replace(held, split=Split(held.split.client, held.split.labeled, 4, stage=stage))
-    labels, split = held.train.labels.numpy(), held.split
+    labels = held.train.labels.numpy()
+    split = held.split
     for number in (0, 5):
         simulation, model, row = leanings(held, number=number)
         here = np.isin(split.client, simulation.cohort.numpy()) & ~split.labeled & (stage == number // 2)
@@ -723,7 +752,9 @@ def test_a_leaning_knows_who_holds_the_labels():
 
 def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
     """Of a pooled run's 40 unlabeled rows 12 are looked at, others in another round; all are in the shares."""
-    held, labels, seen = make_dataset(pooled=True, place="server"), make_dataset().train.labels.numpy(), []
+    held = make_dataset(pooled=True, place="server")
+    labels = make_dataset().train.labels.numpy()
+    seen = []
 
     def spy(network, model, normalize, images, parallel_map):
         seen.append({image.numpy().tobytes() for image in images})
@@ -744,7 +775,8 @@ def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
 @pytest.mark.parametrize("count", [0, 2])
 def test_the_models_of_single_clients_are_measured(count):
     """Of two of three: what each has sent, and the new model, on the rows of its own; without the option of none."""
-    method, shared = FedAvg(FixMatch()), make_task(rounds=1)
+    method = FedAvg(FixMatch())
+    shared = make_task(rounds=1)
     federation = make_simulation(method, shared, client_models=count)
     (last,) = run_rounds(method, federation, start_server(method, shared), range(1))
     model = method.solution(shared, last.server)

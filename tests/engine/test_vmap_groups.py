@@ -61,7 +61,8 @@ def test_images_a_step_count_as_steps_do():
 
 def test_rows_count_where_they_are_looked_at():
     """Six equal steps for a client of 400 rows and one of 12: alike, but for a work that sweeps all rows."""
-    batching, sizes = Batching(2, 4, steps=6), [(4, 12), (4, 400)]
+    batching = Batching(2, 4, steps=6)
+    sizes = [(4, 12), (4, 400)]
     for labels, programs in (("step", [[0, 1]]), ("round", [[1], [0]])):
         sweeping = client_update(labels=labels)
         assert group_clients(sweeping, extents(sizes, batching, sweeping)) == programs
@@ -91,7 +92,8 @@ def test_no_program_is_padded_more_than_the_bound():
 def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
     """Five clients of which one is far larger: it trains in the loop, and the round is as without programs."""
     sizes = ((2, 4), (2, 40), (2, 5), (2, 4), (2, 5))
-    method, shared = FedAvg(FixMatch(threshold=0.3)), make_task()
+    method = FedAvg(FixMatch(threshold=0.3))
+    shared = make_task()
     played = []
     for executor in ("loop", "vmap"):
         simulation = make_simulation(

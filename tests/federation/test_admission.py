@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from fake_transport import SITES, Node, Street, ask, joined, node
+from fake_transport import SITES, FakeNode, FakeTransport, exchange_messages, make_acceptance, make_node
 
 pytest.importorskip("flwr")
 
@@ -32,20 +32,20 @@ from halfmoon.storage.events import EventTail
 
 
 @pytest.fixture
-def street() -> Street:
-    made = Street({31: node("west"), 7: node("north"), 99: node("south")})
+def street() -> FakeTransport:
+    made = FakeTransport({31: make_node("west"), 7: make_node("north"), 99: make_node("south")})
     made.keys = {31: NodeIdentity("west", "1"), 7: NodeIdentity("north", "1"), 99: NodeIdentity("south", "1")}
     return made
 
 
 @pytest.fixture
-def manager(street: Street) -> ClientManager:
+def manager(street: FakeTransport) -> ClientManager:
     made = street.manager()
     made.wait_for_sites(3, 60.0)
     return made
 
 
-def restart(street: Street, number: int, there: Node) -> None:
+def restart(street: FakeTransport, number: int, there: FakeNode) -> None:
     """Let a site start again under the number that its key has; nobody tells of what its first process had got."""
     assert street.keys is not None
     street.nodes_[number] = there
@@ -53,28 +53,28 @@ def restart(street: Street, number: int, there: Node) -> None:
     street._under_way.clear()
 
 
-def test_a_site_that_starts_again_under_the_same_number_is_asked_again(street: Street, manager: ClientManager):
+def test_a_site_that_starts_again_under_the_same_number_is_asked_again(street: FakeTransport, manager: ClientManager):
     """North starts again after 10 of 1000 s, in less time than a look takes: what it was asked is sent once more."""
-    street.nodes_[7] = Node(lambda: [(0.3, joined("north"))], lambda data: [])
-    street.at(street.time + 10, lambda: restart(street, 7, node("north", 5.0, b"new")))
+    street.nodes_[7] = FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [])
+    street.at(street.time + 10, lambda: restart(street, 7, make_node("north", 5.0, b"new")))
     patient = street.manager(timeout=1000.0)
     patient.wait_for_sites(3, 60.0)
     began = street.time
-    assert ask(patient, "north")["north"] == SiteResponse(b"new")
+    assert exchange_messages(patient, "north")["north"] == SiteResponse(b"new")
     assert street.time - began < 20
     offers = [time for time, number in street.offers if number == 7 and time > began]
     assert len(offers) == 1, "it may say something else now, so it is asked to join once more"
 
 
-def test_a_site_whose_process_is_the_same_is_asked_once(street: Street, manager: ClientManager):
-    street.nodes_[7] = node("north", 50.0)
-    assert ask(manager)["north"].data
+def test_a_site_whose_process_is_the_same_is_asked_once(street: FakeTransport, manager: ClientManager):
+    street.nodes_[7] = make_node("north", 50.0)
+    assert exchange_messages(manager)["north"].data
     assert len(street.requests) == 3
 
 
-def test_a_name_is_bound_to_its_key(street: Street):
+def test_a_name_is_bound_to_its_key(street: FakeTransport):
     """The node with north's key says that it is south: it has no part, under neither name, and the log says why."""
-    street.nodes_[7] = node("south", said=b"stolen")
+    street.nodes_[7] = make_node("south", said=b"stolen")
     del street.nodes_[99]
     manager = street.manager()
     manager.wait_for_sites(1, 60.0, 5.0)
@@ -82,59 +82,59 @@ def test_a_name_is_bound_to_its_key(street: Street):
     assert "south" not in manager.acceptances
     words = "the site with the key of north calls itself 'south': it does not join under a name that is not its key's"
     assert street.said.count(words) == 1
-    assert ask(manager, "south")["south"].data is None
+    assert exchange_messages(manager, "south")["south"].data is None
     assert not [number for _, number, _ in street.requests if number == 7]
 
 
-def test_the_owner_of_a_name_keeps_it(street: Street, manager: ClientManager):
+def test_the_owner_of_a_name_keeps_it(street: FakeTransport, manager: ClientManager):
     """Without keys who comes last under a name has it; with keys the one with the key has."""
-    street.nodes_[8] = node("south", said=b"stolen")
+    street.nodes_[8] = make_node("south", said=b"stolen")
     street.keys[8] = NodeIdentity("east")
     street.sleep(10.0)
-    assert ask(manager)["south"].data == b"south:do"
+    assert exchange_messages(manager)["south"].data == b"south:do"
     assert street.heard("calls itself 'south'") == 1
     street.keys = None
-    assert ask(street.manager(), "south")["south"].data is not None
+    assert exchange_messages(street.manager(), "south")["south"].data is not None
 
 
-def test_a_node_without_a_key_is_not_even_asked_to_join(street: Street, manager: ClientManager):
-    street.nodes_[8] = node("south", said=b"stolen")
+def test_a_node_without_a_key_is_not_even_asked_to_join(street: FakeTransport, manager: ClientManager):
+    street.nodes_[8] = make_node("south", said=b"stolen")
     street.sleep(10.0)
-    assert ask(manager)["south"].data == b"south:do"
+    assert exchange_messages(manager)["south"].data == b"south:do"
     assert 8 not in [number for _, number in street.offers]
     assert street.heard("node 8 has no key of a site that may come in: it is not asked to join") == 1
 
 
-def test_what_a_removed_site_answers_does_not_count(street: Street, manager: ClientManager):
+def test_what_a_removed_site_answers_does_not_count(street: FakeTransport, manager: ClientManager):
     """North's key is removed while it works, and in the same instant its answer comes: nobody waits for it any more."""
     keys = dict(street.keys or {})
-    street.nodes_[7] = node("north", 5.0)
-    street.nodes_[31] = node("west", 8.0)
+    street.nodes_[7] = make_node("north", 5.0)
+    street.nodes_[31] = make_node("west", 8.0)
 
     def remove() -> None:
         del street.keys[7]
 
     street.at(street.time + 4.95, remove)
     began = street.time
-    answers = ask(manager)
+    answers = exchange_messages(manager)
     assert answers["north"] == SiteResponse(None, NO_KEY)
     assert answers["west"].data == b"west:do"
     assert street.time - began < 9, "absence is 20 s"
     began = street.time
-    assert ask(manager)["north"] == SiteResponse(None, NO_KEY)
+    assert exchange_messages(manager)["north"] == SiteResponse(None, NO_KEY)
     assert street.time - began < 9, "a site without a key is not waited for"
     assert manager.connected_sites == ["south", "west"]
     street.keys = keys
     street.sleep(40.0)
-    assert ask(manager)["north"].data == b"north:do", "one that may come in again does"
+    assert exchange_messages(manager)["north"].data == b"north:do", "one that may come in again does"
 
 
-def test_a_site_with_a_new_key_has_its_name(street: Street, manager: ClientManager):
+def test_a_site_with_a_new_key_has_its_name(street: FakeTransport, manager: ClientManager):
     """North's key is replaced: its old node is forgotten, and the one with the new key is north."""
     street.keys = {**{number: who for number, who in street.keys.items() if number != 7}, 8: NodeIdentity("north", "1")}
-    street.nodes_[8] = node("north", said=b"new")
-    street.nodes_[7] = node("north", said=b"old")
-    assert ask(manager)["north"].data == b"new"
+    street.nodes_[8] = make_node("north", said=b"new")
+    street.nodes_[7] = make_node("north", said=b"old")
+    assert exchange_messages(manager)["north"].data == b"new"
     assert list(manager.connected_sites) == list(SITES)
 
 

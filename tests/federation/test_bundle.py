@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_transport import terms
+from fake_transport import make_terms
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle
@@ -84,7 +84,7 @@ def test_flower_packs_the_bundle_that_sites_accept(tmp_path: Path):
 
 def test_the_terms_name_the_program_and_another_one_is_refused():
     """Version, bundle and plugins are in the text that is hashed, and are shown to the people at a site."""
-    known = terms()
+    known = make_terms()
     facts = json.loads(known.text)
     assert facts["program"] == {
         "halfmoon": metadata.version("halfmoon"),
@@ -148,7 +148,7 @@ def test_no_module_is_imported_because_a_server_names_it(tmp_path: Path):
     from halfmoon.federation.protocol.messages import Offer, Refusal, read_message, write_message
     from halfmoon.federation.site.client import SiteClient
 
-    facts = json.loads(terms().text)
+    facts = json.loads(make_terms().text)
     facts["config"]["method"] = "evil_of_a_server:Method"
     (tmp_path / "evil_of_a_server.py").write_text("raise SystemExit('executed')")
     site = SiteClient.from_folder(tmp_path, "north", tmp_path / "home")

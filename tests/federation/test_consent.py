@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_transport import Node, Street, joined, node, refusal
+from fake_transport import FakeNode, FakeTransport, make_acceptance, make_node, make_refusal
 from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offer, play, told
 
 from halfmoon.cli import main as cli
@@ -41,7 +41,8 @@ def member(ward: Path, home: Path, terms: str = "", methods: tuple[str, ...] = (
 
 def test_a_consent_is_a_pin_a_yes_or_anything(tmp_path: Path):
     """A pin is the beginning of a hash and excludes the yeses of before; "any" is everything; else a yes counts."""
-    first, second = "ab" * 32, "cd" * 32
+    first = "ab" * 32
+    second = "cd" * 32
     assert Consent(tmp_path, "any").agrees_to(first)
     assert not Consent(tmp_path, "").agrees_to(first)
     consent.save_agreement(tmp_path, first)
@@ -129,7 +130,8 @@ class Somebody:
     """A person who answers the n-th look with something."""
 
     def __init__(self, *answers: bool | None) -> None:
-        self.answers, self.asked = list(answers), 0
+        self.answers = list(answers)
+        self.asked = 0
 
     def ask(self, question: str) -> None:
         assert question == "Take part? [y/N] "
@@ -303,9 +305,9 @@ def test_a_file_shows_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_server_asks_again_until_a_site_has_agreed():
     """North says yes after a while: it is named once as not there yet, and joins at the next question."""
-    answers = [refusal(UNFIT, NOT_AGREED)] * 2 + [joined("north")]
-    there = Node(lambda: [(0.3, answers.pop(0) if len(answers) > 1 else answers[0])], lambda data: [])
-    street = Street({1: there, 2: node("south"), 3: node("west")})
+    answers = [make_refusal(UNFIT, NOT_AGREED)] * 2 + [make_acceptance("north")]
+    there = FakeNode(lambda: [(0.3, answers.pop(0) if len(answers) > 1 else answers[0])], lambda data: [])
+    street = FakeTransport({1: there, 2: make_node("south"), 3: make_node("west")})
     manager = street.manager()
     manager.wait_for_sites(3, 10 * RETRY_SECONDS)
     assert manager.connected_sites == ["north", "south", "west"]

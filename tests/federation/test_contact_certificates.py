@@ -17,7 +17,8 @@ from halfmoon.federation.transport import contact
 def test_the_advice_fits_the_reason(monkeypatch: pytest.MonkeyPatch, code: int, words: str) -> None:
     def fail(*args: Any, **options: Any) -> None:
         error = ssl.SSLCertVerificationError("failed")
-        error.verify_code, error.verify_message = code, "the reason"
+        error.verify_code = code
+        error.verify_message = "the reason"
         raise error
 
     monkeypatch.setattr(contact, "tls_context", lambda ca: ssl.create_default_context())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fake_transport import VERSION, Street, ask, node, refusal, terms
+from fake_transport import VERSION, FakeTransport, exchange_messages, make_node, make_refusal, make_terms
 from safetensors.torch import save_file
 from test_site_client import folder as folder_of
 
@@ -35,7 +35,7 @@ from halfmoon.sites.inference import card_document
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage.image_digests import load_digests
 
-TERMS = terms(("north", "south"), method="fedavg-fixmatch", cohort=2, rounds=2, labeled_batch=2, unlabeled_batch=2)
+TERMS = make_terms(("north", "south"), method="fedavg-fixmatch", cohort=2, rounds=2, labeled_batch=2, unlabeled_batch=2)
 
 
 def ward(path: Path) -> Path:
@@ -45,7 +45,8 @@ def ward(path: Path) -> Path:
 
 def final(version: str, **changes: str) -> FinalModel:
     """Return what the server sends at the end: an untrained network with its card."""
-    form, shared = TERMS.image_spec, build_task(TERMS.config, TERMS.image_spec)
+    form = TERMS.image_spec
+    shared = build_task(TERMS.config, TERMS.image_spec)
     model = shared.network.init(rng.generator(0, "model"))
     card = Card(form.classes, form.image, form.image[1:], 1, form.mean, form.std, shared.network, "fedavg-fixmatch", "")
     said = {"federation": TERMS.hash, "version": version, "card": json.dumps(card.render()), **changes}
@@ -74,7 +75,8 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
     folder = ward(tmp_path / "s")
     member = SiteClient.from_folder(folder, "north", tests=ward(tmp_path / "t"))
     read_message(member.reply_to(write_message(Offer(member.version, TERMS.text))), Acceptance)
-    site, before = folders.read_site(folder), folders.scan_site(folder)[1]
+    site = folders.read_site(folder)
+    before = folders.scan_site(folder)[1]
     read_message(member.reply_to(write_message(final(member.version))), Receipt)
     shown = folder / "halfmoon-model"
     known = load_digests(shown / "model.safetensors")
@@ -122,7 +124,9 @@ def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None
 def test_who_does_not_have_it_is_named() -> None:
     """One has it, one refuses, one is away: the log says who, and why."""
     there = write_message(Receipt("f", VERSION, "north"))
-    street = Street({1: node("north", said=there), 2: node("south", said=refusal("failed", "its disk"))})
+    street = FakeTransport(
+        {1: make_node("north", said=there), 2: make_node("south", said=make_refusal("failed", "its disk"))}
+    )
     manager = street.manager()
     manager.wait_for_sites(2, 100.0, 0.0)
     assert send_model(manager, ["north", "south", "west"], b"all", Path("m")) == ["north"]
@@ -137,16 +141,16 @@ def test_who_does_not_have_it_is_named() -> None:
 def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     """A site that comes back within `linger` has the model then; who does not come is written down."""
     there = {name: write_message(Receipt("f", VERSION, name)) for name in ("north", "west")}
-    street = Street({1: node("north", said=there["north"])})
+    street = FakeTransport({1: make_node("north", said=there["north"])})
     manager = street.manager()
     manager.wait_for_sites(1, 100.0, 0.0)
-    street.at(street.time + 60, lambda: street.nodes_.update({3: node("west", said=there["west"])}))
+    street.at(street.time + 60, lambda: street.nodes_.update({3: make_node("west", said=there["west"])}))
     began = street.time
     deliver_model(manager, ["north", "south", "west"], b"all", tmp_path, 200.0)
     assert 200 <= street.time - began < 250
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "west"], "lacks": ["south"]}
     assert "the server stays for south, west: who comes back gets the model" in street.said
-    street.nodes_[2] = node("south", said=write_message(Receipt("f", VERSION, "south")))
+    street.nodes_[2] = make_node("south", said=write_message(Receipt("f", VERSION, "south")))
     deliver_model(manager, ["south"], b"all", tmp_path, 30.0)
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "south", "west"], "lacks": []}
 
@@ -183,26 +187,27 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     given = SmallCNN(1, 2, 2).init(rng.generator(5, "given"))
     save_file(tree.flatten(given), tmp_path / "start.safetensors")
     (tmp_path / "wards.toml").write_text(
-        'method = "custom_models:Mine"\nnetwork = "small"\nwidth = 2\nweights = "start.safetensors"\n'
+        'method = "custom_models:CustomFedAvg"\nnetwork = "small"\nwidth = 2\nweights = "start.safetensors"\n'
         'freeze = ["backbone"]\nrounds = 1\nlabeled_batch = 2\nunlabeled_batch = 2\n[federation]\n'
         'sites = ["north", "south"]\nclasses = ["sound", "ill"]\nimage = [1, 8, 8]\nmin_replies = 1\nabsence = 0.1\n'
     )
     plan = load_plan(tmp_path / "wards.toml")
     sites = {
         name: SiteClient.from_folder(
-            ward(tmp_path / name), name, tmp_path / f"home-{name}", trusted=("custom_models:Mine",)
+            ward(tmp_path / name), name, tmp_path / f"home-{name}", trusted=("custom_models:CustomFedAvg",)
         )
         for name in ("north", "south")
     }
     offer = write_message(Offer(VERSION, plan.terms.text))
     careful = replace(sites["north"], trusted=())
-    assert "--method custom_models:Mine" in read_message(careful.reply_to(offer), Refusal).reason
+    assert "--method custom_models:CustomFedAvg" in read_message(careful.reply_to(offer), Refusal).reason
     with monkeypatch.context() as patch:
         patch.setattr(weight_files, "_REGISTERED", {})
         assert (
             "get it from the people who run the server" in read_message(sites["north"].reply_to(offer), Refusal).reason
         )
-    host, post = FederationServer(plan, tmp_path / "run"), Post(north=sites["north"])
+    host = FederationServer(plan, tmp_path / "run")
+    post = Post(north=sites["north"])
     host.serve(post, 20.0)
     assert launch.is_finished(tmp_path / "run")
     assert launch.sites_without_model(tmp_path / "run") == ["south"]
@@ -228,18 +233,18 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
 
 def test_one_site_that_never_comes_costs_one_waiting_time() -> None:
     """The first exchange waits for it, the later ones do not; when it appears it is asked like all others."""
-    street = Street({1: node("north"), 2: node("south")})
+    street = FakeTransport({1: make_node("north"), 2: make_node("south")})
     manager = street.manager()
     manager.wait_for_sites(2, 60.0, 0.0)
     took = []
     for _ in range(3):
         began = street.time
-        answers = ask(manager, "north", "west")
+        answers = exchange_messages(manager, "north", "west")
         took.append(street.time - began)
         assert answers["north"].data == b"north:do"
         assert answers["west"].reason == "it was not connected for 20 s"
     assert took[0] > 20
     assert max(took[1:]) < 5
-    street.nodes_[3] = node("west")
+    street.nodes_[3] = make_node("west")
     manager.wait_for_sites(3, 60.0)
-    assert ask(manager, "west")["west"].data == b"west:do"
+    assert exchange_messages(manager, "west")["west"].data == b"west:do"

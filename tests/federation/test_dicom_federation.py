@@ -75,7 +75,8 @@ def test_kills_and_no_identifier(tmp_path: Path, killed: tuple[str, ...]) -> Non
     (ward / "labels.csv").write_text("path,label\n" + "".join(f"{n}.dcm,{'ab'[n % 2]}\n" for n in range(8)))
     (ward / "classes.txt").write_text("a\nb\n")
     (tmp_path / "f.toml").write_text(TERMS.format(rounds=last))
-    run, port = tmp_path / "run", free_port()
+    run = tmp_path / "run"
+    port = free_port()
     started: list[subprocess.Popen[bytes]] = []
     commands = {
         "serve": ["serve", str(tmp_path / "f.toml"), "--run-dir", str(run), "--port", str(port)],
@@ -111,7 +112,8 @@ def test_kills_and_no_identifier(tmp_path: Path, killed: tuple[str, ...]) -> Non
         wait_for(lambda: not processes_of(token(name)), SECONDS_UNTIL_GONE, lambda: processes_of(token(name)))
 
     try:
-        serving, joined = start("serve"), start("join")
+        serving = start("serve")
+        joined = start("join")
         wait_for(lambda: rounds() >= 1, 240, logs)
         kill("join", joined)
         joined = start("join")

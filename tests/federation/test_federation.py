@@ -22,18 +22,18 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Message
 from in_process_federation import (
     CLASSES,
-    SECRET,
-    SHORT,
-    Letter,
-    Town,
-    bits,
-    eager,
-    found,
-    parts,
-    pixels,
-    quick,
-    recorded,
-    rows,
+    SECRET_FOLDER,
+    SHORT_RUN,
+    Exchange,
+    SiteFolders,
+    export_small_sites,
+    list_pixel_rows,
+    list_upload_parts,
+    read_metrics,
+    read_model_bytes,
+    record_exchanges,
+    select_eager_options,
+    speed_up_rehearsals,
 )
 from test_contract import DISTINCT
 
@@ -78,29 +78,29 @@ class Played:
 
     run: Path
     simulated: Path
-    letters: list[Letter]
-    town: Town
+    letters: list[Exchange]
+    town: SiteFolders
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_waiting() -> Iterator[None]:
-    with quick():
+    with speed_up_rehearsals():
         yield
 
 
 @pytest.fixture(scope="module")
-def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Town]:
+def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SiteFolders]:
     folder = tmp_path_factory.mktemp("federations")
-    return cache(lambda place: found(place, folder))
+    return cache(lambda place: export_small_sites(place, folder))
 
 
 @pytest.fixture(scope="module")
-def play(towns: Callable[[str], Town]) -> Callable[..., Played]:
+def play(towns: Callable[[str], SiteFolders]) -> Callable[..., Played]:
     @cache
     def played(method: str, place: str, **options: Any) -> Played:
         town = towns(place)
-        file = town.write(method, options=eager(method), **options)
-        with recorded() as letters:
+        file = town.write(method, options=select_eager_options(method), **options)
+        with record_exchanges() as letters:
             run = town.play(file)
         simulated = town.runs / f"{file.stem}-simulated"
         runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
@@ -113,8 +113,9 @@ def compare(there: Played) -> None:
     """Fail where a federation and the simulation of the same file differ in anything that both can know.
     `pseudo` and `prior` compare guesses with the labels that unlabeled images of a simulation have: of a site's nobody
     knows them."""
-    assert bits(there.run) == bits(there.simulated)
-    ours, theirs = rows(there.run), rows(there.simulated)
+    assert read_model_bytes(there.run) == read_model_bytes(there.simulated)
+    ours = read_metrics(there.run)
+    theirs = read_metrics(there.simulated)
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
         # A simulation deals the test images to its clients; the server of a federation has them by itself.
@@ -237,7 +238,7 @@ def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(
     counts = [np.bincount(each[each >= 0]) for each in labels]
     assert any(1 in count for count in counts)
     file = town.write(method, **network)
-    with recorded() as letters, pytest.raises(UserError, match="fewer than 5 images"):
+    with record_exchanges() as letters, pytest.raises(UserError, match="fewer than 5 images"):
         town.play(file)
     assert not [letter for letter in letters if isinstance(letter.said, Reply)]
     logs = [(town.folder / name / ".halfmoon" / "join.log").read_text() for name in town.names]
@@ -245,7 +246,7 @@ def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(
     with pytest.raises(UserError, match=r"min_class_images in .* has no effect"):
         load_plan(town.write(method, **network, secure_aggregation=True, options={"min_class_images": 2}))
     file = town.write(method, **network, options={"min_class_images": 1})
-    with recorded() as letters:
+    with record_exchanges() as letters:
         run = town.play(file)
     check_consent(Played(run, run, letters, town))
     brief = "\n".join(load_plan(file).terms.summary().brief)
@@ -260,12 +261,12 @@ def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(
 
 def test_a_class_mean_of_a_single_image_is_refused_unless_terms_allow_it(tmp_path: Path) -> None:
     """ProtoFSSL sends the mean features of each class, which of one image are that image's."""
-    town = found("clients", tmp_path)
+    town = export_small_sites("clients", tmp_path)
     file = town.write("protofssl", cohort=3)
     brief = "\n".join(load_plan(file).terms.summary().brief)
     assert "only with 5 labeled images or more of each class that it has. Also" in brief.replace("\n", " ")
     assert "sums against its counts" not in brief
-    with recorded() as letters, pytest.raises(UserError, match=r"a mean of features .* of fewer than 5 images"):
+    with record_exchanges() as letters, pytest.raises(UserError, match=r"a mean of features .* of fewer than 5 images"):
         town.play(file)
     assert not [letter for letter in letters if isinstance(letter.said, Reply)]
     logs = [(town.folder / name / ".halfmoon" / "join.log").read_text() for name in town.names]
@@ -307,7 +308,7 @@ def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(
     for names in (*ups, checkpoint):
         assert any("blocks/12/" in name for name in names)
         assert not [name for name in names if "stem" in name or "blocks/11/" in name]
-    assert any("stem" in name for name in bits(there.run))
+    assert any("stem" in name for name in read_model_bytes(there.run))
 
 
 @pytest.mark.parametrize(
@@ -338,19 +339,19 @@ def test_options_mean_the_same_at_a_site(method: str, options: dict[str, Any], p
 )
 def test_five_sites_have_the_default_rule_of_the_simulation(method: str, tmp_path: Path) -> None:
     """Without an aggregation in its file, a federation trims what a simulation of the file trims, to the bit."""
-    town = found("clients", tmp_path, clients=5)
-    file = town.write(method, options=eager(method), cohort=5)
+    town = export_small_sites("clients", tmp_path, clients=5)
+    file = town.write(method, options=select_eager_options(method), cohort=5)
     run = town.play(file)
     config = settings.resolve(settings.load_file(file), {})
     assert config.aggregation == "cosine-trimmed"
     simulated = tmp_path / "simulated"
     runner.run_in_folder(config, simulated)
     compare(Played(run, simulated, [], town))
-    trimmed = [row["aggregation"]["trimmed"] for row in rows(run)]
+    trimmed = [row["aggregation"]["trimmed"] for row in read_metrics(run)]
     assert trimmed == [2, 2]
     mean = tmp_path / "mean"
     runner.run_in_folder(replace(config, aggregation="mean"), mean)
-    assert bits(mean) != bits(run)
+    assert read_model_bytes(mean) != read_model_bytes(run)
 
 
 def test_a_changed_bit_is_found(play: Callable[..., Played], tmp_path: Path) -> None:
@@ -408,9 +409,9 @@ BESIDE = ("feature_head", "proxy_head", "twin")
 """Parts of "params" and "stats" that are not the evaluated model's: ProxyFL's heads, Twin-sight's second network."""
 
 
-def shapes(town: Town) -> dict[str, tuple[int, ...]]:
+def shapes(town: SiteFolders) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the model's own leaves, without the first part of their names."""
-    network = build_task(Config(width=SHORT["width"]), town.image_spec).network
+    network = build_task(Config(width=SHORT_RUN["width"]), town.image_spec).network
     model = tree.flatten(network.init(rng.generator(0, "model")))
     return {path.split("/", 1)[1]: tuple(leaf.shape) for path, leaf in model.items()}
 
@@ -418,12 +419,13 @@ def shapes(town: Town) -> dict[str, tuple[int, ...]]:
 def check_table(there: Played, method: str) -> None:
     """Every tensor of every reply is named in the method's file; a part of the model has the model's names and shapes.
     Beside a model only single numbers go up, one number a class, or one a helper (FedMatch's `changed`)."""
-    known, table = shapes(there.town), SENT.get(method, AVERAGED)
+    known = shapes(there.town)
+    table = SENT.get(method, AVERAGED)
     replies = [letter.said for letter in there.letters if isinstance(letter.asked, Request)]
     assert {reply.client_update for reply in replies if isinstance(reply, Reply)} == set(table)
     for reply in replies:
         assert isinstance(reply, Reply)
-        assert parts(reply.upload) == table[reply.client_update]
+        assert list_upload_parts(reply.upload) == table[reply.client_update]
         assert set(reply.samples) <= TOLD.get(method, {"loss"})
         assert not reply.evaluation
         for path, leaf in tree.flatten(dict(Upload.from_tree(reply.upload).parts)).items():
@@ -451,10 +453,10 @@ def heads(told: bytes) -> set[str]:
 
 
 @cache  # no test of this file changes an image or a label
-def private(town: Town, name: str, most: int = 50) -> frozenset[bytes]:
+def private(town: SiteFolders, name: str, most: int = 50) -> frozenset[bytes]:
     """Return what must not leave a folder: rows of pixels of its first images, and their labels in a row."""
     images, labels = (each[:most] for each in town.images(name))
-    secrets = pixels(images, town.image_spec.mean[0], town.image_spec.std[0])
+    secrets = list_pixel_rows(images, town.image_spec.mean[0], town.image_spec.std[0])
     for each in (labels, labels[labels >= 0], np.unique(labels)):
         if len(set(each.tolist())) > 3:
             secrets |= {each.astype(kind).tobytes() for kind in ("i8", "i4", "i2", "i1", "f4", "f8")}
@@ -473,7 +475,15 @@ def told(message: Message) -> bytes:
 def check_replies(there: Played) -> None:
     """Fail where a reply to the server holds anything of a site but numbers of the model, counts and its name."""
     town = there.town
-    machine = [SECRET, str(Path.home()), str(Path.cwd()), sys.prefix, socket.gethostname(), "/tmp", os.sep + "tests"]
+    machine = [
+        SECRET_FOLDER,
+        str(Path.home()),
+        str(Path.cwd()),
+        sys.prefix,
+        socket.gethostname(),
+        "/tmp",
+        os.sep + "tests",
+    ]
     names = [".png", "labels.csv", "classes.txt", ".halfmoon", ".npy", "images/", *CLASSES]
     words = [word.encode() for word in [*machine, *names] if len(word) > 3]
     secrets = {name: private(town, name) for name in town.names}
@@ -494,7 +504,17 @@ def check_replies(there: Played) -> None:
 def check_requests(there: Played) -> None:
     """Fail where a message to a site holds anything of the server but the terms and its model."""
     town = there.town
-    words = [SECRET, str(Path.home()), str(Path.cwd()), sys.prefix, ".png", "labels.csv", ".toml", "run-dir", "/tmp"]
+    words = [
+        SECRET_FOLDER,
+        str(Path.home()),
+        str(Path.cwd()),
+        sys.prefix,
+        ".png",
+        "labels.csv",
+        ".toml",
+        "run-dir",
+        "/tmp",
+    ]
     names = [name for name in ("test", "server") if (town.folder / name).exists()]
     secrets = [word.encode() for word in words] + [each for name in names for each in private(town, name, 20)]
     mine = {each.encode() for each in CLASSES}
@@ -523,19 +543,19 @@ def renamed(data: bytes, client_update: str) -> bytes:
         return data
 
 
-def line(town: Town, name: str) -> np.ndarray:
+def line(town: SiteFolders, name: str) -> np.ndarray:
     """Return a row of pixels of a folder's last image, (8,)."""
     rows = town.images(name)[0][-1, :, :, 0]
     return rows[np.argmax([len(set(row.tolist())) for row in rows])]
 
 
-def given(town: Town, name: str) -> np.ndarray:
+def given(town: SiteFolders, name: str) -> np.ndarray:
     """Return the labels that a site has, int64."""
     labels = town.images(name)[1]
     return labels[labels >= 0]
 
 
-LEAKS: dict[str, Callable[[Town, str, bytes], bytes]] = {
+LEAKS: dict[str, Callable[[SiteFolders, str, bytes], bytes]] = {
     "pixels": lambda town, name, data: noted(data, line(town, name).tobytes()),
     "shares": lambda town, name, data: noted(data, (line(town, name) / 255).astype("f4").tobytes()),
     "shares in float64": lambda town, name, data: noted(data, (line(town, name) / 255).tobytes()),
@@ -550,9 +570,9 @@ LEAKS: dict[str, Callable[[Town, str, bytes], bytes]] = {
 }
 
 
-def leaking(there: Played, change: Callable[[Town, str, bytes], bytes], **more: ConfigRecord) -> Played:
+def leaking(there: Played, change: Callable[[SiteFolders, str, bytes], bytes], **more: ConfigRecord) -> Played:
     """Return a federation whose sites have changed their answers, and sent `more` records beside."""
-    letters: list[Letter] = []
+    letters: list[Exchange] = []
     with act_as_node():
         for letter in there.letters:
             content = wrap_message(change(there.town, there.town.names[letter.node - 1000], told(letter.reply)))
@@ -606,7 +626,7 @@ def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
     assert halfmoon.load_model(there.run).classes == CLASSES
     capsys.readouterr()
     assert cli.main(["evaluate", str(there.run), str(tests), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["accuracy"] == rows(there.run)[-1]["test"]["accuracy"]
+    assert json.loads(capsys.readouterr().out)["accuracy"] == read_metrics(there.run)[-1]["test"]["accuracy"]
     mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (there.run, there.simulated))
     known = {
         "measured",
@@ -624,11 +644,12 @@ def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
 def test_a_run_without_a_test_is_a_run(play, tmp_path):
     """Without test images there is no accuracy; the model is the same, and the report has the run."""
     there = play("fedavg", "clients")
-    town, other = there.town, there.run
+    town = there.town
+    other = there.run
     run = town.play(town.write("fedavg", test=None))
-    assert bits(run) == bits(other)
+    assert read_model_bytes(run) == read_model_bytes(other)
     assert json.loads((run / "summary.json").read_text())["accuracy"] is None
-    assert [row["train"] for row in rows(run)] == [row["train"] for row in rows(other)]
+    assert [row["train"] for row in read_metrics(run)] == [row["train"] for row in read_metrics(other)]
     page = tmp_path / "report.html"
     assert cli.main(["report", str(run), str(other), "--out", str(page)]) == 0
     assert "FedAvg" in page.read_text()
@@ -650,7 +671,7 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
     Rows name the accuracy of the two whose people share it."""
     known = play("fedavg", "clients")
     town = known.town
-    with recorded() as letters:
+    with record_exchanges() as letters:
         file = town.write("fedavg", test=None)
         for name in ("site-01", "site-02"):
             consent.set_accuracy_sharing(town.folder / name / ".halfmoon", True)
@@ -667,10 +688,10 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
     assert evaluations
     for evaluation in evaluations:
         assert {name: tuple(leaf.shape) for name, leaf in evaluation.items()} == {"confusion": (10, 10), "loss": ()}
-    assert bits(there.run) == bits(known.run)
+    assert read_model_bytes(there.run) == read_model_bytes(known.run)
     summary, other = (json.loads((run / "summary.json").read_text()) for run in (there.run, known.run))
     assert summary["confusion"] == (3 * np.array(other["confusion"])).tolist()
-    tested = [(row["cohort"], row["evaluation"]) for row in rows(there.run) if row.get("evaluation")]
+    tested = [(row["cohort"], row["evaluation"]) for row in read_metrics(there.run) if row.get("evaluation")]
     assert tested
     for cohort, row in tested:
         assert row.get("by_site", {}) == dict.fromkeys(
@@ -682,14 +703,15 @@ def test_validation_images_of_sites_choose_the_round(play: Callable[..., Played]
     """Two sites have the test images as their validation images: what they count, and the model that is kept, are those
     of a server with these validation images."""
     town = play("fedavg", "clients").town
-    held, wild = town.folder / "test", {"test": None, "lr": 0.5, "schedule": "constant"}
+    held = town.folder / "test"
+    wild = {"test": None, "lr": 0.5, "schedule": "constant"}
     there = town.play(town.write("fedavg", table=f"validation = {json.dumps(str(held))}", rounds=3, **wild))
     asked = town.write("fedavg", rounds=3, **wild)
     run = town.runs / asked.stem
     local.rehearse(asked, run, town.folder, validations={"site-00": held, "site-02": held})
-    told = [row["validation"] for row in rows(there)]
-    at_sites = [row["validation"] for row in rows(run) if "validation" in row]
+    told = [row["validation"] for row in read_metrics(there)]
+    at_sites = [row["validation"] for row in read_metrics(run) if "validation" in row]
     assert [(each["round"], each["per_class"]) for each in at_sites] == [
         (k + 1, each["per_class"]) for k, each in enumerate(told[:2])
     ]
-    assert bits(run) == bits(there)
+    assert read_model_bytes(run) == read_model_bytes(there)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from scripts import script
+from scripts import load_script
 
 from halfmoon.cli import main as cli
 from halfmoon.federation.server.plan import Rules, load_plan
@@ -278,7 +278,7 @@ def test_every_part_that_leaves_a_site_is_explained():
 def test_every_flag_of_a_command_is_on_the_page_of_commands(command: str):
     page = (ROOT / "docs" / "cli_federation.md").read_text(encoding="utf-8")
     own = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
-    flags = script("docs/generate.py").flags(command)
+    flags = load_script("docs/generate.py").flags(command)
     assert len(flags) > 8
     assert not [flag for flag in flags if not re.search(rf"`{flag}\b", own)]
 

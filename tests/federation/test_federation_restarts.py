@@ -9,7 +9,16 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from in_process_federation import Town, before_each_message, bits, eager, found, quick, recorded, stopping
+from in_process_federation import (
+    SiteFolders,
+    call_before_each_message,
+    export_small_sites,
+    read_model_bytes,
+    record_exchanges,
+    select_eager_options,
+    speed_up_rehearsals,
+    stop_server_at,
+)
 from safetensors.numpy import load_file
 
 from halfmoon.core.errors import UserError
@@ -41,23 +50,24 @@ MEMORY = Path(".halfmoon", "federations")
 
 @pytest.fixture(scope="module", autouse=True)
 def no_waiting() -> Iterator[None]:
-    with quick():
+    with speed_up_rehearsals():
         yield
 
 
 @pytest.fixture(scope="module")
-def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Town]:
+def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SiteFolders]:
     folder = tmp_path_factory.mktemp("federations")
-    return cache(lambda place: found(place, folder))
+    return cache(lambda place: export_small_sites(place, folder))
 
 
 class Straight:
     """A federation that was never stopped: its run, what its sites then remember, and the trips of each round."""
 
-    def __init__(self, town: Town, file: Path) -> None:
-        self.town, self.file = town, file
+    def __init__(self, town: SiteFolders, file: Path) -> None:
+        self.town = town
+        self.file = file
         town.forget()
-        with recorded() as letters:
+        with record_exchanges() as letters:
             self.run = town.play(file)
         self.memories = memories(town)
         asked = [letter.asked for letter in letters]
@@ -65,7 +75,7 @@ class Straight:
         self.queries = [[query for at, query in sorted(visits) if at == round] for round in range(ROUNDS)]
 
 
-def memories(town: Town) -> dict[str, tuple[str, dict[str, bytes]]]:
+def memories(town: SiteFolders) -> dict[str, tuple[str, dict[str, bytes]]]:
     """Return the newest thing that each site remembers: its file's name, and its tensors' bytes."""
     newest = {}
     for name in town.names:
@@ -76,11 +86,13 @@ def memories(town: Town) -> dict[str, tuple[str, dict[str, bytes]]]:
 
 
 @pytest.fixture(scope="module")
-def straight(towns: Callable[[str], Town]) -> Callable[[str], Straight]:
+def straight(towns: Callable[[str], SiteFolders]) -> Callable[[str], Straight]:
     @cache
     def played(method: str) -> Straight:
         town = towns(METHODS[method])
-        return Straight(town, town.write(method, rounds=ROUNDS, steps=2, checkpoint_every=2, options=eager(method)))
+        return Straight(
+            town, town.write(method, rounds=ROUNDS, steps=2, checkpoint_every=2, options=select_eager_options(method))
+        )
 
     return played
 
@@ -102,7 +114,7 @@ def stopped(straight: Callable[[str], Straight], tmp_path_factory: pytest.TempPa
             ((4, queries[4][-1]), True),
         ]
         for visit, after in stops:
-            with stopping(visit, after):
+            with stop_server_at(visit, after):
                 there.town.play(there.file, f"{method}-stopped")
             client_app._open_client.cache_clear()
         folder = tmp_path_factory.mktemp(method)
@@ -111,7 +123,8 @@ def stopped(straight: Callable[[str], Straight], tmp_path_factory: pytest.TempPa
         return folder
 
     def back(method: str, name: str) -> str:
-        town, folder = straight(method).town, kept(method)
+        town = straight(method).town
+        folder = kept(method)
         town.forget()
         for site in town.names:
             shutil.copytree(folder / site, town.folder / site / MEMORY)
@@ -139,9 +152,9 @@ def test_what_is_remembered_matters(method: str, straight: Callable[[str], Strai
         for path in there.town.folder.glob("site-*/.halfmoon/federations/*/*/memory-*"):
             path.unlink()
 
-    with before_each_message(lose):
+    with call_before_each_message(lose):
         run = there.town.play(there.file, f"{method}-forgetful")
-    assert bits(run) != bits(there.run)
+    assert read_model_bytes(run) != read_model_bytes(there.run)
 
 
 @pytest.mark.parametrize("method", EACH_KIND)
@@ -177,7 +190,8 @@ def test_a_damaged_checkpoint_is_done_without(method, name, straight, stopped):
 
 def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, straight):
     """With another number sites would take it for another run, and start without their memories."""
-    there, run = straight("fedloke"), stopped("fedloke", "fedloke-number")
+    there = straight("fedloke")
+    run = stopped("fedloke", "fedloke-number")
     path = there.town.runs / run / "number"
     held = path.read_bytes()
     flipped = bytes([held[0] ^ 1]) + held[1:]
@@ -199,7 +213,8 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, s
 
 def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(stopped, straight):
     """Without a word in the log `halfmoon serve` would start its program again and again."""
-    there, run = straight("fedloke"), stopped("fedloke", "fedloke-folder")
+    there = straight("fedloke")
+    run = stopped("fedloke", "fedloke-folder")
     tests = there.town.folder / "test"
     tests.rename(tests.with_name("gone"))
     try:
@@ -217,5 +232,5 @@ def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(s
 def test_a_site_that_starts_anew_for_each_message_changes_nothing(method, straight):
     there = straight(method)
     there.town.forget()
-    with before_each_message(client_app._open_client.cache_clear):
+    with call_before_each_message(client_app._open_client.cache_clear):
         equal(there, there.town.play(there.file, f"{method}-anew"))

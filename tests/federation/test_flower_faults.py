@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from fake_transport import Node, Street, ask, joined, node
+from fake_transport import FakeNode, FakeTransport, exchange_messages, make_acceptance, make_node
 
 pytest.importorskip("flwr")
 
@@ -47,7 +47,7 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
     assert lock.read_bytes().isdigit()
 
 
-class Brief(Street):
+class Brief(FakeTransport):
     """A street on which a message lives as long as it was sent for, as in Flower: later answers are thrown away."""
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
@@ -63,12 +63,12 @@ class Brief(Street):
 def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
     """North takes 130 s of 100. Where the request dies with its time, nobody hears that the site did answer, and that
     it only needs more time."""
-    street = Brief({7: node("north", 130.0), 31: node("west"), 99: node("south")})
+    street = Brief({7: make_node("north", 130.0), 31: make_node("west"), 99: make_node("south")})
     manager = street.manager(timeout=100.0)
     manager.wait_for_sites(3, 60.0)
-    assert ask(manager)["north"].data is None
-    street.nodes_[7] = node("north", 50.0)
-    assert ask(manager, "north", what="round 2")["north"].data
+    assert exchange_messages(manager)["north"].data is None
+    street.nodes_[7] = make_node("north", 50.0)
+    assert exchange_messages(manager, "north", what="round 2")["north"].data
     assert [said for said in street.said if "too late" in said] == ["north answered round 1 30 s too late: discarded"]
 
 
@@ -112,7 +112,7 @@ def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch:
     assert shown == ["site-00 (3 images, 2 labeled) joins 127.0.0.1:9092"]
 
 
-class Patient(Street):
+class Patient(FakeTransport):
     """A street whose post waits three minutes for what a node has announced and does not send, as in Flower."""
 
     def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
@@ -125,9 +125,11 @@ class Patient(Street):
 def test_the_time_that_the_post_waits_is_no_absence_of_a_site():
     """North dies over sending its answer and is there again after 10 s. `absence` is 20 s; the post tells of the loss
     after 180, and from then on north is waited for, and asked again."""
-    street = Patient({7: Node(lambda: [(0.3, joined("north"))], lambda data: [(5.0, None)]), 31: node("west")})
-    street.nodes_[99] = node("south")
+    street = Patient(
+        {7: FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [(5.0, None)]), 31: make_node("west")}
+    )
+    street.nodes_[99] = make_node("south")
     manager = street.manager(timeout=1000.0)
     manager.wait_for_sites(3, 60.0)
-    street.at(street.time + 15, lambda: street.move(7, 8, node("north", said=b"again")))
-    assert ask(manager, "north", "south")["north"].data == b"again"
+    street.at(street.time + 15, lambda: street.move(7, 8, make_node("north", said=b"again")))
+    assert exchange_messages(manager, "north", "south")["north"].data == b"again"

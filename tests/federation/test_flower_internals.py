@@ -146,7 +146,8 @@ def test_a_server_fetches_an_answer_whose_objects_are_under_way_without_flowers_
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(http_grid, "pull_objects", vars(http_grid)["pull_objects"])  # as it was, once the test is over
-    link, grid = Late(), http_grid.HttpGrid(token="t")
+    link = Late()
+    grid = http_grid.HttpGrid(token="t")
     calls = {"PullMessages": link.replies, "PullObject": link.found, "ConfirmMessageReceived": lambda _: None}
     grid._client = SimpleNamespace(**calls)
     grid._run = SimpleNamespace(run_id=1)

@@ -161,7 +161,8 @@ def test_a_site_is_refused(tmp_path: Path, given: dict, words: str):
 @pytest.mark.parametrize("make", ["-t ecdsa -b 384 -N secret", "-t rsa -b 2048 -N", "-t ecdsa -m PEM -N", "public"])
 def test_a_key_that_flower_does_not_take_is_refused_before_anything_starts(tmp_path: Path, make: str):
     """It has a passphrase, is of another kind or form, or is the public half: to try it again would never help."""
-    files, key = authority(tmp_path), tmp_path / "north"
+    files = authority(tmp_path)
+    key = tmp_path / "north"
     flags = ["-t", "ecdsa", "-N", ""] if make == "public" else make.split()
     flags += [""] if flags[-1] == "-N" else []
     subprocess.run(["ssh-keygen", "-q", *flags, "-f", str(key)], check=True)
@@ -271,7 +272,8 @@ def listening(known: str = "/health", **files: Path) -> Iterator[Address]:
 
 
 def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    files, strange = authority(tmp_path / "a"), authority(tmp_path / "b")
+    files = authority(tmp_path / "a")
+    strange = authority(tmp_path / "b")
     monkeypatch.setattr(certificates, "LOCAL_HOSTS", ("192.0.2.7",))
     elsewhere = authority(tmp_path / "c")
     with pytest.raises(ServerUnreachable, match="does not answer"):
@@ -474,7 +476,9 @@ class Stage:
     """A folder with toy apps, and the processes that are started in it."""
 
     def __init__(self, folder: Path, rounds: int = 3) -> None:
-        self.folder, self.run, self.port = folder, folder / "run", free_port()
+        self.folder = folder
+        self.run = folder / "run"
+        self.port = free_port()
         (folder / "toys.py").write_text(APPS)
         (folder / "f.toml").write_text(json.dumps({"rounds": rounds}))
         self.files = authority(folder)

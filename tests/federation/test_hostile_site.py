@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process_federation import quick
+from in_process_federation import speed_up_rehearsals
 
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
@@ -30,14 +30,15 @@ def sites(tmp_path: Path) -> Iterator[Path]:
     config = settings.resolve(SPLIT, {})
     data = load_source_for_network(config)
     export_sites(config, data, get_split(config, data), tmp_path / "sites")
-    with quick():
+    with speed_up_rehearsals():
         yield tmp_path / "sites"
     client_app._open_client.cache_clear()
 
 
 def play(sites: Path, name: str, **options: object) -> tuple[float, str]:
     """Play a federation through Flower's two apps; return the accuracy of its last model, and the server's log."""
-    values, run = {**OPTIONS, **options}, sites.parent / name
+    values = {**OPTIONS, **options}
+    run = sites.parent / name
     plain = (sites / "federation.toml").read_text().splitlines()
     table = values.pop("options", {})
     rules = values.pop("rules", {})
@@ -59,10 +60,12 @@ def turned(honest: Callable[[SiteClient, bytes], bytes]) -> Callable[[SiteClient
     def answer(self: SiteClient, message: bytes) -> bytes:
         data = honest(self, message)
         try:
-            broadcast, reply = tree.flatten(read_message(message, Request).download), read_message(data, Reply)
+            broadcast = tree.flatten(read_message(message, Request).download)
+            reply = read_message(data, Reply)
         except MalformedMessage:  # it joins, or has the final model
             return data
-        flat, model = tree.flatten(reply.upload), "update/"
+        flat = tree.flatten(reply.upload)
+        model = "update/"
         if self.name == LIAR:
             before = {path: broadcast[path.removeprefix(model)] for path in flat if path.startswith(f"{model}params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items()}
@@ -131,7 +134,8 @@ def test_int8_uploads_that_cannot_be_decoded_name_their_site(sites: Path, monkey
     def answer(self: SiteClient, message: bytes) -> bytes:
         data = honest(self, message)
         try:
-            request, reply = read_message(message, Request), read_message(data, Reply)
+            request = read_message(message, Request)
+            reply = read_message(data, Reply)
         except MalformedMessage:
             return data
         if self.name != LIAR or not reply.client_update:
@@ -165,7 +169,7 @@ def feature_sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     config = settings.resolve({**SPLIT, "data_share": 0.12, "labels_per_class": 2.0}, {})
     data = load_source_for_network(config)
     export_sites(config, data, get_split(config, data), folder / "sites")
-    with quick():
+    with speed_up_rehearsals():
         yield folder / "sites"
     client_app._open_client.cache_clear()
 

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from fake_transport import Street, bytes_of, mute, node, terms
+from fake_transport import FakeTransport, make_message_bytes, make_node, make_silent_node, make_terms
 from test_messages import FEDERATED, REQUEST, Bad, federation
 from test_site_client import TERMS, folder, made, offer, play, told
-from text_log import Sentences
+from text_log import TextLog
 
 from halfmoon.contract.sites import HASH, RUN, SEED, VERSION, Wire
 from halfmoon.contract.small_federation import start_server
@@ -91,7 +91,7 @@ def crafted(tensors: Mapping[str, Any], shape: Any, body: bytes = b"\0" * 4, hea
         "halfmoon": plain if head is None else head,
         "shape": shape if isinstance(shape, str) else json.dumps(shape),
     }
-    return bytes_of(json.dumps({"__metadata__": texts, **tensors}), body)
+    return make_message_bytes(json.dumps({"__metadata__": texts, **tensors}), body)
 
 
 def nested(depth: int) -> tuple[dict[str, Any], Any]:
@@ -173,17 +173,17 @@ ABOVE: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "a bell": (crafted({"down/\a": leaf()}, {"down": {"\a": None}}), "an invalid name"),
     "half a letter": (crafted({"down/\ud800": leaf()}, {"down": {"\ud800": None}}), "an invalid name"),
     "twice": (
-        bytes_of('{"__metadata__": {"halfmoon": "{}", "shape": "{}"}, "x": 1, "x": 2}'), "has a duplicate name"
+        make_message_bytes('{"__metadata__": {"halfmoon": "{}", "shape": "{}"}, "x": 1, "x": 2}'), "has a duplicate name"
     ),
     "twice in the tree": (crafted({"down/x": leaf()}, '{"down": {"x": null, "x": null}}'), "has a duplicate name"),
     "twice in the head": (crafted({}, {}, b"", '{"message": "offer", "message": "request"}'), "has a duplicate name"),
     "not a number": (crafted({}, {}, b"", '{"message": "request", "round": NaN}'), "NaN in place of a number"),
     "5000 digits": (crafted({}, {}, b"", '{"message": "request", "round": ' + "1" * 5000 + "}"), "not valid JSON"),
-    "deep": (bytes_of("[" * 1_000_000), "not valid JSON .RecursionError."),
+    "deep": (make_message_bytes("[" * 1_000_000), "not valid JSON .RecursionError."),
     "deep in the tree": (crafted({}, "[" * 1_000_000, b""), "not valid JSON .RecursionError."),
     "deep in the head": (crafted({}, {}, b"", '{"a":' * 400_000), "not valid JSON .RecursionError."),
-    "a list": (bytes_of("[]"), "not a JSON object"),
-    "texts": (bytes_of('{"__metadata__": {"halfmoon": 1}}'), "are not texts"),
+    "a list": (make_message_bytes("[]"), "not a JSON object"),
+    "texts": (make_message_bytes('{"__metadata__": {"halfmoon": 1}}'), "are not texts"),
     "another tree": (crafted({"up/x": leaf()}, {"up": {"x": None}}), "tensors in an unknown field: 'up'"),
 }  # fmt: skip
 """What is refused, and why."""
@@ -235,7 +235,8 @@ SENT_AS = {"images_outside_steps": "swept", "memory_bytes": "kept"}
 )
 def test_numbers_have_a_range(message: Request | Reply, name: str):
     """Whole numbers from 0 below 2^63, and lists that are short."""
-    kind, plain = type(message), vars(message)[name]
+    kind = type(message)
+    plain = vars(message)[name]
     length = len(plain) if isinstance(plain, list) else 0
 
     def said(value: Any) -> bytes:
@@ -335,7 +336,7 @@ def pickles(tmp_path: Path) -> dict[str, bytes]:
         "text": write_message(replace(REQUEST, client_update=text)),
         "reason": write_message(Refusal(VERSION, UNFIT, text)),
         "terms": write_message(Offer(VERSION, text)),
-        "metadata": bytes_of(json.dumps({"__metadata__": {"halfmoon": text, "shape": text}})),
+        "metadata": make_message_bytes(json.dumps({"__metadata__": {"halfmoon": text, "shape": text}})),
         "behind": write_message(REQUEST) + raw,
     }
 
@@ -366,14 +367,15 @@ def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, b
 def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str, bytes]):
     """In place of an answer to an offer, and of a reply: named, and the round goes on without."""
     for name, data in pickles.items():
-        street = Street({1: mute(data), 2: node("south")})
+        street = FakeTransport({1: make_silent_node(data), 2: make_node("south")})
         manager = street.manager()
         manager.wait_for_sites(1, 60.0)
         assert manager.connected_sites == ["south"]
         assert street.heard("a site sent a reply that cannot be read: ") == 1, name
         method, shared, remote, wire = single("fedavg")
         heard: list[str] = []
-        remote.calls.link, remote.calls.log = Bad(wire, lambda _, data=data: SiteResponse(data)), Sentences(heard)
+        remote.calls.link = Bad(wire, lambda _, data=data: SiteResponse(data))
+        remote.calls.log = TextLog(heard)
         remote.open(0)
         drawn = remote.cohort.tolist()
         method.round(remote.task, start_server(method, shared), remote)
@@ -396,7 +398,8 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
         more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
         return SiteResponse(weighing(most + beyond, replace(read_message(data, Reply), upload={**upload, "x": more})))
 
-    remote.calls.link, remote.calls.log = Bad(wire, change), Sentences(heard)
+    remote.calls.link = Bad(wire, change)
+    remote.calls.log = TextLog(heard)
     remote.open(0)
     method.round(remote.task, start_server(method, shared), remote)
     (words,) = [each for each in heard if "refused" in each]
@@ -474,28 +477,28 @@ def test_terms_are_bounded(name: str):
         with pytest.raises(
             UserError, match=r"the network has .* parameters; the limit is 268,435,456: choose a smaller"
         ):
-            terms(**{name: most})
+            make_terms(**{name: most})
     else:
-        assert getattr(terms(**{name: most}, **more).config, name) == most
+        assert getattr(make_terms(**{name: most}, **more).config, name) == most
     with pytest.raises(UserError, match=f"{name} is [0-9,m].*: a federation has {most:,} at most"):
-        terms(**{name: most + 1}, **more)
+        make_terms(**{name: most + 1}, **more)
     with pytest.raises(UserError, match=f"{name} is more than 10.18: "):
-        terms(**{name: 10**30}, **more)
+        make_terms(**{name: 10**30}, **more)
 
 
 def test_a_network_is_counted_and_not_made():
     """The small network of width w has 9w + w + 18 w^2 + ... numbers: as many as are made."""
     for width in (1, 7, 64):
-        network = build_task(terms(width=width).config, terms().image_spec).network
+        network = build_task(make_terms(width=width).config, make_terms().image_spec).network
         assert limits.count_parameters(network) == tree.numel(network.init(torch.Generator()))
     widths = range(1, 5000)
     last = widths[
         bisect_right(widths, limits.MAX_PARAMETERS, key=lambda w: limits.count_parameters(SmallCNN(1, 2, w))) - 1
     ]
     tracemalloc.start()
-    terms(width=last)
+    make_terms(width=last)
     with pytest.raises(UserError, match=r"the network has 268,\d{3},\d{3} numbers|the network has 26"):
-        terms(width=last + 1)
+        make_terms(width=last + 1)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
 
@@ -518,10 +521,10 @@ def test_a_network_is_counted_and_not_made():
 def test_names_and_sizes_are_bounded(below: dict[str, Any], above: dict[str, Any], said: str):
     def made(sites: int = 3, classes: int = 2, word: str = "sound", image: tuple[int, int, int] = (1, 8, 8)) -> Terms:
         names = (word, *(f"c{k}" for k in range(classes - 1)))
-        form = replace(terms().image_spec, classes=names, image=image)
+        form = replace(make_terms().image_spec, classes=names, image=image)
         wide = image != (1, 8, 8)
         small = {"labeled_batch": 4, "unlabeled_batch": 4} if wide else {}
-        return terms(tuple(f"s{k}" for k in range(sites)), form, **small)
+        return make_terms(tuple(f"s{k}" for k in range(sites)), form, **small)
 
     made(**below)
     with pytest.raises(UserError, match=said):
@@ -529,22 +532,22 @@ def test_names_and_sizes_are_bounded(below: dict[str, Any], above: dict[str, Any
 
 
 def test_options_of_methods_are_bounded():
-    assert terms(method="feddure", options={"hidden": 10**6})
+    assert make_terms(method="feddure", options={"hidden": 10**6})
     for options, said in (
         ({"hidden": 10**6 + 1}, "the option hidden is 1,000,001: a federation has 1,000,000 at most"),
         ({"threshold": math.inf}, "option threshold of feddure is inf: it must be from 0 to 1"),
     ):
         with pytest.raises(UserError, match=said):
-            terms(method="feddure", options=options)
+            make_terms(method="feddure", options=options)
     with pytest.raises(UserError, match="the option rates is"):
-        terms(method="heterofl", options={"rates": "-".join(["1"] * 51)})
-    assert terms(method="heterofl", options={"rates": "-".join(["1"] * 50)})
+        make_terms(method="heterofl", options={"rates": "-".join(["1"] * 51)})
+    assert make_terms(method="heterofl", options={"rates": "-".join(["1"] * 50)})
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_step_and_a_round_have_an_end(beyond: int):
     """Images of a step by their values, those of a round by their number."""
-    client_update = FedAvg(FixMatch()).client_updates(build_task(terms().config, terms().image_spec))["train"]
+    client_update = FedAvg(FixMatch()).client_updates(build_task(make_terms().config, make_terms().image_spec))["train"]
     most = limits.MAX_STEP_VALUES // 64
     for amount, said in (
         (Amount(1, most + beyond, 0), "a step has 2,097,153 images with 1 channel"),
@@ -556,13 +559,13 @@ def test_a_step_and_a_round_have_an_end(beyond: int):
     size = most + beyond
     if size <= limits.MAX_RUN_OPTIONS["labeled_batch"]:
         return
-    form = replace(terms().image_spec, image=(3, 512, 512), mean=(0.5,) * 3, std=(0.25,) * 3)
+    form = replace(make_terms().image_spec, image=(3, 512, 512), mean=(0.5,) * 3, std=(0.25,) * 3)
     fits = limits.MAX_STEP_VALUES // (3 * 512 * 512)
     if beyond:
         with pytest.raises(UserError, match=r"labeled_batch is 171 with 3 channel.* a step has 170 of these at most"):
-            terms(form=form, labeled_batch=fits + 1)
+            make_terms(form=form, labeled_batch=fits + 1)
     else:
-        assert terms(form=form, labeled_batch=fits)
+        assert make_terms(form=form, labeled_batch=fits)
 
 
 def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
@@ -593,7 +596,7 @@ def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkey
     """A server's configuration of transformers takes neither memory nor time of a site that agreed to nothing."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(hubs, "MAX_LAYERS", 64)
-    facts = json.loads(terms().text)
+    facts = json.loads(make_terms().text)
     facts["config"]["network"] = "transformers:" + json.dumps(VIT | more)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=words):
@@ -604,7 +607,7 @@ def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkey
 def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Before people agree a module is only counted: no tensor of it is made."""
     pytest.importorskip("transformers")
-    about = terms(("north",), network="transformers:" + json.dumps(VIT), width=None, cohort=1)
+    about = make_terms(("north",), network="transformers:" + json.dumps(VIT), width=None, cohort=1)
     made: list[str] = []
     make = modules.make_named
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_contract import BATCHINGS, ROUNDS, scene, straight
-from text_log import Sentences
+from text_log import TextLog
 
 from halfmoon.api.uploads import Upload
 from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, make_remote_runtime
@@ -124,7 +124,8 @@ class Bad:
     """A link on which one site misbehaves."""
 
     def __init__(self, wire: Wire, change: Any) -> None:
-        self.wire, self.change = wire, change
+        self.wire = wire
+        self.change = change
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         answers = dict(self.wire.exchange(requests, what))
@@ -160,7 +161,8 @@ def other(data: bytes, **changes: Any) -> SiteResponse:
 def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, said: str) -> None:
     method, shared, remote, wire = federation("fedavg", "both")
     heard: list[str] = []
-    remote.calls.link, remote.calls.log = Bad(wire, change), Sentences(heard)
+    remote.calls.link = Bad(wire, change)
+    remote.calls.log = TextLog(heard)
     remote.open(0)
     drawn = remote.cohort.tolist()
     method.round(remote.task, start_server(method, shared), remote)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_transport import FORM, SITES, TERMS, terms
+from fake_transport import IMAGE_SPEC, SITES, TERMS, make_terms
 
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
@@ -25,7 +25,8 @@ OPTIONS: dict[str, Any] = {"network": "small", "method": "fedavg", "cohort": 2, 
 
 def words(options: dict[str, Any] | None = None, **table: Any) -> str:
     """Return a file with these options and these lines of its table; None leaves a line out."""
-    top, inner = {**OPTIONS, **(options or {})}, {**TABLE, **table}
+    top = {**OPTIONS, **(options or {})}
+    inner = {**TABLE, **table}
     lines = [f"{name} = {toml.format_value(value)}" for name, value in top.items() if value is not None]
     held = [f"{name} = {toml.format_value(value)}" for name, value in inner.items() if value is not None]
     return "\n".join([*lines, "[federation]", *held]) + "\n"
@@ -50,7 +51,7 @@ def test_what_a_file_says(plan: Write, tmp_path: Path) -> None:
     """Names, form and rules as they stand there; relative paths start at the file; what is not said is a default."""
     held = plan(test="held-out", min_replies=1, round_timeout=60, std=[0.5])
     assert (held.terms.name, held.terms.sites) == ("clinics", ("north", "south", "west"))
-    assert held.terms.image_spec == replace(FORM, std=(0.5,))
+    assert held.terms.image_spec == replace(IMAGE_SPEC, std=(0.5,))
     assert held.rules == Rules(min_replies=1, round_timeout=60.0)
     assert (held.test, held.server) == (tmp_path / "held-out", None)
     assert (held.config.method, held.config.cohort, held.config.rounds) == ("fedavg", 2, 3)
@@ -200,7 +201,7 @@ SOME: dict[str, Any] = {"feddure": {"hidden": 64}, "fedavg": {"prox": 0.5}, "fed
 @pytest.mark.parametrize("method", list(SOME))
 def test_terms_are_read_as_they_were_written(method: str) -> None:
     """Equal in every number, and in the hash; a method's options that nobody gave are said with their defaults."""
-    made = terms(method=method, clip_norm=None, steps=3, options=SOME[method])
+    made = make_terms(method=method, clip_norm=None, steps=3, options=SOME[method])
     back = Terms.parse(made.text)
     assert (back.text, back.hash) == (made.text, made.hash)
     assert len(made.hash) == 64

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from test_contract import BATCHINGS, ROUNDS, scene
-from text_log import Sentences
+from text_log import TextLog
 
 from halfmoon.contract.sites import HASH, VERSION, make_remote_runtime
 from halfmoon.contract.small_federation import run_rounds, start_server, trees_equal
@@ -26,7 +26,10 @@ from halfmoon.methods.semifl import SemiFL
 
 CPU = torch.device("cpu")
 RUN = "a" * 32
-GONE, LOST, NOISE, OTHER = "gone", "lost", "noise", "other"
+GONE = "gone"
+LOST = "lost"
+NOISE = "noise"
+OTHER = "other"
 """What happens to a request: the site never gets it; it does it, but no answer comes; noise comes; a wrong answer."""
 
 Fate = Callable[[str, Request], str]
@@ -55,7 +58,8 @@ class Link:
         fate = self.fate(name, request)
         if fate == GONE:
             return SiteResponse(None, "it was away")
-        place, at = self.folder / name / request.run, (request.round, request.attempt, request.query)
+        place = self.folder / name / request.run
+        at = (request.round, request.attempt, request.query)
         reply = self.sites[name].run_request(
             request, SiteMemory(place, at, parse_round_key(request.latest), CPU, pytest.fail)
         )
@@ -94,9 +98,10 @@ def stage(tmp_path: Path) -> Make:
         if isinstance(method, SemiFL):  # the statistics are asked of the cohort, whose quorum is the round's
             simulation.method = method = replace(method, sbn="cohort")
         remote, wire = make_remote_runtime(simulation, BATCHINGS["both"])
-        link, heard = Link(wire.sites, tmp_path / str(len(count)), fate), list[str]()
+        link = Link(wire.sites, tmp_path / str(len(count)), fate)
+        heard = list[str]()
         identity = RunIdentity(HASH, VERSION, run)
-        remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), log=Sentences(heard))
+        remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), log=TextLog(heard))
         remote.cohorts.quarantine = remote.calls.quarantine
         return Stage(method, start_server(method, shared), remote, link, heard)
 
@@ -120,7 +125,8 @@ def turn(stage: Stage, number: int, server: Tree) -> tuple[Tree, list[int]]:
 
 def rounds(stage: Stage, count: int = ROUNDS) -> tuple[Tree, list[list[int]]]:
     """Play rounds; return the server's tree and the cohorts."""
-    server, drawn = stage.server, list[list[int]]()
+    server = stage.server
+    drawn = list[list[int]]()
     for number in range(count):
         server, cohort = turn(stage, number, server)
         drawn.append(cohort)

@@ -16,8 +16,17 @@ import torch
 pytest.importorskip("flwr")
 
 import in_process_federation
-from in_process_federation import Town, before_each_message, bits, eager, found, quick, rows, stopping
-from pipe_server import put, take
+from in_process_federation import (
+    SiteFolders,
+    call_before_each_message,
+    export_small_sites,
+    read_metrics,
+    read_model_bytes,
+    select_eager_options,
+    speed_up_rehearsals,
+    stop_server_at,
+)
+from pipe_server import read_parcel, write_parcel
 from safetensors.torch import load_file
 
 from halfmoon.aggregation.secure.masking import Party
@@ -54,16 +63,18 @@ SITES = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def no_waiting() -> Iterator[None]:
-    with quick():
+    with speed_up_rehearsals():
         yield
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Town:
+def town(tmp_path_factory: pytest.TempPathFactory) -> SiteFolders:
     """Four sites, of which three have to stay to a sum's end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_process_federation, "SMALL", {**in_process_federation.SMALL, "clients": SITES})
-        return found("clients", tmp_path_factory.mktemp("federations"))
+        patch.setattr(
+            in_process_federation, "EXPORT_OPTIONS", {**in_process_federation.EXPORT_OPTIONS, "clients": SITES}
+        )
+        return export_small_sites("clients", tmp_path_factory.mktemp("federations"))
 
 
 def stage_of(data: bytes) -> tuple[int, int, str]:
@@ -99,7 +110,7 @@ def far(one: Path, two: Path) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: Town) -> None:
+def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: SiteFolders) -> None:
     """Gone before a stage: the model is that of a plain federation without the site, or with it, to rounding.
     A parameter is off by 4 2^-25 / W of the sum, W over 20 rows, and by what float32 leaves of numbers below 2."""
     plain = {}
@@ -112,14 +123,14 @@ def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: Town) -> No
             run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
         there = SITES if stage == REVEAL_SHARES else SITES - 1
         assert far(run, plain[stage != REVEAL_SHARES]) < 1e-6
-        (row,) = rows(run)
+        (row,) = read_metrics(run)
         assert row["aggregation"] == {"summed": there}
         assert len(row["cohort"]) == there
         assert "site-02 has no part in round 1: it is away." in (run / "serve.log").read_text()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_round_with_too_few_is_played_again(stage: str, town: Town) -> None:
+def test_a_round_with_too_few_is_played_again(stage: str, town: SiteFolders) -> None:
     """Two of four are gone at first: nothing is read, and the second attempt has a sum of all."""
     with away(lambda name, round, attempt, at: name in ("site-01", "site-03") and at == stage and attempt == 0):
         run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
@@ -127,13 +138,13 @@ def test_a_round_with_too_few_is_played_again(stage: str, town: Town) -> None:
     assert "has 2 sites of 4" in told
     assert "and a sum needs 3" in told
     assert "round 1 is played again, attempt 2" in told
-    assert rows(run)[0]["aggregation"] == {"summed": SITES}
+    assert read_metrics(run)[0]["aggregation"] == {"summed": SITES}
 
 
-def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
+def test_a_server_that_is_stopped_goes_on(town: SiteFolders) -> None:
     """At every stage, before the sites know and after they have answered; with new processes at the sites.
     The model, the rows and what was asked in vain are as if nothing had happened: sites give the same answers again."""
-    file = town.write("fedloke", rounds=3, cohort=3, secure_aggregation=True, options=eager("fedloke"))
+    file = town.write("fedloke", rounds=3, cohort=3, secure_aggregation=True, options=select_eager_options("fedloke"))
     town.forget()
     straight = town.play(file, "straight")
     town.forget()
@@ -146,25 +157,25 @@ def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
         ((2, MASK_UPDATE), False),
     ]
     for visit, after in stops:
-        with stopping(visit, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
+        with stop_server_at(visit, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
             town.play(file, "stopped")
         client_app._open_client.cache_clear()
     run = town.play(file, "stopped")
-    assert bits(run) == bits(straight)
+    assert read_model_bytes(run) == read_model_bytes(straight)
     assert (run / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
     assert "played again" not in (run / "serve.log").read_text()
 
 
-def test_a_site_that_starts_anew_for_each_message_changes_nothing(town: Town) -> None:
+def test_a_site_that_starts_anew_for_each_message_changes_nothing(town: SiteFolders) -> None:
     """All that a site needs lies in its folder: its secret, and what it put down."""
     file = town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
-    with before_each_message(client_app._open_client.cache_clear):
+    with call_before_each_message(client_app._open_client.cache_clear):
         anew = town.play(file, "anew")
     town.forget()
-    assert bits(anew) == bits(town.play(file, "at-once"))
+    assert read_model_bytes(anew) == read_model_bytes(town.play(file, "at-once"))
 
 
-def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: Town) -> None:
+def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: SiteFolders) -> None:
     """Without its secret of a sum it cannot take masks off; the next sum has another. Without its lasting key it has no
     part in any: the others know the one before."""
     file = town.write("fedavg", rounds=3, cohort=SITES, secure_aggregation=True)
@@ -181,7 +192,7 @@ def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: Town) 
 
     with away(lose):
         run = town.play(file)
-    assert [row["aggregation"]["summed"] for row in rows(run)] == [SITES - 1, SITES, SITES - 1]
+    assert [row["aggregation"]["summed"] for row in read_metrics(run)] == [SITES - 1, SITES, SITES - 1]
     (home / SITE_KEY_FILE).unlink()
     for path in town.folder.rglob(KNOWN_KEYS_FILE):
         path.unlink()
@@ -191,7 +202,8 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     """`halfmoon federation init` makes them; where one is another than the others were told, there is no sum.
     After the federation no secret of a sum is anywhere."""
     create_keys(tmp_path / "keys", town.names)
-    folder, listed = tmp_path / "keys" / "sites", tmp_path / "keys" / "sites.pub"
+    folder = tmp_path / "keys" / "sites"
+    listed = tmp_path / "keys" / "sites.pub"
 
     class Keyed(local.LocalGrid):
         def __init__(self, app: Any, sites: Any) -> None:
@@ -202,7 +214,7 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     monkeypatch.setattr(local, "LocalGrid", Keyed)
     town.forget()
     run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
-    assert rows(run)[0]["aggregation"] == {"summed": SITES}
+    assert read_metrics(run)[0]["aggregation"] == {"summed": SITES}
     assert not list(town.folder.rglob(KNOWN_KEYS_FILE))
     assert list(town.folder.rglob(f"{SUMS_FOLDER}/*.json"))
     assert not list(town.folder.rglob(f"{SUMS_FOLDER}/{SECRET_FILE}"))
@@ -222,7 +234,9 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     ("method", "network"),
     [("fedavg", {"norm": "group"}), ("mixture-head", {"network": hubs.MULTILAYER, "width": None, "rounds": 1})],
 )
-def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town, method: str, network: dict[str, Any]) -> None:
+def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(
+    town: SiteFolders, method: str, network: dict[str, Any]
+) -> None:
     """Client-level privacy: sites clip and weigh 1, the server adds the same noise to the same sum."""
     options = {**network, "dp_clip": 0.3, "dp_noise": 0.5, "dp_delta": 1e-4}
     if method == "mixture-head":
@@ -234,8 +248,8 @@ def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town, method: st
         run = town.play(file)
     simulated = town.runs / f"{file.stem}-simulated"
     runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
-    assert bits(run) == bits(simulated)
-    told = [[row["aggregation"] for row in rows(path)] for path in (run, simulated)]
+    assert read_model_bytes(run) == read_model_bytes(simulated)
+    told = [[row["aggregation"] for row in read_metrics(path)] for path in (run, simulated)]
     assert told[0] == told[1]
     assert told[0][0].keys() == {"summed", "epsilon", "delta"}
     assert (run / "privacy.jsonl").read_bytes() == (simulated / "privacy.jsonl").read_bytes()
@@ -255,9 +269,11 @@ class StepResult:
         self.needles: dict[str, bytes] = {}
 
     def add(self, site: int, broadcast: tree.Tree, upload: Upload) -> None:
-        before, after = tree.flatten(broadcast), tree.flatten(upload.update)
+        before = tree.flatten(broadcast)
+        after = tree.flatten(upload.update)
         path = max((name for name in after if name.startswith("params/")), key=lambda name: after[name].numel())
-        new, moved = after[path].flatten(), (after[path] - before[path]).flatten()
+        new = after[path].flatten()
+        moved = (after[path] - before[path]).flatten()
         at = slice(len(new) // 2, len(new) // 2 + 8)
         assert int((moved[at] != 0).sum()) > 4
         whole = (moved.double() * float(upload.weight) * 2.0**24).round().to(torch.int64)
@@ -288,7 +304,8 @@ class StepResult:
 
 def holds(data: bytes, needle: bytes) -> bool:
     """Say whether bytes stand in others, at a multiple of 4: numbers do. Much quicker than `in`, where zeros abound."""
-    words, wanted = np.frombuffer(data, "<u4", len(data) // 4), np.frombuffer(needle, "<u4")
+    words = np.frombuffer(data, "<u4", len(data) // 4)
+    wanted = np.frombuffer(needle, "<u4")
     rare = int(np.argmax(wanted.view("<i4") % 65_521))  # no zero
     return any(
         words[at - rare : at - rare + len(wanted)].tobytes() == needle
@@ -297,14 +314,15 @@ def holds(data: bytes, needle: bytes) -> bool:
     )
 
 
-def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
+def watched(town: SiteFolders, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
     """Play a federation whose server is another process; yield what lies in its memory and its spool, stage by stage.
     That is looked for when the last answer of a stage is still missing."""
     file = town.write("fedavg", rounds=rounds, cohort=SITES, secure_aggregation=secure)
     members = [SiteClient.from_folder(town.folder / name, name) for name in town.names]
     for path in town.folder.rglob(KNOWN_KEYS_FILE):  # a test before may have given a site a new secret
         path.unlink()
-    seen, counts = StepResult(), dict[tuple[int, int, str], int]()
+    seen = StepResult()
+    counts = dict[tuple[int, int, str], int]()
     original = SiteRuntime.run_request
 
     def do(self: SiteRuntime, request: Request, memories: Any = None) -> Any:
@@ -323,7 +341,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SiteRuntime, "run_request", do)
-            while (reply := take(server.stdout)) is not None:
+            while (reply := read_parcel(server.stdout)) is not None:
                 node, message_id, data = reply
                 answer = members[node].reply_to(data)
                 at = stage_of(data)
@@ -331,7 +349,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
                 if at[2] != "offer" and counts[at] == SITES:
                     time.sleep(0.3)  # it has read the other answers by now
                     yield at[2], seen.found(server.pid, folder / "run" / SPOOL_FOLDER)
-                put(server.stdin, node, message_id, answer)
+                write_parcel(server.stdin, node, message_id, answer)
         assert server.wait(60) == 0
     finally:
         server.kill()
@@ -344,7 +362,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it read
 
 
 @linux
-def test_no_single_update_is_ever_in_the_servers_memory(town: Town, tmp_path: Path) -> None:
+def test_no_single_update_is_ever_in_the_servers_memory(town: SiteFolders, tmp_path: Path) -> None:
     """Nor in a file where answers wait: as it is, as a change, weighted, or in fixed point; at no stage, nor after the
     round."""
     looked = list(islice(watched(town, tmp_path, secure=True, rounds=2), 5))
@@ -352,7 +370,9 @@ def test_no_single_update_is_ever_in_the_servers_memory(town: Town, tmp_path: Pa
 
 
 @linux
-def test_what_looks_for_single_updates_finds_them(town: Town, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_looks_for_single_updates_finds_them(
+    town: SiteFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In plain answers, the models of those whose answers have come; and without the masks, the whole numbers."""
     (stage, there), *_ = watched(town, tmp_path / "plain", secure=False)
     assert stage == ""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_transport import bytes_of, terms
+from fake_transport import make_message_bytes, make_terms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -42,7 +42,9 @@ from halfmoon.runs.factory import build_task, build_views
 from halfmoon.storage import atomic_io
 from halfmoon.storage.state_store import TreeStore
 
-WARD, PATIENT, DIAGNOSIS = "ward-7-b41", "kim-1961", "lupus"
+WARD = "ward-7-b41"
+PATIENT = "kim-1961"
+DIAGNOSIS = "lupus"
 """The folder of the site, the beginning of its images' names, and a class that only it has."""
 
 ROUNDS = 4
@@ -59,7 +61,7 @@ def made(method: str = "fedloke", **options: Any) -> Terms:
         "steps": 2,
         "labeled_view": "weak",
     }
-    return terms(("north",), method=method, **{**small, **options})
+    return make_terms(("north",), method=method, **{**small, **options})
 
 
 TERMS = made()
@@ -100,7 +102,8 @@ def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list
     """Play rounds with one site, and return each request with its answer."""
     assert isinstance(read_message(member.reply_to(offer(about)), Acceptance, Refusal), Acceptance)
     config = about.config
-    shared, line = build_task(config, about.image_spec), Line(member)
+    shared = build_task(config, about.image_spec)
+    line = Line(member)
     method = registry.make(config.method, dict(config.options))
     remote = RemoteRuntime(
         method, shared, build_views(config, about.image_spec),
@@ -533,7 +536,9 @@ ENDLESS = settings(deadline=None, suppress_health_check=[HealthCheck.function_sc
 def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, changes: dict[str, Any]) -> None:
     head = {"message": "request", **REQUEST.__dict__, "version": steady.version, **changes}
     plain = {name: value for name, value in head.items() if name not in ("down", "evaluation")}
-    data = steady.reply_to(bytes_of(json.dumps({"__metadata__": {"halfmoon": json.dumps(plain), "shape": "{}"}})))
+    data = steady.reply_to(
+        make_message_bytes(json.dumps({"__metadata__": {"halfmoon": json.dumps(plain), "shape": "{}"}}))
+    )
     discreet(data)
     assert isinstance(read_message(data, Refusal, Reply), Refusal) or not changes["client_update"]
 

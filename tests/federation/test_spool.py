@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_transport import VERSION, joined, terms
+from fake_transport import VERSION, make_acceptance, make_terms
 from torch import Tensor
 
 from halfmoon.aggregation.weights import WeightCap
@@ -34,7 +34,7 @@ from halfmoon.runs.factory import build_task
 from halfmoon.storage.events import EventList
 
 SITES = 12
-ABOUT = terms([f"ward-{k:02}" for k in range(SITES)], cohort=SITES, width=32, norm="none")
+ABOUT = make_terms([f"ward-{k:02}" for k in range(SITES)], cohort=SITES, width=32, norm="none")
 MODEL = build_task(ABOUT.config, ABOUT.image_spec)
 
 
@@ -62,7 +62,9 @@ class Desk:
             name = ABOUT.sites[number]
             yield TransportReply(
                 ticket,
-                joined(name, federation=ABOUT.hash, labeled=20, unlabeled=20) if asks else self.answer(number, data),
+                make_acceptance(name, federation=ABOUT.hash, labeled=20, unlabeled=20)
+                if asks
+                else self.answer(number, data),
             )
 
     def answer(self, number: int, data: bytes) -> bytes:
@@ -70,7 +72,8 @@ class Desk:
         g = rng.generator(number, "site")
         moved = tree.map(lambda leaf: leaf + 0.01 * torch.randn(leaf.shape, generator=g), asked.download["params"])
         weight = torch.tensor(self.upload.get(ABOUT.sites[number], 4.0 + number), dtype=torch.float64)
-        upload, one = Upload({"params": moved, "stats": {}}, weight), torch.tensor(1.0)
+        upload = Upload({"params": moved, "stats": {}}, weight)
+        one = torch.tensor(1.0)
         samples = {"loss": WeightedMetric(one, one, one)}
         return write_message(
             Reply.from_result(asked, VERSION, ClientResult(upload, {}, samples, Amount(1, 1, 0), (0, 0)))
@@ -167,7 +170,8 @@ def test_a_file_goes_with_its_last_reader_and_is_for_nobody_else(tmp_path: Path)
     """What a killed server left behind goes when the next begins."""
     spool = Spool(tmp_path / "run" / "spool")
     spool.folder.parent.mkdir()
-    first, second = spool.store(b"one"), spool.store(b"two")
+    first = spool.store(b"one")
+    second = spool.store(b"two")
     assert isinstance(first, SpooledFile)
     assert (read_content(first), read_content(second), read_content(b"three")) == (b"one", b"two", b"three")
     assert first.path.stat().st_mode & 0o777 == 0o600

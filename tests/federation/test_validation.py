@@ -41,7 +41,8 @@ from halfmoon.federation.server.validation import (
 from halfmoon.methods import registry
 
 FEDERATED = [name for name in DISTINCT if not registry.entry(name).pooled]
-IMAGE, F64 = (1, 8, 8), torch.float64
+IMAGE = (1, 8, 8)
+F64 = torch.float64
 
 
 def patterns(shared: Task | None = None) -> UploadProbe:
@@ -65,7 +66,8 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
     method, shared, simulation = scene(name, "both", place=place, **options)
     asked: list[Trip] = []
     local_clients = simulation.local_clients
-    visit, held = local_clients.update, local_clients.dataset
+    visit = local_clients.update
+    held = local_clients.dataset
 
     def spied(context, clients, stage, broadcast, each, quality):
         outcomes = list(visit(context, clients, stage, broadcast, each, quality))
@@ -194,8 +196,10 @@ def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
     def log() -> None:
         begun.append(1)
 
-    known, shared = patterns(), make_task()
-    small, weighed = {"w": torch.ones(3)}, {"update": None, "weight": ((), torch.float32)}
+    known = patterns()
+    shared = make_task()
+    small = {"w": torch.ones(3)}
+    weighed = {"update": None, "weight": ((), torch.float32)}
     for round in range(3):
         pattern = known.find_spec(context(Echo(shared.at(round), log=log), round), small)
         assert pattern == {**weighed, "aux/seen": ((1, 3), torch.float32), "aux/none": None}

@@ -33,7 +33,10 @@ from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head, fine
 from halfmoon.models.modules import from_factory
 from halfmoon.models.weights import Weights
 
-ROWS, WIDTH, CLASSES, LABELS = 600, 24, 3, 30
+ROWS = 600
+WIDTH = 24
+CLASSES = 3
+LABELS = 30
 
 
 class Tiny(nn.Module):
@@ -78,8 +81,11 @@ def oracle(f: np.ndarray, y: np.ndarray, labeled: np.ndarray, rounds: int, d: in
     q = np.sqrt(f.astype(np.float64))
     h = q - q.mean(0)
     h /= np.linalg.norm(h, axis=1, keepdims=True)
-    x, u, onehot = h[labeled], h[~labeled], np.eye(CLASSES)[y[labeled]]
-    p, n = onehot.mean(0), len(x)
+    x = h[labeled]
+    u = h[~labeled]
+    onehot = np.eye(CLASSES)[y[labeled]]
+    p = onehot.mean(0)
+    n = len(x)
     xc = x - x.mean(0)
     w = np.linalg.solve(xc.T @ xc + np.eye(WIDTH), xc.T @ (onehot - p))
     b = p - x.mean(0) @ w
@@ -96,7 +102,9 @@ def oracle(f: np.ndarray, y: np.ndarray, labeled: np.ndarray, rounds: int, d: in
     basis = np.linalg.eigh(h.T @ h)[1][:, ::-1][:, :d]
     v = trust / (1 - trust) * len(u) / n
     z = np.concatenate([u, x]) @ basis
-    w, b, correction = 4 * ridge[0], 4 * ridge[1], np.zeros(CLASSES)
+    w = 4 * ridge[0]
+    b = 4 * ridge[1]
+    correction = np.zeros(CLASSES)
     for i in range(rounds):
         e = np.exp(u @ w + b)
         r = e / e.sum(1, keepdims=True)
@@ -109,7 +117,8 @@ def oracle(f: np.ndarray, y: np.ndarray, labeled: np.ndarray, rounds: int, d: in
         mix = scaled(basis @ a, -0.5 * (mu.T * a).sum(0))
         w, b = scaled(*(trust * one + (1 - trust) * two for one, two in zip(ridge, mix, strict=True)))
         sharp = 4 + 2 * min(i + 1, rounds - 1) / (rounds - 1)
-        w, b = w * sharp, b * sharp + correction
+        w = w * sharp
+        b = b * sharp + correction
     return w, b
 
 
@@ -174,7 +183,8 @@ def test_a_system_without_a_solution_is_a_sentence() -> None:
 def test_derivatives_of_a_centered_head_on_features() -> None:
     network = head_network()
     params = network.init(torch.Generator().manual_seed(1))["params"]
-    x, direction = torch.rand(4, WIDTH), tree.map(torch.ones_like, params)
+    x = torch.rand(4, WIDTH)
+    direction = tree.map(torch.ones_like, params)
     logits, tape = network.linearize(params, x)
     step = tree.map(lambda a, b: a + 1e-3 * b, params, direction)
     back = tree.map(lambda a, b: a - 1e-3 * b, params, direction)

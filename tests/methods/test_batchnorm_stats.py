@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from method_helpers import small
-from scripted_federation import Pixel, Told, value, weight
+from method_helpers import make_torch_module
+from scripted_federation import OneWeightNetwork, ScriptedFederation, get_weight, make_one_weight_params
 from torch import nn
 
 from halfmoon.api.types import ClientData
@@ -41,7 +41,7 @@ def counted(model: tree.Tree, holders: list[torch.Tensor], parts: int = 1) -> tr
     rows = 0
     for images in holders:
         for part in (images.double() / 255 * 2 - 1).chunk(parts):
-            oracle = small(model)
+            oracle = make_torch_module(model)
             for module in oracle.modules():
                 if isinstance(module, nn.BatchNorm2d):
                     module.momentum = 1.0  # keeps the last batch alone
@@ -64,16 +64,16 @@ def test_the_mean_of_two_clients_by_hand():
     A server with the pixels 4, 6, 8 (mean 6, variance 4) makes it (32 + 18) / 8 = 6.25 and (4 + 12) / 8 = 2. A client
     without rows changes nothing.
     """
-    shared = make_task(Pixel(), normalize=AS_IS)
+    shared = make_task(OneWeightNetwork(), normalize=AS_IS)
     held = {0: local([0, 2], []), 1: local([], [10, 10, 10]), 2: local([], []), SERVER: local([4, 6, 8], [])}
 
     def bn_statistics(broadcast, who):
-        assert value(broadcast["params"]) == 3
+        assert get_weight(broadcast["params"]) == 3
         client_update = BatchNormStatistics(shared)
         return [client_update.finish(broadcast, client_update.begin(broadcast, {}, held[k]), held[k])[0] for k in who]
 
-    server = {"params": weight(3.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
-    told = Told({"census": bn_statistics}, clients=3, cohort=torch.tensor([1]))
+    server = {"params": make_one_weight_params(3.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
+    told = ScriptedFederation({"census": bn_statistics}, clients=3, cohort=torch.tensor([1]))
     both = estimate_statistics(told, server, "all")["pixel"]
     assert [float(both["mean"]), float(both["var"])] == pytest.approx([6.25, 2.0])
     clients = estimate_statistics(told, server, "all", serving=False)["pixel"]
@@ -88,16 +88,16 @@ def test_the_mean_of_two_clients_by_hand():
 
 def test_without_any_row_it_says_what_to_do():
     """The server's rows are asked for, and it has none."""
-    server = {"params": weight(1.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
+    server = {"params": make_one_weight_params(1.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
     with pytest.raises(UserError, match="set sbn to 'all' or 'cohort'"):
-        estimate_statistics(Told({}, labeled=0), server, "server")
+        estimate_statistics(ScriptedFederation({}, labeled=0), server, "server")
 
 
 @pytest.mark.parametrize("norm", ["group", "none"])
 def test_a_network_without_statistics_asks_nobody(norm):
     """Nothing is sent and nothing comes back, also where the empty tree has got lost on the way through a file."""
     model = start_server(SemiFL(), make_task(SmallCNN(1, CLASSES, 4, norm)))
-    told = Told({})
+    told = ScriptedFederation({})
     assert estimate_statistics(told, model, "all") == {}
     assert estimate_statistics(told, {"params": model["params"]}, "all") == {}
     assert told.asked == []
@@ -108,7 +108,8 @@ def test_a_network_without_statistics_asks_nobody(norm):
 def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
     """Labels at the server, unequal clients, one of them empty: each holder's batch moments, weighted by its rows."""
     held = make_dataset((*SIZES[:3], (0, 0), (4, 9)), place="server")
-    method, shared = SemiFL(), make_task()
+    method = SemiFL()
+    shared = make_task()
     simulation = make_simulation(method, shared, held, executor=executor)
     model = start_server(method, shared)
     simulation.open(0)
@@ -127,7 +128,8 @@ def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
 def test_labeled_and_unlabeled_rows_are_cut_into_equal_batches():
     """300 rows, 20 of them labeled: two batches of 150, the labeled rows in the first."""
     held = make_dataset(((20, 280),))
-    method, shared = HeteroFL(), make_task()
+    method = HeteroFL()
+    shared = make_task()
     simulation = make_simulation(method, shared, held, cohort=1)
     model = start_server(method, shared)
     simulation.open(0)

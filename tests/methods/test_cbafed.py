@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import assert_same, begun, images, rounds_of, small
+from method_helpers import assert_params_match, begin_update, make_random_images, make_torch_module, simulate_rounds
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal
@@ -50,17 +50,22 @@ def test_first_and_second_classes():
 
 def test_a_visit_with_labels_goes_back():
     """Four labeled images in batches of two, back by 0.8 after every second epoch: after steps 4 and 8 of 9."""
-    options, shared = CBAFed(local_residual_every=2), make_task(optimizer=SGD(0.5))
-    client_update, broadcast = options.client_updates(shared)["train"], start_server(options, shared)
+    options = CBAFed(local_residual_every=2)
+    shared = make_task(optimizer=SGD(0.5))
+    client_update = options.client_updates(shared)["train"]
+    broadcast = start_server(options, shared)
     x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
-    nobody = ClientData(x, torch.zeros(4).long(), x[:0], torch.tensor(4), torch.tensor(0), {"weak": images(0, 0)})
-    carry = begun(client_update, broadcast, nobody)
-    model = small(broadcast)
+    nobody = ClientData(
+        x, torch.zeros(4).long(), x[:0], torch.tensor(4), torch.tensor(0), {"weak": make_random_images(0, 0)}
+    )
+    carry = begin_update(client_update, broadcast, nobody)
+    model = make_torch_module(broadcast)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     saved = {name: leaf.clone() for name, leaf in model.state_dict().items() if leaf.is_floating_point()}
     for number in range(9):
-        y, none = torch.tensor([number % 4, 1]), torch.zeros(0, dtype=torch.int64)
-        batch = Batch(images(2, number), y, torch.arange(2), {"weak": images(0, 0)}, none)
+        y = torch.tensor([number % 4, 1])
+        none = torch.zeros(0, dtype=torch.int64)
+        batch = Batch(make_random_images(2, number), y, torch.arange(2), {"weak": make_random_images(0, 0)}, none)
         carry, _ = client_update.step(broadcast, carry, batch)
         optimizer.zero_grad()
         F.cross_entropy(model(batch.x), batch.y).backward()
@@ -69,7 +74,7 @@ def test_a_visit_with_labels_goes_back():
             state = model.state_dict()
             saved = {name: 0.8 * old + 0.2 * state[name] for name, old in saved.items()}
             model.load_state_dict({**state, **saved})
-    assert_same(carry["params"], model)
+    assert_params_match(carry["params"], model)
     for layer, stats in carry["stats"].items():
         mean = model.get_buffer(f"{layer}.norm.running_mean")
         torch.testing.assert_close(stats["mean"], mean, rtol=1e-8, atol=1e-10)
@@ -117,11 +122,13 @@ def test_shares_are_those_of_all_labels_together():
 
 def test_the_server_goes_back():
     """Every second round by a quarter of the way to what it kept: the model it began with, then the one of round 2."""
-    shared, played = make_task(rounds=4), {}
+    shared = make_task(rounds=4)
+    played = {}
     for share in (0.0, 0.25):
         method = CBAFed(residual=share, residual_every=2, threshold=0.3, warmup=0.0)
-        played[share] = rounds_of(method, shared, make_dataset(place="some"), rounds=4)
-    plain, slow = played[0.0], played[0.25]
+        played[share] = simulate_rounds(method, shared, make_dataset(place="some"), rounds=4)
+    plain = played[0.0]
+    slow = played[0.25]
     first = start_server(CBAFed(), shared)
     assert trees_equal(plain[0].server["params"], slow[0].server["params"])
     wanted = blend_with_saved({"params": plain[1].server["params"]}, {"params": first["params"]}, 0.25)
@@ -134,8 +141,9 @@ def test_the_server_goes_back():
 
 def test_warm_up_is_for_labels_alone():
     """No pseudo-label counts in it; clients without labels then weigh nothing."""
-    method, shared = CBAFed(threshold=0.1), make_task(rounds=2)
-    first, second = rounds_of(method, shared, make_dataset(place="some"), cohort=4, rounds=2)
+    method = CBAFed(threshold=0.1)
+    shared = make_task(rounds=2)
+    first, second = simulate_rounds(method, shared, make_dataset(place="some"), cohort=4, rounds=2)
     assert first.report.pseudo is None or first.report.pseudo["share_used"] == 0
     assert second.report.pseudo["share_used"] > 0
 
@@ -145,7 +153,7 @@ def test_the_warm_up_is_a_share_of_the_rounds(share, first):
     """Of ten rounds, `first` is the first one (from 0) with pseudo-labels; a threshold of 0 accepts all of them."""
     method = CBAFed(threshold=0.0, adaptive=False, warmup=share)
     x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
-    views = {"weak": images(4, 0)}
+    views = {"weak": make_random_images(4, 0)}
     data = ClientData(x[:0], torch.zeros(0).long(), x, torch.tensor(0), torch.tensor(4), views)
     for number in range(10):
         shared = replace(make_task(rounds=10), round=number)

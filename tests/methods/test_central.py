@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import small
-from recording_methods import Spy
-from reference_objectives import Textbook, mean_teacher
-from torch_models import state_dict
+from method_helpers import make_torch_module
+from recording_methods import RecordingMethod
+from reference_objectives import ReferenceModel, mean_teacher
+from torch_models import make_state_dict
 
 from halfmoon.api.types import Batch, Method
 from halfmoon.contract.small_federation import SIZES, make_dataset, make_simulation, make_task, run_rounds, start_server
@@ -30,10 +30,11 @@ def visits(method: Method, all_labels: bool, place: str = "clients") -> tuple[di
     SGD with Nesterov momentum and weight decay, on a cosine schedule: all that could be forgotten between rounds.
     """
     shared = make_task(optimizer=SGD(0.05, 0.9, 1e-2, nesterov=True), schedule=CosineSchedule(), rounds=ROUNDS)
-    spy = Spy(method)
+    spy = RecordingMethod(method)
     held = make_dataset(all_labels=all_labels, pooled=True, place=place)
     simulation = make_simulation(spy, shared, held, batching=Batching(6, 8))
-    server, rounds = start_server(method, shared), []
+    server = start_server(method, shared)
+    rounds = []
     last = server
     for number in range(ROUNDS):
         before = len(spy.of("step"))
@@ -46,14 +47,14 @@ def visits(method: Method, all_labels: bool, place: str = "clients") -> tuple[di
 def compare(server: dict, module: torch.nn.Module) -> None:
     """Compare parameters and running statistics with a module's."""
     theirs = module.state_dict()
-    for name, leaf in state_dict(server).items():
+    for name, leaf in make_state_dict(server).items():
         if not name.endswith("num_batches_tracked"):
             torch.testing.assert_close(leaf, theirs[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
 def loop(server: dict) -> tuple[Any, torch.optim.Optimizer, Any]:
     """Return a module, its optimizer and its schedule, as a script on one machine has them."""
-    module = small(server)
+    module = make_torch_module(server)
     optimizer = torch.optim.SGD(module.parameters(), 0.05, 0.9, weight_decay=1e-2, nesterov=True)
     return module, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ROUNDS)
 
@@ -87,7 +88,7 @@ def test_mean_teacher_is_a_plain_loop():
         for batch in steps:
             optimizer.zero_grad()
             weight = 50 * min(1.0, number / 1.2)
-            mean_teacher(Textbook(module), teacher, batch, weight).backward()
+            mean_teacher(ReferenceModel(module), teacher, batch, weight).backward()
             optimizer.step()
             done += 1
             keep = min(1 - 1 / (done + 1), 0.999)
@@ -98,7 +99,7 @@ def test_mean_teacher_is_a_plain_loop():
     compare({"params": last["params"], "stats": last["stats"]}, module)
     evaluated = entry.method.solution(make_task(), last)
     named = dict(teacher.named_parameters())
-    for name, leaf in state_dict({"params": evaluated["params"], "stats": {}}).items():
+    for name, leaf in make_state_dict({"params": evaluated["params"], "stats": {}}).items():
         torch.testing.assert_close(leaf, named[name].detach(), rtol=1e-9, atol=1e-11, msg=name)
     for layer in teacher.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):

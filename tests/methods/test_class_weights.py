@@ -52,7 +52,8 @@ def test_balanced_loss_is_the_mean_over_classes():
     assert torch.allclose(soft_cross_entropy(logits, one_hot, None, weights), expected)
     # Two rows of padding change nothing.
     real = torch.tensor([True] * 8 + [False] * 2)
-    padded, labels = torch.cat([logits, logits[:2]]), torch.cat([y, y[:2]])
+    padded = torch.cat([logits, logits[:2]])
+    labels = torch.cat([y, y[:2]])
     assert torch.allclose(labeled_cross_entropy(padded, labels, real, weights), expected)
     assert torch.allclose(soft_cross_entropy(padded, torch.eye(3).double()[labels], real, weights), expected)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import reference_objectives as textbook
 import torch
-from method_helpers import lifted, rounds_of
-from reference_objectives import NETWORK, Textbook, drawn_batch, module_of
+from method_helpers import simulate_rounds, simulate_with_both_executors
+from reference_objectives import NETWORK, ReferenceModel, make_batch, make_module
 from test_objectives import Line, W, batch, pseudo_label
 from torch.func import grad_and_value
 
@@ -143,20 +143,20 @@ def test_gradients_are_autograds(statistics, labeling, labeled):
     """Loss and gradient of all three under every rule, with labels and without any."""
     shared = make_task(NETWORK, statistics=statistics, labeling=labeling)
     model = start_server(FedAvg(), shared)
-    given = drawn_batch(labeled, 6, ("weak", "weak2"))
+    given = make_batch(labeled, 6, ("weak", "weak2"))
     ours = learned(PiModel(7.0, ramp=0), given, model, shared)
-    book = Textbook(module_of(model), statistics, labeling)
+    book = ReferenceModel(make_module(model), statistics, labeling)
     check(ours, book.module, textbook.pi_model(book, given, 7.0))
     teacher = start_server(FedAvg(), shared, seed=1)
     aux = {"teacher": teacher["params"], "teacher_stats": model["stats"]}  # the textbook has one set for both
     ours = learned(MeanTeacher(9.0, ramp=0), given, model, shared, aux)
-    book = Textbook(module_of(model), statistics, labeling)
-    check(ours, book.module, textbook.mean_teacher(book, module_of(teacher), given, 9.0))
+    book = ReferenceModel(make_module(model), statistics, labeling)
+    check(ours, book.module, textbook.mean_teacher(book, make_module(teacher), given, 9.0))
     given = given._replace(u={"weak": given.u["weak"]})
     _, seen = PseudoLabel(0.0, ramp=0)(shared, model["params"], model["stats"], given)
     for threshold in (0.0, float(seen.pseudo[0].confidence.median())):  # all six images, and some
         ours = learned(PseudoLabel(threshold, 3.0, ramp=0), given, model, shared)
-        book = Textbook(module_of(model), statistics, labeling)
+        book = ReferenceModel(make_module(model), statistics, labeling)
         check(ours, book.module, textbook.pseudo_label(book, given, 3.0, threshold))
 
 
@@ -181,7 +181,7 @@ def test_the_ramp_weighs_the_unlabeled_term(make, shape, factor):
     shared = replace(make_task(NETWORK, rounds=10), round=2)
     model = start_server(FedAvg(), shared)
     aux = {"teacher": start_server(FedAvg(), shared, 1)["params"], "teacher_stats": model["stats"]}
-    given = drawn_batch(views=("weak", "weak2", "strong"))
+    given = make_batch(views=("weak", "weak2", "strong"))
     options: dict[str, Any] = {"threshold": 0.2} if make in (PseudoLabel, FixMatch) else {}
     half = learned(make(unlabeled_weight=8.0, ramp=0.4, ramp_shape=shape, **options), given, model, shared, aux)
     same_weight = learned(make(unlabeled_weight=8 * factor, ramp=0.0, **options), given, model, shared, aux)
@@ -209,7 +209,7 @@ def test_a_teacher_that_only_evaluates_changes_no_step(objective):
     shared = make_task(rounds=3)
     runs = []
     for method in (FedAvg(objective), FedAvg(replace(objective, decay=0.9))):
-        played = rounds_of(method, shared, rounds=2)[-1]
+        played = simulate_rounds(method, shared, rounds=2)[-1]
         runs.append((played.server, method.solution(shared, played.server)))
     (plain, evaluated), (taught, average) = runs
     assert trees_equal({"params": plain["params"]}, {"params": taught["params"]})
@@ -222,7 +222,7 @@ def test_a_federated_teacher_runs_in_both_executors():
     """FedAvg(MeanTeacher()) on unequal clients: loop = vmap, and the teacher is the clients' weighted mean."""
     shared = make_task(rounds=3)
     method = FedAvg(MeanTeacher(), prox=0.01)
-    first = lifted(method, shared, rounds=3)[0]
+    first = simulate_with_both_executors(method, shared, rounds=3)[0]
     simulation = make_simulation(method, shared)
     simulation.open(0)
     upload = simulation.query("train", start_server(method, shared))
@@ -235,7 +235,8 @@ def test_a_federated_teacher_runs_in_both_executors():
 def test_a_client_without_unlabeled_rows_has_a_uniform_prior():
     """FixMatch with labels of the round sweeps nothing there, and the client takes no step."""
     assert compute_mean_prediction(torch.zeros(0, 4)).tolist() == [0.25] * 4
-    shared, held = make_task(), make_dataset(((5, 11), (3, 0), (6, 14)))
+    shared = make_task()
+    held = make_dataset(((5, 11), (3, 0), (6, 14)))
     method = FedAvg(FixMatch(0.39, labels="round", debias=True))
-    played = rounds_of(method, shared, held)[-1]
+    played = simulate_rounds(method, shared, held)[-1]
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(played.server))

@@ -122,7 +122,8 @@ def finite(server: Tree) -> bool:
 @pytest.mark.parametrize("name", [name for name in DISTINCT if "threshold" in registry.options(name)])
 def test_guesses_that_are_never_confident_do_no_harm(name):
     """With a threshold that no probability reaches, every round ends, and with finite numbers."""
-    options, never = registry.options(name), dict[str, Any](threshold=1.01)
+    options = registry.options(name)
+    never = dict[str, Any](threshold=1.01)
     if "adaptive" in options:
         never["adaptive"] = False
     if "tail" in options:
@@ -140,7 +141,8 @@ def test_guesses_that_are_never_confident_do_no_harm(name):
 def test_the_clients_of_the_scene_differ(rule):
     """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""
     _, _, simulation = scene("fedavg-fixmatch", rule)
-    client_update, training = simulation.client_updates["train"], simulation.local_clients.training
+    client_update = simulation.client_updates["train"]
+    training = simulation.local_clients.training
     owned = [simulation.dataset.training_size(k) for k in range(4)]
     amounts = [training.budget.amount(training.batching, client_update, own, own) for own in owned]
     assert len({amount.steps for amount in amounts}) > 1
@@ -156,7 +158,8 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
     method, shared, _ = scene(name, "both")
     server = start_server(method, shared)
     last = straight(name, "both")[-1]
-    before, after = method.solution(shared, server), method.solution(shared, last.server)
+    before = method.solution(shared, server)
+    after = method.solution(shared, last.server)
     assert max_difference(after["params"], before["params"]) > 1e-3
     assert max_difference(after["stats"], before["stats"]) > 1e-3
     if name not in ("fedcon", "fedavg-control") and any(
@@ -202,7 +205,8 @@ def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
 )
 def test_networks_without_statistics_go_on_after_a_checkpoint(name, options, norm, tmp_path):
     """Empty statistics leave no trace on disk: a run whose trees were written and read plays on bit by bit."""
-    row, network = row_of(name, **options), SmallCNN(1, CLASSES, 4, norm)
+    row = row_of(name, **options)
+    network = SmallCNN(1, CLASSES, 4, norm)
     runs = {executor: checks.run_experiment(row, "both", executor, network) for executor in ("loop", "vmap")}
     checks.compare_executors(*runs.values())
     for executor, run in runs.items():

@@ -1,7 +1,7 @@
 """The control: FixMatch without pseudo-labels, and labels only in networks without batch normalization."""
 
 import pytest
-from method_helpers import rounds_of
+from method_helpers import simulate_rounds
 
 from halfmoon.contract.small_federation import CLASSES, make_dataset, make_task, max_difference, trees_equal
 from halfmoon.methods import registry
@@ -12,7 +12,7 @@ from halfmoon.models import SmallCNN
 
 def final_model(method, held=None, **settings):
     """Train three rounds and return the server's state."""
-    return rounds_of(method, make_task(**settings), held or make_dataset(), rounds=3)[-1].server
+    return simulate_rounds(method, make_task(**settings), held or make_dataset(), rounds=3)[-1].server
 
 
 @pytest.mark.parametrize("statistics", ["joint", "separate"])

@@ -3,8 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import assert_same, batches, lifted, local, rounds_of, small
-from scripted_federation import Pixel, Told, value, weight
+from method_helpers import (
+    assert_params_match,
+    make_batches,
+    make_client_data,
+    make_torch_module,
+    simulate_rounds,
+    simulate_with_both_executors,
+)
+from scripted_federation import OneWeightNetwork, ScriptedFederation, get_weight, make_one_weight_params
 
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.contract.small_federation import (
@@ -44,7 +51,7 @@ def test_the_average_by_hand():
     for p, s, counts in ((1.0, 10.0, (2, 2)), (5.0, 2.0, (3, 9))):
         broadcast = {"params": {"w": torch.tensor([p])}, "stats": {"n": {"mean": torch.tensor([s])}}}
         upload, memory = client_update.finish(
-            broadcast, client_update.begin(broadcast, {}, local(*counts)), local(*counts)
+            broadcast, client_update.begin(broadcast, {}, make_client_data(*counts)), make_client_data(*counts)
         )
         assert memory == {}
         assert float(upload.weight) == sum(counts)
@@ -57,7 +64,9 @@ def test_the_average_by_hand():
 
 def test_the_server_averages_its_cohort_by_all_rows():
     """One round of three clients: the server's tree is the mean of their uploads by |labeled| + |unlabeled|."""
-    method, shared, held = FedAvg(), make_task(), make_dataset()
+    method = FedAvg()
+    shared = make_task()
+    held = make_dataset()
     simulation = make_simulation(method, shared, held)
     server = start_server(method, shared)
     simulation.open(0)
@@ -75,9 +84,10 @@ def test_prox_of_zero_is_fedavg_bit_by_bit(pair):
     """FedProx of the catalog with prox = 0 plays the very rounds of FedAvg; with its own prox it does not."""
     runs = []
     for name, chosen in ((pair[0], {}), (pair[1], {"prox": 0.0}), (pair[1], {"prox": 0.5})):
-        method, shared = registry.make(name, chosen), make_task()
+        method = registry.make(name, chosen)
+        shared = make_task()
         held = make_dataset(all_labels=registry.entry(name).all_labels)
-        runs.append(rounds_of(method, shared, held, rounds=2)[-1].server)
+        runs.append(simulate_rounds(method, shared, held, rounds=2)[-1].server)
     assert trees_equal(runs[0], runs[1])
     assert max_difference(runs[2], runs[0]) > 1e-4
 
@@ -85,15 +95,16 @@ def test_prox_of_zero_is_fedavg_bit_by_bit(pair):
 @pytest.mark.parametrize("objective", [None, FixMatch(threshold=0.3)], ids=["supervised", "fixmatch"])
 def test_the_proximal_gradient_is_autograds(objective):
     """Three steps of SGD equal autograd on objective + (prox / 2) ||params - received||^2, written as a loss."""
-    prox, lr = 0.7, 0.1
+    prox = 0.7
+    lr = 0.1
     method = FedAvg(prox=prox) if objective is None else FedAvg(objective, prox=prox)
     shared = make_task(optimizer=SGD(lr))
     client_update = method.client_updates(shared)["train"]
     broadcast = start_server(method, shared)
-    carry = client_update.begin(broadcast, {}, local())
+    carry = client_update.begin(broadcast, {}, make_client_data())
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), broadcast["params"])
     stats = broadcast["stats"]
-    for batch in batches(("weak", "strong")):
+    for batch in make_batches(("weak", "strong")):
         before = stats
         carry, notes = client_update.step(broadcast, carry, batch)
         plain, seen = method.objective(shared, params, before, batch)
@@ -113,14 +124,15 @@ def test_the_proximal_gradient_is_autograds(objective):
 
 def test_every_visit_starts_with_a_fresh_optimizer_from_what_came_down():
     """Momentum is not carried from visit to visit, and nothing stays at the client."""
-    method, shared = FedAvg(), make_task(optimizer=SGD(0.1, momentum=0.9))
+    method = FedAvg()
+    shared = make_task(optimizer=SGD(0.1, momentum=0.9))
     client_update = method.client_updates(shared)["train"]
     broadcast = start_server(method, shared)
     carry, _ = client_update.step(
-        broadcast, client_update.begin(broadcast, {}, local()), batches(("weak", "strong"), 1)[0]
+        broadcast, client_update.begin(broadcast, {}, make_client_data()), make_batches(("weak", "strong"), 1)[0]
     )
     assert any(leaf.any() for leaf in tree.leaves(carry["optimizer"]))
-    again = client_update.begin(broadcast, {}, local())
+    again = client_update.begin(broadcast, {}, make_client_data())
     assert not any(leaf.any() for leaf in tree.leaves(again["optimizer"]))
     assert again["params"] is broadcast["params"]
 
@@ -147,14 +159,14 @@ def test_one_client_with_everything_is_centralized_training(ours, theirs, option
     (played,) = run_rounds(method, simulation, server, range(1))
     assert played.report.cost["labeled_steps"] == 2
 
-    oracle = small(server)
+    oracle = make_torch_module(server)
     optimizer = theirs(oracle.parameters(), **options)
     images = held.train.images.double() / 255 * 2 - 1
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(oracle(images), held.train.labels).backward()
         optimizer.step()
-    assert_same(played.server["params"], oracle, rtol=1e-9)
+    assert_params_match(played.server["params"], oracle, rtol=1e-9)
     for path, leaf in tree.flatten(played.server["stats"]).items():
         layer, name = path.split("/")
         torch.testing.assert_close(leaf, oracle.get_buffer(f"{layer}.norm.running_{name}"), rtol=1e-9, atol=1e-10)
@@ -165,14 +177,16 @@ def test_equal_clients_come_back_as_one():
     held = make_dataset(((6, 0),) * 3)
     copies = held.train.images[torch.from_numpy(held.split.rows(0, True))]
     labels = held.train.labels[torch.from_numpy(held.split.rows(0, True))]
-    images, classes = held.train.images.clone(), held.train.labels.clone()
+    images = held.train.images.clone()
+    classes = held.train.labels.clone()
     for k in range(3):
         images[torch.from_numpy(held.split.rows(k, True))] = copies
         classes[torch.from_numpy(held.split.rows(k, True))] = labels
     held = type(held)(type(held.train)(images, classes), held.split)
-    shared, method = make_task(), FedAvg()
+    shared = make_task()
+    method = FedAvg()
     options = {"views": Views(labeled=Plain()), "batching": Batching(6)}
-    one, three = (rounds_of(method, shared, held, cohort=size, **options)[-1].server for size in (1, 3))
+    one, three = (simulate_rounds(method, shared, held, cohort=size, **options)[-1].server for size in (1, 3))
     assert max_difference(one, three) < 1e-12
     assert max_difference(one, start_server(method, shared)) > 1e-3
 
@@ -184,21 +198,25 @@ def test_the_average_of_the_servers_models_by_hand():
     """
     for keep, averages in ((0.9, (1.0, 0.7, 0.5)), (0.25, (1.0, 0.55, 0.2125))):
         trained = iter((1.0, 0.4, 0.1))
-        train = lambda broadcast, who: [Upload({"params": weight(w)}, torch.ones(())) for w in (next(trained),)]  # noqa: B023, E731
-        fed, shared = Told({"train": train}), make_task(Pixel())
+        train = lambda broadcast, who: [
+            Upload({"params": make_one_weight_params(w)}, torch.ones(())) for w in (next(trained),)
+        ]  # noqa: B023, E731
+        fed = ScriptedFederation({"train": train})
+        shared = make_task(OneWeightNetwork())
         method = FedAvg(FixMatch(teacher="average", teacher_decay=keep))
-        server = method.start(shared, {"params": weight(9.0), "stats": {}})
+        server = method.start(shared, {"params": make_one_weight_params(9.0), "stats": {}})
         for number, expected in enumerate(averages):
             server = method.round(shared.at(number), server, fed)
-            assert value(server["average"]["params"]) == pytest.approx(expected)
-            assert value(method.solution(shared, {"stats": {}, **server})["params"]) == (1.0, 0.4, 0.1)[number]
+            assert get_weight(server["average"]["params"]) == pytest.approx(expected)
+            assert get_weight(method.solution(shared, {"stats": {}, **server})["params"]) == (1.0, 0.4, 0.1)[number]
 
 
 @pytest.mark.parametrize("objective", [FixMatch, UDA, PseudoLabel])
 @pytest.mark.parametrize(("labels", "like"), [("step", "global"), ("round", "local")])
 def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, like):
     """Before the second round has ended the average is the server's model; with a decay of 0 it always is."""
-    held, shared = make_dataset(((2, 8),) * 4), make_task(labeling="running", optimizer=SGD(0.5))
+    held = make_dataset(((2, 8),) * 4)
+    shared = make_task(labeling="running", optimizer=SGD(0.5))
     runs = {}
     for name, options in {
         "received": {"teacher": like},
@@ -206,7 +224,7 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
         "newest": {"teacher": "average", "teacher_decay": 0.0},
     }.items():
         method = FedAvg(objective(threshold=0.3, labels=labels, **options))
-        runs[name] = rounds_of(method, shared, held, rounds=4)
+        runs[name] = simulate_rounds(method, shared, held, rounds=4)
     ends = {name: [each.server["params"] for each in played] for name, played in runs.items()}
     for number in range(4):
         assert trees_equal(ends["newest"][number], ends["received"][number])
@@ -221,7 +239,7 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
 def test_loop_and_vmap_agree_where_the_average_teaches(norm):
     """As everywhere, to rounding, with statistics and without."""
     method = FedAvg(FixMatch(threshold=0.3, teacher="average", debias=True))
-    lifted(method, make_task(SmallCNN(1, CLASSES, 4, norm)), rounds=3)
+    simulate_with_both_executors(method, make_task(SmallCNN(1, CLASSES, 4, norm)), rounds=3)
 
 
 @pytest.mark.parametrize(

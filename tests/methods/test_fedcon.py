@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import assert_same, begun, images, local, rounds_of, small
+from method_helpers import (
+    assert_params_match,
+    begin_update,
+    make_client_data,
+    make_random_images,
+    make_torch_module,
+    simulate_rounds,
+)
 from torch import nn
 
 import halfmoon
@@ -31,20 +38,22 @@ from halfmoon.methods.fedcon import FedCon
 
 def test_two_steps_of_the_server():
     """Round 1 of 8, a ramp over 4: w = 2 exp(-5 (3 / 4)^2). The target is the mean of the models after one step."""
-    options, shared = (
-        FedCon(consistency_weight=2.0, ramp=0.5, server_decay=0.3),
-        make_task(optimizer=SGD(0.3), rounds=8),
-    )
+    options = FedCon(consistency_weight=2.0, ramp=0.5, server_decay=0.3)
+    shared = make_task(optimizer=SGD(0.3), rounds=8)
     shared = shared.at(1)
-    update, broadcast = options.client_updates(shared)["fine-tune"], start_server(options, shared)
-    carry = begun(update, broadcast, local(6, 0))
+    update = options.client_updates(shared)["fine-tune"]
+    broadcast = start_server(options, shared)
+    carry = begin_update(update, broadcast, make_client_data(6, 0))
     other = tree.map(lambda leaf: leaf + 0.1 * torch.randn(leaf.shape, dtype=leaf.dtype), broadcast["params"])
     carry["teacher"] = other
-    model, target = small(broadcast), small({**broadcast, "params": other})
+    model = make_torch_module(broadcast)
+    target = make_torch_module({**broadcast, "params": other})
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for number in range(2):
-        x, weak, y = images(6, number), images(6, number + 10), torch.arange(6) % CLASSES
-        nothing = {"weak": images(0, 0)}
+        x = make_random_images(6, number)
+        weak = make_random_images(6, number + 10)
+        y = torch.arange(6) % CLASSES
+        nothing = {"weak": make_random_images(0, 0)}
         batch = Batch(x, y, torch.arange(6), nothing, torch.arange(0), x_views={"weak": weak})
         carry, notes = update.step(broadcast, carry, batch)
         one, two = model(torch.cat([x, weak])).split(6)
@@ -62,14 +71,15 @@ def test_two_steps_of_the_server():
         with torch.no_grad():
             for old, new in zip(target.parameters(), model.parameters(), strict=True):
                 old.mul_(keep).add_((1 - keep) * new)
-    assert_same(carry["params"], model)
-    assert_same(carry["teacher"], target)
+    assert_params_match(carry["params"], model)
+    assert_params_match(carry["teacher"], target)
     buffers = dict(model.named_buffers())
     torch.testing.assert_close(carry["stats"]["conv1"]["mean"], buffers["conv1.norm.running_mean"])
 
 
 def predictor_of(part: dict[str, Any]) -> nn.Module:
-    first, last = part["first"]["weight"], part["last"]["weight"]
+    first = part["first"]["weight"]
+    last = part["last"]["weight"]
     module = nn.Sequential(nn.Linear(first.shape[1], len(first), bias=False), nn.BatchNorm1d(len(first)), nn.ReLU(),
                            nn.Linear(*last.T.shape)).double()  # fmt: skip
     values = (first, part["first"]["norm"]["weight"], part["first"]["norm"]["bias"], last, part["last"]["bias"])
@@ -81,18 +91,23 @@ def predictor_of(part: dict[str, Any]) -> nn.Module:
 @pytest.mark.parametrize("labeled", [0, 3])
 def test_two_steps_of_a_client(labeled: int):
     """Features predict those of the target, which keeps 0.8 of itself; labels, where there are some, teach alone."""
-    options, shared = FedCon(target_decay=0.8), make_task(optimizer=SGD(0.3, weight_decay=0.1), statistics="separate")
-    update, broadcast = options.client_updates(shared)["train"], start_server(options, shared)
+    options = FedCon(target_decay=0.8)
+    shared = make_task(optimizer=SGD(0.3, weight_decay=0.1), statistics="separate")
+    update = options.client_updates(shared)["train"]
+    broadcast = start_server(options, shared)
     memory = update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     features = broadcast["params"]["head"]["weight"].shape[1]
     assert memory["predictor"]["first"]["weight"].shape == (3 * features, features)
-    model, target, head = small(broadcast), copy.deepcopy(small(broadcast)), predictor_of(memory["predictor"])
+    model = make_torch_module(broadcast)
+    target = copy.deepcopy(make_torch_module(broadcast))
+    head = predictor_of(memory["predictor"])
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.3, weight_decay=0.1)
-    data = local(labeled, 5)
+    data = make_client_data(labeled, 5)
     carry = update.begin(broadcast, memory, data)
     for number in range(2):
-        x, y = images(labeled, number + 20), torch.arange(labeled)
-        u = {"weak": images(5, number), "weak2": images(5, number + 10)}
+        x = make_random_images(labeled, number + 20)
+        y = torch.arange(labeled)
+        u = {"weak": make_random_images(5, number), "weak2": make_random_images(5, number + 10)}
         carry, notes = update.step(broadcast, carry, Batch(x, y, torch.arange(labeled), u, torch.arange(5)))
         loss = F.cross_entropy(model(x), y) if labeled else 0.0
         guess = head(torch.cat([model.features(u["weak"]), model.features(u["weak2"])]))
@@ -110,7 +125,7 @@ def test_two_steps_of_a_client(labeled: int):
             for old, new in zip(target.parameters(), model.parameters(), strict=True):
                 old.mul_(0.8).add_(0.2 * new)
     upload, memory = update.finish(broadcast, carry, data)
-    assert_same(memory["target"], target)
+    assert_params_match(memory["target"], target)
     for own, p in zip(tree.leaves(memory["predictor"]["last"]), head[3].parameters(), strict=True):
         torch.testing.assert_close(own, p.detach(), rtol=1e-8, atol=1e-10)
     assert trees_equal(upload.update["params"]["head"], broadcast["params"]["head"]) == (not labeled)
@@ -126,7 +141,7 @@ def test_the_server_trains_before_the_first_round_and_last_in_each():
     shared = make_task(rounds=3)
     method = FedCon()
     start = start_server(method, shared)
-    played = rounds_of(method, shared, make_dataset(place="server"), rounds=2)
+    played = simulate_rounds(method, shared, make_dataset(place="server"), rounds=2)
     heads = [each["params"]["head"] for each in (start, *(one.server for one in played))]
     assert all(max_difference(after, before) > 0 for before, after in itertools.pairwise(heads))
     assert all(one.report.pseudo is None for one in played)

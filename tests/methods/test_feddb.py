@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from method_helpers import begun, rounds_of
+from method_helpers import begin_update, simulate_rounds
 from test_objectives import Line, W
 from torch import Tensor
 from torch.func import grad
@@ -74,7 +74,7 @@ def test_app_u_and_labels_by_hand():
     one that is used.
     """
     client_update, model = line(FedDB(threshold=0.7))
-    carry = begun(client_update, model, client(1, 1, -1, 2))
+    carry = begin_update(client_update, model, client(1, 1, -1, 2))
     appu = torch.tensor([2.65 / 4, 1.35 / 4], dtype=torch.float64)
     torch.testing.assert_close(carry["appu"], appu, rtol=1e-12, atol=0)
     _, notes = client_update.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))
@@ -85,14 +85,14 @@ def test_app_u_and_labels_by_hand():
     assert pseudo.weight.tolist() == [1.0, 0.0]
     assert float(notes.loss) == pytest.approx(2 * log(4 / 3), rel=1e-9)
     plain, _ = line(FedDB(threshold=0.7, debias=False))
-    carry = begun(plain, model, client(1, 1, -1, 2))
+    carry = begin_update(plain, model, client(1, 1, -1, 2))
     assert plain.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))[1].pseudo[0].weight.tolist() == [1.0, 1.0]
 
 
 def test_a_gradient_by_hand():
     """-1/4 of the labeled image, and of class 1 at x = -1, where class 0 has 1/4: (1/4) * -1. SGD at 1/2 adds 1/4."""
     client_update, model = line(FedDB(threshold=0.7))
-    carry = begun(client_update, model, client(1, 1, -1, 2))
+    carry = begin_update(client_update, model, client(1, 1, -1, 2))
     new, _ = client_update.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))
     assert float(new["params"]["w"]) == pytest.approx(W + 0.5 * 0.5, rel=1e-12)
 
@@ -105,7 +105,7 @@ def test_accumulation_by_hand():
     """
     client_update, model = line(FedDB(threshold=0.7, gamma=0.25))
     data = client(1, 2)
-    carry = begun(client_update, model, data)
+    carry = begin_update(client_update, model, data)
     carry, _ = client_update.step(model, carry, given([1, 1], [1, 2], [0, 1]))
     assert carry["appu"].tolist() == pytest.approx([0.825, 0.175], rel=1e-12)
     w = float(carry["params"]["w"])
@@ -132,18 +132,19 @@ def test_other_accumulations_by_hand():
     for how, epochs in (("finish", 1), ("finish", 1.5), ("none", 1)):
         client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate=how))
         assert client_update.requirements.views == ("strong",)
-        carry = begun(client_update, model, data)
+        carry = begin_update(client_update, model, data)
         carry, _ = client_update.step(model, carry, given([1, 1], [], [0, 1]))
         if epochs > 1:
             carry, _ = client_update.step(model, carry, given([1], [], [0]))
         assert carry["appu"].tolist() == pytest.approx([0.825, 0.175], rel=1e-12)
         upload, _ = client_update.finish(model, carry, data)
-        w, keep = float(carry["params"]["w"]), 0.25**epochs if how == "finish" else 1.0
+        w = float(carry["params"]["w"])
+        keep = 0.25**epochs if how == "finish" else 1.0
         assert float(upload.aux["appu"][0]) == pytest.approx(
             keep * 0.825 + (1 - keep) * (s(w) + s(2 * w)) / 2, rel=1e-12
         )
     client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate_over="used"))
-    carry = begun(client_update, model, client(1, 1, -1, 2))
+    carry = begin_update(client_update, model, client(1, 1, -1, 2))
     before = float(carry["appu"][0])
     new, _ = client_update.step(model, carry, given([1, 1], [-1, 1], [2, 0]))  # of these two, the first
     keep = sqrt(0.25)
@@ -156,7 +157,7 @@ def test_no_confident_image_leaves_the_labeled_loss():
     """Above 1 no guess counts: the step is that of the labeled image alone, and nothing is divided by zero."""
     for mean in ("used", "all"):
         client_update, model = line(FedDB(threshold=1.01, mean=mean))
-        carry = begun(client_update, model, client(1, 2))
+        carry = begin_update(client_update, model, client(1, 2))
         new, notes = client_update.step(model, carry, given([1, 1], [1, 2], [0, 1]))
         assert float(notes.loss) == pytest.approx(log(4 / 3), rel=1e-12)
         assert float(new["params"]["w"]) == pytest.approx(W + 0.5 / 4, rel=1e-12)
@@ -169,7 +170,7 @@ def test_a_uniform_app_u_changes_no_label():
     torch.testing.assert_close(debias_logits(logits, flat).softmax(-1), logits.softmax(-1), rtol=1e-12, atol=1e-14)
     client_update, model = line(FedDB(accumulate="finish"))
     data = client()
-    carry = begun(client_update, model, data)
+    carry = begin_update(client_update, model, data)
     upload, _ = client_update.finish(model, carry, data)
     assert upload.aux["appu"].tolist() == [0.5, 0.5]
 
@@ -186,7 +187,7 @@ def average_by_rows(*, keep: bool, **options: Any) -> tuple[Any, Any]:
 def test_by_rows_and_without_accumulation_it_is_fedavg_bit_by_bit(keep, rule, options):
     """Two rounds: FedDB(dma="size") and FedAvg(FixMatch(labels="round", debias=True, mean="used"))."""
     shared = make_task(**rule)
-    runs = [rounds_of(method, shared, rounds=2)[-1] for method in average_by_rows(keep=keep, **options)]
+    runs = [simulate_rounds(method, shared, rounds=2)[-1] for method in average_by_rows(keep=keep, **options)]
     assert trees_equal(runs[0].server, runs[1].server)
     assert trees_equal(runs[0].state, runs[1].state)
     assert runs[0].report.pseudo == runs[1].report.pseudo
@@ -197,7 +198,9 @@ def test_accumulating_changes_no_step(how):
     """What is accumulated goes to the server: with weights by rows, the model is the same in every bit."""
     shared = make_task()
     plain = FedDB(threshold=0.39, dma="size", accumulate="none")
-    one, two = (rounds_of(method, shared, rounds=2)[-1].server for method in (plain, replace(plain, accumulate=how)))
+    one, two = (
+        simulate_rounds(method, shared, rounds=2)[-1].server for method in (plain, replace(plain, accumulate=how))
+    )
     assert trees_equal(one, two)
 
 
@@ -293,8 +296,10 @@ def test_the_server_by_hand(dma, momentum):
     method = FedDB(threshold=0.39, dma=dma, server_momentum=momentum)
     server = start_server(method, shared)
     assert ("momentum" in server) == bool(momentum)
-    params, v = server["params"], tree.zeros_like(server["params"])
-    twin, simulation = make_simulation(method, shared), make_simulation(method, shared)
+    params = server["params"]
+    v = tree.zeros_like(server["params"])
+    twin = make_simulation(method, shared)
+    simulation = make_simulation(method, shared)
     for number in range(2):
         twin.open(number)
         upload = twin.query("train", {"params": server["params"], "stats": server["stats"]})
@@ -335,14 +340,16 @@ def test_what_travels_and_what_is_counted():
 
     Each of the three clients sweeps its unlabeled rows once, "finish" twice; "step" passes the minibatch once more.
     """
-    shared, held = make_task(), make_dataset()
+    shared = make_task()
+    held = make_dataset()
     costs = {}
     for how in ("none", "step", "finish"):
         method = FedDB(threshold=0.39, accumulate=how)
-        costs[how] = rounds_of(method, shared)[-1]
+        costs[how] = simulate_rounds(method, shared)[-1]
     base = FedAvg(DPL, keep_optimizer=True)
-    reference = rounds_of(base, shared)[-1]
-    first, cohort = costs["none"].report.cost, costs["none"].report.cohort
+    reference = simulate_rounds(base, shared)[-1]
+    first = costs["none"].report.cost
+    cohort = costs["none"].report.cohort
     swept = sum(held.split_size(k).unlabeled for k in cohort)
     assert first["bytes_down"] == reference.report.cost["bytes_down"]
     assert first["bytes_up"] == reference.report.cost["bytes_up"] + 3 * 4 * 8

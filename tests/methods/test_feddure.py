@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import lifted, local
-from reference_feddure import Textbook
+from method_helpers import make_client_data, simulate_with_both_executors
+from reference_feddure import ReferenceFedDure
 from torch import nn
-from torch_models import TorchResNet9, TorchSmall, twin
+from torch_models import TorchResNet9, TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, Task
 from halfmoon.api.uploads import Upload
@@ -28,14 +28,18 @@ NORMALIZE = Normalize((0.5,), (0.5,))
 LABELS = torch.tensor([0, 0, 0, 1, 2, 3, 3])
 """Five are the client's, the others repeat."""
 
-DEFAULT, SMALL, STEEP = FedDure(), SmallCNN(1, 5, 4), SGD(0.1)
+DEFAULT = FedDure()
+SMALL = SmallCNN(1, 5, 4)
+STEEP = SGD(0.1)
 
 
 def scene(
     options=DEFAULT, network=SMALL, optimizer=STEEP, dtype=torch.float64, size=16, statistics="joint", labeling="batch"
 ):
     """Return the work, its first carry, the down tree and three batches."""
-    g, b, u = torch.Generator().manual_seed(0), 10, 12
+    g = torch.Generator().manual_seed(0)
+    b = 10
+    u = 12
     task = Task(network, optimizer, NORMALIZE, statistics, labeling)
     model = tree.to(network.init(g), dtype=dtype)
     # statistics that differ from those of the batches, so that using the wrong ones shows
@@ -48,12 +52,21 @@ def scene(
     draw = lambda n: torch.randn(n, network.channels, size, size, generator=g, dtype=dtype)  # noqa: E731
     batches = []
     for _ in range(3):
-        x, y = draw(b), torch.randint(0, network.classes, (b,), generator=g)
+        x = draw(b)
+        y = torch.randint(0, network.classes, (b,), generator=g)
         batches.append(Batch(x, y, torch.arange(b), {"weak": draw(u), "strong": draw(u)}, torch.arange(u)))
-    return client_update, client_update.begin(broadcast, memory, local(5, u, LABELS)), broadcast, batches, model
+    return (
+        client_update,
+        client_update.begin(broadcast, memory, make_client_data(5, u, LABELS)),
+        broadcast,
+        batches,
+        model,
+    )
 
 
-def textbook(network, model, carry, options: FedDure, optimizer, lr, statistics="joint", labeling="batch") -> Textbook:
+def textbook(
+    network, model, carry, options: FedDure, optimizer, lr, statistics="joint", labeling="batch"
+) -> ReferenceFedDure:
     """Return the oracle in the same state."""
     module = TorchResNet9 if isinstance(network, ResNet9) else TorchSmall
     regulator = None
@@ -64,8 +77,8 @@ def textbook(network, model, carry, options: FedDure, optimizer, lr, statistics=
         ).to(p["out"]["weight"].dtype)
         places = {"0": p["hidden"], "2": p["out"]}
         regulator.load_state_dict({f"{k}.{name}": part[name] for k, part in places.items() for name in part})
-    return Textbook(
-        twin(module(network.channels, network.classes, network.width), model),
+    return ReferenceFedDure(
+        load_weights(module(network.channels, network.classes, network.width), model),
         regulator,
         optimizer,
         lr,
@@ -193,7 +206,7 @@ def test_textbook_by_equation_equals_the_economical_one(options, rules):
         assert distance(a.state_dict().values(), b.state_dict().values()) < 1e-10
 
 
-def nets(book: Textbook) -> list[nn.Module]:
+def nets(book: ReferenceFedDure) -> list[nn.Module]:
     """Return the modules that a step trains."""
     return [book.local, *([book.student] if book.coarse else []), *([book.regulator] if book.regulator else [])]
 
@@ -235,7 +248,8 @@ def test_a_number_added_to_all_logits(seen, moves):
     z = torch.randn(50, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     loss = [F.cross_entropy(each, torch.arange(50) % 10) for each in (z, z - 37.0)]
     torch.testing.assert_close(*loss, rtol=1e-12, atol=0)
-    options, network = FedDure(regulator_input=seen), SmallCNN(1, 10, 4)
+    options = FedDure(regulator_input=seen)
+    network = SmallCNN(1, 10, 4)
     client_update = options.client_updates(Task(network, SGD(0.1), NORMALIZE))["train"]
     model = tree.to(network.init(torch.Generator()), dtype=torch.float64)
     answers = []
@@ -251,7 +265,7 @@ def test_a_number_added_to_all_logits(seen, moves):
 
 def test_log_shares_count_the_clients_own_labels():
     """Classes 0, 0, 0, 1, 2 of five own labels (two more repeat): 3/5, 1/5, 1/5; a class without labels has none."""
-    shares = compute_log_shares(local(5, 0, LABELS), 4).exp()
+    shares = compute_log_shares(make_client_data(5, 0, LABELS), 4).exp()
     torch.testing.assert_close(shares[:3], torch.tensor([0.6, 0.2, 0.2]))
     assert float(shares[3]) < 1e-37
 
@@ -264,7 +278,7 @@ def test_judge_pays_nothing_for_the_class_mix():
     log 2 = 0.693147 and 0.562335.
     """
     y = torch.tensor([0, 0, 0, 1])
-    shares = compute_log_shares(local(4, 0, y), 2)
+    shares = compute_log_shares(make_client_data(4, 0, y), 2)
     answers = torch.zeros(2), torch.tensor([0.75, 0.25]).log()
     plain = [float(F.cross_entropy(each.expand(4, 2), y)) for each in answers]
     judged = [float(F.cross_entropy((each + shares).expand(4, 2), y)) for each in answers]
@@ -275,7 +289,8 @@ def test_judge_pays_nothing_for_the_class_mix():
 def test_reward_counts_from_the_mean_of_earlier_ones_and_is_clipped():
     """d = 4, 2, -6 with decay 0.5: means before 0, 4, 3 (plain mean), so rewards 4, -2, -9; clipped to 5: 4, -2, -5."""
     baseline = {"mean": torch.zeros((), dtype=torch.float64), "count": torch.zeros((), dtype=torch.float64)}
-    rewards, means = [], []
+    rewards = []
+    means = []
     for d in (4.0, 2.0, -6.0):
         value = torch.tensor(d, dtype=torch.float64)
         rewards.append(float(value - baseline["mean"]))
@@ -307,7 +322,7 @@ def test_the_mean_of_rewards_stays_at_the_client():
     for batch in batches[:2]:
         carry, notes = client_update.step(broadcast, carry, batch)
         ds.append(float(notes.samples["d"].total))
-    data = local(1, 4, torch.tensor([0]))
+    data = make_client_data(1, 4, torch.tensor([0]))
     _, memory = client_update.finish(broadcast, carry, data)
     assert float(memory["baseline"]["mean"]) == pytest.approx(sum(ds) / 2, rel=1e-12)
     again = client_update.begin(broadcast, memory, data)
@@ -369,7 +384,8 @@ def test_server_opens_the_gate_after_the_warmup():
             gates.append(float(broadcast["gate"]))
             return Upload({"params": broadcast["params"], "stats": broadcast["stats"]}, torch.ones(()))
 
-    method, task = FedDure(warmup=2), Task(SMALL, SGD(0.1), NORMALIZE)
+    method = FedDure(warmup=2)
+    task = Task(SMALL, SGD(0.1), NORMALIZE)
     server = method.start(task, task.network.init(torch.Generator()))
     for _ in range(4):
         server = method.round(task, server, Port())
@@ -380,9 +396,9 @@ def test_regulator_persists_and_is_the_same_at_first_for_all():
     """F-reg and its optimizer stay at the client; with keep_regulator off nothing stays."""
     client_update, carry, broadcast, batches, _ = scene(optimizer=Adam(1e-2), dtype=torch.float32)
     carry, _ = client_update.step(broadcast, carry, batches[0])
-    upload, memory = client_update.finish(broadcast, carry, local(3, 4))
+    upload, memory = client_update.finish(broadcast, carry, make_client_data(3, 4))
     assert float(upload.weight) == 7
-    again = client_update.begin(broadcast, memory, local(3, 4))
+    again = client_update.begin(broadcast, memory, make_client_data(3, 4))
     assert apart(again["regulator"], carry["regulator"]) == 0
     assert float(again["regulator"]["optimizer"]["steps"]) == 1
     one = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
@@ -390,20 +406,21 @@ def test_regulator_persists_and_is_the_same_at_first_for_all():
     assert apart(one["regulator"]["params"], two["regulator"]["params"]) == 0
     assert tree.numel(one["regulator"]["params"]) == 5 * 128 + 128 + 128 + 1
     free = FedDure(keep_regulator=False).client_updates(client_update.task)["train"]
-    assert free.finish(broadcast, carry, local(3, 4))[1] == {}
+    assert free.finish(broadcast, carry, make_client_data(3, 4))[1] == {}
     fresh = FedDure(keep_regulator_optimizer=False).client_updates(client_update.task)["train"]
-    assert float(fresh.begin(broadcast, memory, local(3, 4))["regulator"]["optimizer"]["steps"]) == 0
+    assert float(fresh.begin(broadcast, memory, make_client_data(3, 4))["regulator"]["optimizer"]["steps"]) == 0
 
 
 def test_the_received_model_labels_the_images_where_it_is_asked_to():
     """In the first step it is the model of the moment, so the step is the same; the weak views are not passed again."""
-    network, optimizer = SMALL, Adam(1e-2)
+    network = SMALL
+    optimizer = Adam(1e-2)
     rules = {"labeling": "running", "size": 8}
     step, before, broadcast, batches, _ = scene(network=network, optimizer=optimizer, **rules)
     client_update = replace(step, options=FedDure(labels="round"))
     assert (step.requirements.precomputed_views, client_update.requirements.precomputed_views) == ((), ("weak",))
     assert FedDure(labels="round").client_updates(step.task)["train"].requirements.views == ("strong",)
-    seen = local(10, 12, weak=batches[0].u["weak"])
+    seen = make_client_data(10, 12, weak=batches[0].u["weak"])
     begun = client_update.begin(broadcast, {"regulator": before["regulator"]}, seen)
     wanted, metrics = step.step(broadcast, before, batches[0])
     strong = batches[0]._replace(u={"strong": batches[0].u["strong"]})
@@ -420,14 +437,15 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
 
     The rows of the client are those of the minibatch, so p is written down here, under tracked statistics.
     """
-    network, rules = SMALL, {"labeling": "running", "size": 8}
+    network = SMALL
+    rules = {"labeling": "running", "size": 8}
     plain, before, broadcast, batches, _ = scene(network=network, **rules)
     weak = batches[0].u["weak"]
     p = network.predict(broadcast["params"], broadcast["stats"], weak).softmax(-1)
     divided = p / p.mean(0)
     divided = divided / divided.sum(-1, keepdim=True)
     assert (divided.argmax(-1) != p.argmax(-1)).any()
-    data = local(10, 12, weak=weak)
+    data = make_client_data(10, 12, weak=weak)
     for options in (FedDure(debias=True), FedDure(debias=True, labels="round"), FedDure(debias=True, coarse=False)):
         client_update = replace(plain, options=options)
         begun = client_update.begin(broadcast, {"regulator": before["regulator"]}, data)
@@ -452,9 +470,9 @@ def test_the_optimizer_is_kept_where_it_is_asked_for():
         options = FedDure(keep_optimizer=kept)
         client_update, carry, broadcast, batches, _ = scene(options, optimizer=Adam(1e-2))
         carry, _ = client_update.step(broadcast, carry, batches[0])
-        _, memory = client_update.finish(broadcast, carry, local(3, 4))
+        _, memory = client_update.finish(broadcast, carry, make_client_data(3, 4))
         assert ("optimizer" in memory) == kept
-        again = client_update.begin(broadcast, memory, local(3, 4))
+        again = client_update.begin(broadcast, memory, make_client_data(3, 4))
         assert float(again["optimizer"]["steps"]) == (1 if kept else 0)
         if kept:
             assert apart(again["optimizer"], carry["optimizer"]) == 0
@@ -551,4 +569,4 @@ def test_loop_equals_vmap_with_every_option():
         regulator_start="client", coarse_step="plain", judge_prior=True, labeled_first=1, reward_baseline=0.9,
         reward_bound=0.1, debias=True, keep_optimizer=True,
     )  # fmt: skip
-    lifted(method, make_task(SmallCNN(1, CLASSES, 4)), cohort=4)
+    simulate_with_both_executors(method, make_task(SmallCNN(1, CLASSES, 4)), cohort=4)

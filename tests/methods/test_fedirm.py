@@ -3,7 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import assert_same, begun, images, local, rounds_of, small
+from method_helpers import (
+    assert_params_match,
+    begin_update,
+    make_client_data,
+    make_random_images,
+    make_torch_module,
+    simulate_rounds,
+)
 from torch import Tensor
 
 from halfmoon.api.types import Batch
@@ -22,21 +29,28 @@ def test_a_client_update_with_its_teacher_and_relations():
     """Two steps, both on batch statistics; images that are not sure have no part in the relations."""
     options = FedIRM(unlabeled_weight=3.0, confidence=0.31, entropy=1.35, decay=0.6, ramp=0.0, warmup=0.0)
     shared = make_task(optimizer=SGD(0.3))
-    client_update, broadcast = options.client_updates(shared)["train"], start_server(options, shared)
+    client_update = options.client_updates(shared)["train"]
+    broadcast = start_server(options, shared)
     wanted = matrix(
         3 * torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(5)).double(), torch.arange(9) % 3
     )
     broadcast |= {"relation": wanted, "related": torch.ones(()).double()}
-    carry, model, teacher = begun(client_update, broadcast, local(2, 12)), small(broadcast), small(broadcast)
+    carry = begin_update(client_update, broadcast, make_client_data(2, 12))
+    model = make_torch_module(broadcast)
+    teacher = make_torch_module(broadcast)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
-    seen, kept = [], []
+    seen = []
+    kept = []
     for number in range(2):
-        u = {"weak": images(12, number), "weak2": 4 * images(12, number + 10)}
-        batch = Batch(images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(12))
+        u = {"weak": make_random_images(12, number), "weak2": 4 * make_random_images(12, number + 10)}
+        batch = Batch(
+            make_random_images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(12)
+        )
         carry, notes = client_update.step(broadcast, carry, batch)
         optimizer.zero_grad()
         z = model(torch.cat([batch.x, u["weak2"]]))
-        x, z = z[:2], z[2:]
+        x = z[:2]
+        z = z[2:]
         with torch.no_grad():
             q = teacher(u["weak"]).softmax(-1)
         p = z.softmax(-1)
@@ -55,9 +69,9 @@ def test_a_client_update_with_its_teacher_and_relations():
                 old.mul_(keep).add_((1 - keep) * new)
     assert min(kept) > 0
     assert max(kept) < 12
-    assert_same(carry["params"], model)
-    assert_same(carry["teacher"], teacher)
-    upload, _ = client_update.finish(broadcast, carry, local(2, 12))
+    assert_params_match(carry["params"], model)
+    assert_params_match(carry["teacher"], teacher)
+    upload, _ = client_update.finish(broadcast, carry, make_client_data(2, 12))
     torch.testing.assert_close(upload.update["relation"], (seen[0] + seen[1]) / 2)
     assert (float(upload.weight), float(upload.update["related"])) == (14, 1)
 
@@ -65,10 +79,12 @@ def test_a_client_update_with_its_teacher_and_relations():
 def test_relations_are_those_of_clients_with_labels():
     """During the warm-up clients without labels weigh nothing; relations are rows of probabilities, and stay."""
     shared = make_task(rounds=4)
-    servers = [each.server for each in rounds_of(FedIRM(warmup=0.5), shared, make_dataset(place="some"), rounds=4)]
+    servers = [
+        each.server for each in simulate_rounds(FedIRM(warmup=0.5), shared, make_dataset(place="some"), rounds=4)
+    ]
     for server in servers:
         assert float(server["related"]) == 1
         torch.testing.assert_close(server["relation"].sum(-1), torch.ones(CLASSES).double())
-    floor = [each.server for each in rounds_of(FedIRM(warmup=1.0), shared, make_dataset(place="some"), rounds=4)]
+    floor = [each.server for each in simulate_rounds(FedIRM(warmup=1.0), shared, make_dataset(place="some"), rounds=4)]
     assert torch.equal(servers[1]["relation"], floor[1]["relation"])
     assert not torch.equal(servers[3]["relation"], floor[3]["relation"])

@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_helpers import (
-    FIXED,
-    PIXEL,
+    FIXED_VIEWS,
+    TWO_WEIGHT_NETWORK,
     autograd_step,
-    batches,
-    differentiable,
-    local,
-    looked,
-    model,
-    pixels,
-    rounds_of,
-    tracked,
+    copy_requiring_grad,
+    forward_groups,
+    make_batches,
+    make_client_data,
+    make_pixel_images,
+    make_two_weight_model,
+    simulate_rounds,
+    update_running_stats,
 )
-from recording_methods import Spy
+from recording_methods import RecordingMethod
 from torch import Tensor
 from torch.distributions import Categorical
 
@@ -58,11 +58,12 @@ def visit(
 ) -> tuple[dict, list, dict, dict]:
     """Return the last carry, all notes, the upload and the memory of a client's visit."""
     client_update = method.client_updates(shared)["train"]
-    carry, notes = client_update.begin(broadcast, memory, local()), []
+    carry = client_update.begin(broadcast, memory, make_client_data())
+    notes = []
     for batch in steps:
         carry, note = client_update.step(broadcast, carry, batch)
         notes.append(note)
-    return carry, notes, *client_update.finish(broadcast, carry, local())
+    return carry, notes, *client_update.finish(broadcast, carry, make_client_data())
 
 
 def test_one_step_by_hand():
@@ -77,16 +78,18 @@ def test_one_step_by_hand():
     Losses: ln 2 + (1/4)(1/2) KL, KL = 3/4 ln(3/2) + 1/4 ln(1/2), and -ln(3/4).
     """
     method = FedLoKe(ema=0.5, delta=0.6)
-    shared = make_task(PIXEL, optimizer=SGD(1.0), round=50)
+    shared = make_task(TWO_WEIGHT_NETWORK, optimizer=SGD(1.0), round=50)
     batch = Batch(
-        pixels(99),  # the run's own labeled view is not used
+        make_pixel_images(99),  # the run's own labeled view is not used
         torch.tensor([0]),
         torch.tensor([0]),
-        {"weak": pixels(1, 0), "strong": pixels(-1, 5)},
+        {"weak": make_pixel_images(1, 0), "strong": make_pixel_images(-1, 5)},
         torch.tensor([0, 1]),
-        x_views={"weak": pixels(1), "strong": pixels(2)},
+        x_views={"weak": make_pixel_images(1), "strong": make_pixel_images(2)},
     )
-    _, (notes,), upload, memory = visit(method, shared, model(0, 0), model(2 * log(3), 0), [batch])
+    _, (notes,), upload, memory = visit(
+        method, shared, make_two_weight_model(0, 0), make_two_weight_model(2 * log(3), 0), [batch]
+    )
     assert upload.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([31 / 32, -31 / 32], rel=1e-12)
     assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) + 1 / 4, -1 / 4], rel=1e-12)
     divergence = 3 / 4 * log(3 / 2) + 1 / 4 * log(1 / 2)
@@ -108,11 +111,12 @@ class Formula:
     def said(self, leaves: dict, stats: dict, batch: Batch, labeled: str) -> tuple[Tensor, Tensor, Tensor, list[dict]]:
         """Return the logits of labels, loud and quiet images, and the moments."""
         quiet, loud = ROLES[self.method.views]
-        x, u = batch.x_views[labeled], batch.u
+        x = batch.x_views[labeled]
+        u = batch.u
         if self.task.labeling == "running":
-            (labels, strong), moments = looked(self.task, leaves, x, u[loud])
+            (labels, strong), moments = forward_groups(self.task, leaves, x, u[loud])
             return labels, strong, self.task.network.predict(leaves, stats, u[quiet]), moments
-        (weak, labels, strong), moments = looked(self.task, leaves, u[quiet], x, u[loud])
+        (weak, labels, strong), moments = forward_groups(self.task, leaves, u[quiet], x, u[loud])
         return labels, strong, weak, moments
 
     def lesson(self, guess: Tensor, strong: Tensor) -> Tensor:
@@ -126,7 +130,7 @@ class Formula:
 
     def step(self, models: dict, batch: Batch) -> tuple[dict, float]:
         """Return the models after one backward pass through the sum of all losses, and that sum."""
-        leaves = {name: differentiable(one["params"]) for name, one in models.items()}
+        leaves = {name: copy_requiring_grad(one["params"]) for name, one in models.items()}
         quiet, loud = ROLES[self.method.views]
         view = {"global": loud, "local": quiet}
         said = {name: self.said(leaves[name], one["stats"], batch, view[name]) for name, one in models.items()}
@@ -138,7 +142,8 @@ class Formula:
                 losses[name] = losses[name] + self.lesson(teacher[name], strong)
         moved = autograd_step(losses, leaves, self.task.optimizer.lr)
         new = {
-            name: {"params": moved[name], "stats": tracked(one["stats"], said[name][3])} for name, one in models.items()
+            name: {"params": moved[name], "stats": update_running_stats(one["stats"], said[name][3])}
+            for name, one in models.items()
         }
         return new, sum(loss.item() for loss in losses.values())
 
@@ -173,9 +178,9 @@ def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statisti
         one["stats"] = {k: {"mean": each["mean"] + shift, "var": 0.3 * each["var"]} for k, each in one["stats"].items()}
     oracle = Formula(method, shared)
     models = {"global": broadcast, "local": memory} if method.local else {"global": broadcast}
-    steps = batches(ROLES[method.views])
+    steps = make_batches(ROLES[method.views])
     client_update = method.client_updates(shared)["train"]
-    carry = client_update.begin(broadcast, memory if method.local else {}, local())
+    carry = client_update.begin(broadcast, memory if method.local else {}, make_client_data())
     shares = []
     for batch in steps:
         carry, notes = client_update.step(broadcast, carry, batch)
@@ -192,8 +197,9 @@ def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statisti
 def test_guesses_are_reported_of_who_teaches():
     """The global model's; the local one's where the global one teaches nobody. They weigh the ramp times the mask."""
     shared = make_task(round=1, statistics="separate")
-    (batch,) = batches(ROLES["default"], 1)
-    broadcast, memory = start_server(FedLoKe(), shared), start_server(FedLoKe(), shared, seed=5)
+    (batch,) = make_batches(ROLES["default"], 1)
+    broadcast = start_server(FedLoKe(), shared)
+    memory = start_server(FedLoKe(), shared, seed=5)
     whole = FedLoKe(ema=1.0, delta=1.34, ramp_rounds=4)
     for method, teacher in (
         (whole, broadcast),
@@ -224,7 +230,7 @@ def test_the_fusion_by_hand():
     broadcast = {"params": {"w": torch.tensor([8.0])}, "stats": {"n": {"mean": torch.tensor([80.0])}}}
     memory = {"params": {"w": torch.tensor([4.0])}, "stats": {"n": {"mean": torch.tensor([40.0])}}}
     for mu, expected in ((0.75, 5.0), (1.0, 4.0), (0.0, 8.0)):
-        carry = FedLoKe(ema=mu).client_updates(make_task())["train"].begin(broadcast, memory, local())
+        carry = FedLoKe(ema=mu).client_updates(make_task())["train"].begin(broadcast, memory, make_client_data())
         assert carry["local"]["params"]["w"].tolist() == [expected]
         assert carry["local"]["stats"]["n"]["mean"].tolist() == [10 * expected]
         assert carry["global"]["params"]["w"].tolist() == [8.0]
@@ -239,11 +245,11 @@ def test_a_local_model_starts_as_the_first_received():
     assert FedLoKe(local=False).client_updates(make_task())["train"].initial_memory(broadcast, torch.Generator()) == {}
 
 
-STEPPED = {"batching": Batching(2, "rest"), "views": FIXED, "cohort": 4}
+STEPPED = {"batching": Batching(2, "rest"), "views": FIXED_VIEWS, "cohort": 4}
 """As many steps with unlabeled views as without, in views without chance, and all clients in every round."""
 
 
-def purely_local(spy: Spy, start: dict, shared: Task, view: str) -> list[dict]:
+def purely_local(spy: RecordingMethod, start: dict, shared: Task, view: str) -> list[dict]:
     """Return each client's parameters after training alone on the labels of its recorded batches, round by round."""
     params: dict[bytes, dict] = {}
     who = b""
@@ -252,7 +258,7 @@ def purely_local(spy: Spy, start: dict, shared: Task, view: str) -> list[dict]:
             who = what[2].x.numpy().tobytes()
             params.setdefault(who, start["params"])
         elif kind == "step":
-            leaves = differentiable(params[who])
+            leaves = copy_requiring_grad(params[who])
             logits, _ = shared.network.train(leaves, what[2].x_views[view])
             loss = F.cross_entropy(logits, what[2].y)
             params[who] = autograd_step({"": loss}, {"": leaves}, shared.optimizer.lr)[""]
@@ -265,7 +271,7 @@ def test_no_sure_guess_leaves_two_models_that_do_not_meet():
     And a client's local model has been trained on its own labels' weak views alone, as autograd does it.
     """
     shared = make_task(optimizer=SGD(0.1), statistics="separate")
-    spy = Spy(FedLoKe(ema=1.0, delta=0.0, ramp_rounds=0))
+    spy = RecordingMethod(FedLoKe(ema=1.0, delta=0.0, ramp_rounds=0))
     start = start_server(spy, shared)
     ours = run_rounds(spy, make_simulation(spy, shared, **STEPPED), start, range(2))[-1]
     theirs = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, **STEPPED), start, range(2))[-1]
@@ -293,7 +299,7 @@ def test_what_the_local_model_reads_of_the_global(options, reads):
     shared = make_task(optimizer=SGD(0.1))
     memory = start_server(method, shared, seed=5)
     one, two = (
-        visit(method, shared, start_server(method, shared, seed), memory, batches(ROLES["default"]))[3]
+        visit(method, shared, start_server(method, shared, seed), memory, make_batches(ROLES["default"]))[3]
         for seed in (0, 1)
     )
     assert trees_equal(one, two) != reads
@@ -308,7 +314,7 @@ def test_the_first_round_has_no_unsupervised_loss():
     runs = []
     for delta in (None, 0.0):
         method = FedLoKe(delta=delta, ramp_rounds=4)
-        runs.append(rounds_of(method, shared, rounds=2))
+        runs.append(simulate_rounds(method, shared, rounds=2))
     (first, second), (quiet, later) = runs
     assert max_difference(first.server, quiet.server) == 0
     assert max_difference(first.state, quiet.state) == 0
@@ -332,10 +338,11 @@ def test_without_local_models_it_is_uda_without_threshold():
     So FedAvg + UDA at temperature 1 and threshold 0, on labeled images in the strong view. Clients remember nothing.
     """
     shared = make_task(optimizer=SGD(0.1))
-    ours, theirs = FedLoKe(local=False, delta=None, ramp_rounds=0), FedAvg(UDA(threshold=0.0, temperature=1.0))
+    ours = FedLoKe(local=False, delta=None, ramp_rounds=0)
+    theirs = FedAvg(UDA(threshold=0.0, temperature=1.0))
     start = start_server(ours, shared)
-    one = run_rounds(ours, make_simulation(ours, shared, views=FIXED), start, range(2))[-1]
-    two = run_rounds(theirs, make_simulation(theirs, shared, views=FIXED), start, range(2))[-1]
+    one = run_rounds(ours, make_simulation(ours, shared, views=FIXED_VIEWS), start, range(2))[-1]
+    two = run_rounds(theirs, make_simulation(theirs, shared, views=FIXED_VIEWS), start, range(2))[-1]
     assert max_difference(one.server, two.server) < 1e-12
     assert one.state == {} or not one.state["client"]
     assert one.report.cost["stored_client"] == 0
@@ -346,7 +353,8 @@ def test_without_local_models_it_is_uda_without_threshold():
 def test_what_a_round_costs():
     """FedAvg's bytes (down the model, up the model and a weight), one more model at a client, and twice the passes."""
     shared = make_task()
-    method, alone = FedLoKe(), FedLoKe(local=False)
+    method = FedLoKe()
+    alone = FedLoKe(local=False)
     start = start_server(method, shared)
     cost = run_rounds(method, make_simulation(method, shared), start, range(1))[-1].report.cost
     assert cost["bytes_down"] == 3 * tree.nbytes(start)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import begun
-from recording_methods import Spy
-from scripted_federation import Line, line
+from method_helpers import begin_update
+from recording_methods import RecordingMethod
+from scripted_federation import LinearNetwork, make_linear_params
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData
@@ -41,7 +41,8 @@ from halfmoon.models.network import kernels
 BARE = SmallCNN(1, CLASSES, 4, "none")
 """Without normalization or bias, as FedMatch's authors have it: everything is a kernel."""
 
-LINE, RATE = Line(), 0.01
+LINE = LinearNetwork()
+RATE = 0.01
 ALONE: dict[str, Any] = {
     "consistency_weight": 0.0,
     "unlabeled_weight": 0.0,
@@ -98,7 +99,11 @@ def test_the_penalties_by_hand():
     (-10 + 0.1, -60 - 0.1): at a rate of 0.01 psi becomes (0.5 + 0.099, -1 + 0.601). sigma stays.
     """
     client_update = work_of(FedMatch(threshold=1.01, l1_weight=0.1, l2_weight=10.0))
-    carry, notes = visit(client_update, down_of(line(1, 2), line(0.5, -1)), batch_of(images(1, 2), images(2, 1)))
+    carry, notes = visit(
+        client_update,
+        down_of(make_linear_params(1, 2), make_linear_params(0.5, -1)),
+        batch_of(images(1, 2), images(2, 1)),
+    )
     assert float(notes.loss) == pytest.approx(92.65)
     assert float(notes.samples["penalty"].total) == pytest.approx(92.65)
     assert carry["psi"]["head"]["weight"].flatten().tolist() == pytest.approx([0.599, -0.399])
@@ -111,8 +116,11 @@ def test_votes_by_hand():
 
     With the second helper away image 0 is a tie between 1 and 0.
     """
-    own, others = torch.tensor([1, 2, 3]), torch.tensor([[0, 1, 3], [0, 3, 0]])
-    both, one, none = torch.ones(2), torch.tensor([1.0, 0.0]), torch.zeros(2)
+    own = torch.tensor([1, 2, 3])
+    others = torch.tensor([[0, 1, 3], [0, 3, 0]])
+    both = torch.ones(2)
+    one = torch.tensor([1.0, 0.0])
+    none = torch.zeros(2)
     assert vote_on_labels(own, others, both, 4, "first").tolist() == [0, 1, 3]
     assert vote_on_labels(own, others, both, 4, "own").tolist() == [0, 2, 3]
     assert vote_on_labels(own, others, one, 4, "first").tolist() == [0, 1, 3]
@@ -150,10 +158,13 @@ def written(
 ) -> tuple[Tensor, int]:
     """Return L_u as the paper writes it, image by image, and how many images the client is sure of."""
     say = lambda kernel, base, x: network.predict(add_halves(base, kernel), {}, x).log_softmax(-1)  # noqa: E731
-    view, strong = batch.u[o.view], batch.u["strong"]
-    own, loud = say(psi, sigma, view), say(psi, sigma, strong)
+    view = batch.u[o.view]
+    strong = batch.u["strong"]
+    own = say(psi, sigma, view)
+    loud = say(psi, sigma, strong)
     others = [say(each, received, view).detach() for each in helpers]
-    total, sure = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    sure = 0
     for i in range(len(view)):
         if float(own[i].detach().exp().max()) < o.threshold:
             continue
@@ -227,7 +238,11 @@ def test_each_part_learns_from_its_own_images():
     client_update = work_of(method, BARE)
     g = torch.Generator().manual_seed(0)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    server, x, u, strong, y = start_server(method, client_update.task), draw(4), draw(6), draw(6), torch.arange(4)
+    server = start_server(method, client_update.task)
+    x = draw(4)
+    u = draw(6)
+    strong = draw(6)
+    y = torch.arange(4)
     broadcast = down_of(server["sigma"], server["psi"])
     one, two = (visit(client_update, broadcast, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
     assert trees_equal(one["sigma"], two["sigma"])
@@ -246,7 +261,8 @@ def test_helpers_that_are_not_there_say_nothing():
     g = torch.Generator().manual_seed(1)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     friend = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), server["psi"])
-    batch, parts = batch_of(draw(6), draw(6)), (server["sigma"], server["psi"])
+    batch = batch_of(draw(6), draw(6))
+    parts = (server["sigma"], server["psi"])
     nobody = tree.zeros_like(friend)
     pairs = (
         (down_of(*parts, [friend, nobody], [1.0, 0.0]), down_of(*parts, [friend])),
@@ -264,7 +280,7 @@ def test_helpers_that_are_not_there_say_nothing():
 def test_who_is_sure_of_nothing_learns_from_labels_alone():
     """Nobody above threshold and no penalty: psi stays in every bit, sigma moves, and nothing is divided by zero."""
     client_update = work_of(FedMatch(threshold=1.01, l2_weight=0.0, l1_weight=0.0))
-    broadcast = down_of(line(1, 2), line(0.2, 0.4))
+    broadcast = down_of(make_linear_params(1, 2), make_linear_params(0.2, 0.4))
     carry, notes = visit(
         client_update, broadcast, batch_of(images(1, 2), images(2, 1), images(1, 2), torch.tensor([0, 0]))
     )
@@ -282,7 +298,9 @@ def test_the_mean_over_all_images_or_over_those_used():
     batch = batch_of(images(2, 0.5, 0.1), images(0, 0, 0))
     means: tuple[tuple[Any, float], ...] = (("used", 0.693147), ("all", 0.231049))
     for mean, expected in means:
-        _, notes = visit(work_of(FedMatch(**quiet, mean=mean)), down_of(line(1, 0), line(0, 0)), batch)
+        _, notes = visit(
+            work_of(FedMatch(**quiet, mean=mean)), down_of(make_linear_params(1, 0), make_linear_params(0, 0)), batch
+        )
         assert float(notes.loss) == pytest.approx(expected, rel=1e-5)
 
 
@@ -294,9 +312,10 @@ def test_debiasing_turns_the_clients_own_vote():
     plain, debias_logits = (work_of(FedMatch(debias=debias, threshold=0.6)) for debias in (False, True))
     assert plain.requirements.precomputed_views == ()
     assert debias_logits.requirements.precomputed_views == ("plain",)
-    broadcast, data = down_of(line(1, 0), line(0, 0)), client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
+    broadcast = down_of(make_linear_params(1, 0), make_linear_params(0, 0))
+    data = client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
     for client_update, label, sure in ((plain, 0, 0.622459), (debias_logits, 1, 0.6190)):
-        carry = begun(client_update, broadcast, data)
+        carry = begin_update(client_update, broadcast, data)
         _, notes = client_update.step(broadcast, carry, batch_of(images(0.5), images(0.5)))
         assert notes.pseudo[0].label.tolist() == [label]
         assert notes.pseudo[0].confidence.tolist() == pytest.approx([sure], rel=1e-3)
@@ -319,11 +338,14 @@ def test_bytes_by_hand():
     changes six entries of sigma (72 of 80 bytes), seven of psi (84: whole, 80); three psi entries of it by 0.09: these
     stay as the client had them. Seven changed entries of the client's psi are more than the whole: 80.
     """
-    client_update = work_of(FedMatch(delta_threshold=0.1, l1_threshold=0.05), Line(classes=10))
-    zero, ones = [0.0] * 10, [1.0] * 10
-    broadcast = down_of(line(*ones), line(*ones))
+    client_update = work_of(FedMatch(delta_threshold=0.1, l1_threshold=0.05), LinearNetwork(classes=10))
+    zero = [0.0] * 10
+    ones = [1.0] * 10
+    broadcast = down_of(make_linear_params(*ones), make_linear_params(*ones))
     memory = client_update.initial_memory(broadcast, torch.Generator())
-    upload, memory = finished(client_update, broadcast, memory, line(2.0, 0.5, 1.09, 0.91, *ones[4:]), line(*ones))
+    upload, memory = finished(
+        client_update, broadcast, memory, make_linear_params(2.0, 0.5, 1.09, 0.91, *ones[4:]), make_linear_params(*ones)
+    )
     assert client_update.traffic(broadcast, upload) == (160, 24 + 0 + 80)
     assert upload.update["sigma"]["head"]["weight"].flatten().tolist() == [2.0, 0.5, *ones[2:]]
     assert trees_equal(
@@ -331,9 +353,9 @@ def test_bytes_by_hand():
         {name: memory[name] for name in ("sigma", "psi")},
     )
 
-    sigma = line(2.0, 0.5, *[3.0] * 6, 1.0, 1.0)
-    broadcast = down_of(sigma, line(*[2.0] * 7, 1.09, 0.91, 1.09))
-    upload, after = finished(client_update, broadcast, memory, sigma, line(*zero[:6], 0.04, *ones[:3]))
+    sigma = make_linear_params(2.0, 0.5, *[3.0] * 6, 1.0, 1.0)
+    broadcast = down_of(sigma, make_linear_params(*[2.0] * 7, 1.09, 0.91, 1.09))
+    upload, after = finished(client_update, broadcast, memory, sigma, make_linear_params(*zero[:6], 0.04, *ones[:3]))
     assert client_update.traffic(broadcast, upload) == (72 + 80, 0 + 80 + 80)
     assert upload.update["psi"]["head"]["weight"].flatten().tolist() == [0.0] * 7 + [1.0] * 3
     assert trees_equal(
@@ -343,12 +365,14 @@ def test_bytes_by_hand():
 
 def test_only_who_has_labels_sends_sigma():
     """A client without labels sends psi alone, with thresholds or without; without them, whole trees and no memory."""
-    broadcast = down_of(line(1, 2), line(3, 4))
+    broadcast = down_of(make_linear_params(1, 2), make_linear_params(3, 4))
     for threshold, labeled, back in ((None, 1, 16 + 16), (None, 0, 16), (0.0, 1, 16 + 12), (0.0, 0, 12)):
         client_update = work_of(FedMatch(delta_threshold=threshold))
         memory = client_update.initial_memory(broadcast, torch.Generator())
         assert bool(memory) == (threshold is not None)
-        upload, kept = finished(client_update, broadcast, memory, line(0, 0), line(3, 5), labeled)
+        upload, kept = finished(
+            client_update, broadcast, memory, make_linear_params(0, 0), make_linear_params(3, 5), labeled
+        )
         assert client_update.traffic(broadcast, upload) == (32, back + 16)
         assert bool(kept) == (threshold is not None)
 
@@ -356,12 +380,20 @@ def test_only_who_has_labels_sends_sigma():
 def test_helpers_travel_as_what_differs_from_ones_own():
     """Of ten entries one helper differs in two, another in eight, a third is not there: 24 + 80 + 0 bytes more."""
     own = [1.0] * 10
-    helpers = [line(5, 5, *own[2:]), line(*[5.0] * 8, 1.05, 1.0), line(*[0.0] * 10)]
-    broadcast = down_of(line(*own), line(*own), helpers, [1.0, 1.0, 0.0])
+    helpers = [
+        make_linear_params(5, 5, *own[2:]),
+        make_linear_params(*[5.0] * 8, 1.05, 1.0),
+        make_linear_params(*[0.0] * 10),
+    ]
+    broadcast = down_of(make_linear_params(*own), make_linear_params(*own), helpers, [1.0, 1.0, 0.0])
     for threshold, more in ((0.1, 24 + 80), (None, 80 + 80)):
-        client_update = work_of(FedMatch(delta_threshold=threshold), Line(classes=10), 3)
+        client_update = work_of(FedMatch(delta_threshold=threshold), LinearNetwork(classes=10), 3)
         upload, _ = finished(
-            client_update, broadcast, client_update.initial_memory(broadcast, torch.Generator()), line(*own), line(*own)
+            client_update,
+            broadcast,
+            client_update.initial_memory(broadcast, torch.Generator()),
+            make_linear_params(*own),
+            make_linear_params(*own),
         )
         assert client_update.traffic(broadcast, upload)[0] == 160 + more
 
@@ -372,7 +404,9 @@ def test_a_helper_is_its_psi_on_the_receivers_sigma():
     The client (class 0) is outvoted by two of that kind, though sigma's step has just come to where they say class 0.
     """
     client_update = work_of(FedMatch(threshold=0.5, labeled_weight=500.0, delta_threshold=None), helpers=2)
-    broadcast = down_of(line(1, 0), line(1, 0), [line(0, 1.5), line(0, 1.5)])
+    broadcast = down_of(
+        make_linear_params(1, 0), make_linear_params(1, 0), [make_linear_params(0, 1.5), make_linear_params(0, 1.5)]
+    )
     batch = batch_of(images(1), images(1), images(1), torch.tensor([0]))
     carry, notes = visit(client_update, broadcast, batch)
     assert notes.pseudo[0].label.tolist() == [1]
@@ -384,9 +418,14 @@ def test_a_helper_is_its_psi_on_the_receivers_sigma():
 def test_a_weight_that_is_no_number_is_not_left_out(threshold):
     """Not below any threshold, it goes up, where the driver sees it and stops."""
     client_update = work_of(FedMatch(delta_threshold=threshold))
-    broadcast, nan = down_of(line(1, 2), line(3, 4)), float("nan")
+    broadcast = down_of(make_linear_params(1, 2), make_linear_params(3, 4))
+    nan = float("nan")
     upload, _ = finished(
-        client_update, broadcast, client_update.initial_memory(broadcast, torch.Generator()), line(nan, 0), line(3, nan)
+        client_update,
+        broadcast,
+        client_update.initial_memory(broadcast, torch.Generator()),
+        make_linear_params(nan, 0),
+        make_linear_params(3, nan),
     )
     for name, place in (("sigma", 0), ("psi", 1)):
         assert upload.update[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
@@ -396,7 +435,8 @@ def test_a_weight_that_is_no_number_is_not_left_out(threshold):
 @pytest.mark.parametrize("norm", ["none", "batch"])
 def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
     """No helpers, no weight on what moves psi: sigma is trained as FedAvg trains theta, at labeled_weight * rate."""
-    network, held = SmallCNN(1, CLASSES, 4, norm), make_dataset(((6, 8),) * 4)
+    network = SmallCNN(1, CLASSES, 4, norm)
+    held = make_dataset(((6, 8),) * 4)
     method = FedMatch(helpers=0, labeled_weight=4.0, delta_threshold=threshold, **ALONE)
     slow, fast = (make_task(network, optimizer=SGD(rate)) for rate in (RATE, 4 * RATE))
     server = start_server(method, slow)
@@ -414,10 +454,11 @@ def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
 
 def test_the_server_teaches_sigma_and_clients_psi():
     """Labels at the server: its sigma after a round is SGD on its own labels, written out; clients never move it."""
-    method, held = FedMatch(threshold=0.3, labeled_weight=2.0), make_dataset(place="server")
+    method = FedMatch(threshold=0.3, labeled_weight=2.0)
+    held = make_dataset(place="server")
     shared = make_task(BARE, optimizer=SGD(RATE))
     simulation = make_simulation(method, shared, held, server_batching=Batching(4))
-    spy = Spy(method)
+    spy = RecordingMethod(method)
     simulation.client_updates = spy.client_updates(shared)
     server = start_server(method, shared)
     simulation.method = spy
@@ -437,7 +478,8 @@ def test_the_server_teaches_sigma_and_clients_psi():
 
 def test_sigma_is_averaged_over_those_with_labels():
     """Labels at some clients: those without send back the sigma that they received, and it does not count."""
-    method, shared = FedMatch(delta_threshold=0.0), make_task(BARE, optimizer=SGD(RATE))
+    method = FedMatch(delta_threshold=0.0)
+    shared = make_task(BARE, optimizer=SGD(RATE))
     held = make_dataset(place="some")
     server = start_server(method, shared)
     simulation = make_simulation(method, shared, held)
@@ -462,7 +504,8 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
         interval=2, threshold=0.3, delta_threshold=None, l1_threshold=0.0
     )  # what is sent is what was trained
     shared = make_task(BARE, optimizer=SGD(RATE))
-    spy, server = Spy(method), start_server(method, shared)
+    spy = RecordingMethod(method)
+    server = start_server(method, shared)
     held = make_dataset()
     simulation = make_simulation(spy, shared, held)
     known: dict[int, tuple[Tensor, Tree]] = {}
@@ -489,10 +532,8 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
             vector = simulation.state_store.get(f"embedding-{k}")
             assert vector is not None
             known[k] = (vector["vector"], spy.of("finish")[place][1]["psi"])
-            theta, image = (
-                add_halves(spy.of("finish")[place][1]["sigma"], known[k][1]),
-                draw_noise_image(held.train.images),
-            )
+            theta = add_halves(spy.of("finish")[place][1]["sigma"], known[k][1])
+            image = draw_noise_image(held.train.images)
             said = BARE.predict(theta, {}, shared.normalize(image))[0].softmax(-1)
             torch.testing.assert_close(vector["vector"], said, rtol=1e-12, atol=1e-14)
     assert 0 in met
@@ -501,7 +542,8 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
 
 def test_the_start_and_what_is_evaluated():
     """psi is 0.2 of every kernel, nothing else has one; entries of psi of at most l1_threshold do not count."""
-    method, shared = FedMatch(l1_threshold=0.3), make_task()
+    method = FedMatch(l1_threshold=0.3)
+    shared = make_task()
     server = start_server(method, shared)
     model = start_server(FedAvg(), shared)
     assert set(tree.flatten(server["psi"])) == {
@@ -509,5 +551,5 @@ def test_the_start_and_what_is_evaluated():
     }
     assert trees_equal(server["sigma"], model["params"])
     assert max_difference(server["psi"], tree.map(lambda leaf: 0.2 * leaf, kernels(model["params"]))) == 0
-    parts = {"sigma": line(1, 2), "psi": line(0.3, -0.31), "stats": {}}
+    parts = {"sigma": make_linear_params(1, 2), "psi": make_linear_params(0.3, -0.31), "stats": {}}
     assert method.solution(shared, parts)["params"]["head"]["weight"].flatten().tolist() == [1.0, 1.69]

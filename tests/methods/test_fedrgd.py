@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recording_methods import Spy
+from recording_methods import RecordingMethod
 from torch import Tensor
 
 from halfmoon.api.uploads import Upload
@@ -44,7 +44,9 @@ class Answers:
     """A federation whose clients send what they are told to, and whose server's copies come back as listed."""
 
     def __init__(self, uploads: dict[int, float], copies: list[float], asked: list[int] | None = None) -> None:
-        self.uploads, self.copies, self.labeled = uploads, copies, len(copies)
+        self.uploads = uploads
+        self.copies = copies
+        self.labeled = len(copies)
         self.cohort = torch.tensor(sorted(asked or uploads))
         self.responders = torch.tensor(sorted(uploads))
         self.given: list[tuple[Tree, Tree | None]] = []
@@ -104,7 +106,8 @@ def test_groups_are_given_back_by_hand():
 
     A group of which nobody answers keeps its model, and does not count in the mean over groups.
     """
-    method, shared = FedRGD(return_group=True), make_task(rounds=5)
+    method = FedRGD(return_group=True)
+    shared = make_task(rounds=5)
     server = method.start(shared, number(0.0))
     groups = split([0, 1, 2, 3], 0)
     values = dict(zip(groups[0] + groups[1], (1.0, 3.0, 6.0, 8.0), strict=True))
@@ -154,12 +157,11 @@ def test_with_equal_groups_it_is_fedavg(norm, decay):
 
     So is its averaged teacher, where it has one.
     """
-    held, shared = (
-        make_dataset(((4, 8),) * 4),
-        make_task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.05, momentum=0.5)),
-    )
+    held = make_dataset(((4, 8),) * 4)
+    shared = make_task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.05, momentum=0.5))
     objective = replace(SURE, decay=decay)
-    ours, theirs = FedRGD(objective, keep_optimizer=True), FedAvg(objective, keep_optimizer=True)
+    ours = FedRGD(objective, keep_optimizer=True)
+    theirs = FedAvg(objective, keep_optimizer=True)
     server = start_server(ours, shared)
     one = run_rounds(ours, make_simulation(ours, shared, held, cohort=4), server, range(3))
     two = run_rounds(theirs, make_simulation(theirs, shared, held, cohort=4), server, range(3))
@@ -177,10 +179,11 @@ def test_with_equal_groups_it_is_fedavg(norm, decay):
 def test_return_group_changes_who_starts_where():
     """The first round is that of one model for all; from the second on clients start from two different models."""
     shared = make_task(GROUPED, optimizer=SGD(0.05))
-    runs, starts = [], []
+    runs = []
+    starts = []
     for back in (False, True):
         method = FedRGD(SURE, return_group=back)
-        spy = Spy(method)
+        spy = RecordingMethod(method)
         runs.append(run_rounds(spy, make_simulation(spy, shared), start_server(method, shared), range(2)))
         starts.append({float(broadcast["params"]["head"]["bias"][0]) for broadcast, _, _ in spy.of("begin")[3:]})
     assert max_difference(runs[1][0].server["params"], runs[0][0].server["params"]) < 1e-15
@@ -195,9 +198,11 @@ def test_the_servers_copies_are_plain_training():
 
     So w = (1/2) sum_s (w_s + |s| w_0) / (|s| + 1) with w_s by torch.autograd, |s| = 2 and 1.
     """
-    method, held = FedRGD(FixMatch(threshold=1.01)), make_dataset(place="server")
+    method = FedRGD(FixMatch(threshold=1.01))
+    held = make_dataset(place="server")
     shared = make_task(GROUPED, optimizer=SGD(0.05))
-    spy, server = Spy(method), start_server(method, shared)
+    spy = RecordingMethod(method)
+    server = start_server(method, shared)
     (played,) = run_rounds(spy, make_simulation(spy, shared, held, server_batching=Batching(6)), server, range(1))
     steps = [batch for _, _, batch in spy.of("step") if len(batch.x)]
     assert len(steps) == 2 * 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import begun, images, local, rounds_of, small
+from method_helpers import begin_update, make_client_data, make_random_images, make_torch_module, simulate_rounds
 
 from halfmoon.api.types import Batch
 from halfmoon.contract.small_federation import (
@@ -34,23 +34,26 @@ def test_a_step_as_asam_does_it():
 
     Six rows: two with confidence 0.96 and 0.99, which alone count for the climb and for the KL.
     """
-    options, shared = FL2(rho=0.5, eta=0.05, sharpness_weight=0.7), make_task(optimizer=SGD(0.3))
+    options = FL2(rho=0.5, eta=0.05, sharpness_weight=0.7)
+    shared = make_task(optimizer=SGD(0.3))
     broadcast = start_server(options, shared)
     confidence = torch.tensor([0.5, 0.96, 0.7, 0.99, 0.6, 0.4]).double()
-    label, strong = torch.tensor([0, 1, 2, 3, 0, 1]), images(6, 3)
+    label = torch.tensor([0, 1, 2, 3, 0, 1])
+    strong = make_random_images(6, 3)
     rows = torch.tensor([5, 1, 3, 0])
     carry = {
         "params": broadcast["params"], "optimizer": {}, "status": confidence.mean(), "label": label,
         "confidence": confidence, "weight": torch.ones(6).double(), "real": {},
     }  # fmt: skip
-    none = images(0, 0)
+    none = make_random_images(0, 0)
     batch = Batch(none, label[:0], label[:0], {"strong": strong[rows]}, rows)
     client_update = options.client_updates(shared)["train"]
     new, notes = client_update.step(broadcast, carry, batch)
 
-    model = small(broadcast)
+    model = make_torch_module(broadcast)
     leaves = list(model.named_parameters())
-    y, hard = label[rows], (confidence[rows] >= 0.95).double()
+    y = label[rows]
+    hard = (confidence[rows] >= 0.95).double()
     z = model(strong[rows])
     ce = F.cross_entropy(z, y, reduction="none")
     climb = torch.autograd.grad((ce * hard).mean(), [p for _, p in leaves], retain_graph=True)
@@ -77,31 +80,33 @@ def test_status_and_thresholds():
     """t is the mean confidence of the weak views under the received statistics; a client weighs 1 - t, or 1."""
     shared = make_task()
     broadcast = start_server(FL2(), shared)
-    data = local(0, 5, weak=images(5, 1))
+    data = make_client_data(0, 5, weak=make_random_images(5, 1))
     p = NETWORK.predict(broadcast["params"], broadcast["stats"], data.views["weak"]).softmax(-1)
-    t, q = p.max(-1).values.mean(), p.mean(0)
+    t = p.max(-1).values.mean()
+    q = p.mean(0)
     for options, weight in ((FL2(), float(1 - t)), (FL2(status_aware=False), 1.0)):
         client_update = options.client_updates(shared)["train"]
-        carry = begun(client_update, broadcast, data)
+        carry = begin_update(client_update, broadcast, data)
         wanted = p.max(-1).values >= t * q[p.argmax(-1)] / q.max()
         assert client_update.drawable_rows(carry, data).tolist() == wanted.tolist()
         assert wanted.any()
         upload, _ = client_update.finish(broadcast, carry, data)
         assert float(upload.weight) == pytest.approx(weight, rel=1e-12)
     client_update = FL2(adaptive=False).client_updates(shared)["train"]  # nothing reaches 0.95
-    carry = begun(client_update, broadcast, data)
+    carry = begin_update(client_update, broadcast, data)
     assert not client_update.drawable_rows(carry, data).any()
     assert float(client_update.finish(broadcast, carry, data)[0].weight) == 0
 
 
 def test_without_its_parts_it_is_semifl_without_a_mix():
     """Two rounds, labels at the server: the same bits but for rounding, statistics and momentum included."""
-    shared, runs = make_task(rounds=2), []
+    shared = make_task(rounds=2)
+    runs = []
     for method in (
         FL2(adaptive=False, sharpness=False, status_aware=False, warmup=0, threshold=0.39),
         SemiFL(mix_weight=0.0, threshold=0.39),
     ):
-        runs.append(rounds_of(method, shared, make_dataset(place="server"), rounds=2)[-1])
+        runs.append(simulate_rounds(method, shared, make_dataset(place="server"), rounds=2)[-1])
     assert max_difference(runs[0].server, runs[1].server) < 1e-9
     assert runs[0].report.cost == runs[1].report.cost
 
@@ -112,5 +117,5 @@ def test_each_switch_changes_the_run():
     options = {"threshold": 0.3, "warmup": 1}
     every = [FL2(**options, **{name: False}) for name in ("adaptive", "sharpness", "status_aware")]
     methods = (FL2(**options), *every, FL2(threshold=0.3, warmup=2))
-    servers = [rounds_of(method, shared, make_dataset(place="server"))[-1].server for method in methods]
+    servers = [simulate_rounds(method, shared, make_dataset(place="server"))[-1].server for method in methods]
     assert not any(trees_equal(one, other) for k, one in enumerate(servers) for other in servers[:k])

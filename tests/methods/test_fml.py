@@ -8,22 +8,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from method_helpers import (
-    PIXEL,
-    assert_same,
+    TWO_WEIGHT_NETWORK,
+    assert_params_match,
     autograd_step,
-    batches,
-    differentiable,
-    local,
-    looked,
-    model,
-    pixels,
-    rounds_of,
-    tracked,
+    copy_requiring_grad,
+    forward_groups,
+    make_batches,
+    make_client_data,
+    make_pixel_images,
+    make_two_weight_model,
+    simulate_rounds,
+    update_running_stats,
 )
-from recording_methods import Spy
+from recording_methods import RecordingMethod
 from torch import Tensor
 from torch.distributions import Categorical
-from torch_models import TorchSmall, twin
+from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, Task
 from halfmoon.contract.small_federation import (
@@ -53,11 +53,13 @@ def test_one_step_by_hand():
     Meme: 1/2 (1/2 - 1) + 1/2 (1/2 - 3/4) + 1/2 (1/2 - 9/10) 2 = -0.25 - 0.125 - 0.4 = -0.775.
     Private: 1/2 (3/4 - 1) + 1/2 (3/4 - 1/2) + 1/2 (9/10 - 1/2) 2 = -0.125 + 0.125 + 0.4 = 0.4.
     """
-    client_update = FML().client_updates(make_task(PIXEL, optimizer=SGD(1.0)))["train"]
-    carry = client_update.begin(model(0, 0), model(log(3), 0), local())
-    batch = Batch(pixels(1), torch.tensor([0]), torch.tensor([0]), {"weak": pixels(2)}, torch.tensor([0]))
+    client_update = FML().client_updates(make_task(TWO_WEIGHT_NETWORK, optimizer=SGD(1.0)))["train"]
+    carry = client_update.begin(make_two_weight_model(0, 0), make_two_weight_model(log(3), 0), make_client_data())
+    batch = Batch(
+        make_pixel_images(1), torch.tensor([0]), torch.tensor([0]), {"weak": make_pixel_images(2)}, torch.tensor([0])
+    )
     carry, notes = client_update.step({}, carry, batch)
-    upload, memory = client_update.finish({}, carry, local())
+    upload, memory = client_update.finish({}, carry, make_client_data())
     assert upload.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([0.775, -0.775], rel=1e-12)
     assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) - 0.4, 0.4], rel=1e-12)
     kl = lambda p, q: p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))  # noqa: E731
@@ -89,8 +91,8 @@ class Formula:
 
     def step(self, models: dict, batch: Batch) -> tuple[dict, float]:
         """Return both models after one backward pass through the sum of their losses, and that sum."""
-        leaves = {name: differentiable(one["params"]) for name, one in models.items()}
-        passes = {name: looked(self.task, leaves[name], batch.x, batch.u[self.method.view]) for name in models}
+        leaves = {name: copy_requiring_grad(one["params"]) for name, one in models.items()}
+        passes = {name: forward_groups(self.task, leaves[name], batch.x, batch.u[self.method.view]) for name in models}
         said = {name: logits for name, (logits, _) in passes.items()}
         losses = {
             "meme": self.loss(said, "meme", "private", self.method.meme_share, batch.y),
@@ -98,7 +100,7 @@ class Formula:
         }
         moved = autograd_step(losses, leaves, self.task.optimizer.lr)
         new = {
-            name: {"params": moved[name], "stats": tracked(one["stats"], passes[name][1])}
+            name: {"params": moved[name], "stats": update_running_stats(one["stats"], passes[name][1])}
             for name, one in models.items()
         }
         return new, sum(loss.item() for loss in losses.values())
@@ -120,14 +122,18 @@ def test_steps_are_autograds_on_the_formula(options: dict[str, Any], statistics)
 
     The oracle adds both losses and differentiates once: a target that is not detached would show.
     """
-    method, shared = FML(**options), make_task(optimizer=SGD(0.2), statistics=statistics)
+    method = FML(**options)
+    shared = make_task(optimizer=SGD(0.2), statistics=statistics)
     broadcast, memory = (
         {**one, "params": {**one["params"], "head": tree.map(lambda leaf: 3 * leaf, one["params"]["head"])}}
         for one in (start_server(method, shared), start_server(method, shared, seed=5))
     )
-    client_update, oracle = method.client_updates(shared)["train"], Formula(method, shared)
-    carry, models, shares = client_update.begin(broadcast, memory, local()), {"meme": broadcast, "private": memory}, []
-    for batch in batches((method.view,)):
+    client_update = method.client_updates(shared)["train"]
+    oracle = Formula(method, shared)
+    carry = client_update.begin(broadcast, memory, make_client_data())
+    models = {"meme": broadcast, "private": memory}
+    shares = []
+    for batch in make_batches((method.view,)):
         carry, notes = client_update.step(broadcast, carry, batch)
         models, loss = oracle.step(models, batch)
         assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
@@ -166,21 +172,23 @@ def test_without_distillation_a_private_model_trains_alone(keep):
     Without `keep_optimizer` every visit has a new optimizer.
     """
     shared = make_task(optimizer=SGD(0.1, momentum=0.9))
-    spy = Spy(replace(ALONE, keep_optimizer=keep))
-    ours = rounds_of(spy, shared, rounds=3)
+    spy = RecordingMethod(replace(ALONE, keep_optimizer=keep))
+    ours = simulate_rounds(spy, shared, rounds=3)
     seed = 3  # the scene's
     fresh = tree.to(shared.network.init(rng.generator(seed, "remember")), dtype=torch.float64)
     modules: dict[int, TorchSmall] = {}
     optimizers: dict[int, torch.optim.Optimizer] = {}
     visitors = iter([client for played in ours for client in played.report.cohort])
-    client, visits = -1, 0
+    client = -1
+    visits = 0
     for kind, what in spy.seen:
         if kind == "begin":
-            client, visits = next(visitors), visits + 1
+            client = next(visitors)
+            visits = visits + 1
             new = client not in modules
             if new:
                 modules[client] = TorchSmall(1, CLASSES, shared.network.width)
-                twin(modules[client], fresh)
+                load_weights(modules[client], fresh)
             if new or not keep:
                 optimizers[client] = torch.optim.SGD(modules[client].parameters(), lr=0.1, momentum=0.9)
         elif kind == "step":
@@ -191,7 +199,7 @@ def test_without_distillation_a_private_model_trains_alone(keep):
     for client, module in modules.items():
         memory = ours[-1].state["client"][str(client)]
         assert ("optimizer" in memory) == keep
-        assert_same(memory["params"], module, rtol=1e-10, atol=1e-12)
+        assert_params_match(memory["params"], module, rtol=1e-10, atol=1e-12)
         for layer, stats in memory["stats"].items():
             torch.testing.assert_close(stats["mean"], module.get_buffer(f"{layer}.norm.running_mean"))
 
@@ -203,12 +211,12 @@ def test_the_memes_optimizer_is_new_in_every_visit():
     client_update = method.client_updates(shared)["train"]
     broadcast = start_server(method, shared)
     memory = create_first_memory(client_update, broadcast, 0, 0)
-    for batch in batches(("weak",), 2):
-        carry = client_update.begin(broadcast, memory, local())
+    for batch in make_batches(("weak",), 2):
+        carry = client_update.begin(broadcast, memory, make_client_data())
         assert not any(leaf.any() for leaf in tree.leaves(carry["meme"]["optimizer"]))
         carry, _ = client_update.step(broadcast, carry, batch)
-        _, memory = client_update.finish(broadcast, carry, local())
-        assert trees_equal(client_update.begin(broadcast, memory, local())["private"], memory)
+        _, memory = client_update.finish(broadcast, carry, make_client_data())
+        assert trees_equal(client_update.begin(broadcast, memory, make_client_data())["private"], memory)
         assert any(leaf.any() for leaf in tree.leaves(memory["optimizer"]))
 
 
@@ -228,13 +236,13 @@ def test_how_a_private_model_starts():
     for private in ("copy", "fresh"):
         method = FML(private=private)
         client_update = method.client_updates(shared)["train"]
-        carry = client_update.begin(broadcast, create_first_memory(client_update, broadcast, 7, 0), local())
-        for batch in batches(("weak",)):
+        carry = client_update.begin(broadcast, create_first_memory(client_update, broadcast, 7, 0), make_client_data())
+        for batch in make_batches(("weak",)):
             before = carry
             carry, notes = client_update.step(broadcast, carry, batch)
             losses = []
             for name in ("meme", "private"):
-                (labels, _), _ = looked(shared, before[name]["params"], batch.x, batch.u["weak"])
+                (labels, _), _ = forward_groups(shared, before[name]["params"], batch.x, batch.u["weak"])
                 losses.append(F.cross_entropy(labels, batch.y).item() / 2)
             assert (float(notes.loss) == pytest.approx(sum(losses), rel=1e-12)) == (private == "copy")
         assert trees_equal(carry["meme"], carry["private"]) == (private == "copy")
@@ -246,12 +254,13 @@ def test_a_filter_that_lets_nothing_through():
     So in separate passes the parameters are those of unlabeled weight 0, where as many steps are taken.
     """
     shared = make_task(optimizer=SGD(0.1), statistics="separate")
-    broadcast, memory = start_server(FML(), shared), start_server(FML(), shared, seed=5)
+    broadcast = start_server(FML(), shared)
+    memory = start_server(FML(), shared, seed=5)
     ends = []
     for method in (FML(delta=0.0), FML(unlabeled_weight=0.0), FML()):
         client_update = method.client_updates(shared)["train"]
-        carry = client_update.begin(broadcast, memory, local())
-        for batch in batches(("weak",)):
+        carry = client_update.begin(broadcast, memory, make_client_data())
+        for batch in make_batches(("weak",)):
             carry, _ = client_update.step(broadcast, carry, batch)
         ends.append({"meme": carry["meme"]["params"], "private": carry["private"]["params"]})
     assert max_difference(ends[0], ends[1]) < 1e-12
@@ -287,8 +296,10 @@ def test_a_known_clients_first_memory_is_not_drawn_again():
             drawn.append(generator)
             return super().init(generator)
 
-    method, shared = FML(), make_task(Counted(1, CLASSES, 4))
-    simulation, counts = make_simulation(method, shared, cohort=4), []
+    method = FML()
+    shared = make_task(Counted(1, CLASSES, 4))
+    simulation = make_simulation(method, shared, cohort=4)
+    counts = []
     server = start_server(method, shared)
     for number in range(3):
         drawn.clear()

@@ -6,11 +6,11 @@ from math import log
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import lifted, rounds_of
-from scripted_federation import Told
+from method_helpers import simulate_rounds, simulate_with_both_executors
+from scripted_federation import ScriptedFederation
 from test_batchnorm_stats import counted
 from torch import Tensor, nn
-from torch_models import module_of
+from torch_models import build_module
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
@@ -123,9 +123,9 @@ def test_the_average_by_hand():
     ]
     narrow = [upload(pair([8], [[40], [-9]], [3, -9]), [1, 0])]
 
-    def told() -> Told:
+    def told() -> ScriptedFederation:
         answers = {"train-1": lambda broadcast, who: whole, "train-0.5": lambda broadcast, who: narrow}
-        return Told(answers, clients=6, cohort=torch.tensor([0, 2, 3, 4]))
+        return ScriptedFederation(answers, clients=6, cohort=torch.tensor([0, 2, 3, 4]))
 
     server = {"params": pair([0, 0], [[0, 0], [0, 0]], [0, 0]), "stats": {}}
     fed = told()
@@ -148,11 +148,11 @@ def test_what_nobody_holds_stays():
     """A round of a narrow client alone, without class 1: channel 1, its column, and class 1's row keep their values."""
     old = pair([1, 2], [[3, 4], [5, 6]], [7, 8])
     answers = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [1, 0])]}
-    fed = Told(answers, cohort=torch.tensor([1]))
+    fed = ScriptedFederation(answers, cohort=torch.tensor([1]))
     new = HeteroFL("1-0.5").round(make_task(Pair()), {"params": old, "stats": {}}, fed)["params"]
     assert trees_equal(new, pair([10, 2], [[20, 4], [5, 6]], [40, 8]))
     nobody = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [0, 0], 0)]}
-    fed = Told(nobody, cohort=torch.tensor([1]))
+    fed = ScriptedFederation(nobody, cohort=torch.tensor([1]))
     assert trees_equal(HeteroFL("1-0.5").round(make_task(Pair()), {"params": old, "stats": {}}, fed)["params"], old)
 
 
@@ -160,7 +160,8 @@ def test_the_servers_momentum_by_hand():
     """Channel 0 goes from 1 to the clients' .7: v = .3, W = .7; then to .2: v = .5 * .3 + .5 = .65, W = .05."""
     uploads = iter([0.7, 0.2])
     answers = {"train-1": lambda broadcast, who: [upload(pair([next(uploads), 0], [[0, 0]] * 2, [0, 0]), [1, 1])]}
-    method, fed = HeteroFL(server_momentum=0.5), Told(answers, cohort=torch.tensor([0]))
+    method = HeteroFL(server_momentum=0.5)
+    fed = ScriptedFederation(answers, cohort=torch.tensor([0]))
     server = method.start(make_task(Pair()), {"params": pair([1, 0], [[0, 0]] * 2, [0, 0]), "stats": {}})
     for expected in (0.7, 0.05):
         server = method.round(make_task(Pair()), server, fed)
@@ -200,7 +201,8 @@ class Scaler(nn.Module):
 
     def __init__(self, inner: nn.Module, rate: float) -> None:
         super().__init__()
-        self.inner, self.rate = inner, rate
+        self.inner = inner
+        self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) / self.rate
@@ -217,7 +219,7 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
     }
     client_update = method.client_updates(shared)[f"train-{rate}"]
 
-    oracle = module_of(network).double()
+    oracle = build_module(network).double()
     for name, leaf in tree.flatten(broadcast["params"]).items():
         *where, last = name.split("/")
         module = oracle.get_submodule(".".join(where))
@@ -236,7 +238,8 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
     data = ClientData(nothing, torch.tensor([0, 2, 3]), nothing, torch.tensor(3), torch.tensor(0))
     carry = client_update.begin(broadcast, {}, data)
     for _ in range(3):
-        x, y = torch.randn(6, 1, 8, 8, generator=g, dtype=torch.float64), torch.tensor([0, 2, 3, 3, 2, 0])
+        x = torch.randn(6, 1, 8, 8, generator=g, dtype=torch.float64)
+        y = torch.tensor([0, 2, 3, 3, 2, 0])
         carry, notes = client_update.step(broadcast, carry, Batch(x, y, y, {}, y[:0]))
         optimizer.zero_grad()
         logits = oracle(x)
@@ -255,8 +258,9 @@ def test_all_wide_and_unmasked_it_is_fedavg_with_static_statistics(keep_optimize
     """Equal clients, rate 1: parameters and memories of FedAvg on all labels; the statistics are counted."""
     held = make_dataset(((4, 8),) * 4, all_labels=True)
     shared = make_task(optimizer=SGD(0.1, momentum=0.9))
-    ours, theirs = HeteroFL(masked=False, keep_optimizer=keep_optimizer), FedAvg(keep_optimizer=keep_optimizer)
-    one, two = (rounds_of(m, shared, held, rounds=3) for m in (ours, theirs))
+    ours = HeteroFL(masked=False, keep_optimizer=keep_optimizer)
+    theirs = FedAvg(keep_optimizer=keep_optimizer)
+    one, two = (simulate_rounds(m, shared, held, rounds=3) for m in (ours, theirs))
     assert max_difference(one[-1].server["params"], two[-1].server["params"]) < 1e-12
     assert max_difference(one[-1].state, two[-1].state) < 1e-12
     assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"]
@@ -274,8 +278,9 @@ def test_bytes_by_hand():
     are whole, 1 is half, 2 a quarter wide. Up come four classes and a weight beside. The census sends four whole
     networks and takes back 40 moments and a count each.
     """
-    method, shared = HeteroFL("1-0.5-0.25"), make_task(WIDE)
-    (played,) = rounds_of(method, shared, make_dataset(all_labels=True), cohort=4)
+    method = HeteroFL("1-0.5-0.25")
+    shared = make_task(WIDE)
+    (played,) = simulate_rounds(method, shared, make_dataset(all_labels=True), cohort=4)
     trained = 2 * 996 + 284 + 90
     assert played.report.cost["bytes_down"] == 8 * (trained + 4 * 996)
     assert played.report.cost["bytes_up"] == 8 * (trained + 4 * 5 + 4 * 41)
@@ -285,7 +290,9 @@ def test_bytes_by_hand():
 def test_widths_lift(options):
     """Loop and vmap agree with clients of three widths, two of them in one program, some without an answer."""
     held = make_dataset((*SIZES, (4, 4), (3, 7)), all_labels=True)
-    run = lifted(HeteroFL("1-0.5-0.3", **options), make_task(), held, rounds=3, cohort=6, client_dropout=0.3)
+    run = simulate_with_both_executors(
+        HeteroFL("1-0.5-0.3", **options), make_task(), held, rounds=3, cohort=6, client_dropout=0.3
+    )
     assert min(len(one.report.cohort) for one in run) < 6
     assert max_difference(run[-1].server["params"], start_server(HeteroFL(), make_task())["params"]) > 1e-2
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import reference_objectives as textbook
 import torch
-from method_helpers import lifted, rounds_of
-from reference_objectives import NETWORK, Textbook, drawn_batch, module_of
+from method_helpers import simulate_rounds, simulate_with_both_executors
+from reference_objectives import NETWORK, ReferenceModel, make_batch, make_module
 from test_consistency import check, learned
 from test_objectives import Line, W, batch
 
@@ -30,7 +30,8 @@ REMIX = ("weak", "strong", "strong2")
 
 def test_mixing_by_hand():
     """A coefficient of 1/4 is folded to 3/4: 3/4 of itself and 1/4 of its partner (3, 1, 2)."""
-    rows, order = torch.tensor([[4.0], [8.0], [16.0]]), torch.tensor([2, 0, 1])
+    rows = torch.tensor([[4.0], [8.0], [16.0]])
+    order = torch.tensor([2, 0, 1])
     for mix in (0.25, 0.75):
         made = mix_rows(rows, torch.tensor(mix, dtype=torch.float64), order)
         assert made.flatten().tolist() == [3 + 4, 6 + 1, 12 + 2]
@@ -80,8 +81,8 @@ def test_mixmatch_by_hand():
 def test_mixmatchs_gradients_are_autograds(statistics, labeling, labeled, temperature):
     shared = make_task(NETWORK, statistics=statistics, labeling=labeling)
     model = start_server(FedAvg(), shared)
-    given = drawn_batch(labeled, 6, ("weak", "weak2"))
-    book = Textbook(module_of(model), statistics, labeling)
+    given = make_batch(labeled, 6, ("weak", "weak2"))
+    book = ReferenceModel(make_module(model), statistics, labeling)
     ours = learned(MixMatch(30.0, temperature, ramp=0), given, model, shared)
     check(ours, book.module, textbook.mixmatch(book, given, 30.0, temperature))
 
@@ -103,9 +104,9 @@ def test_remixmatchs_gradients_are_autograds(statistics, labeling, labeled, alig
     shared = make_task(NETWORK, statistics=statistics, labeling=labeling)
     objective = ReMixMatch(1.5, 0.5, 0.7, align=align, ramp=0)
     model = remix_model(objective, shared)
-    given = drawn_batch(labeled, 6, REMIX)
+    given = make_batch(labeled, 6, REMIX)
     cached = {"label_frequencies": torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)}
-    book = Textbook(module_of(model), statistics, labeling)
+    book = ReferenceModel(make_module(model), statistics, labeling)
     head = [leaf.clone().requires_grad_() for leaf in tree.leaves(model["params"]["rotation"])]
     ratio = (
         (cached["label_frequencies"] + TINY) / (model["predicted"] + TINY)
@@ -166,9 +167,10 @@ def test_quarter_turns_by_hand():
 
 def test_a_head_of_zeros_guesses_all_turns_alike():
     """At the start the rotation term is ln 4, and moves the head alone."""
-    shared, objective = make_task(NETWORK), ReMixMatch(0.0, 0.0, 1.0)
+    shared = make_task(NETWORK)
+    objective = ReMixMatch(0.0, 0.0, 1.0)
     model = objective.start(shared, start_server(FedAvg(), shared))
-    given = drawn_batch(views=REMIX)
+    given = make_batch(views=REMIX)
     cached = {"label_frequencies": torch.full((4,), 0.25, dtype=torch.float64)}
 
     def lost(params, rotation_weight):
@@ -188,7 +190,7 @@ def test_options_of_remixmatch_do_what_they_say():
     assert ReMixMatch().requirements.labeled_views == ("strong",)
     assert ReMixMatch(strong_labels=False).requirements.labeled_views == ()
     shared = make_task(NETWORK)
-    given = drawn_batch(views=REMIX)
+    given = make_batch(views=REMIX)
     weak_labels = given._replace(x_views={"strong": given.x})
     without = given._replace(x_views={})
     cached = {"label_frequencies": torch.full((4,), 0.25, dtype=torch.float64)}
@@ -208,8 +210,9 @@ def test_options_of_remixmatch_do_what_they_say():
 
 def test_the_solution_has_the_networks_own_shape():
     """After three rounds of three clients the rotation head has learned, and is not in what is evaluated."""
-    shared, method = make_task(rounds=3), FedAvg(ReMixMatch())
-    server = rounds_of(method, shared, rounds=3)[-1].server
+    shared = make_task(rounds=3)
+    method = FedAvg(ReMixMatch())
+    server = simulate_rounds(method, shared, rounds=3)[-1].server
     plain = shared.network.init(torch.Generator())
     assert tree.flatten(method.solution(shared, server)).keys() == tree.flatten(plain).keys()
     assert trees_equal({"p": method.solution(shared, server)["params"]["head"]}, {"p": server["teacher"]["head"]})
@@ -226,4 +229,4 @@ def test_images_that_are_not_square_are_not_turned():
 @pytest.mark.parametrize("objective", [MixMatch(), ReMixMatch(), ReMixMatch(align=False, rotation_weight=0.0)])
 def test_federated_mixing_runs_in_both_executors(objective):
     """On unequal clients, some without labels: loop = vmap."""
-    lifted(FedAvg(objective), make_task(rounds=3), make_dataset(place="some"), rounds=3)
+    simulate_with_both_executors(FedAvg(objective), make_task(rounds=3), make_dataset(place="some"), rounds=3)

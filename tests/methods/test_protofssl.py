@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from method_helpers import images, rounds_of
+from method_helpers import make_random_images, simulate_rounds
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData
@@ -40,7 +40,13 @@ def test_an_episode_image_by_image(through: bool):
     broadcast["helpers"][:2] = torch.randn(2, CLASSES, 8, generator=torch.Generator().manual_seed(3)).double()
     broadcast["there"] = torch.tensor([1.0, 1, 0, 0, 0]).double()
     broadcast["known"] = torch.tensor([1.0, 1, 1, 0]).double()
-    batch = Batch(images(4, 1), torch.tensor([0, 2, 2, 0]), torch.arange(4), {"weak": images(5, 2)}, torch.arange(5))
+    batch = Batch(
+        make_random_images(4, 1),
+        torch.tensor([0, 2, 2, 0]),
+        torch.arange(4),
+        {"weak": make_random_images(5, 2)},
+        torch.arange(5),
+    )
     client_update = options.client_updates(shared)["train"]
     gradient, loss, (moments, pseudo) = grad_and_value(client_update._loss, broadcast["params"], broadcast, batch)
     wanted, theirs, _ = grad_and_value(lambda p: (textbook(options, p, broadcast, batch), ()), broadcast["params"])
@@ -59,7 +65,8 @@ def test_supports_and_distances_by_hand():
 
 def test_prototypes_are_means_of_features():
     """Of classes 0, 1, 1 under the tracked statistics, without padding rows; class 2 and 3 are not there."""
-    options, shared = ProtoFSSL(), make_task()
+    options = ProtoFSSL()
+    shared = make_task()
     broadcast = start_server(options, shared)
     x = torch.randint(0, 256, (4, 1, 8, 8), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     data = ClientData(x, torch.tensor([0, 1, 1, 3]), x[:0], torch.tensor(3), torch.tensor(0))
@@ -74,12 +81,13 @@ def test_prototypes_are_means_of_features():
 
 def test_the_head_says_the_distances():
     """Its softmax is that of -d to the mean prototypes; a class that nobody knows is never said."""
-    options, shared = ProtoFSSL(), make_task()
+    options = ProtoFSSL()
+    shared = make_task()
     server = start_server(options, shared)
     server["mean"] = torch.randn(CLASSES, 8, generator=torch.Generator().manual_seed(4)).double()
     server["known"] = torch.tensor([1.0, 1, 1, 0]).double()
     model = options.solution(shared, server)
-    x = images(6, 7)
+    x = make_random_images(6, 7)
     same = {**server["params"], "head": {"weight": torch.eye(8).double()}}
     d = distances(NETWORK.predict(same, server["stats"], x), server["mean"][:3])
     said = NETWORK.predict(model["params"], model["stats"], x).softmax(-1)
@@ -89,8 +97,9 @@ def test_the_head_says_the_distances():
 
 def test_the_server_fills_and_keeps_helpers():
     """Three clients answer: of four helpers' places the last is empty, and the first round has no helpers."""
-    options, shared = ProtoFSSL(helpers=4), make_task(rounds=2)
-    first, second = rounds_of(options, shared, make_dataset(), rounds=2)
+    options = ProtoFSSL(helpers=4)
+    shared = make_task(rounds=2)
+    first, second = simulate_rounds(options, shared, make_dataset(), rounds=2)
     assert first.server["there"].tolist() == [1, 1, 1, 0]
     assert not first.server["helpers"][3].any()
     assert set(first.server["known"].tolist()) <= {0.0, 1.0}
@@ -111,7 +120,8 @@ class Answers:
 
 def test_a_round_by_hand():
     """Class 0 is known to two clients with 1 and 3: the mean 2 fills the third's. Who weighs nothing does not count."""
-    options, shared = ProtoFSSL(helpers=2), make_task()
+    options = ProtoFSSL(helpers=2)
+    shared = make_task()
     server = start_server(options, shared)
     own = torch.zeros(4, CLASSES, 8).double()
     own[0, 0], own[1, 0], own[2, 1], own[3] = 1, 3, 7, 99

@@ -6,7 +6,7 @@ from math import exp
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import images, rounds_of
+from method_helpers import make_random_images, simulate_rounds
 from torch import Tensor
 
 from halfmoon.api.types import Batch
@@ -30,19 +30,21 @@ from halfmoon.methods.proxyfl import ProxyTuning, compute_margin, compute_tuning
 
 
 def given() -> Batch:
-    u = {"weak": images(5, 1), "strong": images(5, 2)}
-    return Batch(images(3, 0), torch.tensor([0, 2, 1]), torch.arange(3), u, torch.arange(5))
+    u = {"weak": make_random_images(5, 1), "strong": make_random_images(5, 2)}
+    return Batch(make_random_images(3, 0), torch.tensor([0, 2, 1]), torch.arange(3), u, torch.arange(5))
 
 
 def textbook(objective: ICPL, params: Tree, stats: Tree, came: Tree, prior: Tensor, batch: Batch) -> Tensor:
     """Return the loss, image by image and pair by pair."""
-    weak, strong = batch.u["weak"], batch.u["strong"]
+    weak = batch.u["weak"]
+    strong = batch.u["strong"]
     order = torch.cat([batch.x, strong, weak])
     logits, features, _ = NETWORK.embed(params, order)
     p = logits.detach().softmax(-1)
     rows = [0, 1, 2, *range(8, 13)]  # the labeled images and the weak views
     g = NETWORK.predict(came["params"], came["stats"], order[rows]).softmax(-1)
-    head, proxies = params["feature_head"], []
+    head = params["feature_head"]
+    proxies = []
     for row in params["head"]["weight"]:
         v = params["proxy_head"]["weight"] @ row
         proxies.append(v / v.norm())
@@ -50,7 +52,9 @@ def textbook(objective: ICPL, params: Tree, stats: Tree, came: Tree, prior: Tens
     for f in features:
         v = head["weight"] @ f + head["bias"]
         z.append(v / v.norm())
-    sure, sets, pull = [], [], []
+    sure = []
+    sets = []
+    pull = []
     for k, row in enumerate(rows):
         wide = float(g[k].max()) >= objective.threshold
         sure.append(wide or (objective.sure == "either" and float(p[row].max()) >= objective.threshold))
@@ -139,7 +143,8 @@ def test_tuning_by_autograd_and_sgd():
     orders = torch.Generator().manual_seed(2)
     for _ in range(10):
         for part in torch.randperm(15, generator=orders).split(4):
-            points, labels = rows.reshape(15, 4)[part], part % 5
+            points = rows.reshape(15, 4)[part]
+            labels = part % 5
             away = (points[:, None] - weight).norm(dim=-1)
             away = away + margin * F.one_hot(labels, 5).double()
             optimizer.zero_grad()
@@ -173,7 +178,7 @@ def test_any_averaging_method_can_take_the_step():
         runs = []
         for method in (inner, ProxyTuning(inner, tuning_passes=0), ProxyTuning(inner, tuning_lr=0.1)):
             shared = make_task(rounds=1)
-            runs.append(rounds_of(method, shared)[-1].server)
+            runs.append(simulate_rounds(method, shared)[-1].server)
         plain, none, tuned = runs
         assert trees_equal(plain, none)
         assert not torch.equal(plain["params"]["head"]["weight"], tuned["params"]["head"]["weight"])

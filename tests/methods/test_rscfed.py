@@ -5,7 +5,7 @@ from math import exp
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import assert_same, images, local, rounds_of, small
+from method_helpers import assert_params_match, make_client_data, make_random_images, make_torch_module, simulate_rounds
 
 from halfmoon.api.types import Batch
 from halfmoon.api.uploads import Upload
@@ -41,16 +41,21 @@ def test_a_visit_with_its_teacher():
 
     After t steps it keeps min(0.6, 1 - 1 / t) of itself, as in the authors' `update_ema_variables`: 0, 1/2, 0.6.
     """
-    options, shared = RSCFed(unlabeled_weight=2.0, decay=0.6), make_task(optimizer=SGD(0.3))
-    client_update, broadcast = options.client_updates(shared)["train"], start_server(options, shared)
+    options = RSCFed(unlabeled_weight=2.0, decay=0.6)
+    shared = make_task(optimizer=SGD(0.3))
+    client_update = options.client_updates(shared)["train"]
+    broadcast = start_server(options, shared)
     memory = client_update.initial_memory(broadcast, torch.Generator())
     memory["teacher"] = tree.map(lambda leaf: leaf * 1.1 + 0.01, memory["teacher"])
-    carry = client_update.begin(broadcast, memory, local(2, 3))
-    model, teacher = small(broadcast), small({**broadcast, "params": memory["teacher"]})
+    carry = client_update.begin(broadcast, memory, make_client_data(2, 3))
+    model = make_torch_module(broadcast)
+    teacher = make_torch_module({**broadcast, "params": memory["teacher"]})
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for number in range(3):
-        u = {"weak": images(3, number), "weak2": images(3, number + 10)}
-        batch = Batch(images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(3))
+        u = {"weak": make_random_images(3, number), "weak2": make_random_images(3, number + 10)}
+        batch = Batch(
+            make_random_images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(3)
+        )
         carry, _ = client_update.step(broadcast, carry, batch)
         optimizer.zero_grad()
         z = model(torch.cat([batch.x, u["weak2"]]))
@@ -65,9 +70,9 @@ def test_a_visit_with_its_teacher():
             for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
                 keep = (0.0, 0.5, 0.6)[number]
                 old.mul_(keep).add_((1 - keep) * new)
-    assert_same(carry["params"], model)
-    assert_same(carry["teacher"], teacher)
-    upload, kept = client_update.finish(broadcast, carry, local(2, 3))
+    assert_params_match(carry["params"], model)
+    assert_params_match(carry["teacher"], teacher)
+    upload, kept = client_update.finish(broadcast, carry, make_client_data(2, 3))
     assert trees_equal(kept["teacher"], carry["teacher"])
     assert kept["teacher_steps"] == 2
     assert (float(upload.weight), float(upload.aux["labels"])) == (5, 1)
@@ -75,12 +80,13 @@ def test_a_visit_with_its_teacher():
 
 def test_one_group_of_all_without_distance_is_fedavg():
     """beta 0 and factor 1: rows weigh; groups of one are a plain mean of the drawn; a run moves the model."""
-    shared, servers = make_task(rounds=1), {}
+    shared = make_task(rounds=1)
+    servers = {}
     for name, options in {
         "all": {"groups": 1, "size": 9}, "twice": {"groups": 2, "size": 3}, "single": {"groups": 1, "size": 1},
     }.items():  # fmt: skip
         method = RSCFed(beta=0.0, beta_labeled=0.0, labeled_factor=1.0, **options)
-        servers[name] = rounds_of(method, shared, make_dataset(place="some"))[-1].server
+        servers[name] = simulate_rounds(method, shared, make_dataset(place="some"))[-1].server
     assert max_difference(servers["all"], servers["twice"]) < 1e-12
     assert max_difference(servers["all"], servers["single"]) > 1e-3
 

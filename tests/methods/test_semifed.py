@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from method_helpers import begun, lifted
-from recording_methods import Spy
-from scripted_federation import Line, line
+from method_helpers import begin_update, simulate_with_both_executors
+from recording_methods import RecordingMethod
+from scripted_federation import LinearNetwork, make_linear_params
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData
@@ -30,12 +30,13 @@ from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.semifed import SemiFed, SemiFedClient
 from halfmoon.models import Network, SmallCNN
 
-BARE, LINE = SmallCNN(1, CLASSES, 4, "none"), Line(classes=3)
+BARE = SmallCNN(1, CLASSES, 4, "none")
+LINE = LinearNetwork(classes=3)
 
 
 def model(*weights: float) -> Tree:
-    """Return a model of `Line`."""
-    return {"params": line(*weights), "stats": {}}
+    """Return a model of `LinearNetwork`."""
+    return {"params": make_linear_params(*weights), "stats": {}}
 
 
 def images(*values: float) -> Tensor:
@@ -45,7 +46,8 @@ def images(*values: float) -> Tensor:
 
 def client(seen: Tensor, labeled: int = 1, shade: int = 0) -> ClientData:
     """Return a client whose unlabeled rows look like this, all of one shade of pixel."""
-    x, u = torch.zeros(labeled, 1, 1, 1, dtype=torch.uint8), torch.full(seen.shape, shade, dtype=torch.uint8)
+    x = torch.zeros(labeled, 1, 1, 1, dtype=torch.uint8)
+    u = torch.full(seen.shape, shade, dtype=torch.uint8)
     counts = torch.tensor(labeled), torch.tensor(len(seen))
     return ClientData(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"plain": seen})
 
@@ -66,7 +68,9 @@ def labeled(
     return client_update.begin(broadcast, memory, data)["labels"].tolist()
 
 
-FIRM, SOFT, OTHER = model(3, 0, 0), model(1, 0, 0), model(0, 3, 0)
+FIRM = model(3, 0, 0)
+SOFT = model(1, 0, 0)
+OTHER = model(0, 3, 0)
 """At x = 1: class 0 with e^3 / (e^3 + 2) = 0.909; class 0 with e / (e + 2) = 0.576; class 1 with 0.909."""
 
 
@@ -78,7 +82,8 @@ def test_votes_by_hand():
     threshold 0.9 accepts nothing, and threshold 0.5 does at three quarters. At x = -1 FIRM is split between classes 1
     and 2 and OTHER between 0 and 2 (0.488 each): nobody is sure at 0.5.
     """
-    models, data = [FIRM, FIRM, SOFT, OTHER], client(images(1, -1))
+    models = [FIRM, FIRM, SOFT, OTHER]
+    data = client(images(1, -1))
     cases: tuple[tuple[float, float, Any, int], ...] = (
         (0.9, 0.5, "agreeing", 0),
         (0.9, 0.51, "agreeing", -1),
@@ -96,21 +101,23 @@ def test_votes_by_hand():
 
 def test_the_threshold_moves_in_a_straight_line():
     """From 0.95 to 0.5 over 10 rounds: 0.75 in round 4. SOFT's 0.576 is enough in round 8 (0.55), not in 7 (0.6)."""
-    method, shared = SemiFed(threshold=0.95, threshold_last=0.5, agree=1.0), make_task(rounds=10)
+    method = SemiFed(threshold=0.95, threshold_last=0.5, agree=1.0)
+    shared = make_task(rounds=10)
     assert [method.threshold_in(shared.at(t)) for t in (0, 4, 9)] == pytest.approx([0.95, 0.75, 0.5])
     assert SemiFed(threshold=0.7).threshold_in(shared.at(5)) == 0.7
     client_update = work_of(method, True, rounds=10)
     for round, expected in ((7, -1), (8, 0)):
         now = replace(client_update, task=client_update.task.at(round))
-        carry = begun(now, SOFT, client(images(1)))
+        carry = begin_update(now, SOFT, client(images(1)))
         assert carry["labels"].tolist() == [expected]
 
 
 def test_a_label_stays():
     """What was accepted is kept against all later votes; what was not may still be; other rows begin without labels."""
-    method, data = SemiFed(threshold=0.9, agree=1.0), client(images(1, 0), shade=3)
+    method = SemiFed(threshold=0.9, agree=1.0)
+    data = client(images(1, 0), shade=3)
     client_update = work_of(method, True)
-    carry = begun(client_update, OTHER, data)
+    carry = begin_update(client_update, OTHER, data)
     assert carry["labels"].tolist() == [1, -1]
     _, memory = client_update.finish(OTHER, carry, data)
     assert labeled(method, [FIRM], data._replace(views={"plain": images(1, 1)}), memory) == [1, 0]
@@ -124,7 +131,7 @@ def step(method: SemiFed, at: Tree, batch: Batch, labels: list[int], **shared: A
     """Return the carry and the notes after a step at a model, with these labels of the rows."""
     client_update = work_of(method, **shared)
     data = client(torch.zeros(len(labels), 1, 1, 1), len(batch.x))
-    carry = begun(client_update, at, data)
+    carry = begin_update(client_update, at, data)
     return client_update.step(at, {**carry, "labels": torch.tensor(labels)}, batch)
 
 
@@ -136,7 +143,8 @@ def test_the_loss_by_hand():
     Where no row is accepted, log 3 and a mean of KL over both rows, which look alike. Where both are: (log 3 + 2 log 2)
     / 3 and no KL.
     """
-    at, apart = model(log(2), 0, 0), 0.5 * log(3 / 2) + 0.5 * log(3 / 4)
+    at = model(log(2), 0, 0)
+    apart = 0.5 * log(3 / 2) + 0.5 * log(3 / 4)
     u = {"plain": images(1, 1), "strong": images(0, 0)}
     batch = Batch(images(0), torch.tensor([1]), torch.tensor([0]), u, torch.tensor([2, 0]))
     for labels, expected in (
@@ -158,8 +166,12 @@ def test_the_step_is_autograds(count, labeling):
     method = SemiFed(unlabeled_weight=3.0, view="weak")
     g = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    x, y, weak, strong = draw(count), torch.arange(count) % CLASSES, draw(6), draw(6)
-    rows, labels = torch.tensor([4, 0, 2, 1, 5, 3]), [2, -1, -1, 0, 3, -1]
+    x = draw(count)
+    y = torch.arange(count) % CLASSES
+    weak = draw(6)
+    strong = draw(6)
+    rows = torch.tensor([4, 0, 2, 1, 5, 3])
+    labels = [2, -1, -1, 0, 3, -1]
     at = start_server(method, make_task(BARE))
     batch = Batch(x, y, torch.arange(count), {"weak": weak, "strong": strong}, rows)
     carry, notes = step(method, at, batch, labels, network=BARE, labeling=labeling)
@@ -169,7 +181,8 @@ def test_the_step_is_autograds(count, labeling):
     taught = [-say(x[i : i + 1])[0, y[i]] for i in range(count)]
     apart = []
     for i, row in enumerate(rows.tolist()):
-        quiet, loud = say(weak[i : i + 1])[0], say(strong[i : i + 1])[0]
+        quiet = say(weak[i : i + 1])[0]
+        loud = say(strong[i : i + 1])[0]
         if labels[row] >= 0:
             taught.append(-quiet[labels[row]])
         else:
@@ -188,8 +201,10 @@ def test_the_step_is_autograds(count, labeling):
 def test_without_votes_and_consistency_it_is_fedavg(norm):
     """No labeling round within the run, no weight on consistency: FedAvg on labels, though it looks at all images."""
     network = SmallCNN(1, CLASSES, 4, norm)
-    shared, method = make_task(network, optimizer=SGD(0.1), statistics="separate"), SemiFed(unlabeled_weight=0.0)
-    server, rule = start_server(method, shared), Batching(3, "rest")
+    shared = make_task(network, optimizer=SGD(0.1), statistics="separate")
+    method = SemiFed(unlabeled_weight=0.0)
+    server = start_server(method, shared)
+    rule = Batching(3, "rest")
     ours = run_rounds(method, make_simulation(method, shared, batching=rule), server, range(3))
     theirs = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, batching=rule), server, range(3))
     for one, two in zip(ours, theirs, strict=True):
@@ -202,11 +217,14 @@ def test_the_models_that_travel():
 
     Its bytes are those of as many models as are sent; in the other rounds of one.
     """
-    method, shared = SemiFed(interval=2, peers=3, threshold=0.3), make_task(BARE, optimizer=SGD(0.1))
-    spy, server = Spy(method), start_server(method, shared)
+    method = SemiFed(interval=2, peers=3, threshold=0.3)
+    shared = make_task(BARE, optimizer=SGD(0.1))
+    spy = RecordingMethod(method)
+    server = start_server(method, shared)
     simulation = make_simulation(spy, shared, cohort=2)
     last: dict[int, tuple[int, Tree]] = {}
-    numbers, spent = [], 0
+    numbers = []
+    spent = 0
     for number in range(8):
         spy.seen.clear()
         (played,) = run_rounds(spy, simulation, server, range(number, number + 1))
@@ -240,8 +258,9 @@ def test_the_models_that_travel():
 
 def test_no_peers_leaves_the_vote_to_the_server():
     """With peers 0 nothing lies on the shelf, and the received model labels alone."""
-    method, shared = SemiFed(interval=1, peers=0, threshold=0.3), make_task(BARE, optimizer=SGD(0.1))
-    spy = Spy(method)
+    method = SemiFed(interval=1, peers=0, threshold=0.3)
+    shared = make_task(BARE, optimizer=SGD(0.1))
+    spy = RecordingMethod(method)
     simulation = make_simulation(spy, shared)
     played = run_rounds(spy, simulation, start_server(method, shared), range(2))
     assert simulation.state_store.keys() == []
@@ -252,8 +271,9 @@ def test_no_peers_leaves_the_vote_to_the_server():
 
 def test_clients_of_one_size_are_lifted_together():
     """Equal clients, some met before and some not: loop and vmap agree, with labels given and used."""
-    method, shared = SemiFed(interval=1, threshold=0.3, agree=0.6), make_task(BARE, optimizer=SGD(0.1))
-    run = lifted(method, shared, make_dataset(((4, 8),) * 4), rounds=4, cohort=2)
+    method = SemiFed(interval=1, threshold=0.3, agree=0.6)
+    shared = make_task(BARE, optimizer=SGD(0.1))
+    run = simulate_with_both_executors(method, shared, make_dataset(((4, 8),) * 4), rounds=4, cohort=2)
     labels = [memory["labels"] for memory in run[-1].state["client"].values()]
     assert all(len(each) == 8 for each in labels)
     assert 0 < sum(int((each >= 0).sum()) for each in labels) < 32
@@ -261,7 +281,9 @@ def test_clients_of_one_size_are_lifted_together():
 
 def test_clients_without_labels_follow_themselves():
     """Labels at some clients: one without any learns from consistency alone, and is finite and moves."""
-    method, shared, held = SemiFed(), make_task(BARE, optimizer=SGD(0.1)), make_dataset(place="some")
+    method = SemiFed()
+    shared = make_task(BARE, optimizer=SGD(0.1))
+    held = make_dataset(place="some")
     simulation = make_simulation(method, shared, held)
     server = start_server(method, shared)
     simulation.open(0)

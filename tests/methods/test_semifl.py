@@ -6,8 +6,21 @@ from math import log
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import assert_same, begun, lifted, rounds_of, small
-from scripted_federation import Pixel, Told, pixels, upload, value, weight
+from method_helpers import (
+    assert_params_match,
+    begin_update,
+    make_torch_module,
+    simulate_rounds,
+    simulate_with_both_executors,
+)
+from scripted_federation import (
+    OneWeightNetwork,
+    ScriptedFederation,
+    get_weight,
+    make_one_weight_params,
+    make_pixel_images,
+    make_upload,
+)
 from test_batchnorm_stats import counted
 
 from halfmoon.api.types import Batch, ClientData
@@ -49,12 +62,14 @@ def client(views: torch.Tensor, labeled: int = 0) -> ClientData:
 
 
 def one_step(method: SemiFL, w: float, batch: Batch, rows: torch.Tensor, labeled: int = 0) -> tuple[float, float]:
-    """Return the loss and the gradient of a first step of `Pixel` at w, by SGD of rate 1."""
-    client_update = method.client_updates(make_task(Pixel(), optimizer=SGD(1.0), statistics="separate"))["train"]
-    broadcast = {"params": weight(w), "stats": {}}
-    carry = begun(client_update, broadcast, client(rows, labeled))
+    """Return the loss and the gradient of a first step of `OneWeightNetwork` at w, by SGD of rate 1."""
+    client_update = method.client_updates(make_task(OneWeightNetwork(), optimizer=SGD(1.0), statistics="separate"))[
+        "train"
+    ]
+    broadcast = {"params": make_one_weight_params(w), "stats": {}}
+    carry = begin_update(client_update, broadcast, client(rows, labeled))
     carry, notes = client_update.step(broadcast, carry, batch)
-    return float(notes.loss), w - value(carry["params"])
+    return float(notes.loss), w - get_weight(carry["params"])
 
 
 def batch_of(
@@ -65,11 +80,13 @@ def batch_of(
     second_batch_rows: list[int],
     mix: float,
 ):
-    """Return a batch of `Pixel` images without labels."""
+    """Return a batch of `OneWeightNetwork` images without labels."""
     drawn = {"second_batch_rows": torch.tensor(second_batch_rows), "mix": torch.tensor(mix, dtype=torch.float64)}
-    u = {"weak": pixels(weak), "strong": pixels(strong)}
+    u = {"weak": make_pixel_images(weak), "strong": make_pixel_images(strong)}
     nothing = torch.zeros(0, dtype=torch.int64)
-    return Batch(pixels([]), nothing, nothing, u, torch.tensor(rows), {"weak": pixels(others)}, drawn)
+    return Batch(
+        make_pixel_images([]), nothing, nothing, u, torch.tensor(rows), {"weak": make_pixel_images(others)}, drawn
+    )
 
 
 def test_the_loss_by_hand():
@@ -79,7 +96,7 @@ def test_the_loss_by_hand():
     Strong view 2: -1. Mixed with l = 1/4 of 4 and 8: m = 1/4 * 4 + 3/4 * 8 = 7, and both labels are 0: -3.5. In all
     -4.5; with mix_weight 2, -8.
     """
-    rows = pixels([0.0, 0.0])
+    rows = make_pixel_images([0.0, 0.0])
     batch = batch_of([2.0], [4.0], [8.0], [0], [1], 0.25)
     assert one_step(SemiFL(threshold=0.5), 0.0, batch, rows) == pytest.approx((2 * log(2), -4.5))
     assert one_step(SemiFL(threshold=0.5, mix_weight=2.0), 0.0, batch, rows) == pytest.approx((3 * log(2), -8.0))
@@ -93,7 +110,8 @@ def test_each_image_of_a_mixture_brings_its_own_label():
     is 0. The strong view 1 costs -log(3/4), gradient (3/4 - 1) * 1. With the other view 1: m = 1, p = 3/4: gradient
     l (3/4 - 1) + (1 - l) 3/4 = 3/4 - l = 1/2, and the loss l log(4/3) + (1 - l) log 4. The coefficient is not folded.
     """
-    rows, w = pixels([1.0, -1.0]), log(3)
+    rows = make_pixel_images([1.0, -1.0])
+    w = log(3)
     flat = batch_of([1.0], [1.0], [-1 / 3], [0], [1], 0.25)
     assert one_step(SemiFL(threshold=0.7), w, flat, rows) == pytest.approx((log(4 / 3) + log(2), -0.25))
     steep = batch_of([1.0], [1.0], [1.0], [0], [1], 0.25)
@@ -106,7 +124,7 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
 
     A client that is sure of nothing weighs 0; with labels of its own it keeps all rows and weighs 1.
     """
-    client_update = SemiFL(threshold=0.7).client_updates(make_task(Pixel()))["train"]
+    client_update = SemiFL(threshold=0.7).client_updates(make_task(OneWeightNetwork()))["train"]
     requirements = client_update.requirements
     assert (requirements.precomputed_views, requirements.views, requirements.second_batch, requirements.mixup) == (
         ("weak",),
@@ -114,7 +132,7 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         ("weak",),
         0.75,
     )
-    broadcast = {"params": weight(log(3)), "stats": {}}
+    broadcast = {"params": make_one_weight_params(log(3)), "stats": {}}
     for values, labeled, kept, share in (
         ([1.0, 0.5, -1.0], 0, [True, False, True], 1),
         ([0.5, 0.2], 0, [False, False], 0),
@@ -122,8 +140,8 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         ([1.0, 0.2], 3, [True, False], 1),
         ([], 3, [], 0),
     ):
-        data = client(pixels(values), labeled)
-        carry = begun(client_update, broadcast, data)
+        data = client(make_pixel_images(values), labeled)
+        carry = begin_update(client_update, broadcast, data)
         drawn = client_update.drawable_rows(carry, data)
         assert drawn is not None
         assert drawn.tolist() == kept
@@ -139,11 +157,12 @@ def test_debiasing_by_hand():
     Divided by it, the third is (.6 / .7667, .4 / .2333) = (.7826, 1.7143): class 1 with 1.7143 / 2.4969 = .6866. The
     first stays class 0 with (1.1739, .4286): .7326; the second too, with (1.0435, .8571): .5490.
     """
-    broadcast, rows = {"params": weight(1.0), "stats": {}}, pixels([log(9), log(4), log(1.5)])
+    broadcast = {"params": make_one_weight_params(1.0), "stats": {}}
+    rows = make_pixel_images([log(9), log(4), log(1.5)])
     found = {}
     for debias in (True, False):
-        client_update = SemiFL(debias=debias).client_updates(make_task(Pixel()))["train"]
-        found[debias] = begun(client_update, broadcast, client(rows))
+        client_update = SemiFL(debias=debias).client_updates(make_task(OneWeightNetwork()))["train"]
+        found[debias] = begin_update(client_update, broadcast, client(rows))
     assert found[True]["label"].tolist() == [0, 0, 1]
     assert found[True]["confidence"].tolist() == pytest.approx([0.7326, 0.5490, 0.6866], abs=1e-4)
     assert found[False]["label"].tolist() == [0, 0, 0]
@@ -155,7 +174,8 @@ def random_batch(labeled: int, seed: int) -> tuple[Batch, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     drawn = {"second_batch_rows": torch.tensor([8, 8, 0, 3, 1, 5]), "mix": torch.tensor(0.3, dtype=torch.float64)}
-    y, rows = torch.randint(0, CLASSES, (labeled,), generator=g), torch.tensor([4, 1, 7, 0, 6, 2])
+    y = torch.randint(0, CLASSES, (labeled,), generator=g)
+    rows = torch.tensor([4, 1, 7, 0, 6, 2])
     u = {"weak": draw(6), "strong": draw(6)}
     return Batch(draw(labeled), y, torch.arange(labeled), u, rows, {"weak": draw(6)}, drawn), draw(9)
 
@@ -188,7 +208,8 @@ def test_the_gradient_is_autograds(drop, labels, statistics, labeling, debias, l
 
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), broadcast["params"])
     mixed = 0.3 * batch.u["weak"] + 0.7 * batch.second_batch["weak"]
-    whole, weak = NETWORK.predict(broadcast["params"], stats, sweep), (batch.u["weak"], batch.second_batch["weak"])
+    whole = NETWORK.predict(broadcast["params"], stats, sweep)
+    weak = (batch.u["weak"], batch.second_batch["weak"])
     if labels == "round":
         guesses = [whole[batch.u_rows], whole[batch.mixing["second_batch_rows"]]]
     elif labeling == "running":
@@ -216,7 +237,8 @@ def test_the_gradient_is_autograds(drop, labels, statistics, labeling, debias, l
     if labeled:
         loss = loss + F.cross_entropy(outs[0], batch.y)
 
-    client_update, data = SemiFL(threshold=threshold, **o).client_updates(shared)["train"], client(sweep, labeled)
+    client_update = SemiFL(threshold=threshold, **o).client_updates(shared)["train"]
+    data = client(sweep, labeled)
     begun = client_update.begin(broadcast, client_update.initial_memory(broadcast, g), data)
     after, notes = client_update.step(broadcast, begun, batch)
     gradient = torch.autograd.grad(loss, list(tree.leaves(params)))
@@ -238,10 +260,12 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
     shared = make_task(optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01), statistics="separate", labeling="batch")
     (batch, sweep), model = random_batch(0, 7), start_server(SemiFL(), shared)
     model["params"]["head"] = spread(model["params"], batch.u["weak"], torch.Generator().manual_seed(2))
-    oracle = small(model)
+    oracle = make_torch_module(model)
     for layer in oracle.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):
-            layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
+            layer.track_running_stats = False
+            layer.running_mean = None
+            layer.running_var = None
     confidence, label = oracle(batch.u["weak"]).softmax(-1).max(-1)
     threshold = float(confidence.detach().sort(descending=True).values[sure - 1])
     mask = confidence >= threshold
@@ -252,7 +276,7 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
     optimizer.step()
 
     client_update = SemiFL(threshold=threshold, labels="step", mix_weight=0.0).client_updates(shared)["train"]
-    carry = begun(client_update, model, client(sweep))
+    carry = begin_update(client_update, model, client(sweep))
 
     def step(carry, u):
         after, notes = client_update.step(model, carry, batch._replace(u=u, second_batch={}, mixing={}))
@@ -263,10 +287,11 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
     else:  # beside a client whose images are others
         several = tree.map(lambda leaf: torch.stack([leaf.flip(0), leaf]), batch.u)
         params, found = torch.func.vmap(step, in_dims=(None, 0))(carry, several)
-        params, found = tree.index(params, 1), found[1]
+        params = tree.index(params, 1)
+        found = found[1]
     assert float(found) == pytest.approx(float(loss.detach()), rel=1e-14)
     longest = max(float(p.grad.abs().max()) for p in oracle.parameters() if p.grad is not None) * 0.1
-    assert_same(params, oracle, rtol=0, atol=1e-14 * longest)
+    assert_params_match(params, oracle, rtol=0, atol=1e-14 * longest)
 
 
 def test_the_labels_of_a_step_follow_the_model_of_the_moment():
@@ -274,17 +299,17 @@ def test_the_labels_of_a_step_follow_the_model_of_the_moment():
     seen = {}
     for labels in ("round", "step"):
         client_update = SemiFL(threshold=0.5, labels=labels, unlabeled_weight=0.0).client_updates(
-            make_task(Pixel(), optimizer=SGD(1.0), statistics="separate")
+            make_task(OneWeightNetwork(), optimizer=SGD(1.0), statistics="separate")
         )["train"]
-        broadcast = {"params": weight(0.1), "stats": {}}
-        carry = begun(client_update, broadcast, client(pixels([1.0, 1.0]), 1))
+        broadcast = {"params": make_one_weight_params(0.1), "stats": {}}
+        carry = begin_update(client_update, broadcast, client(make_pixel_images([1.0, 1.0]), 1))
         batch = batch_of([1.0], [1.0], [1.0], [0], [1], 0.5)
-        batch = batch._replace(x=pixels([1.0]), y=torch.tensor([1]), x_rows=torch.tensor([0]))
+        batch = batch._replace(x=make_pixel_images([1.0]), y=torch.tensor([1]), x_rows=torch.tensor([0]))
         seen[labels] = []
         for _ in range(2):
             carry, notes = client_update.step(broadcast, carry, batch)
             seen[labels].append(int(notes.pseudo[0].label))
-        assert value(carry["params"]) < 0
+        assert get_weight(carry["params"]) < 0
     assert seen == {"round": [0, 0], "step": [0, 1]}
 
 
@@ -293,7 +318,8 @@ def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     optimizer = SGD(0.1, momentum=0.9, weight_decay=0.1)
     shared = make_task(optimizer=optimizer)
     method = SemiFL(threshold=1.1, labels="step")
-    client_update, broadcast = method.client_updates(shared)["train"], start_server(SemiFL(), shared)
+    client_update = method.client_updates(shared)["train"]
+    broadcast = start_server(SemiFL(), shared)
     assert client_update.requirements.precomputed_views == ()
     batch, sweep = random_batch(0, 4)
     memory = {"optimizer": tree.map(torch.ones_like, optimizer.init(broadcast["params"]))}
@@ -311,17 +337,18 @@ def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     )
 
 
-def told(trained, fine, labeled: int = 1) -> Told:
+def told(trained, fine, labeled: int = 1) -> ScriptedFederation:
     """Return clients that upload [(w, weight), ...] round by round, and a server whose own training ends at `fine`."""
-    trained, fine = iter(trained), iter(fine)
+    trained = iter(trained)
+    fine = iter(fine)
 
     def train(broadcast, who):
-        return [Upload({"params": weight(w)}, torch.tensor(float(n))) for w, n in next(trained)]
+        return [Upload({"params": make_one_weight_params(w)}, torch.tensor(float(n))) for w, n in next(trained)]
 
     def server(broadcast, who):
-        return [upload({"params": weight(next(fine)(value(broadcast["params"])))})]
+        return [make_upload({"params": make_one_weight_params(next(fine)(get_weight(broadcast["params"])))})]
 
-    return Told({"train": train, "fine-tune": server}, labeled=labeled)
+    return ScriptedFederation({"train": train, "fine-tune": server}, labeled=labeled)
 
 
 def test_the_servers_momentum_by_hand():
@@ -332,11 +359,12 @@ def test_the_servers_momentum_by_hand():
     """
     rounds = [[(0.6, 1), (0.8, 1), (100, 0)], [(0.1, 1), (0.3, 1)], [(7, 0), (8, 0)]]
     fed = told(rounds, [lambda w: w - 0.1] * 3)
-    method, shared = SemiFL(), make_task(Pixel())
-    server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
+    method = SemiFL()
+    shared = make_task(OneWeightNetwork())
+    server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
     for w, v in ((0.6, 0.3), (-0.05, 0.55), (-0.15, 0.55)):
         server = method.round(shared, server, fed)
-        assert [value(server["params"]), value(server["momentum"])] == pytest.approx([w, v])
+        assert [get_weight(server["params"]), get_weight(server["momentum"])] == pytest.approx([w, v])
     assert [client_update for client_update, _ in fed.asked] == ["train", "fine-tune"] * 3
 
 
@@ -346,19 +374,20 @@ def test_training_side_by_side_by_hand():
     Then the server comes to .5, the clients to .1: g = .5 - .3 = .2, v = .5 * .2 + .2 = .3, W = .2. Then nobody but
     the server trained: W is its own. A server without labels has no share: from W = 1 to the clients' .4.
     """
-    method, shared = SemiFL(fine_tune=False), make_task(Pixel())
+    method = SemiFL(fine_tune=False)
+    shared = make_task(OneWeightNetwork())
     own = iter([0.8, 0.5, 0.4])
     fed = told([[(0.3, 1), (0.5, 1)], [(0.1, 1)] * 2, [(9, 0)] * 2], [lambda w: next(own)] * 3)
-    server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
+    server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
     for w, v, sent in ((0.6, 0.2, 1.0), (0.2, 0.3, 0.6), (0.4, 0.3, 0.2)):
         server = method.round(shared, server, fed)
-        assert [value(server["params"]), value(server["momentum"])] == pytest.approx([w, v])
-        assert [value(broadcast["params"]) for broadcast in fed.downlinks[-2:]] == pytest.approx([sent, sent])
+        assert [get_weight(server["params"]), get_weight(server["momentum"])] == pytest.approx([w, v])
+        assert [get_weight(broadcast["params"]) for broadcast in fed.downlinks[-2:]] == pytest.approx([sent, sent])
     for fine_tune in (True, False):
         bare = told([[(0.3, 1), (0.5, 1)]], [], labeled=0)
-        server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
+        server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
         server = SemiFL(fine_tune=fine_tune).round(shared, server, bare)
-        assert value(server["params"]) == pytest.approx(0.4)
+        assert get_weight(server["params"]) == pytest.approx(0.4)
 
 
 def test_the_share_of_two_groups_by_hand():
@@ -367,9 +396,9 @@ def test_the_share_of_two_groups_by_hand():
     As two groups of two clients and a copy each: ((.3 + .4 + .7) / 3 + (.4 + .5 + .7) / 3) / 2 = .5. g = .7 - .5 = v.
     """
     fed = told([[(0.3, 1), (0.4, 1), (0.4, 1), (0.5, 1)]], [lambda w: 0.7])
-    server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
-    server = SemiFL(fine_tune=False, server_share="groups").round(make_task(Pixel()), server, fed)
-    assert [value(server["params"]), value(server["momentum"])] == pytest.approx([0.5, 0.2])
+    server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
+    server = SemiFL(fine_tune=False, server_share="groups").round(make_task(OneWeightNetwork()), server, fed)
+    assert [get_weight(server["params"]), get_weight(server["momentum"])] == pytest.approx([0.5, 0.2])
 
 
 HALVES = SemiFL(threshold=0.3, labels="step", mix_weight=0.0, halves=True)
@@ -377,7 +406,8 @@ HALVES = SemiFL(threshold=0.3, labels="step", mix_weight=0.0, halves=True)
 
 def test_halves_are_whole_networks_that_add_up():
     """sigma is the first model's kernels, psi those of another draw; head, biases and normalizations are in neither."""
-    server, model = start_server(HALVES, make_task()), start_server(FedAvg(), make_task())
+    server = start_server(HALVES, make_task())
+    model = start_server(FedAvg(), make_task())
     theta = tree.flatten(HALVES.solution(make_task(), server)["params"])
     sigma, psi = (tree.flatten(server[name]) for name in ("sigma", "psi"))
     assert sigma.keys() == psi.keys() == {path for path in theta if path.endswith("conv/weight")}
@@ -393,7 +423,8 @@ def test_halves_are_whole_networks_that_add_up():
 def test_clients_train_psi_and_the_server_sigma():
     """One step of each, written out with autograd: FixMatch in psi, cross-entropy in sigma; SGD without momentum."""
     shared = make_task(NETWORK, optimizer=SGD(0.1), statistics="separate")
-    client_updates, server = HALVES.client_updates(shared), start_server(HALVES, shared)
+    client_updates = HALVES.client_updates(shared)
+    server = start_server(HALVES, shared)
     broadcast = {name: part for name, part in server.items() if name != "momentum"}
     batch, sweep = random_batch(6, 4)
     for name, part, images in (("train", "psi", "strong"), ("fine-tune", "sigma", "x")):
@@ -423,7 +454,7 @@ def test_clients_train_psi_and_the_server_sigma():
 def test_momentum_of_halves_is_psis_alone():
     """Labels at the server: psi moves by the momentum that the server keeps, sigma by its training, the rest not."""
     shared = make_task(NETWORK, optimizer=SGD(0.1), statistics="separate")
-    one, two = rounds_of(HALVES, shared, make_dataset(place="server"), rounds=2)
+    one, two = simulate_rounds(HALVES, shared, make_dataset(place="server"), rounds=2)
     first = start_server(HALVES, shared)
     assert max_difference(one.server["psi"], tree.map(torch.sub, first["psi"], one.server["momentum"])) < 1e-15
     assert max_difference(two.server["psi"], tree.map(torch.sub, one.server["psi"], two.server["momentum"])) < 1e-15
@@ -439,9 +470,10 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
     counts = {"pixel": {"mean": torch.tensor([6.0]), "var": torch.tensor([2.0])}}
     bn_statistics = lambda broadcast, who: [Upload({}, torch.tensor(2.0), {"moments": counts}) for _ in who]  # noqa: E731
     fed.answers = {**fed.answers, "census": bn_statistics}
-    method, shared = SemiFL(sbn=sbn), make_task(Pixel())
+    method = SemiFL(sbn=sbn)
+    shared = make_task(OneWeightNetwork())
     fresh = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
-    server = {"params": weight(1.0), "stats": fresh, "momentum": weight(0.0)}
+    server = {"params": make_one_weight_params(1.0), "stats": fresh, "momentum": make_one_weight_params(0.0)}
     statistics_requirements = [("census", each) for each in [*who, [SERVER]]]
     training = [("train", [0, 1]), ("fine-tune", [SERVER])]
     server = method.round(shared.at(0), server, fed)
@@ -460,12 +492,13 @@ def test_without_mixing_it_is_fixmatch_on_the_clients(place):
     With labels at the clients, equal sizes and no server momentum, so are whole rounds; and so they are, with a
     threshold that nothing reaches, where clients learn from their labels alone.
     """
-    held, shared = make_dataset(((4, 8),) * 4, place=place), make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
+    held = make_dataset(((4, 8),) * 4, place=place)
+    shared = make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
     for threshold in (0.0, 1.1) if place == "clients" else (0.0,):
         ours = SemiFL(threshold=threshold, mix_weight=0.0, server_momentum=0.0)
         theirs = FedAvg(FixMatch(threshold=threshold, labels="round", mean="used"), keep_optimizer=True)
         if place == "clients":
-            one, two = (rounds_of(m, shared, held, rounds=3) for m in (ours, theirs))
+            one, two = (simulate_rounds(m, shared, held, rounds=3) for m in (ours, theirs))
             assert max_difference(one[-1].server["params"], two[-1].server["params"]) < 1e-12
             assert max_difference(one[-1].state, two[-1].state) < 1e-12
             assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"] > 0
@@ -490,13 +523,14 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     """
     held = make_dataset(place="server")
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
-    method, shared = SemiFL(threshold=1.1), make_task(optimizer=SGD(**options))
+    method = SemiFL(threshold=1.1)
+    shared = make_task(optimizer=SGD(**options))
     serving = Batching("all", 4, epochs=2)
     simulation = make_simulation(method, shared, held, views=PLAIN, server_batching=serving, executor=executor)
     server = start_server(method, shared)
     played = run_rounds(method, simulation, server, range(2))
 
-    oracle = small(server)
+    oracle = make_torch_module(server)
     optimizer = torch.optim.SGD(oracle.parameters(), **options)
     data = held.client_data(SERVER)[0]
     for _ in range(4):
@@ -504,7 +538,7 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
         F.cross_entropy(oracle(data.x.double() / 255 * 2 - 1), data.y).backward()
         optimizer.step()
     after = played[-1].server
-    assert_same(after["params"], oracle, rtol=1e-9)
+    assert_params_match(after["params"], oracle, rtol=1e-9)
     holders = [held.client_data(k)[0].u for k in range(4)] + [data.x]
     assert max_difference(after["stats"], counted(after, holders)) < 1e-9
     assert not any(leaf.any() for leaf in tree.leaves(after["momentum"]))
@@ -522,7 +556,8 @@ def test_one_client_is_sure_and_one_is_not(executor):
     Pixel 255 is 1 and w = log 3 gives it p = 3/4; 128 is near 0 and gives 1/2. Three confident rows in batches of two
     are two steps an epoch.
     """
-    method, shared = SemiFL(threshold=0.7), make_task(Pixel(), optimizer=SGD(0.1, momentum=0.9))
+    method = SemiFL(threshold=0.7)
+    shared = make_task(OneWeightNetwork(), optimizer=SGD(0.1, momentum=0.9))
     held = make_dataset(((0, 4), (0, 4)), side=4, classes=2)
     rows = [torch.from_numpy(held.split.rows(k, False)) for k in range(2)]
     held.train.images[rows[0]] = 255
@@ -532,7 +567,7 @@ def test_one_client_is_sure_and_one_is_not(executor):
         method, shared, held, views=PLAIN, cohort=2, batching=Batching(2, 2, epochs=3), executor=executor
     )
     simulation.open(0)
-    upload = simulation.query("train", {"params": weight(log(3)), "stats": {}})
+    upload = simulation.query("train", {"params": make_one_weight_params(log(3)), "stats": {}})
     assert upload.weight.tolist() == [1, 0]
     moved = upload.update["params"]["pixel"]["norm"]["bias"].flatten().tolist()
     assert moved[0] > log(3)
@@ -579,7 +614,7 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
 )
 def test_every_variant_lifts(method, place):
     """Loop and vmap agree on the readings that are no row of the catalog, wherever labels lie."""
-    last = lifted(method, make_task(statistics="separate"), make_dataset(place=place))[-1]
+    last = simulate_with_both_executors(method, make_task(statistics="separate"), make_dataset(place=place))[-1]
     first = method.solution(make_task(), start_server(method, make_task()))
     assert max_difference(method.solution(make_task(), last.server)["params"], first["params"]) > 1e-3
 
@@ -587,7 +622,7 @@ def test_every_variant_lifts(method, place):
 def test_a_server_without_labels_keeps_nothing():
     """With labels at the clients it takes no step and remembers no optimizer; at the server it does."""
     for place in ("clients", "server"):
-        (last,) = rounds_of(SemiFL(threshold=0.3), make_task(), make_dataset(place=place))
+        (last,) = simulate_rounds(SemiFL(threshold=0.3), make_task(), make_dataset(place=place))
         assert (str(SERVER) in last.state["client"]) == (place == "server")
 
 
@@ -611,11 +646,12 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
 
     shared = make_task(Counting(1, CLASSES, 4), statistics=statistics, labeling=labeling)
     method = SemiFL(labels=labels, mix_weight=mix_weight)
-    client_update, broadcast = method.client_updates(shared)["train"], start_server(method, shared)
+    client_update = method.client_updates(shared)["train"]
+    broadcast = start_server(method, shared)
     assert isinstance(client_update, SemiFLClient)
     batch, sweep = random_batch(5, 6)
     batch = batch._replace(u={name: batch.u[name] for name in client_update.requirements.views})
-    carry = begun(client_update, broadcast, client(sweep, 5))
+    carry = begin_update(client_update, broadcast, client(sweep, 5))
     assert seen["forward"] == client_update.images_outside_steps(5, 9) == (9 if labels == "round" else 0)
     seen.update(forward=0, backward=0)
     client_update.step(broadcast, carry, batch)
@@ -624,11 +660,11 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
 
 def test_a_visit_counts_epochs_over_the_kept_rows():
     """Two confident rows of nine, in batches of four, for three epochs: three steps, not nine."""
-    client_update = SemiFL(threshold=0.7).client_updates(make_task(Pixel(), optimizer=SGD(0.1)))["train"]
+    client_update = SemiFL(threshold=0.7).client_updates(make_task(OneWeightNetwork(), optimizer=SGD(0.1)))["train"]
     images = torch.full((9, 1, 4, 4), 128, dtype=torch.uint8)
     images[[2, 5]] = 255
     data = ClientData(images[:0], torch.zeros(0, dtype=torch.int64), images, torch.tensor(0), torch.tensor(9))
-    broadcast = {"params": weight(log(3)), "stats": {}}
+    broadcast = {"params": make_one_weight_params(log(3)), "stats": {}}
     outcome = update_one(
         ClientContext(client_update, PLAIN, 0, 0, 0),
         0,
@@ -651,7 +687,8 @@ def test_momentum_takes_back_what_the_server_learned_beside_the_clients(keep, le
     all of it. So the fall of `fine_tune` False is the momentum's, not that of training side by side.
     """
     params = {"w": torch.zeros((), dtype=torch.float64)}
-    momentum, found = {"w": torch.zeros((), dtype=torch.float64)}, []
+    momentum = {"w": torch.zeros((), dtype=torch.float64)}
+    found = []
     for learned in (1.0, 0.0, 0.0, 0.0):
         upload = Upload({"params": params}, torch.ones((), dtype=torch.float64))
         trained = {"w": params["w"] + learned}

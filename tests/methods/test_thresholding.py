@@ -4,7 +4,7 @@ from math import exp, log
 
 import pytest
 import torch
-from method_helpers import lifted, rounds_of
+from method_helpers import simulate_rounds, simulate_with_both_executors
 from test_objectives import Line, batch, pseudo_label
 from torch import Tensor
 
@@ -100,14 +100,16 @@ def test_softmatch_by_hand():
     first = (0.9 / 0.7) / (0.9 / 0.7 + 0.1 / 0.3)
     assert pseudo.label.tolist() == [0, 1]
     assert pseudo.confidence.tolist() == pytest.approx([first, 0.7], rel=1e-5)
-    m, v = 0.25 + (first + 0.7) / 4, 0.5 + (first - 0.7) ** 2 / 4
+    m = 0.25 + (first + 0.7) / 4
+    v = 0.5 + (first - 0.7) ** 2 / 4
     assert float(state["confidence"]) == pytest.approx(m, rel=1e-5)
     assert float(state["variance"]) == pytest.approx(v, rel=1e-5)
     assert pseudo.weight.tolist() == pytest.approx([1.0, 1.0], rel=1e-5)
     pseudo, state = rule.pseudo_label(p(0.6, 0.6), torch.arange(2), state)
     assert state["classes"].tolist() == pytest.approx([0.65, 0.35], rel=1e-12)
     sure = (0.4 / 0.35) / (0.6 / 0.65 + 0.4 / 0.35)
-    m, v = m / 2 + sure / 2, v / 2
+    m = m / 2 + sure / 2
+    v = v / 2
     assert pseudo.label.tolist() == [1, 1]
     assert pseudo.weight.tolist() == pytest.approx([exp(-((sure - m) ** 2) / (2 * v / 4))] * 2, rel=1e-4)
 
@@ -179,7 +181,8 @@ def test_the_received_model_guesses():
 
 
 def test_of_equals_the_first_counts():
-    one, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    one = torch.tensor([[1.0, 0.0]])
+    other = torch.tensor([[0.0, 1.0]])
     assert torch.equal(select_more_confident(one, other), one)
     assert pseudo_label(PseudoLabel(0.8), batch([1], [0], weak=[2]))[2].pseudo[0].weight.tolist() == [1.0]
 
@@ -209,9 +212,10 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
     """Two rounds of all clients: loop = vmap, running state in the clients' memories alone, the same bits anew."""
     options = {**METHODS[name], "thresholding": rule}
     method = registry.make(name, options)
-    shared, entry = make_task(rounds=2), registry.entry(name)
+    shared = make_task(rounds=2)
+    entry = registry.entry(name)
     held = make_dataset(SIZES, pooled=entry.pooled, place=entry.label_locations[0])
-    run = lifted(method, shared, held, cohort=4)
+    run = simulate_with_both_executors(method, shared, held, cohort=4)
     assert not any("threshold" in path for one in run for path in one.server)
     memories = run[-1].state["client"]
     kept = rule != "fl2" and name != "semifl"  # SemiFL looks at all rows in every visit
@@ -221,18 +225,16 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
         assert sorted(len(state["label"]) for state in states) == ([25] if entry.pooled else [4, 6, 7, 8])
     if kept and rule == "freematch" and len(states) > 1:
         assert len({float(state["confidence"]) for state in states}) == len(states)
-    plain = rounds_of(registry.make(name, METHODS[name]), shared, held, rounds=2, cohort=4)
+    plain = simulate_rounds(registry.make(name, METHODS[name]), shared, held, rounds=2, cohort=4)
     assert not trees_equal(plain[-1].server, run[-1].server)
 
 
 @pytest.mark.parametrize("teacher", ["global", "both"])
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "fedprox-uda", "pseudo-label"])
 def test_received_labels_in_both_executors(name, teacher):
-    method, shared = (
-        registry.make(name, {"teacher": teacher, "threshold": 0.39}),
-        make_task(rounds=2, labeling="running"),
-    )
-    lifted(method, shared, make_dataset(SIZES, pooled=registry.entry(name).pooled))
+    method = registry.make(name, {"teacher": teacher, "threshold": 0.39})
+    shared = make_task(rounds=2, labeling="running")
+    simulate_with_both_executors(method, shared, make_dataset(SIZES, pooled=registry.entry(name).pooled))
     passes = method.client_updates(shared)["train"].passes(4, 6)
     assert passes.forward == {"fedavg-fixmatch": 16, "fedprox-uda": 16, "pseudo-label": 10}[name] + 6 * (
         teacher == "both"

@@ -5,9 +5,9 @@ from math import exp, log
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import images, small
+from method_helpers import make_random_images, make_torch_module
 from torch import Tensor
-from torch_models import TorchSmall, twin
+from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch
 from halfmoon.contract.small_federation import (
@@ -43,21 +43,24 @@ def test_the_gram_term_by_hand():
 @pytest.mark.parametrize("statistics", ["joint", "separate"])
 def test_a_step_on_two_modules(statistics):
     """Both networks after a step of SGD, their running statistics, and the loss, summed pair by pair."""
-    options, shared = TwinSight(hidden=6, projected=5), make_task(optimizer=SGD(0.2), statistics=statistics)
+    options = TwinSight(hidden=6, projected=5)
+    shared = make_task(optimizer=SGD(0.2), statistics=statistics)
     broadcast = start_server(options, shared)
-    classifier = small(options.solution(shared, broadcast))
+    classifier = make_torch_module(options.solution(shared, broadcast))
     second = {"params": dict(broadcast["params"]["twin"]), "stats": broadcast["stats"]["twin"]}
-    projector, head = second["params"].pop("projector"), second["params"]["head"]
+    projector = second["params"].pop("projector")
+    head = second["params"]["head"]
     other = TorchSmall(1, 6, NETWORK.width)
-    other = twin(other, {"params": {**second["params"], "head": head}, "stats": second["stats"]}).train()
+    other = load_weights(other, {"params": {**second["params"], "head": head}, "stats": second["stats"]}).train()
     weight, bias = (leaf.clone().requires_grad_() for leaf in (projector["weight"], projector["bias"]))
     seen: dict[str, Tensor] = {}
     for name, module in (("v", classifier), ("u", other)):
         last = [m for m in module.modules() if isinstance(m, torch.nn.Linear)][-1]
         last.register_forward_hook(lambda m, inputs, out, n=name: seen.update({n: seen.get(n, inputs[0])}))
-    x, u = {"weak": images(3, 1), "weak2": images(3, 2)}, {"weak": images(4, 3), "weak2": images(4, 4)}
+    x = {"weak": make_random_images(3, 1), "weak2": make_random_images(3, 2)}
+    u = {"weak": make_random_images(4, 3), "weak2": make_random_images(4, 4)}
     y = torch.tensor([0, 1, 3])
-    batch = Batch(images(3, 9), y, torch.arange(3), u, torch.arange(4), x_views=x)
+    batch = Batch(make_random_images(3, 9), y, torch.arange(3), u, torch.arange(4), x_views=x)
     client_update = options.client_updates(shared)["train"]
     carry, notes = client_update.step(broadcast, client_update.begin(broadcast, {}, None), batch)
 
@@ -89,7 +92,8 @@ def test_a_step_on_two_modules(statistics):
 
 def test_without_its_terms_the_classifier_learns_from_labels():
     """Weights 0: the classifier sees labels alone, but on the weak view; the twin stands still; the solution is one."""
-    method, shared = TwinSight(contrast_weight=0.0, gram_weight=0.0), make_task(rounds=1)
+    method = TwinSight(contrast_weight=0.0, gram_weight=0.0)
+    shared = make_task(rounds=1)
     server = start_server(method, shared)
     simulation = make_simulation(method, shared, make_dataset(place="some"), batching=Batching(4, 4), cohort=4)
     new = run_rounds(method, simulation, server, range(1))[-1].server

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted_runs import resumed
+from interrupted_runs import run_with_interruption
 from torch import Tensor, nn
 
 from halfmoon.config.schema import Config
@@ -147,4 +147,4 @@ def test_attention_works_with_a_dropout_behind_it():
 
 
 def test_a_run_that_was_stopped_ends_in_the_bytes_of_a_straight_one(tmp_path: Path):
-    resumed(CONFIG, tmp_path)
+    run_with_interruption(CONFIG, tmp_path)

@@ -90,7 +90,8 @@ def test_the_head_takes_square_roots_centered_and_of_length_one() -> None:
 
 
 def test_gray_images_count_three_times_and_any_size_is_resampled() -> None:
-    ours, color = EfficientNetLite(1, 4).eval(), EfficientNetLite(3, 4).eval()
+    ours = EfficientNetLite(1, 4).eval()
+    color = EfficientNetLite(3, 4).eval()
     color.load_state_dict(ours.state_dict())
     x = torch.rand(2, 1, 28, 28)
     large = F.interpolate(x, (112, 112), mode="bicubic", antialias=True)

@@ -51,7 +51,8 @@ def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree 
 def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_path: Path) -> None:
     """A frozen backbone leaves 36 numbers; the whole has all tensors, and every pass says what the whole one says.
     To rounding: where in memory a weight lies decides how some processors add up (seen with AVX2 alone)."""
-    model, which = given(), partly(tmp_path, "backbone")
+    model = given()
+    which = partly(tmp_path, "backbone")
     mine = which.init(rng.generator(0, "model"))
     assert {path: leaf.shape for path, leaf in tree.flatten(mine).items()} == {
         "params/head/weight": (4, 8), "params/head/bias": (4,),
@@ -70,8 +71,11 @@ def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_p
 
 def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
     """With features F of the frozen layers, d CE / dW = (softmax - onehot)^T F / B, and moving W by D moves F D^T."""
-    model, which = given(), partly(tmp_path, "backbone")
-    params, x, y = which.init(rng.generator(0, "m"))["params"], torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 3, 1])
+    model = given()
+    which = partly(tmp_path, "backbone")
+    params = which.init(rng.generator(0, "m"))["params"]
+    x = torch.randn(5, 1, 8, 8)
+    y = torch.tensor([0, 1, 2, 3, 1])
     _, features = OURS.represent(model["params"], model["stats"], x)
 
     def loss(params: Tree) -> torch.Tensor:
@@ -89,11 +93,12 @@ def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path: Path, ours: bool) -> None:
     """Frozen first layer: a torch module whose first normalization is in eval mode, ours and one from outside."""
-    network = OURS if ours else from_factory("custom_models:small", 1, 4, (8, 8))
+    network = OURS if ours else from_factory("custom_models:build_small", 1, 4, (8, 8))
     model = given(network)
     which = partly(tmp_path, "conv1", network=network, model=model)
     mine = which.init(rng.generator(0, "m"))
-    module, x = TorchSmall(1, 4, 4), torch.randn(6, 1, 8, 8)
+    module = TorchSmall(1, 4, 4)
+    x = torch.randn(6, 1, 8, 8)
     flat = {path.replace("/", "."): leaf for path, leaf in tree.flatten(model["params"]).items()}
     flat |= {
         (f"{path}." if "norm" in path else f"{path}.norm.").replace("/", ".") + f"running_{kind}": leaf
@@ -120,7 +125,8 @@ def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path
 )
 def test_loop_vmap_and_messages_compute_the_same(tmp_path: Path, name: str, patterns: tuple[str, ...]) -> None:
     """Two executors to rounding, sites behind messages to the bit; what is frozen is in no message."""
-    which, entry = partly(tmp_path, *patterns), registry.entry(name)
+    which = partly(tmp_path, *patterns)
+    entry = registry.entry(name)
     loop = run_experiment(entry, "both", network=which)
     assert max_difference(run_experiment(entry, "both", "vmap", which)[-1].server, loop[-1].server) < 1e-9
     messages, _ = check_sites(entry, "both", loop, which)
@@ -132,7 +138,8 @@ def test_loop_vmap_and_messages_compute_the_same(tmp_path: Path, name: str, patt
 def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path) -> None:
     """What a cohort sends has the leaves of the head alone, and 4 bytes for each of its 36 numbers."""
     which = partly(tmp_path, "backbone")
-    method, shared = registry.make("fedavg"), make_task(which, torch.float32)
+    method = registry.make("fedavg")
+    shared = make_task(which, torch.float32)
     seen: list[Upload] = []
 
     class Spy:
@@ -214,10 +221,10 @@ class Ending(nn.Module):
 
 
 def test_a_state_dict_of_a_module_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = custom_models.small(1, 4, (8, 8)).eval()
+    module = custom_models.build_small(1, 4, (8, 8)).eval()
     module(torch.zeros(1, 1, 8, 8))
     save_file(module.state_dict(), tmp_path / "s.safetensors")
-    network = from_factory("custom_models:small", 1, 4, (8, 8))
+    network = from_factory("custom_models:build_small", 1, 4, (8, 8))
     which = fine_tune(network, read_weights_file(str(tmp_path / "s.safetensors")), ("conv?",), NAMES)
     x = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(which.predict(which.init(rng.generator(0, "m"))["params"], {}, x), module(x).detach())
@@ -241,7 +248,8 @@ def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPa
             raise ValueError(f"Unknown model {name}")
         return nn.Sequential(TorchSmall(3, 8, 4), nn.Dropout(0.5), nn.Linear(8, num_classes))
 
-    package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
+    package = ModuleType("torchvision")
+    models = ModuleType("torchvision.models")
     models.get_model = get_model
     monkeypatch.setitem(sys.modules, "torchvision", package)
     monkeypatch.setitem(sys.modules, "torchvision.models", models)
@@ -260,7 +268,8 @@ def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPa
 
 def test_weights_that_were_read_do_not_change_with_their_file(tmp_path: Path) -> None:
     """A run that trains from a file goes on with what it read when somebody writes another one in its place."""
-    path, before = tmp_path / "w.safetensors", {"head.weight": torch.ones(1000, 1000)}
+    path = tmp_path / "w.safetensors"
+    before = {"head.weight": torch.ones(1000, 1000)}
     save_file(before, path)
     held = read_weights_file(str(path))
     with path.open("r+b") as file:  # in place: what is mapped would change with it

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import grad
-from torch_models import module_of, scene, twin
+from torch_models import build_module, load_weights, make_example
 
 from halfmoon.contract.small_federation import max_difference
 from halfmoon.core import rng, tree
@@ -49,8 +49,8 @@ def close(ours, theirs, tolerance=1e-10) -> None:
 
 @EVERY
 def test_training_equals_the_module(network, side):
-    model, x, y = scene(network, side)
-    oracle = twin(module_of(network), model)
+    model, x, y = make_example(network, side)
+    oracle = load_weights(build_module(network), model)
     logits, _ = network.train(model["params"], x)
     close(logits, oracle(x))
     F.cross_entropy(oracle(x), y).backward()
@@ -65,8 +65,8 @@ def test_training_equals_the_module(network, side):
 def test_tracking_equals_the_module(network, side):
     """Running means and unbiased variances after three passes over different images, then the logits in eval mode.
     Where nothing is tracked, statistics and moments are {} and stay so."""
-    model, x, _ = scene(network, side)
-    oracle = twin(module_of(network), model)
+    model, x, _ = make_example(network, side)
+    oracle = load_weights(build_module(network), model)
     stats = model["stats"]
     for factor in (1.0, 0.5, 2.0):
         _, moments = network.train(model["params"], x * factor + factor)
@@ -84,8 +84,8 @@ def test_tracking_equals_the_module(network, side):
 @EVERY
 def test_prediction_equals_the_module_and_goes_image_by_image(network, side):
     """Under tracked statistics an image's logits do not depend on its neighbors; the gradient is the module's."""
-    model, x, y = scene(network, side)
-    oracle = twin(module_of(network), model)
+    model, x, y = make_example(network, side)
+    oracle = load_weights(build_module(network), model)
     oracle.eval()
     logits = network.predict(model["params"], model["stats"], x)
     close(logits, oracle(x))
@@ -98,7 +98,7 @@ def test_prediction_equals_the_module_and_goes_image_by_image(network, side):
 
 @EVERY
 def test_networks_have_no_side_effect(network, side):
-    model, x, _ = scene(network, side)
+    model, x, _ = make_example(network, side)
     copy = tree.map(torch.clone, model)
     _, moments = network.train(model["params"], x)
     network.predict(model["params"], model["stats"], x)
@@ -138,7 +138,7 @@ def test_parameters_have_the_modules_names_and_shapes(network):
         path.replace("/", "."): leaf.shape
         for path, leaf in tree.flatten(network.init(torch.Generator())["params"]).items()
     }
-    assert list(ours.items()) == [(name, p.shape) for name, p in module_of(network).named_parameters()]
+    assert list(ours.items()) == [(name, p.shape) for name, p in build_module(network).named_parameters()]
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -146,7 +146,8 @@ def test_parameters_have_the_modules_names_and_shapes(network):
 def test_initialization_draws_what_pytorch_draws(kind, norm):
     """Layer by layer what `nn.Conv2d` and `nn.Linear` draw for weight and bias: U(-b, b) with b = 1 / sqrt(fan in).
     The weight comes from PyTorch's own initializer. Normalizations start at weight 1, bias 0, mean 0, variance 1."""
-    model, g = kind(3, 10, 4, norm).init(torch.Generator().manual_seed(5)), torch.Generator().manual_seed(5)
+    model = kind(3, 10, 4, norm).init(torch.Generator().manual_seed(5))
+    g = torch.Generator().manual_seed(5)
     for part in model["params"].values():
         weight, bias = part.get("conv", part).values()
         close(weight, nn.init.kaiming_uniform_(torch.empty_like(weight), a=5**0.5, generator=g), 1e-6)
@@ -228,7 +229,8 @@ def test_frozen_groups_pass_no_gradient(joint):
     """Pseudo-labels' logits and all moments are constants; in a joint pass they still shift the batch statistics."""
     network = SmallCNN(1, 4, 4)
     params = tree.map(lambda leaf: leaf.requires_grad_(), network.init(torch.Generator().manual_seed(0))["params"])
-    a, c = torch.randn(3, 1, 8, 8), torch.randn(4, 1, 8, 8)
+    a = torch.randn(3, 1, 8, 8)
+    c = torch.randn(4, 1, 8, 8)
     (one,), (three,), passes = forward(network, params, joint, (a,), (c,))
     assert one.requires_grad
     assert not three.requires_grad

@@ -57,7 +57,7 @@ def test_a_module_trains_as_our_network_does(name: str, executor: str, separate:
     To the bit where nothing is differentiated forward; FedDure's tangents come from the tape there, from jvp here."""
     model = OURS.init(rng.generator(0, "model"))
     ours = played(OURS, name, executor, model, separate).server
-    theirs = played(network("small"), name, executor, as_theirs(model), separate).server
+    theirs = played(network("build_small"), name, executor, as_theirs(model), separate).server
     parts = [part for part in ("params", "stats") if ours.get(part)]
     assert parts == ["params", "stats"]
     gap = max_difference({part: theirs[part] for part in parts}, {**as_theirs(ours)})
@@ -65,7 +65,13 @@ def test_a_module_trains_as_our_network_does(name: str, executor: str, separate:
 
 
 @pytest.mark.parametrize(
-    ("factory", "name"), [("grouped", "feddure"), ("grouped", "fedloke"), ("Patches", "feddure"), ("Patches", "semifl")]
+    ("factory", "name"),
+    [
+        ("build_small_group_norm", "feddure"),
+        ("build_small_group_norm", "fedloke"),
+        ("PatchAttention", "feddure"),
+        ("PatchAttention", "semifl"),
+    ],
 )
 def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
     """Group and layer normalization, attention: nothing is tracked, and the loop equals vmap."""
@@ -78,7 +84,8 @@ def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
 
 
 def test_passes_equal_ours() -> None:
-    which, x = network("small"), torch.randn(6, 1, 8, 8)
+    which = network("build_small")
+    x = torch.randn(6, 1, 8, 8)
     model = OURS.init(rng.generator(3, "model"))
     theirs = as_theirs(model)
     logits, moments = OURS.train(model["params"], x)
@@ -91,7 +98,8 @@ def test_passes_equal_ours() -> None:
 
 def test_features_are_those_of_the_module() -> None:
     """Of a model whose statistics are those of trained networks, not the first ones; several threads may ask."""
-    which, x = network("Rows", 3), torch.randn(6, 3, 8, 8)
+    which = network("ConvRows", 3)
+    x = torch.randn(6, 3, 8, 8)
     model = which.init(rng.generator(4, "model"))
     model["stats"] = tree.map(lambda leaf: torch.rand_like(leaf) + 0.5, model["stats"])
     with ThreadPoolExecutor(2) as pool:
@@ -101,7 +109,7 @@ def test_features_are_those_of_the_module() -> None:
 
 def test_a_module_is_drawn_from_the_generator() -> None:
     """Equal seeds give equal weights, others give others, and PyTorch's own generator is left alone."""
-    which = network("small")
+    which = network("build_small")
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     one, two, other = (which.init(rng.generator(seed, "model")) for seed in (0, 0, 1))
@@ -203,11 +211,11 @@ def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
 
 
 def test_a_description_makes_the_network_again() -> None:
-    for which in (network("small"), OURS, SmallCNN(3, 2, 5, "group")):
+    for which in (network("build_small"), OURS, SmallCNN(3, 2, 5, "group")):
         assert networks.from_description(networks.describe(which)) == which
     for said in (
         {"name": "smal"},
-        {"name": "custom_models:small"},
+        {"name": "custom_models:build_small"},
         {"name": "small", "width": 0},
         {"name": "small", "a": 1},
     ):
@@ -217,7 +225,7 @@ def test_a_description_makes_the_network_again() -> None:
 
 def test_heterofl_says_why_it_cannot_cut_a_module() -> None:
     """Its leading channels are known of our networks alone."""
-    which = network("grouped")
+    which = network("build_small_group_norm")
     with pytest.raises(UserError, match="leading channels"):
         registry.make("heterofl").client_updates(make_task(which))
     assert custom_models.__doc__

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad_and_value, vjp, vmap
-from torch_models import module_of, scene, twin
+from torch_models import build_module, load_weights, make_example
 
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -27,7 +27,8 @@ EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=str)
 
 def equal(one, two, tolerance=1e-9) -> None:
     """Assert that two trees have the same leaves, equal to `tolerance`."""
-    one, two = tree.flatten(one), tree.flatten(two)
+    one = tree.flatten(one)
+    two = tree.flatten(two)
     assert one.keys() == two.keys()
     for path, leaf in one.items():
         torch.testing.assert_close(leaf, two[path], rtol=tolerance, atol=tolerance)
@@ -45,7 +46,7 @@ def test_groups_are_fedrgds_or_the_next_divisor(channels, groups):
 @EVERY
 def test_clients_lift(network, side):
     """Three stacked clients under vmap: loss, gradients, moments, features and predictions are those of a loop."""
-    scenes = [scene(network, side, seed) for seed in range(3)]
+    scenes = [make_example(network, side, seed) for seed in range(3)]
 
     def one(model, x, y):
         def loss(params):
@@ -66,10 +67,11 @@ def test_clients_lift(network, side):
 @EVERY
 def test_layouts_agree(network, side):
     """Channels-last gives the logits and gradients of the plain layout, under `grad` and under `vjp`."""
-    model, x, y = scene(network, side)
+    model, x, y = make_example(network, side)
     loss = lambda params, x: F.cross_entropy(network.train(params, x)[0], y)  # noqa: E731
     plain, value = grad_and_value(loss)(model["params"], x)
-    params, x = tree.channels_last(model["params"]), x.contiguous(memory_format=torch.channels_last)
+    params = tree.channels_last(model["params"])
+    x = x.contiguous(memory_format=torch.channels_last)
     last, same = grad_and_value(loss)(params, x)
     torch.testing.assert_close(value, same, rtol=1e-12, atol=1e-12)
     equal(plain, last, 1e-10)
@@ -81,8 +83,8 @@ def test_layouts_agree(network, side):
 @EVERY
 def test_features_are_the_heads_input(network, side):
     """`embed` is `train` bit by bit; its features and their gradients are the module's."""
-    model, x, _ = scene(network, side)
-    oracle = twin(module_of(network), model)
+    model, x, _ = make_example(network, side)
+    oracle = load_weights(build_module(network), model)
     logits, features, moments = network.embed(model["params"], x)
     plain, alone = network.train(model["params"], x)
     assert torch.equal(logits, plain)
@@ -100,7 +102,7 @@ def test_features_are_the_heads_input(network, side):
 @EVERY
 def test_only_batches_leave_statistics(network, side):
     """Under "group" and "none" an image's logits are its own in training too, and equal those of evaluation."""
-    model, x, _ = scene(network, side)
+    model, x, _ = make_example(network, side)
     logits, moments = network.train(model["params"], x)
     alone = network.train(model["params"], x[1:2])[0]
     if network.norm == "batch":
@@ -117,7 +119,7 @@ def test_only_batches_leave_statistics(network, side):
 def test_groups_of_images_pass_without_moments(norm, joint):
     """`forward` gives {} for every pass, and the same logits together and apart."""
     network = SmallCNN(1, 4, 4, norm)
-    model, x, _ = scene(network, 8, rows=6)
+    model, x, _ = make_example(network, 8, rows=6)
     (one, two), (three,), passes = forward(network, model["params"], joint, (x[:1], x[1:3]), (x[3:],))
     assert passes == [{}] * (1 if joint else 3)
     torch.testing.assert_close(torch.cat([one, two, three]), network.train(model["params"], x)[0])
@@ -167,7 +169,7 @@ CUTS = [
 @pytest.mark.parametrize(("network", "side"), CUTS, ids=str)
 def test_a_leading_part_is_the_whole_with_zeros_elsewhere(network, side):
     """Zeros stay zeros behind their normalization and add nothing: same logits, moments and gradients of the part."""
-    model, x, y = scene(network, side)
+    model, x, y = make_example(network, side)
     part = leading(model["params"])
     whole = masked(part, model["params"])
     stats = {name: {k: leaf[: ceil(len(leaf) / 2)] for k, leaf in s.items()} for name, s in model["stats"].items()}
@@ -188,7 +190,7 @@ def test_the_width_of_a_network_says_nothing_of_its_parameters(network, side):
     """A network of twice the width runs on the parameters as this one does, bit by bit; groups follow the channels."""
     network = replace(network, width=2 * network.width)
     wider = replace(network, width=2 * network.width)
-    model, x, _ = scene(network, side)
+    model, x, _ = make_example(network, side)
     for ours, theirs in zip(wider.embed(model["params"], x)[:2], network.embed(model["params"], x)[:2], strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(wider.predict(**model, x=x), network.predict(**model, x=x))

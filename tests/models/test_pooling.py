@@ -9,7 +9,9 @@ from halfmoon.core.autodiff import grad_and_value, vmap_clients
 from halfmoon.core.tree import Tree
 from halfmoon.models.passes import TrainPass
 
-CLIENTS, IMAGES, CHANNELS = 3, 4, 5
+CLIENTS = 3
+IMAGES = 4
+CHANNELS = 5
 
 
 def images() -> Tensor:
@@ -20,7 +22,8 @@ def images() -> Tensor:
 @pytest.mark.parametrize("window", [(2,), (3, 2, 1), (2, 1)])
 def test_maxima_and_their_gradient_are_pytorchs(window: tuple[int, ...]):
     """To the bit: of equal pixels the first one gets the gradient, as in `max_pool2d`."""
-    x, seen = images(), max_pool2d(images()[0], *window).shape
+    x = images()
+    seen = max_pool2d(images()[0], *window).shape
     weight = torch.randint(-8, 8, (CLIENTS, *seen), generator=torch.Generator().manual_seed(1)).float()
 
     def ours(params: Tree, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,9 +41,12 @@ def test_maxima_and_their_gradient_are_pytorchs(window: tuple[int, ...]):
 
 def test_one_clients_are_as_well():
     """With channels first, as images of one channel have them: values, gradient and layout are `max_pool2d`'s."""
-    x, weight = images()[0], torch.randn(IMAGES, CHANNELS, 3, 3, generator=torch.Generator().manual_seed(1))
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    out, expected = TrainPass({}, "none").pool(ours, 2), max_pool2d(theirs, 2)
+    x = images()[0]
+    weight = torch.randn(IMAGES, CHANNELS, 3, 3, generator=torch.Generator().manual_seed(1))
+    ours = x.clone().requires_grad_()
+    theirs = x.clone().requires_grad_()
+    out = TrainPass({}, "none").pool(ours, 2)
+    expected = max_pool2d(theirs, 2)
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
     for mine, other in ((out, expected), (ours.grad, theirs.grad)):

@@ -39,7 +39,7 @@ NETWORKS = {
     "none": (SmallCNN(1, CLASSES, 8, "none"), 8),
     "resnet9": (ResNet9(1, CLASSES, 4), 16),
     "wrn": (WideResNet(1, CLASSES, 1, depth=10), 8),
-    "module": (from_factory("custom_models:small", 1, CLASSES, (8, 8)), 8),
+    "module": (from_factory("custom_models:build_small", 1, CLASSES, (8, 8)), 8),
 }
 
 
@@ -68,7 +68,8 @@ def test_every_pass_is_rounded_and_its_results_are_float32(name, masked):
     A tangent is off by more than its rounding: where an activation near 0 rounds to the other side, it jumps."""
     network, side = NETWORKS[name]
     real = torch.arange(6) < 4 if masked else None
-    exact, near = seen(network, side, real), seen(rounded(network), side, real)
+    exact = seen(network, side, real)
+    near = seen(rounded(network), side, real)
     for path, leaf in tree.flatten(near).items():
         told = tree.flatten(exact)[path]
         assert leaf.dtype == torch.float32
@@ -109,8 +110,10 @@ def test_a_round_trains_in_both_executors(method, batching):
 
 def test_tests_and_what_is_saved_are_float32():
     """Accuracy, mean predictions and the saved network are those of the float32 network, bit by bit."""
-    network, model = rounded(SmallCNN(1, CLASSES, 8)), SmallCNN(1, CLASSES, 8).init(torch.Generator().manual_seed(0))
-    images, normalize = make_examples(20), make_task(dtype=torch.float32).normalize
+    network = rounded(SmallCNN(1, CLASSES, 8))
+    model = SmallCNN(1, CLASSES, 8).init(torch.Generator().manual_seed(0))
+    images = make_examples(20)
+    normalize = make_task(dtype=torch.float32).normalize
     ours, theirs = (evaluate_model(each, model, normalize, images).row() for each in (network, network.in_float32))
     assert ours == theirs
     ours, theirs = (

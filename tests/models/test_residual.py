@@ -88,8 +88,10 @@ def test_depth_counts_the_layers(depth):
 class BasicBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
-        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
         short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
         self.downsample = short if inputs != outputs else None
 
@@ -105,7 +107,8 @@ class Textbook(nn.Module):
         super().__init__()
         self.imagenet = imagenet
         self.conv1 = nn.Conv2d(3, w, 7, 2, 3, bias=False) if imagenet else nn.Conv2d(3, w, 3, 1, 1, bias=False)
-        self.bn1, inputs = nn.BatchNorm2d(w), w
+        self.bn1 = nn.BatchNorm2d(w)
+        inputs = w
         for number in range(4):
             outputs = w * 2**number
             first = BasicBlock(inputs, outputs, 1 if number == 0 else 2)
@@ -132,7 +135,8 @@ def test_it_is_the_module_whose_state_dict_it_takes(tmp_path: Path, imagenet: bo
     network = (ResNet18ImageNet if imagenet else ResNet18)(3, 5, 4)
     which = fine_tune(network, read_weights_file(str(tmp_path / "w.safetensors")), (), tuple("abcde"))
     model = tree.to(which.init(rng.generator(0, "x")), dtype=torch.float64)
-    module, x = module.double(), x.double()
+    module = module.double()
+    x = x.double()
     torch.testing.assert_close(which.predict(model["params"], model["stats"], x), module.eval()(x).detach())
     torch.testing.assert_close(which.train(model["params"], x)[0], module.train()(x).detach())
     along = tree.map(torch.randn_like, model["params"])

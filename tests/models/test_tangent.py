@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_models import scene
+from torch_models import make_example
 
 from halfmoon.core import rng, tree
 from halfmoon.models import ResNet8, ResNet9, SmallCNN, WideResNet
@@ -28,7 +28,7 @@ EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=lambda value: st
 
 def moving(network, side, seed=1):
     """Return parameters, images and a direction."""
-    model, x, _ = scene(network, side, seed)
+    model, x, _ = make_example(network, side, seed)
     g = rng.generator(seed, "direction")
     direction = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), model["params"])
     return model["params"], x, direction
@@ -52,7 +52,9 @@ def test_tangent_equals_jvp(network, side, laid):
     The oracle stays in the plain layout: PyTorch's own `jvp` of a group normalization refuses channels-last."""
     params, x, direction = moving(network, side)
     _, theirs = jvp(lambda p: network.train(p, x)[0], (params,), (direction,))
-    params, x, direction = laid(params), laid({"x": x})["x"], laid(direction)
+    params = laid(params)
+    x = laid({"x": x})["x"]
+    direction = laid(direction)
     _, _, tape = vjp(lambda p: network.linearize(p, x), params, has_aux=True)
     for kept in (tape, network.linearize(params, x)[1]):
         ours = network.tangent(params, x, kept, direction)

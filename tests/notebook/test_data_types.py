@@ -238,7 +238,8 @@ def test_without_a_method_labels_only_are_compared_by_cross_validation(
 ) -> None:
     """As for a folder with labels.csv, whose numbers are the same."""
     monkeypatch.setattr(hubs, "is_installed", lambda name: False)
-    x, y = X[:48], Y[:48]  # six classes
+    x = X[:48]
+    y = Y[:48]  # six classes
     labels = np.where(np.arange(48) % 8 < 6, y, -1)
     options = {"minutes": 0.01, "network": "small", "width": 4, "steps": 1, "rounds": 2}
     result = halfmoon.run(data=(x, labels), run_dir=tmp_path / "arrays", **options)
@@ -412,7 +413,8 @@ def test_paths_and_folders_are_predicted(model: halfmoon.Model, tmp_path: Path) 
 
 
 def test_a_model_is_measured_on_each_type(model: halfmoon.Model, recwarn: pytest.WarningsRecorder) -> None:
-    x, y = X[1:48:2], Y[1:48:2]
+    x = X[1:48:2]
+    y = Y[1:48:2]
     names = np.array(model.classes)[y]
     expected = model.evaluate(halfmoon.Images(x[..., None], y))
     assert expected["accuracy"] == (model.predict_proba(x).argmax(1) == y).mean()

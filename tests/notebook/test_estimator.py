@@ -94,7 +94,9 @@ def test_one_client_gives_the_mixture_of_pooled_data() -> None:
     x, y = make_data()
     labels = hide(y, 30)
     h = (x - x.mean(0)) / x.std(0) / np.sqrt(12)
-    labeled, rest, onehot = h[:30], h[30:], np.eye(3)[y[:30]]
+    labeled = h[:30]
+    rest = h[30:]
+    onehot = np.eye(3)[y[:30]]
     share = onehot.mean(0)
     centered = labeled - labeled.mean(0)
     w = np.linalg.solve(centered.T @ centered + np.eye(12), centered.T @ (onehot - share))
@@ -109,7 +111,9 @@ def test_one_client_gives_the_mixture_of_pooled_data() -> None:
     trust = 10 / (10 + 25)
     weight = trust / (1 - trust) * 270 / 30
     z = np.concatenate([rest, labeled])
-    w, b, correction = 4 * ridge[0], 4 * ridge[1], np.zeros(3)
+    w = 4 * ridge[0]
+    b = 4 * ridge[1]
+    correction = np.zeros(3)
     for step in range(10):
         e = np.exp(rest @ w + b)
         r = e / e.sum(1, keepdims=True)
@@ -122,7 +126,8 @@ def test_one_client_gives_the_mixture_of_pooled_data() -> None:
         mixture = scale(slopes, -0.5 * (mu.T * slopes).sum(0))
         w, b = scale(*(trust * one + (1 - trust) * two for one, two in zip(ridge, mixture, strict=True)))
         sharpness = 4 + 2 * min(step + 1, 9) / 9
-        w, b = sharpness * w, sharpness * b + correction
+        w = sharpness * w
+        b = sharpness * b + correction
     # Logits are centered over classes, as the scale of a head ignores their mean.
     logits = outputs(FederatedClassifier("mixture-head", n_clients=1).fit(x, labels), x)
     expected = h @ w + b

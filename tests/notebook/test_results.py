@@ -106,7 +106,8 @@ def test_an_object_of_ones_own_and_keywords(tmp_path: Path) -> None:
 
 
 def test_a_model_predicts_evaluates_calibrates_and_exports(pair: halfmoon.Results, tmp_path: Path) -> None:
-    test, model = halfmoon.load_data("digits").test, pair.model
+    test = halfmoon.load_data("digits").test
+    model = pair.model
     values = model.probabilities(test.images)
     table = model.predict(test)
     assert list(table["label"]) == [model.classes[k] for k in values.argmax(1)]
@@ -199,7 +200,8 @@ def test_images_in_memory_become_a_folder_that_runs_read(tmp_path: Path) -> None
     digits = halfmoon.load_data("digits")
     labels = digits.train.labels[:300].copy()
     labels[:5] = -1
-    train, test = halfmoon.Images(digits.train.images[:300], labels), digits.test
+    train = halfmoon.Images(digits.train.images[:300], labels)
+    test = digits.test
     names = [f"digit {n}" for n in range(10)]
     folder = halfmoon.save_data(tmp_path / "mine", train, test, names, validation=test)
     found = halfmoon.load_data(str(folder))

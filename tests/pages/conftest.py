@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    from browsers import chromium
+    from browsers import start_chromium
 
-    with chromium() as found:
+    with start_chromium() as found:
         yield found

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsers import needs_browser, press, serving, sized, until
+from browsers import needs_browser, press_keys, serve_app, set_viewport, wait_until
 from PIL import Image
 from report_folders import write_run, write_sweep
 
@@ -42,9 +42,9 @@ def violations(browser: Any) -> list[str]:
 def check(browser: Any, address: str, ready: Callable[[], Any] = lambda: True) -> None:
     """Check that a page has no violation, at two widths and in both color schemes."""
     for width, dark in ((1280, False), (390, True)):
-        sized(browser, width, dark=dark)
+        set_viewport(browser, width, dark=dark)
         browser.get(address)
-        until(ready)
+        wait_until(ready)
         assert violations(browser) == [], (width, dark)
 
 
@@ -65,7 +65,7 @@ def test_the_report_is_accessible(browser: Any, tmp_path: Path) -> None:
 def test_watch_is_accessible(browser: Any, tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path / str(seed), 1, seed)
-    with serving(WatchPage(tmp_path).app()) as address:
+    with serve_app(WatchPage(tmp_path).app()) as address:
         check(browser, address, lambda: browser.find_elements("css selector", "[data-chart=accuracy] path.line"))
 
 
@@ -78,18 +78,18 @@ def site(path: Path) -> Path:
 
 
 def test_labeling_is_accessible(browser: Any, tmp_path: Path) -> None:
-    with serving(LabelPage(read_site(site(tmp_path)), (), None, LabelOptions()).app()) as address:
+    with serve_app(LabelPage(read_site(site(tmp_path)), (), None, LabelOptions()).app()) as address:
         check(browser, address, lambda: browser.find_element("id", "path").text)
 
 
 def test_selected_images_are_accessible(browser: Any, tmp_path: Path) -> None:
     """The wall of the labeling page with the classes for all selected images."""
-    with serving(LabelPage(read_site(site(tmp_path)), (), None, LabelOptions()).app()) as address:
+    with serve_app(LabelPage(read_site(site(tmp_path)), (), None, LabelOptions()).app()) as address:
 
         def selected() -> Any:
             if not browser.find_element("id", "path").text:
                 return False
-            press(browser, "w", "a")
+            press_keys(browser, "w", "a")
             return browser.find_element("id", "bulk").is_displayed()
 
         check(browser, address, selected)
@@ -101,17 +101,17 @@ def test_review_is_accessible(browser: Any, tmp_path: Path) -> None:
     predictions = Predictions(probabilities, np.zeros((4, 1)), ("cat", "dog"))
     done = SimpleNamespace(result=predictions, classes=("cat", "dog"), count=4, total=4, error="")
     page = ReviewPage("a model", read_site(site(tmp_path)), done)  # pyright: ignore[reportArgumentType]
-    with serving(page.app()) as address:
+    with serve_app(page.app()) as address:
 
         def selected() -> Any:
             if not browser.find_elements("css selector", "#wall .cell"):
                 return False
-            press(browser, "a")
+            press_keys(browser, "a")
             return browser.find_element("id", "bulk").is_displayed()
 
         check(browser, address, selected)
-        press(browser, "q")
-        until(lambda: browser.find_elements("css selector", "#confusion button"))
+        press_keys(browser, "q")
+        wait_until(lambda: browser.find_elements("css selector", "#confusion button"))
         assert violations(browser) == []
 
 
@@ -123,7 +123,7 @@ def test_watch_of_a_federation_with_alarms_is_accessible(browser: Any, tmp_path:
     joined = {"site": "west", "labeled": 4, "unlabeled": 40}
     EventLog(tmp_path / "serve.log").record("site_joined", "west is there", **joined)
     EventLog(tmp_path / "serve.log").record("reply_late", "east was late", site="east")
-    with serving(WatchPage(tmp_path).app()) as address:
+    with serve_app(WatchPage(tmp_path).app()) as address:
         check(browser, address, lambda: browser.find_elements("css selector", "#alarms li li"))
         assert len(browser.find_elements("css selector", "#sites tbody tr")) == 2
 
@@ -162,10 +162,10 @@ def test_the_docs_are_accessible(browser: Any, docs: str) -> None:
 
 @pytest.mark.parametrize(("words", "page"), [("server_ema", "options/"), ("fedduRe", "methods/feddure/")])
 def test_the_search_of_the_docs_finds_options_and_methods(browser: Any, docs: str, words: str, page: str) -> None:
-    sized(browser, 1280)
+    set_viewport(browser, 1280)
     browser.get(docs)
     place = browser.find_element("css selector", "input.md-search__input")
     place.click()
     place.send_keys(words)
-    links = until(lambda: browser.find_elements("css selector", ".md-search-result__link"))
+    links = wait_until(lambda: browser.find_elements("css selector", ".md-search-result__link"))
     assert links[0].get_attribute("href").startswith(docs + page)

@@ -109,14 +109,16 @@ def test_similar_rows_are_sorted_by_distance_with_unknown_ones_last():
 
 
 def test_every_fifth_is_the_next_of_the_random_order():
-    chosen, random = np.arange(12), np.array([11, 0, 3, 7, 2, 1, 10, 4, 5, 6, 8, 9])
+    chosen = np.arange(12)
+    random = np.array([11, 0, 3, 7, 2, 1, 10, 4, 5, 6, 8, 9])
     assert mix_in_random(chosen, random).tolist() == [0, 1, 2, 3, 11, 4, 5, 6, 7, 10, 8, 9]
 
 
 def test_labels_of_chosen_images_are_not_a_random_sample():
     """The first 20 of the random order have a label or are undecided, except one; 30 later ones were picked."""
     first = shuffle_rows(np.ones(400, bool), 3)
-    labels, passed = nothing(400), np.zeros(400, bool)
+    labels = nothing(400)
+    passed = np.zeros(400, bool)
     labels[first[:19]], passed[first[19]] = 1, True
     labels[first[4]] = -1
     labels[first[200:230]] = 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsers import needs_browser, opened, press, serving, until
+from browsers import needs_browser, open_page, press_keys, serve_app, wait_until
 from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
@@ -31,7 +31,10 @@ class Through:
 
     def __init__(self, count: int) -> None:
         values = np.random.default_rng(1).random((count, 3)) ** 2
-        self.classes, self.count, self.total, self.error = CLASSES, count, count, ""
+        self.classes = CLASSES
+        self.count = count
+        self.total = count
+        self.error = ""
         self.result = Predictions(values / values.sum(1, keepdims=True), values.astype(np.float32), CLASSES)
 
 
@@ -50,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(folder: Path) -> Iterator[str]:
     (folder / "labels.csv").write_text("path,label\n")
     (folder / ".halfmoon" / "not-sure.csv").unlink(missing_ok=True)
-    with serving(LabelPage(read_site(folder), (), Through(COUNT), LabelOptions()).app()) as address:  # pyright: ignore
+    with serve_app(LabelPage(read_site(folder), (), Through(COUNT), LabelOptions()).app()) as address:  # pyright: ignore
         yield address
 
 
@@ -62,12 +65,12 @@ def pressed(browser: Any, *keys: str) -> None:
     """Press keys one by one, and wait for another image after each."""
     for key in keys:
         before = shown(browser)
-        press(browser, key)
-        until(lambda before=before: shown(browser) != before)
+        press_keys(browser, key)
+        wait_until(lambda before=before: shown(browser) != before)
 
 
 def test_keys_label_undo_skip_and_mark_undecided(browser: Any, page: str, folder: Path) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     assert [each.text for each in browser.find_elements("css selector", "#choices .name")] == list(CLASSES)
     first = shown(browser)
     pressed(browser, "1")
@@ -90,50 +93,50 @@ def test_keys_label_undo_skip_and_mark_undecided(browser: Any, page: str, folder
 
 
 def test_page_keys_show_neighbors_in_a_series(browser: Any, page: str) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     first = shown(browser)
     pressed(browser, "\ue00f")
     assert int(Path(shown(browser)).stem) == int(Path(first).stem) + 1
     browser.find_element("id", "earlier").click()
-    until(lambda: shown(browser) == first)
+    wait_until(lambda: shown(browser) == first)
 
 
 def test_undo_waits_for_the_pending_label(browser: Any, page: str, folder: Path) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     first = shown(browser)
     browser.execute_script("for (const key of '1u') document.dispatchEvent(new KeyboardEvent('keydown', { key }))")
-    until(lambda: browser.find_element("id", "spoken").get_attribute("textContent") == "Undone.")
+    wait_until(lambda: browser.find_element("id", "spoken").get_attribute("textContent") == "Undone.")
     assert (shown(browser), read_labels(folder)) == (first, {})
 
 
 def test_skipped_image_is_last_on_the_wall(browser: Any, page: str) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     first = shown(browser)
     pressed(browser, "s")
     second = shown(browser)
-    press(browser, "w")
+    press_keys(browser, "w")
     cell = "return document.querySelector('#wall .cell[data-place=\"0\"]')?.title"
-    assert until(lambda: browser.execute_script(cell)).startswith(second)
-    press(browser, "\ue010")  # End
+    assert wait_until(lambda: browser.execute_script(cell)).startswith(second)
+    press_keys(browser, "\ue010")  # End
     last = f"return document.querySelector('#wall .cell[data-place=\"{COUNT - 1}\"]')?.title"
-    assert until(lambda: browser.execute_script(last)).startswith(first)
+    assert wait_until(lambda: browser.execute_script(last)).startswith(first)
 
 
 def test_page_shows_the_order(browser: Any, page: str) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     way = Select(browser.find_element("id", "way"))
     assert way.first_selected_option.text == "uncertain and different, classes in turn"
     words = browser.find_element("id", "rank").text
     assert re.fullmatch(rf"uncertainty 0\.\d\d, rank [\d,]+ of {COUNT:,}", words)
     way.select_by_value("unsure")
-    until(lambda: " rank 1 of" in browser.find_element("id", "rank").text)
+    wait_until(lambda: " rank 1 of" in browser.find_element("id", "rank").text)
     for rank in range(1, 5):
-        assert f"rank {rank} of" in until(lambda: browser.find_element("id", "rank").text)
+        assert f"rank {rank} of" in wait_until(lambda: browser.find_element("id", "rank").text)
         pressed(browser, "s")
 
 
 def test_tab_and_enter_label(browser: Any, page: str, folder: Path) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     first = shown(browser)
     browser.execute_script("document.querySelectorAll('#choices button')[1].focus()")
     pressed(browser, "\ue007")
@@ -141,25 +144,25 @@ def test_tab_and_enter_label(browser: Any, page: str, folder: Path) -> None:
 
 
 def test_suggestions_are_hidden_until_requested(browser: Any, page: str) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     assert not browser.find_element("id", "suggest").is_selected()
     assert not browser.find_element("id", "suggestion").is_displayed()
     asked = "return performance.getEntriesByType('resource').filter((e) => e.name.includes('/guess/')).length"
     assert browser.execute_script(asked) == 0
-    press(browser, "m")
-    until(lambda: browser.find_element("id", "suggestion").text.startswith("The model predicts "))
+    press_keys(browser, "m")
+    wait_until(lambda: browser.find_element("id", "suggestion").text.startswith("The model predicts "))
     assert len(browser.find_elements("css selector", "#choices .suggested")) == 1
 
 
 def test_zoom_and_contrast_change_the_image(browser: Any, page: str) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     image = browser.find_element("id", "image")
-    wide = until(lambda: image.size["width"])
-    press(browser, "z")
+    wide = wait_until(lambda: image.size["width"])
+    press_keys(browser, "z")
     assert image.size["width"] == pytest.approx(3 * wide, rel=0.01)
-    press(browser, "z", "c")
+    press_keys(browser, "z", "c")
     assert image.size["width"] == pytest.approx(wide, rel=0.01)
-    until(lambda: image.get_attribute("data-look") == "stretch")
+    wait_until(lambda: image.get_attribute("data-look") == "stretch")
 
 
 def canvas(browser: Any) -> np.ndarray:
@@ -179,20 +182,20 @@ def deep(tmp_path: Path) -> Path:
 def test_shown_pixels_equal_those_of_training_in_any_window(browser: Any, deep: Path) -> None:
     """By its own window an image is shown as `decode_to_shape` makes it; center 1500 and width 800 is 1100 to 1900."""
     data = (deep / "a.png").read_bytes()
-    with serving(LabelPage(read_site(deep), (), None, LabelOptions()).app()) as address:
-        opened(browser, address)
+    with serve_app(LabelPage(read_site(deep), (), None, LabelOptions()).app()) as address:
+        open_page(browser, address)
         own = decode_to_shape(data, "a", 64, 64, 1)[:, :, 0]
-        until(lambda: browser.find_element("id", "image").get_attribute("data-look"))
+        wait_until(lambda: browser.find_element("id", "image").get_attribute("data-look"))
         assert np.array_equal(canvas(browser), own)
         for name, value in (("center", "1500"), ("width", "800")):
             field = browser.find_element("id", name)
             field.clear()
             field.send_keys(value)
         window = decode_to_shape(data, "a", 64, 64, 1, window=(1100, 1900))[:, :, 0]
-        until(lambda: np.array_equal(canvas(browser), window))
+        wait_until(lambda: np.array_equal(canvas(browser), window))
         browser.execute_script("document.activeElement.blur()")
-        press(browser, "\ue015")  # down: a higher center is darker
-        until(lambda: canvas(browser).mean() < window.mean() - 1)
+        press_keys(browser, "\ue015")  # down: a higher center is darker
+        wait_until(lambda: canvas(browser).mean() < window.mean() - 1)
         stage = browser.find_element("id", "stage")
         before = float(browser.find_element("id", "width").get_attribute("value"))
         ActionChains(browser).click_and_hold(stage).move_by_offset(60, 0).release().perform()
@@ -201,51 +204,51 @@ def test_shown_pixels_equal_those_of_training_in_any_window(browser: Any, deep: 
 
 
 def test_many_are_labeled_with_one_key_and_undone_at_once(browser: Any, page: str, folder: Path) -> None:
-    opened(browser, page)
-    press(browser, "w")
+    open_page(browser, page)
+    press_keys(browser, "w")
 
     def cell(n: int):
         return browser.find_element("css selector", f'#wall .cell[data-place="{n}"]')
 
-    titles = [until(lambda n=n: cell(n)).get_attribute("title").split(":")[0] for n in range(9)]
+    titles = [wait_until(lambda n=n: cell(n)).get_attribute("title").split(":")[0] for n in range(9)]
     ActionChains(browser).key_down("\ue009").click(cell(0)).key_up("\ue009").perform()
     ActionChains(browser).key_down("\ue008").click(cell(3)).key_up("\ue008").perform()
     assert browser.find_element("id", "chosen").text == "4 selected"
-    press(browser, "2")
-    until(lambda: len(read_labels(folder)) == 4)
+    press_keys(browser, "2")
+    wait_until(lambda: len(read_labels(folder)) == 4)
     assert read_labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
     title = "return document.querySelector('#wall .cell[data-place=\"0\"]').title"
-    until(lambda: browser.execute_script(title).startswith(titles[4]))
+    wait_until(lambda: browser.execute_script(title).startswith(titles[4]))
     ActionChains(browser).click_and_hold(cell(0)).move_to_element(cell(2)).release().perform()
-    until(lambda: browser.find_element("id", "chosen").text == "3 selected")
-    press(browser, "1")
-    until(lambda: browser.find_element("id", "progress").text.startswith("7 of"))
+    wait_until(lambda: browser.find_element("id", "chosen").text == "3 selected")
+    press_keys(browser, "1")
+    wait_until(lambda: browser.find_element("id", "progress").text.startswith("7 of"))
     assert len(read_labels(folder)) == 7
-    press(browser, "a")
+    press_keys(browser, "a")
     assert int(browser.find_element("id", "chosen").text.split()[0]) > 20
-    press(browser, "\ue00c", "u")
-    until(lambda: browser.find_element("id", "progress").text.startswith("4 of"))
+    press_keys(browser, "\ue00c", "u")
+    wait_until(lambda: browser.find_element("id", "progress").text.startswith("4 of"))
     assert read_labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
-    press(browser, "u")
-    until(lambda: read_labels(folder) == {})
+    press_keys(browser, "u")
+    wait_until(lambda: read_labels(folder) == {})
     assert browser.get_log("browser") == []
 
 
 def test_note_is_stored(browser: Any, page: str, folder: Path) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     first = shown(browser)
     browser.find_element("id", "note").send_keys("a pacemaker\ue007")
-    until(lambda: read_labels(folder, NOTES_FILE) == {first: "a pacemaker"})
+    wait_until(lambda: read_labels(folder, NOTES_FILE) == {first: "a pacemaker"})
     browser.execute_script("document.activeElement.blur()")
     pressed(browser, "s")
     assert browser.find_element("id", "note").get_attribute("value") == ""
-    opened(browser, page)
+    open_page(browser, page)
     assert shown(browser) != first, "it was skipped, and comes last after a reload as well"
     (folder / NOTES_FILE).unlink()
 
 
 def test_label_of_another_person_is_not_lost(browser: Any, page: str, folder: Path) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     first = shown(browser)
     # Between the page's look at the file and the key.
     browser.execute_script(
@@ -253,27 +256,27 @@ def test_label_of_another_person_is_not_lost(browser: Any, page: str, folder: Pa
         "window.fetch = (path, how) => (path.startsWith('state') ? new Promise(() => {}) : old(path, how))"
     )
     write_labels(folder, LabelEdit(first, "ship"))
-    press(browser, "1")
-    box = until(lambda: browser.find_elements("css selector", "dialog[open]"))[0]
+    press_keys(browser, "1")
+    box = wait_until(lambda: browser.find_elements("css selector", "dialog[open]"))[0]
     assert "its label is now ship. Your label is cat." in box.text
-    press(browser, "\ue007")  # keep theirs
-    until(lambda: not browser.find_elements("css selector", "dialog[open]"))
+    press_keys(browser, "\ue007")  # keep theirs
+    wait_until(lambda: not browser.find_elements("css selector", "dialog[open]"))
     assert read_labels(folder) == {first: "ship"}
 
 
 def test_another_tab_moves_on_when_its_image_is_labeled(browser: Any, page: str, folder: Path) -> None:
-    opened(browser, page)
+    open_page(browser, page)
     first = shown(browser)
     write_labels(folder, LabelEdit(first, "ship"))
-    until(lambda: shown(browser) != first)
+    wait_until(lambda: shown(browser) != first)
     assert browser.find_element("id", "progress").text.startswith("1 of")
 
 
 def test_wall_of_thousands_has_only_visible_cells(browser: Any, page: str) -> None:
-    opened(browser, page)
-    press(browser, "w")
+    open_page(browser, page)
+    press_keys(browser, "w")
     cells = "return document.querySelectorAll('#wall .cell').length"
-    until(lambda: browser.execute_script(cells))
+    wait_until(lambda: browser.execute_script(cells))
     assert browser.execute_script(cells) < 150
     took = browser.execute_async_script(
         "const done = arguments[0]; const wall = document.getElementById('wall'); const began = performance.now();"
@@ -284,15 +287,15 @@ def test_wall_of_thousands_has_only_visible_cells(browser: Any, page: str) -> No
     assert browser.execute_script(cells) < 150
     last = "return Math.max(...[...document.querySelectorAll('#wall .cell')].map((each) => Number(each.dataset.place)))"
     assert browser.execute_script(last) == COUNT - 1
-    press(browser, "\ue011")  # Home
-    until(lambda: browser.execute_script("return document.activeElement.dataset.place") == "0")
-    press(browser, "\ue014", "\ue007")
-    until(lambda: browser.find_element("id", "one").is_displayed())
+    press_keys(browser, "\ue011")  # Home
+    wait_until(lambda: browser.execute_script("return document.activeElement.dataset.place") == "0")
+    press_keys(browser, "\ue014", "\ue007")
+    wait_until(lambda: browser.find_element("id", "one").is_displayed())
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1400, True)])
 def test_page_fits_a_phone_and_dark_mode(browser: Any, page: str, width: int, dark: bool) -> None:
-    opened(browser, page, width, dark)
+    open_page(browser, page, width, dark)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, back[4:-1].split(","))) < 200) == dark
@@ -307,8 +310,8 @@ def test_every_class_can_be_reached_on_a_phone(browser: Any, tmp_path: Path) -> 
     """The bar with Undo and Skip stays visible, and covers no button that is scrolled to."""
     Image.new("L", (16, 16), 90).save(tmp_path / "a.png")
     (tmp_path / "classes.txt").write_text("".join(f"class {n}\n" for n in range(26)))
-    with serving(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:
-        opened(browser, address, 390)
+    with serve_app(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:
+        open_page(browser, address, 390)
         hidden = browser.execute_script(
             "return [...document.querySelectorAll('#choices button')].filter((each) => {"
             " each.focus(); const box = each.getBoundingClientRect();"
@@ -325,9 +328,9 @@ def test_unreadable_images_are_last(browser: Any, tmp_path: Path) -> None:
         (tmp_path / f"{n}.png").write_bytes(b"no image")
     Image.new("L", (16, 16), 90).save(tmp_path / "9.png")
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
-    with serving(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:
-        opened(browser, address)
-        until(lambda: shown(browser) == "9.png")
+    with serve_app(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:
+        open_page(browser, address)
+        wait_until(lambda: shown(browser) == "9.png")
         pressed(browser, "1")
         assert browser.find_element("css selector", "#stage.broken").is_displayed()
     browser.get_log("browser")
@@ -341,14 +344,14 @@ def test_radiographs_have_a_dark_surround_and_captions_without_identifiers(brows
     (tmp_path / "IM01").write_bytes(dicom_file(np.arange(64, dtype=np.uint16).reshape(8, 8), **header))
     Image.new("RGB", (16, 16), (200, 10, 10)).save(tmp_path / "z.png")
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
-    with serving(LabelPage(read_site(tmp_path), (), None, LabelOptions(seed=0)).app()) as address:
-        opened(browser, address)
+    with serve_app(LabelPage(read_site(tmp_path), (), None, LabelOptions(seed=0)).app()) as address:
+        open_page(browser, address)
         seen = {}
         for _ in range(2):
-            name = until(lambda: shown(browser))
-            until(lambda: browser.execute_script("return document.querySelector('#image').dataset.look"))
+            name = wait_until(lambda: shown(browser))
+            wait_until(lambda: browser.execute_script("return document.querySelector('#image').dataset.look"))
             if "IM01" in name:
-                name = until(lambda: "study" in shown(browser) and shown(browser))
+                name = wait_until(lambda: "study" in shown(browser) and shown(browser))
             seen[name] = browser.execute_script("return getComputedStyle(stage).backgroundColor")
             pressed(browser, "s")
         assert set(seen) == {"study 1, series 3, image 14 (IM01)", "z.png"}
@@ -375,21 +378,21 @@ def test_captions_number_studies_and_leave_long_numbers_out(tmp_path: Path) -> N
 
 
 def test_page_reports_a_stopped_server(browser: Any, folder: Path) -> None:
-    with serving(LabelPage(read_site(folder), (), None, LabelOptions()).app()) as address:
-        opened(browser, address)
-    press(browser, "1")
+    with serve_app(LabelPage(read_site(folder), (), None, LabelOptions()).app()) as address:
+        open_page(browser, address)
+    press_keys(browser, "1")
     notice = browser.find_element("id", "notice")
-    until(lambda: "no longer runs" in notice.text)
+    wait_until(lambda: "no longer runs" in notice.text)
     browser.get_log("browser")
 
 
 def test_page_asks_once_for_a_name(browser: Any, folder: Path) -> None:
     (folder / "labels.csv").write_text("path,label\n")
-    with serving(LabelPage(read_site(folder), (), None, LabelOptions(by="")).app()) as address:
-        opened(browser, address)
+    with serve_app(LabelPage(read_site(folder), (), None, LabelOptions(by="")).app()) as address:
+        open_page(browser, address)
         box = browser.find_element("css selector", "dialog[open] input")
         box.send_keys("Ada\ue007")
-        until(lambda: not browser.find_elements("css selector", "dialog[open]"))
+        wait_until(lambda: not browser.find_elements("css selector", "dialog[open]"))
         first = shown(browser)
         pressed(browser, "1")
     (line,) = (folder / "labels.csv").read_text().splitlines()[1:]

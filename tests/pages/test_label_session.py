@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsers import needs_browser, opened, press, serving, until
+from browsers import needs_browser, open_page, press_keys, serve_app, wait_until
 from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
@@ -17,14 +17,17 @@ from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import read_labels
 
 pytestmark = needs_browser
-COUNT, WANTED = 40, 24
+COUNT = 40
+WANTED = 24
 
 
 class Session:
     """A simulated person who labels images of four digits."""
 
     def __init__(self, browser: Any, folder: Path, truth: dict[str, str]) -> None:
-        self.browser, self.folder, self.truth = browser, folder, truth
+        self.browser = browser
+        self.folder = folder
+        self.truth = truth
 
     def __getitem__(self, name: str) -> Any:
         return self.browser.find_element("id", name)
@@ -35,7 +38,7 @@ class Session:
 
     def cells(self) -> list[tuple[Any, str]]:
         """Return the cells of the wall in their order, and their images."""
-        until(lambda: self.browser.find_elements("css selector", "#wall .cell"))
+        wait_until(lambda: self.browser.find_elements("css selector", "#wall .cell"))
         found = self.browser.find_elements("css selector", "#wall .cell")
         found.sort(key=lambda cell: int(cell.get_attribute("data-place")))
         return [(cell, cell.get_attribute("title").split(":")[0]) for cell in found]
@@ -52,48 +55,50 @@ def session(browser: Any, tmp_path: Path) -> Iterator[Session]:
     (tmp_path / "classes.txt").write_text("0\n1\n2\n3\n")
     (tmp_path / "labels.csv").write_text("path,label\n")
     page = LabelPage(read_site(tmp_path), (), None, LabelOptions())
-    with serving(page.app()) as address:
-        opened(browser, address, 1280)
+    with serve_app(page.app()) as address:
+        open_page(browser, address, 1280)
         yield Session(browser, tmp_path, truth)
     page.training.stop()
 
 
 def test_a_folder_is_labeled_and_trained_on(session: Session) -> None:
-    browser, truth = session.browser, session.truth
+    browser = session.browser
+    truth = session.truth
     session["train"].click()
-    until(lambda: session["notice"].text == "No image has a label yet: label a few of every class, then train.")
+    wait_until(lambda: session["notice"].text == "No image has a label yet: label a few of every class, then train.")
     while session.done < WANTED:
         before = session["path"].text
-        press(browser, truth[before])
-        until(lambda before=before: session["path"].text != before)
+        press_keys(browser, truth[before])
+        wait_until(lambda before=before: session["path"].text != before)
     assert {name: truth[name] for name in read_labels(session.folder)} == read_labels(session.folder)
     session["train"].click()
-    until(lambda: not session["train"].is_enabled())
-    until(lambda: session["rank"].text.startswith("uncertainty"), 90)
+    wait_until(lambda: not session["train"].is_enabled())
+    wait_until(lambda: session["rank"].text.startswith("uncertainty"), 90)
 
     here = session["path"].text
     session["alike"].click()
-    until(lambda: session.cells()[0][1] == here)
+    wait_until(lambda: session.cells()[0][1] == here)
     assert Select(session["which"]).first_selected_option.text == f"like {here}"
     near = [cell for cell, name in session.cells()[:8] if truth[name] == truth[here]]
     assert len(near) > 3, "images of the same digit are near"
 
     Select(session["which"]).select_by_value("waiting")
-    before, first = session.done, session.cells()[0][1]
+    before = session.done
+    first = session.cells()[0][1]
     ActionChains(browser).click_and_hold(session.cells()[0][0]).move_to_element(
         session.cells()[2][0]
     ).release().perform()
-    until(lambda: session["chosen"].text == "3 selected")
-    press(browser, truth[first])
-    until(lambda: session.done == before + 3)
+    wait_until(lambda: session["chosen"].text == "3 selected")
+    press_keys(browser, truth[first])
+    wait_until(lambda: session.done == before + 3)
     session["take-back"].click()
-    until(lambda: session.done == before)
+    wait_until(lambda: session.done == before)
     session["select"].click()
     session.cells()[0][0].click()
-    until(lambda: session["chosen"].text == "1 selected")
-    press(browser, "=")
-    until(lambda: Select(session["which"]).first_selected_option.text == f"like {first}")
+    wait_until(lambda: session["chosen"].text == "1 selected")
+    press_keys(browser, "=")
+    wait_until(lambda: Select(session["which"]).first_selected_option.text == f"like {first}")
     session["tab-one"].click()
-    until(lambda: len(browser.find_elements("css selector", "#curve .marker")) == 1, 150)
+    wait_until(lambda: len(browser.find_elements("css selector", "#curve .marker")) == 1, 150)
     assert session["trained"].text.startswith(f"{WANTED} labels: ")
     assert [row for row in browser.get_log("browser") if " 422 " not in row["message"]] == []

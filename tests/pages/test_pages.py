@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from browsers import serving, until
+from browsers import serve_app, wait_until
 from PIL import Image
 
 from halfmoon.cli import main as cli
@@ -47,7 +47,7 @@ def site(path: Path, count: int = 4) -> Path:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = site(tmp_path_factory.mktemp("site"))
-    with serving(LabelPage(open_site_to_label(folder), (), None, LabelOptions()).app()) as found:
+    with serve_app(LabelPage(open_site_to_label(folder), (), None, LabelOptions()).app()) as found:
         yield found
 
 
@@ -144,7 +144,7 @@ def test_command_serves_until_ctrl_c(tmp_path: Path):
         assert page.stdout is not None
         found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", page.stdout.readline())
         assert found
-        until(lambda: get(found[0], "start")[0] == 200)
+        wait_until(lambda: get(found[0], "start")[0] == 200)
         page.send_signal(signal.SIGINT)
         out, error = page.communicate(timeout=20)
     assert page.returncode == 130
@@ -269,7 +269,9 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
     """40 concurrent requests for 8 large images: one decoder, at least `MAX_WAITING_IMAGES` responses, others refused."""
     for n in range(8):
         Image.new("L", (1500, 1000), n).save(tmp_path / f"{n}.png")
-    pictures, running, most = ImageCache(tmp_path), 0, 0
+    pictures = ImageCache(tmp_path)
+    running = 0
+    most = 0
 
     def slowly(*args: Any) -> Image.Image:
         nonlocal running, most

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsers import needs_browser, opened, serving, until
+from browsers import needs_browser, open_page, serve_app, wait_until
 from PIL import Image
 
 from halfmoon.pages.label import LabelOptions, LabelPage
@@ -44,10 +44,10 @@ def test_names_and_tags_of_images_are_text(browser: Any, tmp_path: Path) -> None
         (tmp_path / f"{payload}.dcm").write_bytes(file)
         Image.new("RGB", (16, 16), (n, 10, 10)).save(tmp_path / f"{payload}.png")
     (tmp_path / "classes.txt").write_text("".join(f"{payload}\n" for payload in PAYLOADS))
-    with serving(LabelPage(read_site(tmp_path), (), None, LabelOptions(seed=0)).app()) as address:
-        opened(browser, address)
+    with serve_app(LabelPage(read_site(tmp_path), (), None, LabelOptions(seed=0)).app()) as address:
+        open_page(browser, address)
         for _ in range(2 * len(PAYLOADS)):
-            name = until(lambda: browser.find_element("id", "path").text)
+            name = wait_until(lambda: browser.find_element("id", "path").text)
             assert any(payload in name for payload in PAYLOADS)
             assert not has_run(browser)
             browser.execute_script("document.dispatchEvent(new KeyboardEvent('keydown', { key: 's' }))")
@@ -77,7 +77,7 @@ def test_names_and_errors_of_sites_are_text(browser: Any, tmp_path: Path) -> Non
         log.record(
             "reply_rejected", f"refused in round 1: the answer of {payload}: {payload}", site=payload, reason=payload
         )
-    with serving(WatchPage(tmp_path).app()) as address:
-        opened(browser, address)
-        until(lambda: PAYLOADS[0] in browser.find_element("tag name", "body").text)
+    with serve_app(WatchPage(tmp_path).app()) as address:
+        open_page(browser, address)
+        wait_until(lambda: PAYLOADS[0] in browser.find_element("tag name", "body").text)
         assert not has_run(browser)

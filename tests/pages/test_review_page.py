@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsers import needs_browser, opened, press, serving, until
+from browsers import needs_browser, open_page, press_keys, serve_app, wait_until
 from PIL import Image
 
 from halfmoon.core.errors import UserError
@@ -104,7 +104,7 @@ def test_request_before_the_predictions_are_complete_gives_a_message(tmp_path: P
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[str]:
-    with serving(review(folder(tmp_path)).app()) as address:
+    with serve_app(review(folder(tmp_path)).app()) as address:
         yield address
 
 
@@ -122,8 +122,8 @@ def chosen(browser: Any, select: str, words: str) -> None:
 
 @needs_browser
 def test_the_wall_is_sorted_and_filtered(browser: Any, page: str) -> None:
-    opened(browser, page)
-    assert until(lambda: cells(browser))[0].startswith("c.png: ship · 40 %, label dog")
+    open_page(browser, page)
+    assert wait_until(lambda: cells(browser))[0].startswith("c.png: ship · 40 %, label dog")
     # e.png cannot be read: it is the last image in every order.
     for words, first in (("the most confident", "b.png"), ("the least confident", "c.png"), ("by path", "+a.png")):
         chosen(browser, "sort", words)
@@ -137,69 +137,69 @@ def test_the_wall_is_sorted_and_filtered(browser: Any, page: str) -> None:
 @needs_browser
 def test_wall_that_changes_at_once_requests_only_its_images(browser: Any, page: str) -> None:
     """Five images are drawn, and then two, before one was requested: positions 2 to 4 are empty then."""
-    opened(browser, page)
-    until(lambda: cells(browser))
+    open_page(browser, page)
+    wait_until(lambda: cells(browser))
     browser.execute_script(
         "const show = (select, words) => {"
         " select.value = [...select.options].find((option) => option.text === words).value;"
         " select.dispatchEvent(new Event('change')); };"
         "show(sort, 'by path'); show(predicted, 'ship');"
     )
-    until(lambda: len(cells(browser)) == 2)
+    wait_until(lambda: len(cells(browser)) == 2)
     time.sleep(0.3)
     assert browser.get_log("browser") == []
 
 
 @needs_browser
 def test_a_key_corrects_and_another_undoes(browser: Any, page: str, tmp_path: Path) -> None:
-    opened(browser, page)
-    until(lambda: cells(browser))
+    open_page(browser, page)
+    wait_until(lambda: cells(browser))
     browser.execute_script("document.querySelector('#wall .cell').focus()")
-    press(browser, "\ue007")
-    until(lambda: browser.find_element("id", "one").is_displayed())
-    press(browser, "3")
-    until(lambda: read_labels(tmp_path)["c.png"] == "ship")
-    until(lambda: "Its label is ship." in browser.find_element("id", "said").text)
-    press(browser, "u")
-    until(lambda: read_labels(tmp_path)["c.png"] == "dog")
-    press(browser, "\ue014")
-    until(lambda: browser.find_element("id", "path").text != "c.png")
-    press(browser, "\ue00c")
-    until(lambda: not browser.find_element("id", "one").is_displayed())
+    press_keys(browser, "\ue007")
+    wait_until(lambda: browser.find_element("id", "one").is_displayed())
+    press_keys(browser, "3")
+    wait_until(lambda: read_labels(tmp_path)["c.png"] == "ship")
+    wait_until(lambda: "Its label is ship." in browser.find_element("id", "said").text)
+    press_keys(browser, "u")
+    wait_until(lambda: read_labels(tmp_path)["c.png"] == "dog")
+    press_keys(browser, "\ue014")
+    wait_until(lambda: browser.find_element("id", "path").text != "c.png")
+    press_keys(browser, "\ue00c")
+    wait_until(lambda: not browser.find_element("id", "one").is_displayed())
 
 
 @needs_browser
 def test_a_cell_of_the_confusion_leads_to_its_images(browser: Any, page: str) -> None:
-    opened(browser, page)
-    press(browser, "q")
-    button = until(lambda: browser.find_elements("css selector", "[aria-label='label dog, predicted ship: 1']"))[0]
+    open_page(browser, page)
+    press_keys(browser, "q")
+    button = wait_until(lambda: browser.find_elements("css selector", "[aria-label='label dog, predicted ship: 1']"))[0]
     assert "66.7 % of 3 labels" in browser.find_element("id", "summary").text
     button.click()
-    until(lambda: [each.split(":")[0] for each in cells(browser)] == ["c.png"])
+    wait_until(lambda: [each.split(":")[0] for each in cells(browser)] == ["c.png"])
 
 
 @needs_browser
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
 def test_no_screen_scrolls_sideways(browser: Any, page: str, width: int, dark: bool) -> None:
-    opened(browser, page, width, dark)
+    open_page(browser, page, width, dark)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    press(browser, "q")
-    until(lambda: browser.find_elements("css selector", "#confusion button"))
+    press_keys(browser, "q")
+    wait_until(lambda: browser.find_elements("css selector", "#confusion button"))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
 
 
 @needs_browser
 def test_selected_images_get_one_label_and_lose_it_at_once(browser: Any, page: str, tmp_path: Path) -> None:
-    opened(browser, page)
-    until(lambda: cells(browser))
+    open_page(browser, page)
+    wait_until(lambda: cells(browser))
     before = read_labels(tmp_path)
-    press(browser, "x")
+    press_keys(browser, "x")
     for name in ("+a.png", "d.png"):
         browser.find_element("css selector", f"#wall .cell[aria-label^='{name}']").click()
     assert browser.find_element("id", "chosen").text == "2 selected"
-    press(browser, "2")
-    until(lambda: read_labels(tmp_path) == {**before, "+a.png": "dog", "d.png": "dog"})
+    press_keys(browser, "2")
+    wait_until(lambda: read_labels(tmp_path) == {**before, "+a.png": "dog", "d.png": "dog"})
     assert not browser.find_element("id", "bulk").is_displayed()
-    press(browser, "u")
-    until(lambda: read_labels(tmp_path) == before)
+    press_keys(browser, "u")
+    wait_until(lambda: read_labels(tmp_path) == before)
     assert browser.get_log("browser") == []

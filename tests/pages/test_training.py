@@ -74,7 +74,8 @@ def test_training_predicts_all_readable_images(tmp_path: Path):
     for n, row in enumerate(rows):
         Image.fromarray(train.images[row, :, :, 0]).resize((32, 32)).save(tmp_path / f"{n:02}.png")
     (tmp_path / "05.png").write_bytes(b"no image")
-    paths, truth = [f"{n:02}.png" for n in range(12)], train.labels[rows]
+    paths = [f"{n:02}.png" for n in range(12)]
+    truth = train.labels[rows]
     found = BackgroundTraining(tmp_path, paths, LABELS_FILE)
     labels = np.full(12, -1)  # one a class that can be read
     labels[[5, np.flatnonzero(truth == 0)[0], np.flatnonzero(truth == 1)[0]]] = 0, 0, 2
@@ -120,7 +121,8 @@ def test_training_again_after_a_kill_has_the_result_of_one_that_was_not_killed(
         return found
 
     assert train_once("killed", kill=True).summary == "The training was ended before it was done: train again."
-    again, calm = train_once("killed"), train_once("calm")
+    again = train_once("killed")
+    calm = train_once("calm")
     assert again.result is not None
     assert calm.result is not None
     np.testing.assert_array_equal(again.result.probabilities, calm.result.probabilities)

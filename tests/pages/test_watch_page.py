@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import needs_browser, opened, serving, sized, until
+from browsers import needs_browser, open_page, serve_app, set_viewport, wait_until
 from report_folders import write_run, write_sweep
 
 from halfmoon.cli import main as cli
@@ -216,7 +216,8 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     repeats = [(f"04:5{n}:13", "waiting_for_sites", "waiting for sites: 0 of 3 are there", missing) for n in (3, 4, 5)]
     beginning = [SERVER[0], *repeats]
     record(tmp_path, *beginning)
-    run, now = FollowedRun(tmp_path, "r"), time.time()
+    run = FollowedRun(tmp_path, "r")
+    now = time.time()
     facts = run.describe(now)
     assert (facts["state"], facts["alarms"]) == ("waiting", [])
     assert facts["waiting"] == "waiting for sites since 2026-11-21 04:53:13: 0 of 3 are there, 2 needed"
@@ -240,7 +241,8 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
 def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
     """However long a round takes, who holds the lock lives; two minutes after the lock is free it is stopped."""
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n[federation]\n")
-    run, now = FollowedRun(tmp_path / "r", "r"), time.time()
+    run = FollowedRun(tmp_path / "r", "r")
+    now = time.time()
     run.update()
     with locks.hold(tmp_path / "r" / ".lock"):
         assert run.describe(now + 10000)["state"] == "running"
@@ -350,31 +352,31 @@ def test_page_of_a_federation_is_read_only(tmp_path: Path):
 def test_a_growing_run_is_followed(browser: Any, tmp_path: Path) -> None:
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n")
     write_run(tmp_path / "r" / "beside" / "a", 0, 0)
-    with serving(WatchPage(tmp_path / "r").app()) as address:
-        opened(browser, address)
+    with serve_app(WatchPage(tmp_path / "r").app()) as address:
+        open_page(browser, address)
         assert "1 of 2 runs finished, 1 running" in browser.find_element("id", "progress").text
         lines = "[data-chart=accuracy] path.line"
         assert len(browser.find_elements("css selector", lines)) == 2
         with (tmp_path / "r" / "metrics.jsonl").open("a") as file:
             file.write('{"round": 13, "test": {"accuracy": 0.99}}\n')
-        until(lambda: "99.00" in browser.find_element("id", "runs").text)
+        wait_until(lambda: "99.00" in browser.find_element("id", "runs").text)
         first = browser.find_element("css selector", "#table tbody tr td").text
         assert first == "13"
         browser.find_element("css selector", "#runs input").send_keys(" ")  # by keyboard
-        until(lambda: len(browser.find_elements("css selector", lines)) == 1)
+        wait_until(lambda: len(browser.find_elements("css selector", lines)) == 1)
         browser.find_element("id", "filter").send_keys("fedavg")
-        until(lambda: len(browser.find_elements("css selector", "#runs tbody tr")) == 1)
+        wait_until(lambda: len(browser.find_elements("css selector", "#runs tbody tr")) == 1)
         assert browser.get_log("browser") == []
-    until(lambda: "stopped in the terminal" in browser.find_element("id", "notice").text)
+    wait_until(lambda: "stopped in the terminal" in browser.find_element("id", "notice").text)
 
 
 @needs_browser
 def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None:
     record(tmp_path, *SITE, log="join.log")
-    with serving(WatchPage(tmp_path).app()) as address:
-        opened(browser, address, 390, dark=True)
+    with serve_app(WatchPage(tmp_path).app()) as address:
+        open_page(browser, address, 390, dark=True)
         assert browser.find_element("id", "sentence").text.startswith("Round 12 of 50: your images helped in 2")
-        sized(browser, 390, dark=False)  # the evening is over
+        set_viewport(browser, 390, dark=False)  # the evening is over
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         assert browser.get_log("browser") == []
     (tmp_path / "join.log").unlink()
@@ -382,8 +384,8 @@ def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None
         tmp_path, *((when, name, text.replace("site-01", "<i>x</i>-01"), fields) for when, name, text, fields in SERVER)
     )
     write_run(tmp_path / "run", 1, 0)
-    with serving(WatchPage(tmp_path).app()) as address:
-        opened(browser, address)
+    with serve_app(WatchPage(tmp_path).app()) as address:
+        open_page(browser, address)
         assert "no longer connected" in browser.find_element("id", "log").text
         assert "<i>x</i>-01 is there" in browser.find_element("id", "log").text
         assert len(browser.find_elements("css selector", "#sites tbody tr")) == 2
@@ -408,8 +410,8 @@ def test_alarms_are_grouped_by_method(browser: Any, tmp_path: Path) -> None:
             each["pseudo"]["share_used"] = 0.001
         lines = "".join(json.dumps(each) + "\n" for each in rows)
         (tmp_path / f"{method}{seed}" / "metrics.jsonl").write_text(lines)
-    with serving(WatchPage(tmp_path).app()) as address:
-        opened(browser, address)
+    with serve_app(WatchPage(tmp_path).app()) as address:
+        open_page(browser, address)
         groups = [each.text.split("\n") for each in browser.find_elements("css selector", "#alarms > li")]
     assert [lines[0] for lines in groups] == ["fixmatch", "feddure"]
     assert groups[0][1].startswith("seed 0, seed 1: unlabeled images are not used")
@@ -420,24 +422,24 @@ def test_alarms_are_grouped_by_method(browser: Any, tmp_path: Path) -> None:
 @needs_browser
 def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path)
-    with serving(WatchPage(sweep).app()) as address:
-        opened(browser, address, 390)
+    with serve_app(WatchPage(sweep).app()) as address:
+        open_page(browser, address, 390)
         assert len(browser.find_elements("css selector", "#runs tbody tr")) == 12
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
-        opened(browser, address, 1280)
+        open_page(browser, address, 1280)
         seen = (
             "[...document.querySelectorAll('.plot svg')].map((each) => [each.viewBox.baseVal.width, each.clientWidth])"
         )
-        until(lambda: len(browser.execute_script(f"return {seen}")) > 1)
-        until(lambda: all(abs(a - b) < 2 for a, b in browser.execute_script(f"return {seen}")), 0.7)
+        wait_until(lambda: len(browser.execute_script(f"return {seen}")) > 1)
+        wait_until(lambda: all(abs(a - b) < 2 for a, b in browser.execute_script(f"return {seen}")), 0.7)
 
 
 @needs_browser
 def test_seeds_are_one_line_on_a_transparent_band(browser: Any, tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path / str(seed), 2, seed)
-    with serving(WatchPage(tmp_path).app()) as address:
-        opened(browser, address)
+    with serve_app(WatchPage(tmp_path).app()) as address:
+        open_page(browser, address)
         (band,) = browser.find_elements("css selector", "[data-chart=accuracy] path.band")
         assert len(browser.find_elements("css selector", "[data-chart=accuracy] path.line")) == 1
         assert float(band.value_of_css_property("opacity")) < 0.3

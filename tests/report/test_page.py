@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 from report_folders import (
     METHODS,
-    accuracy_of,
-    entry,
-    facts_of,
-    note_sums,
-    put,
-    split_of,
-    sweep,
-    write_lines,
+    compute_accuracy,
+    make_run_entry,
+    make_split_summary,
+    make_sweep,
+    read_sweep_file,
+    record_checksums,
+    write_line_sweep,
     write_run,
     write_sweep,
+    write_sweep_file,
 )
 
 from halfmoon.cli import main as cli
@@ -150,7 +150,7 @@ def test_equal_steps_of_runs(tmp_path: Path) -> None:
     assert score.steps == {(): 60}
     means = [score.get(name, ()).last for name in ("fixmatch", "feddure")]
     assert [each.mean for each in means if each] == pytest.approx(
-        [100 * accuracy_of(1, 0, 12), 100 * accuracy_of(2, 0, 4)]
+        [100 * compute_accuracy(1, 0, 12), 100 * compute_accuracy(2, 0, 4)]
     )
 
 
@@ -170,15 +170,15 @@ def test_the_interval_of_tau_by_students_t() -> None:
 def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
     """A run without its folder has only its final accuracy: of 60 and 120 steps the second has none at 60 steps."""
     folder = write_sweep(tmp_path, seeds=1)
-    facts = facts_of(folder)
+    facts = read_sweep_file(folder)
     for cell in facts["cells"]:
         cell["runs"][0]["folder"] = "gone"
         cell["runs"][0]["cost"]["labeled_steps"] = 120 if cell["at"]["method"] == "feddure" else 60
-    put(folder, facts)
+    write_sweep_file(folder, facts)
     study = read_sweep(folder / "sweep.json")
     score = scores_at_equal_steps(study)
     assert score.steps == {("iid-iid",): 60, ("dir-dir",): 60}
-    assert score.get("fedavg", ("iid-iid",)).last == (pytest.approx(100 * accuracy_of(0, 0, 12)), None)
+    assert score.get("fedavg", ("iid-iid",)).last == (pytest.approx(100 * compute_accuracy(0, 0, 12)), None)
     lost = score.get("feddure", ("iid-iid",))
     assert (lost.last, lost.note) == (None, "no evaluation up to this number of steps is known")
     assert list_missing(study) == ["The folders of 6 of 6 finished runs are missing: no charts of those."]
@@ -193,7 +193,7 @@ def test_order_and_scores_of_a_column(study: Study) -> None:
     assert found.kendall_tau == 1
     assert compare_order(study, score, ("iid-iid",)) == ([], [], None, None)
     mark = score.get("feddure", ("dir-dir",))
-    shares = [100 * accuracy_of(2, seed, 12) for seed in (0, 1)]
+    shares = [100 * compute_accuracy(2, seed, 12) for seed in (0, 1)]
     assert mark.last == (pytest.approx(sum(shares) / 2), pytest.approx(abs(shares[0] - shares[1]) / math.sqrt(2)))
     assert mark.verdict.difference == pytest.approx(sum(shares) / 2 - 80)
     assert mark.verdict.within is True
@@ -258,7 +258,7 @@ def test_comparison_has_its_order_and_lists_jobs_that_have_not_started(tmp_path:
 
 def damaged(**changes: Any) -> dict[str, Any]:
     cell = {"at": {"setting": "iid-iid", "method": "fedavg"}, "published": None, "runs": []}
-    return sweep(cells=[cell]) | changes
+    return make_sweep(cells=[cell]) | changes
 
 
 @pytest.mark.parametrize(
@@ -321,9 +321,9 @@ def test_a_bad_out_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, seeds=1)
-    facts = facts_of(folder)
+    facts = read_sweep_file(folder)
     facts["cells"][0]["runs"][0]["identity"] = "what it was"
-    put(folder, facts)
+    write_sweep_file(folder, facts)
     study = read_sweep(folder / "sweep.json")
     assert list_missing(study) == ["The folders of 1 finished runs now contain another run: no charts of those."]
     assert len(study.runs) == 5
@@ -332,10 +332,10 @@ def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> N
 def test_the_csv_parses_back(tmp_path: Path) -> None:
     """Six cells of two seeds, unrounded; the cell with a failed run says why, the one without runs keeps its number."""
     folder = write_sweep(tmp_path)
-    facts = facts_of(folder)
+    facts = read_sweep_file(folder)
     facts["cells"][3]["runs"] = []
     facts["cells"][4]["runs"][1] = {"seed": 1, "finished": False, "failed": 'the loss, "again", is no number'}
-    put(folder, facts)
+    write_sweep_file(folder, facts)
     rows = list(csv.DictReader(io.StringIO(frame.format_csv([read_sweep(folder / "sweep.json")]))))
     assert len(rows) == 2 * 6 - 1
     first = rows[0]
@@ -346,8 +346,11 @@ def test_the_csv_parses_back(tmp_path: Path) -> None:
         "fedavg",
     )
     assert "not the paper's experiment" in first["scale_about"]
-    assert float(first["last_percent"]) == 100 * accuracy_of(0, 0, 12)
-    assert (first["equal_labeled_steps"], float(first["equal_steps_percent"])) == ("60", 100 * accuracy_of(0, 0, 12))
+    assert float(first["last_percent"]) == 100 * compute_accuracy(0, 0, 12)
+    assert (first["equal_labeled_steps"], float(first["equal_steps_percent"])) == (
+        "60",
+        100 * compute_accuracy(0, 0, 12),
+    )
     assert (first["published_percent"], first["bytes_up"], first["seconds"]) == ("", "6000000", "6.0")
     bare = rows[6]
     assert (bare["method"], bare["seed"], bare["last_percent"], bare["published_percent"]) == ("fedavg", "", "", "60.0")
@@ -359,11 +362,11 @@ def test_the_csv_parses_back(tmp_path: Path) -> None:
 
 
 def test_an_axis_named_like_a_column_keeps_apart(tmp_path: Path) -> None:
-    facts = sweep(columns=["seed"])
+    facts = make_sweep(columns=["seed"])
     facts["axes"][0]["name"] = "seed"
     done = write_run(tmp_path / "cells" / "a", 0, 7)
-    facts["cells"] = [{"at": {"seed": "iid-iid", "method": "fedavg"}, "runs": [entry(done, "cells/a")]}]
-    put(tmp_path, facts)
+    facts["cells"] = [{"at": {"seed": "iid-iid", "method": "fedavg"}, "runs": [make_run_entry(done, "cells/a")]}]
+    write_sweep_file(tmp_path, facts)
     (row,) = csv.DictReader(io.StringIO(frame.format_csv(gather_studies([tmp_path]))))
     assert (row["axis_seed"], row["seed"]) == ("iid-iid", "7")
 
@@ -413,13 +416,13 @@ EVIL = '</script><script>alert("1")</script><b a=\'&amp;">'
 def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
     """Titles, names of classes, notes, and reasons of failure with tags in them stay text; the two scripts are ours."""
     names = [EVIL, "dog", "ship"]
-    facts = sweep(title=EVIL, about=EVIL, reading=EVIL, command=EVIL, scale={"name": EVIL, "about": EVIL})
+    facts = make_sweep(title=EVIL, about=EVIL, reading=EVIL, command=EVIL, scale={"name": EVIL, "about": EVIL})
     facts["axes"][1]["values"][1]["title"] = EVIL
     done = write_run(tmp_path / "x" / "cells" / "a", 1, 0, names=names, config=f"lr = '''{EVIL[:-4]}'''\n")
-    runs = [entry(done, "cells/a"), {"seed": 1, "finished": False, "failed": EVIL}]
+    runs = [make_run_entry(done, "cells/a"), {"seed": 1, "finished": False, "failed": EVIL}]
     published = {"mean": 50.0, "deviation": None, "note": EVIL}
     facts["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": runs, "published": published}]
-    put(tmp_path / "x", facts)
+    write_sweep_file(tmp_path / "x", facts)
     write_run(tmp_path / "<script>&amp;" / "b", 2, 0, title=EVIL, names=names)
     page = render_html(gather_studies([tmp_path / "x", tmp_path / "<script>&amp;"]))
     read = Reader(page)
@@ -469,11 +472,12 @@ def test_lines_are_means_in_bands_over_seeds(study: Study) -> None:
     """Seeds differ by 0.01: mean in the middle, the band one point wide; accuracy above is known from round 4 on."""
     group = series.column_charts(study, ("iid-iid",))
     assert group["classes"] == ["cat", "dog", "ship"]
-    none, some = group["lines"][0], group["lines"][1]
+    none = group["lines"][0]
+    some = group["lines"][1]
     assert none["series"].keys() == {"accuracy", "js_app_u", "js_labeled"}
     line = some["series"]["accuracy"]
     assert line["x"] == [2, 4, 6, 8, 10, 12]
-    assert line["low"][1] == pytest.approx(100 * accuracy_of(1, 0, 4), abs=1e-3)
+    assert line["low"][1] == pytest.approx(100 * compute_accuracy(1, 0, 4), abs=1e-3)
     assert line["mean"][1] == pytest.approx(line["low"][1] + 0.5, abs=1e-3)
     assert line["high"][1] == pytest.approx(line["low"][1] + 1, abs=1e-3)
     assert some["series"]["above"]["x"] == [4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -513,7 +517,7 @@ def write_federation(path: Path) -> None:
         if row["round"] > 1:
             row["evaluation"] = {"accuracy": row["round"] / 20, "round": row["round"] - 1, "sites": 2}
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    note_sums(path)
+    record_checksums(path)
 
 
 def test_a_federations_folder_is_reported_as_one(tmp_path: Path) -> None:
@@ -554,7 +558,7 @@ def test_a_different_split_is_drawn_once(tmp_path: Path, study: Study) -> None:
     assert second["title"] == "DIR-DIR"
     assert first["labeled"] == [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]
     assert first["unlabeled"][1] == [10, 20, 30]
-    write_run(tmp_path / "many", 1, 0, split=split_of(100, ["a", "b"], server=True))
+    write_run(tmp_path / "many", 1, 0, split=make_split_summary(100, ["a", "b"], server=True))
     (split,) = series.split_charts(gather_studies([tmp_path / "many"])[0])
     assert (len(split["shown"]), split["shown"][0], split["shown"][-1]) == (40, 0, 99)
     assert split["server"] == [1, 1]
@@ -573,7 +577,7 @@ def test_splits_are_named_after_who_uses_them(study: Study) -> None:
 
 def test_very_many_classes_are_listed(tmp_path: Path) -> None:
     names = [str(n) for n in range(101)]
-    write_run(tmp_path / "run", 1, 0, names=names, split=split_of(1, names))
+    write_run(tmp_path / "run", 1, 0, names=names, split=make_split_summary(1, names))
     (line,) = series.column_charts(gather_studies([tmp_path / "run"])[0], ())["lines"]
     assert line["confusion"]["largest"][0] == [100, 0, 20, 100]
     assert len(line["confusion"]["largest"]) == 20
@@ -581,18 +585,18 @@ def test_very_many_classes_are_listed(tmp_path: Path) -> None:
 
 def test_accuracy_along_an_axis(tmp_path: Path) -> None:
     """Rows are lines; where rows are the axis, the columns are."""
-    folder = write_lines(tmp_path)
+    folder = write_line_sweep(tmp_path)
     study = read_sweep(folder / "sweep.json")
     (panel,) = series.line_charts(study, final_scores(study))
     assert (panel["label"], panel["title"]) == ("dirichlet_alpha", "")
     assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
     line = panel["lines"][2]
     assert [point["x"] for point in line["points"]] == [0.1, 0.5, 1.0]
-    assert line["points"][2]["mean"] == pytest.approx(100 * accuracy_of(2, 0, 12), abs=1e-3)
+    assert line["points"][2]["mean"] == pytest.approx(100 * compute_accuracy(2, 0, 12), abs=1e-3)
     assert line["published"][0] == {"x": 0.1, "mean": 62.0, "deviation": 1.0}
     assert panel["lines"][0]["published"] == []
     assert "dirichlet_alpha 0.5" in Reader(render_html([study])).text
-    put(folder, facts_of(folder) | {"rows": "dirichlet_alpha", "columns": ["method"]})
+    write_sweep_file(folder, read_sweep_file(folder) | {"rows": "dirichlet_alpha", "columns": ["method"]})
     study = read_sweep(folder / "sweep.json")
     (panel,) = series.line_charts(study, final_scores(study))
     assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
@@ -600,11 +604,11 @@ def test_accuracy_along_an_axis(tmp_path: Path) -> None:
 
 def test_sweep_with_another_measure_names_it(tmp_path: Path) -> None:
     """Its tables name the measure, and have no test accuracy at equal steps."""
-    folder = write_lines(tmp_path)
+    folder = write_line_sweep(tmp_path)
     text = Reader(render_html([read_sweep(folder / "sweep.json")])).text
     assert "Test accuracy along dirichlet_alpha" in text
     assert "at equal labeled steps" in text
-    put(folder, facts_of(folder) | {"measure": "accuracy of pseudo-labels"})
+    write_sweep_file(folder, read_sweep_file(folder) | {"measure": "accuracy of pseudo-labels"})
     text = Reader(render_html([read_sweep(folder / "sweep.json")])).text
     assert "Accuracy of pseudo-labels along dirichlet_alpha" in text
     assert "at equal labeled steps" not in text
@@ -612,11 +616,11 @@ def test_sweep_with_another_measure_names_it(tmp_path: Path) -> None:
 
 def test_kind_splits_shows_nothing_else(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, kind="splits")
-    facts = facts_of(folder)
+    facts = read_sweep_file(folder)
     for cell in facts["cells"]:
         for run in cell["runs"]:
             run |= {"accuracy": None, "cost": None}
-    put(folder, facts)
+    write_sweep_file(folder, facts)
     page = render_html(gather_studies([folder]))
     assert "table" not in Reader(page).tags
     (study,) = data_of(page)["studies"]
@@ -657,7 +661,9 @@ def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     assert shown.stdout.endswith("[]\n")
 
 
-LOW, MID, TOP = ("fedavg", "FedAvg (labeled only)"), ("feddure", "FedDure"), ("fedavg-sl", "FedAvg-SL (all labels)")
+LOW = ("fedavg", "FedAvg (labeled only)")
+MID = ("feddure", "FedDure")
+TOP = ("fedavg-sl", "FedAvg-SL (all labels)")
 
 
 @pytest.mark.parametrize(
@@ -689,7 +695,7 @@ def test_headline_describes_the_result(tmp_path: Path, shares: tuple[tuple[str, 
         (folder / "summary.json").write_text(json.dumps(summary))
         file = folder / "config.toml"
         file.write_text(file.read_text().replace('"fedavg"', f'"{method}"'))
-        note_sums(folder)
+        record_checksums(folder)
         seeds[method] += 1
     assert words in write_headline(gather_studies([tmp_path])[0])
 
@@ -733,7 +739,7 @@ def test_data_sets_of_one_name_get_a_folder_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("columns", "rows"), [(1, 1), (7, 2), (40, 3), (3, 90)])
 def test_latex_of_any_number_of_runs_has_tables_that_fit(tmp_path: Path, columns: int, rows: int) -> None:
     """Each table has at most six columns and forty rows, all its lines as many cells, and together they say it all."""
-    facts = sweep(scale=None)
+    facts = make_sweep(scale=None)
     names = [f"setting-{n}" for n in range(columns)]
     methods = [f"method-{n}" for n in range(rows)]
     facts["axes"] = [
@@ -745,9 +751,9 @@ def test_latex_of_any_number_of_runs_has_tables_that_fit(tmp_path: Path, columns
     for name in names:
         for method in methods:
             facts["cells"].append(
-                {"at": {"setting": name, "method": method}, "published": None, "runs": [entry(summary)]}
+                {"at": {"setting": name, "method": method}, "published": None, "runs": [make_run_entry(summary)]}
             )
-    put(tmp_path, facts)
+    write_sweep_file(tmp_path, facts)
     study = read_sweep(tmp_path / "sweep.json")
     words = latex.format_tables(study, final_scores(study), "Accuracy")
     tables = re.findall(r"\\begin\{tabular\}\{(l[lr]*)\}(.*?)\\end\{tabular\}", words, re.S)

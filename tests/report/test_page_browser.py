@@ -10,18 +10,18 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from browsers import chromium, needs_browser
+from browsers import needs_browser, start_chromium
 from report_folders import (
     METHODS,
-    accuracy_of,
-    entry,
-    note_sums,
-    put,
-    split_of,
-    sweep,
-    write_lines,
+    compute_accuracy,
+    make_run_entry,
+    make_split_summary,
+    make_sweep,
+    record_checksums,
+    write_line_sweep,
     write_run,
     write_sweep,
+    write_sweep_file,
 )
 
 from halfmoon.report.gather import gather_studies
@@ -33,7 +33,7 @@ ODD = "<b onmouseover=alert(1)>cat</b>"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with chromium() as browser:
+    with start_chromium() as browser:
         yield browser
 
 
@@ -42,12 +42,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a page of a table with two columns, of lines along gamma, and of splits alone."""
     root = tmp_path_factory.mktemp("page")
     table = write_sweep(root, names=[ODD, "dog", "ship"])
-    lines = write_lines(root)
-    alone = sweep(kind="splits", scale=None)
-    done = write_run(root / "s", 1, 0, split=split_of(5, ["a", "b"], server=True))
-    alone["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": [entry(done, "../s")]}]
+    lines = write_line_sweep(root)
+    alone = make_sweep(kind="splits", scale=None)
+    done = write_run(root / "s", 1, 0, split=make_split_summary(5, ["a", "b"], server=True))
+    alone["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": [make_run_entry(done, "../s")]}]
     path = root / "page.html"
-    path.write_text(render_html(gather_studies([table, lines, put(root / "splits", alone)])), encoding="utf-8")
+    path.write_text(
+        render_html(gather_studies([table, lines, write_sweep_file(root / "splits", alone)])), encoding="utf-8"
+    )
     return path
 
 
@@ -281,7 +283,7 @@ def comparison(tmp_path: Path) -> Path:
             if row["pseudo"]:
                 row["pseudo"]["auc_confidence"] = 0.8
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        note_sums(folder)
+        record_checksums(folder)
     path = tmp_path / "page.html"
     path.write_text(render_html(gather_studies([tmp_path / "runs"])), encoding="utf-8")
     return path
@@ -295,7 +297,7 @@ def test_the_table_marks_baseline_best_and_upper_bound(browser: Any, comparison:
     assert floor.startswith("FedAvg (labeled only) baseline 1")
     assert ceiling.startswith("FedAvg-SL (all labels) upper bound 1")
     assert best.startswith("FedAvg + FixMatch best 1")
-    gain = 100 * (accuracy_of(1, 0, 12) - accuracy_of(0, 0, 12))
+    gain = 100 * (compute_accuracy(1, 0, 12) - compute_accuracy(0, 0, 12))
     assert best.endswith(f"+{gain:.2f} 25.00 70.00 20.00 50.00")
 
 
@@ -334,7 +336,7 @@ def test_figures_are_saved_as_csv_and_svg(browser: Any, comparison: Path) -> Non
     assert rows[1:5] == [[METHODS["fedavg"], *pair] for pair in (("0", "50"), ("1", "70"), ("2", "90"), ("mean", "70"))]
     curve = list(csv.reader(io.StringIO(saved(browser, "[data-charts=learning] [data-save=CSV]"))))
     assert curve[0] == ["line", "round", "mean", "low", "high"]
-    assert float(curve[1][2]) == pytest.approx(100 * accuracy_of(0, 0, 2))
+    assert float(curve[1][2]) == pytest.approx(100 * compute_accuracy(0, 0, 2))
     for name in ("learning", "clients", "confusion"):
         root = ElementTree.fromstring(saved(browser, f"[data-charts={name}] [data-save=SVG]"))
         assert root.tag == "{http://www.w3.org/2000/svg}svg"

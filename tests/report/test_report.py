@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from report_folders import split_of
+from report_folders import make_split_summary
 
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
@@ -160,7 +160,8 @@ def test_traffic_has_three_significant_digits(megabytes: tuple[float, ...], show
 
 def test_memory_is_blank_if_a_run_did_not_measure_it() -> None:
     """Runs of the first version did not measure memory; with one that did, the mean would be over some seeds only."""
-    old, new = summary("A", 0, 0.5, 0.5), summary("A", 1, 0.5, 0.5)
+    old = summary("A", 0, 0.5, 0.5)
+    new = summary("A", 1, 0.5, 0.5)
     del old["cost"]["stored_client"], old["cost"]["stored_server"]
     for runs in ([old], [old, new]):
         table = comparison_table(runs)
@@ -276,7 +277,8 @@ def test_styles_differ() -> None:
     assert len({line_style(n)[1:] for n in range(DISTINCT_STYLES)}) == DISTINCT_STYLES >= 12
     assert len({line_style(n).marker for n in range(12)}) == 12
     for n in range(20):
-        one, other = line_style(n), line_style(n + 1)
+        one = line_style(n)
+        other = line_style(n + 1)
         assert one.color != other.color
         assert one.dashes != other.dashes
         assert one.marker != other.marker
@@ -348,7 +350,7 @@ def test_areas_are_proportional_to_counts() -> None:
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (20, 10), (100, 10), (100, 100)])
 def test_bubbles_draw_both_sides(tmp_path: Path, clients: int, classes: int) -> None:
     path = tmp_path / "bubbles.png"
-    draw_split(split_of(clients, [f"class {n}" for n in range(classes)]), path)
+    draw_split(make_split_summary(clients, [f"class {n}" for n in range(classes)]), path)
     pixels = picture(path)
     half = pixels.shape[0] // 2
     assert 800 <= pixels.shape[1] <= 2000
@@ -360,7 +362,7 @@ def test_bubbles_draw_both_sides(tmp_path: Path, clients: int, classes: int) -> 
 def test_drawn_bubbles_cover_paper_in_proportion(tmp_path: Path) -> None:
     """One client, two classes with 400 and 100 images: the larger of two separate bubbles covers 4 times the paper.
     The bubbles are found as runs of rows that hold the color, left of the legend."""
-    split = split_of(1, ["a", "b"])
+    split = make_split_summary(1, ["a", "b"])
     split["each"][0] = {"labeled_classes": [400, 100], "unlabeled_classes": [0, 0]}
     draw_split(split, tmp_path / "bubbles.png")
     pixels = picture(tmp_path / "bubbles.png")
@@ -368,12 +370,13 @@ def test_drawn_bubbles_cover_paper_in_proportion(tmp_path: Path) -> None:
     blue[:, int(0.8 * blue.shape[1]) :] = False
     rows = np.flatnonzero(blue.any(1))
     cut = rows[np.argmax(np.diff(rows))]
-    small, large = int(blue[: cut + 1].sum()), int(blue[cut + 1 :].sum())
+    small = int(blue[: cut + 1].sum())
+    large = int(blue[cut + 1 :].sum())
     assert large / small == pytest.approx(4, rel=0.12)
 
 
 def test_a_side_without_any_image_is_drawn(tmp_path: Path) -> None:
-    split = split_of(3, ["a", "b"])
+    split = make_split_summary(3, ["a", "b"])
     for each in split["each"]:
         each["labeled_classes"] = [0, 0]
     draw_split(split, tmp_path / "bubbles.png")
@@ -390,7 +393,8 @@ def columns_of(path: Path, color: str) -> list[tuple[int, int]]:
 def test_server_with_labels_is_left_of_the_clients(tmp_path: Path) -> None:
     """Three clients, of whom none has labels: one column of labeled bubbles, left of all three of unlabeled ones.
     With labels at the last client, too, there are two, the second above that client."""
-    split, path = split_of(3, ["a", "b"]), tmp_path / "bubbles.png"
+    split = make_split_summary(3, ["a", "b"])
+    path = tmp_path / "bubbles.png"
     split["server"] = {"labeled": 7, "labeled_classes": [3, 4]}
     for each in split["each"]:
         each.update({"labeled_classes": [0, 0], "unlabeled_classes": [40, 40]})

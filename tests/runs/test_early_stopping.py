@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from interrupted_runs import resumed
+from interrupted_runs import run_with_interruption
 
 from halfmoon.config.schema import Config, identity
 from halfmoon.contract.small_federation import make_examples, make_simulation, make_task, trees_equal
@@ -76,7 +76,7 @@ def test_it_does_not_stop_while_scores_improve(tmp_path: Path):
 
 def test_a_stopped_run_that_was_killed_equals_a_straight_one(tmp_path: Path):
     """The count of evaluations without improvement continues after a kill."""
-    folder = resumed(CONFIG, tmp_path, after=4)
+    folder = run_with_interruption(CONFIG, tmp_path, after=4)
     summary = json.loads((folder / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert 4 < len(rows) < 30

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupted_runs import Stop
+from interrupted_runs import InterruptAfterRound
 from safetensors.torch import load_file
 
 import halfmoon
@@ -38,7 +38,7 @@ def left(run: Path) -> tuple[bytes, bytes]:
         ({"width": 64}, "auto"),  # 1.8 million products an image
         ({"executor": "loop"}, "loop"),
         ({"network": "resnet9", "width": 4}, "vmap"),
-        ({"network": "custom_models:small"}, "auto"),  # a module: nobody knows what it computes
+        ({"network": "custom_models:build_small"}, "auto"),  # a module: nobody knows what it computes
     ],
 )
 def test_tiny_networks_train_as_one_program(options: dict[str, Any], wanted: str) -> None:
@@ -65,16 +65,17 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         halfmoon.run(Config(**RUN, executor=executor, run_dir=tmp_path / executor))
     assert left(tmp_path / "loop") != left(tmp_path / "vmap")  # or the rest would prove nothing
 
-    new, old = tmp_path / "new", tmp_path / "old"
+    new = tmp_path / "new"
+    old = tmp_path / "old"
     with pytest.raises(KeyboardInterrupt):
-        halfmoon.run(Config(**RUN, run_dir=new), Stop())
+        halfmoon.run(Config(**RUN, run_dir=new), InterruptAfterRound())
     assert recorded(new) == "vmap"
     with monkeypatch.context() as before:
         before.setattr(factory, "MAX_VMAP_PRODUCTS", 0)
         with pytest.raises(KeyboardInterrupt):
-            halfmoon.run(Config(**RUN, run_dir=old), Stop())
+            halfmoon.run(Config(**RUN, run_dir=old), InterruptAfterRound())
         with pytest.raises(KeyboardInterrupt):
-            runner.run_in_folder(Config(**RUN), tmp_path / "cell", Stop())
+            runner.run_in_folder(Config(**RUN), tmp_path / "cell", InterruptAfterRound())
         halfmoon.resume(new)
     assert recorded(old) == recorded(tmp_path / "cell") == "auto"
     halfmoon.resume(old)
@@ -86,7 +87,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_comparison_says_how_all_its_runs_are_played(tmp_path: Path) -> None:
     """Also those that have not begun."""
     with pytest.raises(KeyboardInterrupt):
-        halfmoon.compare(["fedavg", "fedavg-fixmatch"], Config(**RUN, run_dir=tmp_path), watch=Stop())
+        halfmoon.compare(["fedavg", "fedavg-fixmatch"], Config(**RUN, run_dir=tmp_path), watch=InterruptAfterRound())
     assert 'executor = \\"vmap\\"' in (tmp_path / "comparison.json").read_text()
 
 

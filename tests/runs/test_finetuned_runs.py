@@ -33,7 +33,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def changed(first: Path, folder: Path) -> set[str]:
     """Return what of a model differs from that of a run that began with it."""
-    before, after = load_file(first), load_file(folder / "model.safetensors")
+    before = load_file(first)
+    after = load_file(folder / "model.safetensors")
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
@@ -97,7 +98,8 @@ def test_a_slower_backbone_moves_as_much_less(first: Path, tmp_path: Path) -> No
     for factor in (1.0, 0.1):
         folder = tmp_path / str(factor)
         halfmoon.run(replace(plain, backbone_lr=factor, run_dir=folder))
-        after, before = load_file(folder / "model.safetensors"), load_file(first)
+        after = load_file(folder / "model.safetensors")
+        before = load_file(first)
         moved.append({name: after[name] - before[name] for name in before if name.startswith("params")})
     for name, change in moved[0].items():
         factor = 1.0 if "head" in name else 0.1
@@ -138,7 +140,9 @@ def test_a_folder_of_transformers_is_a_network_with_its_weights(tmp_path, monkey
 
 def test_a_run_with_a_frozen_backbone_predicts_without_the_given_weights(first: Path, tmp_path: Path) -> None:
     """By the command line: `predict` says of pictures what the model says."""
-    own, folder, table = tmp_path / "mine.safetensors", tmp_path / "run", tmp_path / "found.csv"
+    own = tmp_path / "mine.safetensors"
+    folder = tmp_path / "run"
+    table = tmp_path / "found.csv"
     own.write_bytes(first.read_bytes())
     words = "run --method fedavg --rounds 1 --data-share 0.2 --clients 3 --cohort 2 --steps 2 --freeze backbone"
     assert main([*words.split(), "--weights", str(own), "--run-dir", str(folder)]) == 0

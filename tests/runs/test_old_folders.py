@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupted_runs import Stop
+from interrupted_runs import InterruptAfterRound
 
 from halfmoon.config import schema
 from halfmoon.config.schema import Config
@@ -37,7 +37,7 @@ def version_0_2(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_run_folder_is_resumed_and_reported(tmp_path: Path, version_0_2: pytest.MonkeyPatch) -> None:
     config = Config(**OPTIONS, method="fedavg", run_dir=tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        runner.start(config, Stop())
+        runner.start(config, InterruptAfterRound())
     version_0_2.undo()
     assert "compile = false\nseeds_together = false\n" in (tmp_path / "run" / "config.toml").read_text()
     made = runner.resume(tmp_path / "run")
@@ -51,7 +51,7 @@ def test_a_run_folder_is_resumed_and_reported(tmp_path: Path, version_0_2: pytes
 def test_a_comparison_is_continued(tmp_path: Path, version_0_2: pytest.MonkeyPatch) -> None:
     config = Config(**OPTIONS, run_dir=tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        runner.compare(config, ["fedavg", "fedavg-sl"], watch=Stop())
+        runner.compare(config, ["fedavg", "fedavg-sl"], watch=InterruptAfterRound())
     version_0_2.undo()
     assert "seeds_together = false" in (tmp_path / "run" / "comparison.json").read_text()
     with pytest.raises(UserError, match="holds a comparison of this configuration"):

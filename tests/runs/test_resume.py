@@ -102,7 +102,8 @@ class Shell:
     """Runs the command line in forks of a process that has everything imported."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.running = folder, 0
+        self.folder = folder
+        self.running = 0
         self.parent = subprocess.Popen(
             [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
@@ -165,7 +166,8 @@ def results(root: Path) -> dict[str, Any]:
 
 
 def assert_same(root: Path, other: Path) -> None:
-    one, two = results(root), results(other)
+    one = results(root)
+    two = results(other)
     assert sorted(one) == sorted(two)
     assert [name for name in one if one[name] != two[name]] == []
 
@@ -194,7 +196,8 @@ def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight:
 def killed_often(shell: Shell, words: str, root: Path, changes: int = 45) -> int:
     """Start a command, kill it, resume and kill until it comes to its end; return how many kills met it alive.
     Each process dies at one of its first `changes` of the disk."""
-    chance, kills = random.Random(0), 0
+    chance = random.Random(0)
+    kills = 0
     done = shell(f"{words} --run-dir {root}", doom=1)
     while done.code == -signal.SIGKILL:
         kills += 1
@@ -220,7 +223,8 @@ def test_a_folder_of_an_older_version_goes_on(shell: Shell, straight: Path, tmp_
     assert shell(f"{RUN} --run-dir {root}", doom="checkpoint-000002.json").code < 0
     (root / "split.json").unlink()
     assert shell(f"resume {root}").code == 0
-    ours, theirs = results(root), results(straight)
+    ours = results(root)
+    theirs = results(straight)
     assert theirs.keys() - ours.keys() == {"split.json"}
     assert {name for name in ours if ours[name] != theirs[name]} <= {"curves.png"}
 
@@ -298,7 +302,9 @@ def test_where_the_memories_lie_changes_no_bit(tmp_path: Path) -> None:
     """All in memory, or all on disk and mapped: servers and memories of three rounds agree in every bit."""
     played = []
     for cap in (10**9, 0):
-        method, shared, store = FedDure(), make_task(), TreeStore(tmp_path / str(cap), cap)
+        method = FedDure()
+        shared = make_task()
+        store = TreeStore(tmp_path / str(cap), cap)
         played.append(
             run_rounds(method, make_simulation(method, shared, store=store), start_server(method, shared), range(3))
         )
@@ -379,7 +385,8 @@ def test_a_full_disk_stops_and_the_run_goes_on_when_there_is_room(shell, straigh
     """The disk is filled to 100 kB, at which a run of 200 kB fails in its middle.
 
     `tests/storage/test_failing_disks.py` has a simulated disk that fails at other calls."""
-    root, ballast = disk / "run", disk / "ballast"
+    root = disk / "run"
+    ballast = disk / "ballast"
     room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     ballast.write_bytes(bytes(room - 100_000))
     done = shell(f"{RUN} --run-dir {root}")

@@ -75,7 +75,9 @@ class Raising(halfmoon.NullCallback):
     """Raise in a round, and count how often it is asked."""
 
     def __init__(self, at: int, error: BaseException) -> None:
-        self.at, self.error, self.asked = at, error, 0
+        self.at = at
+        self.error = error
+        self.asked = 0
 
     def round(self, run: RunInfo, row: Row) -> None:
         self.asked += 1
@@ -120,7 +122,8 @@ def test_a_callback_knows_which_run_it_sees(tmp_path: Path) -> None:
 
 
 def test_several_look_on_and_one_that_raises_does_not_lose_the_run(tmp_path: Path, plain: Path) -> None:
-    notes, broken = Notes(), Raising(2, OSError("no answer"))
+    notes = Notes()
+    broken = Raising(2, OSError("no answer"))
     with pytest.warns(RuntimeWarning) as said:
         outcome = halfmoon.run(config(tmp_path / "run"), halfmoon.Callbacks(broken, notes))
     words = "The callback Raising failed (OSError: no answer); the run continues without it."
@@ -241,7 +244,8 @@ def test_scalars_are_the_numbers_of_a_row() -> None:
 def test_a_number_that_is_not_finite_stays_out(tmp_path: Path) -> None:
     """As in metrics.jsonl, where it is null: what is tracked and what is replayed agree."""
     (tmp_path / "config.toml").write_text('method = "fedavg"\n')
-    board, run = TensorBoard(), RunInfo(tmp_path, config(tmp_path), "FedAvg")
+    board = TensorBoard()
+    run = RunInfo(tmp_path, config(tmp_path), "FedAvg")
     board.begin(run)
     board.round(run, {"round": 1, "train": {"loss": float("nan"), "m": 0.25}})
     board.end(run, {})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted_runs import Stop
+from interrupted_runs import InterruptAfterRound
 from test_executor import left
 
 import halfmoon
@@ -41,13 +41,14 @@ def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(tmp_path,
     resumed as well, with programs of two: the third of the cohort is alone."""
     monkeypatch.setattr(factory, "MAX_VMAPPED_CLIENTS_ON_CPU", 2)
     options = {**TINY, "executor": executor}
-    straight, spread = tmp_path / "straight", tmp_path / "spread"
+    straight = tmp_path / "straight"
+    spread = tmp_path / "spread"
     halfmoon.run(Config(**options, workers=1, run_dir=straight))
     if executor == "loop":
         halfmoon.run(Config(**options, workers=2, run_dir=spread))
     else:
         with pytest.raises(KeyboardInterrupt):
-            halfmoon.run(Config(**options, workers=2, run_dir=spread), Stop())
+            halfmoon.run(Config(**options, workers=2, run_dir=spread), InterruptAfterRound())
         assert not (spread / "model.safetensors").exists()
         halfmoon.resume(spread)
     assert left(straight) == left(spread)

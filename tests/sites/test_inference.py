@@ -165,7 +165,8 @@ DAMAGES: dict[str, tuple[Change, str]] = {
 def test_every_damage_is_a_sentence(home, tmp_path, damage, capsys):
     change, words = DAMAGES[damage]
     with safe_open(home / "run" / "model.safetensors", "pt") as file:
-        said, flat = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        said = file.metadata()
+        flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     said.pop(CHECKSUM_KEY, None)  # what a checksum finds first is a test of its own
     change(said, flat)
     path = tmp_path / "model.safetensors"
@@ -247,7 +248,8 @@ def test_a_folder_and_an_array_have_the_same_labels(tmp_path: Path) -> None:
     card = replace(plain.card, classes=("None", "-x", "=1"))
     model = trained.Model(card, plain.params, plain.stats, plain.device, tmp_path / "m")
     write_images(tmp_path, TEST.images[:20], [f"-{k:02}.png" for k in range(20)])
-    found, expected = model.predict(tmp_path), model.predict(TEST.images[:20])
+    found = model.predict(tmp_path)
+    expected = model.predict(TEST.images[:20])
     assert list(found["path"]) == [f"-{k:02}.png" for k in range(20)]
     for name in ("label", "sure", "runner_up"):
         assert list(found[name]) == list(expected[name])
@@ -260,7 +262,9 @@ def test_scores_are_those_of_scikit_learn() -> None:
     from sklearn import metrics
 
     rng = np.random.default_rng(3)
-    truth, guess, confidence = rng.integers(0, 3, 50), rng.choice([0, 1, 3], 50), rng.uniform(0.3, 1, 50)
+    truth = rng.integers(0, 3, 50)
+    guess = rng.choice([0, 1, 3], 50)
+    confidence = rng.uniform(0.3, 1, 50)
     found = measure.compute_scores(truth, guess, confidence, ["a", "b", "c", "d"], min_confidence=0.8)
     assert found["accuracy"] == metrics.accuracy_score(truth, guess)
     recalls = metrics.recall_score(truth, guess, labels=[0, 1, 2], average=None, zero_division=0)
@@ -279,10 +283,12 @@ def test_scores_are_those_of_scikit_learn() -> None:
 def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
     """Counted over all pairs of an image of a class and one of another; class 3 does not occur and counts nothing."""
     rng = np.random.default_rng(4)
-    truth, p = rng.integers(0, 3, 40), rng.dirichlet(np.ones(4), 40).round(1)
+    truth = rng.integers(0, 3, 40)
+    p = rng.dirichlet(np.ones(4), 40).round(1)
     shares = []
     for k in range(3):
-        own, other = p[truth == k, k], p[truth != k, k]
+        own = p[truth == k, k]
+        other = p[truth != k, k]
         shares.append(np.mean([(a > b) + 0.5 * (a == b) for a in own for b in other]))
     assert measure.area_under_roc(truth, p) == pytest.approx(np.mean(shares))
     assert measure.area_under_roc(np.zeros(5, dtype=np.int64), p[:5]) is None
@@ -291,7 +297,8 @@ def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
 def test_calibration_by_hand() -> None:
     """Five bins. (0.4, 0.6]: 0.5 right, 0.6 wrong: |1 - 1.1| = 0.1. (0.8, 1]: 0.9 and 1.0 right: |2 - 1.9| = 0.1.
     The upper edge belongs to a bin: 0.6 is not in (0.6, 0.8], where 0.7 is wrong: |0 - 0.7| = 0.7. In all 0.9 / 5."""
-    right, confidence = np.array([1, 0, 1, 1, 0], bool), np.array([0.5, 0.6, 0.9, 1.0, 0.7])
+    right = np.array([1, 0, 1, 1, 0], bool)
+    confidence = np.array([0.5, 0.6, 0.9, 1.0, 0.7])
     error, table = measure.calibration_error(right, confidence, bins=5)
     assert error == pytest.approx(0.9 / 5)
     assert [each["images"] for each in table] == [0, 0, 2, 1, 2]
@@ -532,7 +539,8 @@ def test_temperature_recovers_a_known_scaling(scale):
 
 def test_temperature_by_hand():
     """Logits (2, 0), of four images three are of class 0: p = 3/4 needs 2/T = ln 3."""
-    logits, labels = np.tile([2.0, 0.0], (4, 1)), np.array([0, 0, 0, 1])
+    logits = np.tile([2.0, 0.0], (4, 1))
+    labels = np.array([0, 0, 0, 1])
     assert temperature(logits, labels) == pytest.approx(2 / np.log(3), rel=1e-9)
     found = measure_fit(logits, labels, 2 / np.log(3))
     assert found.calibration_error == pytest.approx(0, abs=1e-12)
@@ -562,7 +570,8 @@ def test_a_calibrated_model_tells_the_truth_everywhere(home: Path, tmp_path: Pat
         half.mkdir(parents=True, exist_ok=True)
         (half / path.name).hardlink_to(path)
     home = tmp_path
-    run, other = [str(home / "run")], str(home / "test")
+    run = [str(home / "run")]
+    other = str(home / "test")
     before = told(["evaluate", *run, other], capsys)
     plain = load_model(home / "run")
     found = told(["calibrate", *run, str(home / "validation")], capsys)

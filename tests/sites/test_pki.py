@@ -643,11 +643,13 @@ def test_a_killed_change_is_made_or_not(tmp_path: Path, act: Callable[[Path], ob
         files = {str(path.relative_to(at)): path.read_bytes() for path in at.rglob("*.*") if path.is_file()}
         return files, access.ca.read_text()
 
-    at, origin = tmp_path / "fed", tmp_path / "origin"
+    at = tmp_path / "fed"
+    origin = tmp_path / "origin"
     create_keys(origin, ["north", "south"])
     shutil.copytree(origin, at)
     before = state(at)
-    step, made = 1, 0
+    step = 1
+    made = 0
     while killed(step, lambda: act(at)):
         after = state(at)
         made += after != before

@@ -127,7 +127,10 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
         pytest.skip("only root can run nginx as somebody else")
     with tempfile.TemporaryDirectory(prefix="a door's ") as home, ExitStack() as ending:
         os.chmod(home, 0o755)
-        keys, port, listen, link = Path(home, "keys"), free_port(), free_port(), Link()
+        keys = Path(home, "keys")
+        port = free_port()
+        listen = free_port()
+        link = Link()
         create_keys(keys, ["north"], port=port, listen=listen)
         if who is not None:
             subprocess.run(["chown", "-R", who, str(keys)], check=True)
@@ -297,7 +300,8 @@ def test_the_door_speaks_tls_of_today_alone(door: Door) -> None:
 
     def shake(least: ssl.TLSVersion, most: ssl.TLSVersion, ciphers: str = "DEFAULT") -> str | None:
         context = ssl.create_default_context(cafile=door.keys / "ca.crt")
-        context.minimum_version, context.maximum_version = least, most
+        context.minimum_version = least
+        context.maximum_version = most
         context.set_ciphers(ciphers)
         with socket.create_connection(("127.0.0.1", door.port), timeout=20) as plain:
             return context.wrap_socket(plain, server_hostname="localhost").version()

@@ -343,7 +343,8 @@ def test_damage_is_noticed_and_mended(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_folder_that_cannot_be_written_takes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, out = site(tmp_path / "site"), tmp_path / "out"
+    folder = site(tmp_path / "site")
+    out = tmp_path / "out"
     (folder / ".halfmoon").write_text("in the way")
     assert cli.main(["site", "prepare", str(folder)]) == 2
     assert "cannot be written" in (said := capsys.readouterr().err)
@@ -420,7 +421,8 @@ def test_the_simulator_holds_the_same_rows(tmp_path: Path, case: str) -> None:
     for name, k in held.items():
         got = prepare_site(tmp_path / "f" / name).site
         local, _ = dataset.client_data(k)
-        pixels, labeled = got.images.transpose(0, 3, 1, 2), got.labels >= 0
+        pixels = got.images.transpose(0, 3, 1, 2)
+        labeled = got.labels >= 0
         assert np.array_equal(pixels[labeled], local.x.numpy())
         assert np.array_equal(got.labels[labeled], local.y.numpy())
         assert np.array_equal(pixels[~labeled], local.u.numpy())
@@ -459,7 +461,8 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the middle of the second folder: the first stays as it is, the others come, the leftover goes."""
-    save, saved = Image.Image.save, []
+    save = Image.Image.save
+    saved = []
 
     def dying(image: Image.Image, path: Any, *words: Any) -> None:
         saved.append(path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.image_files import noise
+from support.image_files import make_noise_images
 
 import halfmoon
 from halfmoon import UserError
@@ -16,7 +16,7 @@ from halfmoon.storage.image_digests import DIGESTS, load_digests, write_digests
 def write_classes(folder: Path, count: int, seed: int) -> None:
     for number, name in enumerate(("cat", "dog")):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        for row, pixels in enumerate(noise(count, 12, seed=2 * seed + number)):
+        for row, pixels in enumerate(make_noise_images(count, 12, seed=2 * seed + number)):
             Image.fromarray(pixels).save(folder / name / f"{seed}-{row}.png")
 
 
@@ -55,7 +55,7 @@ def test_copies_of_training_images_are_recognized(run: Path, capsys: pytest.Capt
 
 
 def test_digests_have_a_key_of_their_own(tmp_path: Path) -> None:
-    images = noise(3, 4)
+    images = make_noise_images(3, 4)
     for name in ("a", "b"):
         write_digests(tmp_path / name, images)
     contents = [(tmp_path / name / DIGESTS).read_bytes() for name in ("a", "b")]
@@ -63,5 +63,5 @@ def test_digests_have_a_key_of_their_own(tmp_path: Path) -> None:
     assert not chunks[0] & chunks[1]
     known = load_digests(tmp_path / "a" / "model.safetensors")
     assert known is not None
-    assert known.count(np.concatenate([images, noise(5, 4, seed=1)])) == 3
+    assert known.count(np.concatenate([images, make_noise_images(5, 4, seed=1)])) == 3
     assert load_digests(None) is None

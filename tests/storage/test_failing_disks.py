@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from failing_disk import Disk, PowerLoss, failing
+from failing_disk import FailingDisk, PowerLoss, replace_file_calls
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -30,16 +30,16 @@ def outcome(folder: Path) -> list[bytes]:
 
 
 def calls(folder: Path) -> int:
-    with failing(Disk(folder)) as disk:
+    with replace_file_calls(FailingDisk(folder)) as disk:
         outcome(folder)
     return disk.count
 
 
 def played(folder: Path, at: int, number: int | None, wanted: list[bytes]) -> str:
     """Return what came of a run whose disk fails at a call: "same", or the sentence; fail over anything else."""
-    disk = Disk(folder, at, number)
+    disk = FailingDisk(folder, at, number)
     try:
-        with failing(disk):
+        with replace_file_calls(disk):
             outcome(folder)
     except (PowerLoss, UserError, OSError):
         pass
@@ -75,7 +75,7 @@ def test_the_simulated_disk_loses_what_was_not_flushed(tmp_path: Path):
     lengths = set()
     for seed in range(30):
         path = tmp_path / str(seed)
-        with failing(Disk(tmp_path)) as disk:
+        with replace_file_calls(FailingDisk(tmp_path)) as disk:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT)
             os.write(handle, b"safe")
             os.fsync(handle)
@@ -102,9 +102,9 @@ def test_a_sites_memory_is_the_old_one_or_the_new_one(tmp_path: Path, number: in
     for at in range(12):
         folder = tmp_path / str(at)
         memory(folder, 0).put("0", tree(1.0))
-        disk = Disk(folder, at, number)
+        disk = FailingDisk(folder, at, number)
         try:
-            with failing(disk):
+            with replace_file_calls(disk):
                 memory(folder, 1).put("0", tree(2.0))
         except (PowerLoss, OSError):
             pass

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interrupted_runs import Stop
+from interrupted_runs import InterruptAfterRound
 
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
@@ -40,7 +40,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the same run, stopped after two rounds."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.raises(KeyboardInterrupt):
-        runner.run_in_folder(Config(**SMALL, rounds=ROUNDS), folder, Stop(ROUNDS - 1))
+        runner.run_in_folder(Config(**SMALL, rounds=ROUNDS), folder, InterruptAfterRound(ROUNDS - 1))
     return folder
 
 
@@ -221,7 +221,8 @@ def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):
     from halfmoon.report.study import read_sweep
     from halfmoon.studies.sweep_folder import parse_sweep_file
 
-    path, facts = tmp_path / "sweep.json", {"format": 1, "cells": [{"accuracy": 0.9112}] * 9, "title": "a sweep"}
+    path = tmp_path / "sweep.json"
+    facts = {"format": 1, "cells": [{"accuracy": 0.9112}] * 9, "title": "a sweep"}
     whole = integrity.format_checked_lines(facts)
     assert parse_sweep_file(whole, path) == facts
     chance = random.Random(5)

@@ -25,7 +25,8 @@ from halfmoon.storage.folder_writer import WriteError
 from halfmoon.storage.run_folder import RunFolder
 from halfmoon.storage.state_store import TreeStore
 
-ONE, OTHER = "a1" * 32, "b2" * 32
+ONE = "a1" * 32
+OTHER = "b2" * 32
 
 
 @pytest.fixture
@@ -367,7 +368,8 @@ def play_clients(folder: RunFolder, store: TreeStore, rounds: range) -> None:
     """Play rounds and save each with what its clients keep."""
     for round in rounds:
         folder.log({"round": round})
-        before, now = kept_at(round - 1) if round else {}, kept_at(round)
+        before = kept_at(round - 1) if round else {}
+        now = kept_at(round)
         for key in before.keys() - now.keys():
             store.discard(key)
         for key, value in now.items():
@@ -387,7 +389,8 @@ def assert_kept(store: TreeStore, round: int) -> None:
 
 def gone_on(folder: RunFolder, cap: int) -> tuple[TreeStore, int, list[str]]:
     """Return what a new process goes on with: the clients' store, the last round, and what was said."""
-    loaded, store = folder.load(), TreeStore(None, cap)
+    loaded = folder.load()
+    store = TreeStore(None, cap)
     if loaded is None:
         return store, -1, []
     store.restore(loaded.clients)
@@ -423,7 +426,8 @@ def test_the_clients_lie_beside_the_checkpoints(folder: RunFolder) -> None:
 @pytest.mark.parametrize("cap", [0, 10**6])
 def test_the_clients_of_a_checkpoint_come_back(tmp_path: Path, cap: int) -> None:
     wanted = straight_clients(tmp_path / "straight", 6)
-    folder, store = RunFolder.create(tmp_path / "run", "", ONE), TreeStore(None, cap)
+    folder = RunFolder.create(tmp_path / "run", "", ONE)
+    store = TreeStore(None, cap)
     play_clients(folder, store, range(4))
     store.put("b", memory_of("b", 99))  # of a round that was not saved
     store.put("x", memory_of("x", 99))
@@ -439,7 +443,8 @@ def test_the_clients_of_a_checkpoint_come_back(tmp_path: Path, cap: int) -> None
 @pytest.mark.parametrize("clients", [10, 200])
 def test_the_bytes_of_a_checkpoint_depend_on_its_round_alone(folder, monkeypatch, clients):
     """Five clients of a round keep 4 kB each: with 10 or 200 registered it writes 21 to 25 kB."""
-    store, written = TreeStore(), 0
+    store = TreeStore()
+    written = 0
     for client in range(clients):
         store.put(str(client), {"w": torch.full((1000,), float(client))})
     folder.save(0, state_of(0), {}, store)
@@ -466,7 +471,8 @@ def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: in
     wanted = straight_clients(tmp_path / "straight", first + 3)
     seen: set[int] = set()
     for at in count():
-        folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), TreeStore(None, cap)
+        folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
+        store = TreeStore(None, cap)
         play_clients(folder, store, range(first))
         dead = killed(at, when, partial(play_clients, folder, store, range(first, first + 1)))
         again = reopened(folder)
@@ -644,14 +650,16 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: 
     """At whichever call: one sentence, and the run goes on to the bytes of one whose disk was never full."""
     wanted = straight_clients(tmp_path / "straight", 6)
     for at in count():
-        folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), TreeStore(None, cap)
+        folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
+        store = TreeStore(None, cap)
         play_clients(folder, store, range(4))
         failed = cause = None
         with refusing(at, code):
             try:
                 play_clients(folder, store, range(4, 5))
             except UserError as error:
-                failed, cause = str(error), error.__cause__
+                failed = str(error)
+                cause = error.__cause__
                 if isinstance(error, WriteError):
                     assert "the checkpoint of round 3 is intact" in failed
                     assert f"halfmoon resume {folder.path}" in failed

@@ -315,12 +315,14 @@ def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
     two name."""
     for seed in range(6):
         chance = random.Random(seed)
-        folder, cap = tmp_path / str(seed), chance.choice([0, 60, 200, 10**6])
+        folder = tmp_path / str(seed)
+        cap = chance.choice([0, 60, 200, 10**6])
         store = TreeStore(folder, cap)
         now: dict[str, Tree] = {}
         saved: list[tuple[int, Commit, dict[str, Tree]]] = [(0, START, {})]
         for _ in range(120):
-            act, key = chance.choice(["put"] * 4 + ["get", "discard", "commit", "crash"]), chance.choice("abcdef")
+            act = chance.choice(["put"] * 4 + ["get", "discard", "commit", "crash"])
+            key = chance.choice("abcdef")
             if act == "put":
                 now[key] = {"w": torch.tensor([chance.random()] * chance.randrange(0, 25))}
                 store.put(key, now[key])
@@ -427,7 +429,8 @@ def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pyt
 
 def test_shelves_share_a_store(tmp_path: Path) -> None:
     store = TreeStore(tmp_path / "clients", 60)
-    mine, helpers = StateView(store, "client/", CPU), StateView(store, "helpers/", CPU)
+    mine = StateView(store, "client/", CPU)
+    helpers = StateView(store, "helpers/", CPU)
     mine.put("17", ten(1))
     helpers.put("17", ten(2))
     helpers.put("3", ten(3))

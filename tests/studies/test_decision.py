@@ -63,7 +63,8 @@ def test_how_many_more_labels_would_tell() -> None:
 
 def test_no_difference_on_few_images_is_no_proof() -> None:
     """Of 30 images none differs: up to 3/30, ten points, can hide; of 200, a point and a half."""
-    few, many = decide([100] * 5, [100] * 5, 0.25, 30), decide([100] * 5, [100] * 5, 0.25, 200)
+    few = decide([100] * 5, [100] * 5, 0.25, 30)
+    many = decide([100] * 5, [100] * 5, 0.25, 200)
     assert (few.kind, few.difference.high, many.kind) == ("unknown", pytest.approx(10), "equal")
     assert few.sentence.startswith("Both are at the ceiling (+0.0 points, 95 % -10.0 to +10.0)")
 
@@ -71,7 +72,9 @@ def test_no_difference_on_few_images_is_no_proof() -> None:
 def test_false_alarms_of_cross_validation() -> None:
     """Two methods that are equally good, each with its own half of what tells two classes: 600 sites of 60 labels.
     At most 5 %, within three standard errors (2.7), are told that one is better; without the correction many more."""
-    g, alarms, naive = np.random.default_rng(0), 0, 0
+    g = np.random.default_rng(0)
+    alarms = 0
+    naive = 0
     labels = np.repeat([0, 1], 30)
     splits = list(cross_validation_folds(labels, repeats=3))
     for _ in range(600):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.image_files import noise, write_parquet
+from support.image_files import make_noise_images, write_parquet
 
 from halfmoon.cli.main import main
 from halfmoon.studies import plan as planning
@@ -14,7 +14,7 @@ from halfmoon.studies import plan as planning
 def write_classes(folder: Path, **counts: int) -> Path:
     for number, (name, count) in enumerate(counts.items()):
         (folder / name).mkdir(parents=True)
-        for row, pixels in enumerate(noise(count, 8, seed=number)):
+        for row, pixels in enumerate(make_noise_images(count, 8, seed=number)):
             Image.fromarray(pixels).save(folder / name / f"{row}.png")
     return folder
 
@@ -83,7 +83,7 @@ def test_a_plan_names_copies_in_train_and_test(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_plan_of_parquet_files_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("train", "test"):
-        write_parquet(tmp_path / f"{part}.parquet", list(noise(4)), [0, 1, 0, 1])
+        write_parquet(tmp_path / f"{part}.parquet", list(make_noise_images(4)), [0, 1, 0, 1])
     (tmp_path / "train").mkdir()  # as of a data set whose images were unpacked, too
     assert main(["run", "--data", str(tmp_path), "--plan"]) == 2
     assert "to train on parquet or official files, name a --method" in capsys.readouterr().err

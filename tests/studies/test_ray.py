@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_recipe import RECIPE, played
+from small_recipe import RECIPE, train_cells
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError, install_command
@@ -24,7 +24,8 @@ from halfmoon.studies.ray_executor import RayExecutor, RunResources, divide_reso
 from halfmoon.studies.sweep_folder import SweepFolder
 
 FEW = "amount=few"
-DOOMED, LAST = "fedavg-fixmatch", 3
+DOOMED = "fedavg-fixmatch"
+LAST = 3
 """The method one of whose runs is killed, and the round after which it is."""
 
 
@@ -194,13 +195,14 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     """Four runs on two workers; one dies by SIGKILL after its third round. The bytes are those of a straight sweep.
     Nothing is run twice: every round of every run is played once, the killed run's by two processes, the second of
     which begins after the third round. What is finished is not begun again by a second sweep."""
-    straight, _, failed = played(mine, FEW, scale=None, seeds=(0, 1), out="straight")
+    straight, _, failed = train_cells(mine, FEW, scale=None, seeds=(0, 1), out="straight")
     assert failed == []
-    notes, killed = tmp_path / "notes", list[tuple[int, Path, int]]()
+    notes = tmp_path / "notes"
+    killed = list[tuple[int, Path, int]]()
     killer = threading.Thread(target=kill_the_doomed, args=(notes, killed))
     killer.start()
     rays = RayExecutor(jobs=2, callback=Witness(notes))
-    folder, steps, _ = played(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
+    folder, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
     killer.join()
     ((pid, victim, newest),) = killed
     assert newest == LAST
@@ -221,7 +223,7 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     workers = {each["pid"] for each in told}
     assert len(workers) >= 2
     assert os.getpid() not in workers
-    _, steps, _ = played(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
+    _, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
     assert [step.finished_before for step in steps] == [True] * 4
     assert len(notes.read_text().splitlines()) == len(told)
 
@@ -248,7 +250,8 @@ def test_a_mistake_and_a_worker_that_always_dies_are_sentences(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_executor, "MAX_ATTEMPTS", 2)
-    rays, done = RayExecutor(jobs=2, callback=Deadly()), dict[str, TaskResult]()
+    rays = RayExecutor(jobs=2, callback=Deadly())
+    done = dict[str, TaskResult]()
     tasks = [
         SweepTask(tmp_path / "wrong", 'method = "fedure"\n'),
         SweepTask(tmp_path / "dead", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\nseed = 1\ndevice = "cpu"\n'),

@@ -41,7 +41,8 @@ DEBIASED = {"fixmatch-feddpl", "fedmatch-feddpl", "fedrgd-feddpl", "semifl-feddp
 ALPHAS = {0.01, 0.1, 0.5}
 TEN = {"clients": 10, "cohort": 10, "labels": 4000, "reuse_labeled": False}
 """FedDB's Section 4.2: 10 clients, each in every round, 4000 labeled and 46000 unlabeled images."""
-EVEN, UNEVEN = {"setting": "feddb-iid"}, {"setting": "feddb-dir", "dirichlet_alpha": 0.3}
+EVEN = {"setting": "feddb-iid"}
+UNEVEN = {"setting": "feddb-dir", "dirichlet_alpha": 0.3}
 COHORTS = {2, 5, 10, 20}
 SHARES = {1.0, 2.0, 5.0, 7.5, 10.0}  # of 500 CIFAR-10 images a client, ten classes: 2, 4, 10, 15, 20 %
 GAMMAS = {0.3, 0.5, 0.7, 1.0}
@@ -179,7 +180,8 @@ def test_every_figure_has_its_panels_here() -> None:
 
 @pytest.mark.parametrize("name", PANELS)
 def test_a_recipe_plays_the_panels_of_its_caption(name: str) -> None:
-    found, wanted = recipe.load(name), PANELS[name]
+    found = recipe.load(name)
+    wanted = PANELS[name]
     assert set(found.panels) == set(wanted)
     assert found.kind == KINDS.get(name, "lines")
     for title, panel in wanted.items():
@@ -207,7 +209,8 @@ def test_figure_5_of_feddure_fixes_the_iterations_or_the_rounds() -> None:
     for scale, rounds in ((None, 200), ("small", 40), ("tiny", 20)):
         found = recipe.load("feddure-figure5")
         for cell in build_cells(found, {}, [0], found.scale(scale) if scale else None):
-            config, iterations = cell.configs[0], int(cell.at["iterations"])
+            config = cell.configs[0]
+            iterations = int(cell.at["iterations"])
             assert config.rounds == (rounds // iterations if cell.at["fixed"] == "total" else rounds)
             assert config.epochs == iterations if scale is None else config.steps == iterations * {
                 "small": 10, "tiny": 3

@@ -157,7 +157,8 @@ def test_every_when_of_a_recipe_and_every_skip_meets_a_cell(name: str) -> None:
 
 def test_digits_can_be_shared_out_at_the_tiny_scale() -> None:
     """The embedded images are few: every tiny cell on them has a split all the same."""
-    data, seen = None, set[Any]()
+    data = None
+    seen = set[Any]()
     for name in NAMES:
         for cell in every_cell(name, "tiny"):
             config = cell.configs[0]
@@ -261,7 +262,9 @@ class Place(NamedTuple):
 
 def place_of(row: dict[str, str]) -> Place:
     """Return the cell that a row of the published numbers belongs to, found without the recipes' own words."""
-    paper, table, count = row["paper"], row["table"], row["labels"].partition(" ")[0]
+    paper = row["paper"]
+    table = row["table"]
+    count = row["labels"].partition(" ")[0]
     first, *rest = row["setting"].split(", ") if not row["setting"].startswith("(") else [row["setting"]]
     method = METHODS.get(row["method"], row["method"].lower())
     at = {"dataset": DATASETS[row["dataset"]], "setting": SETTINGS.get(first, first), "method": method}
@@ -486,7 +489,8 @@ def test_statistics_and_constants_are_each_papers_code() -> None:
 def test_figure_6_of_feddure_labels_the_shares_that_it_names() -> None:
     """On CIFAR-10, 50,000 images: labels * classes * clients / 50,000 is the share at full scale."""
     for cell in every_cell("feddure-figure6", None):
-        config, share = cell.configs[0], float(cell.at["share"]) / 100
+        config = cell.configs[0]
+        share = float(cell.at["share"]) / 100
         assert config.labels_per_class is not None
         assert config.labels_per_class * 10 * config.clients / 50_000 == pytest.approx(share)
     for cell in every_cell("feddure-figure6", "small"):
@@ -862,7 +866,8 @@ def test_a_recipe_of_each_kind_is_played(tmp_path: Path, name: str, only: list[s
     asked = build_cells(found, parse_selection(found, ["dataset=digits", *only]), [0], scale, {"device": "cpu"})
     asked = [replace(cell, configs={0: replace(cell.configs[0], rounds=2)}) for cell in asked]
     assert len(asked) == 2
-    folder, steps = SweepFolder(tmp_path, found, scale), list[RunReport]()
+    folder = SweepFolder(tmp_path, found, scale)
+    steps = list[RunReport]()
     assert run_sweep(folder, asked, SerialExecutor(), steps.append) == []
     facts = folder.read()
     assert {step.failed for step in steps} == {None}

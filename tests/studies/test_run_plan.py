@@ -57,7 +57,8 @@ def pretrained() -> None:
 
 def written(folder: Path, count: int, side: int = 32, where: str = "{label}/{number}.png") -> list[tuple[str, str]]:
     """Write so many digits of each of three classes, and return their paths and classes."""
-    train, rows = halfmoon.load_data("digits").train, []
+    train = halfmoon.load_data("digits").train
+    rows = []
     for label in CLASSES:
         images = train.images[train.labels == int(label)][:count, :, :, 0]
         for number, pixels in enumerate(images):
@@ -136,7 +137,8 @@ def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: N
     found = scan_folder(tmp_path / "photos")
     assert found is not None
     flags = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 2.0, "width": 4, "steps": 1}
-    short, long = make_plan(flags, found, 1e-3), make_plan(flags, found, 1e3)
+    short = make_plan(flags, found, 1e-3)
+    long = make_plan(flags, found, 1e3)
     assert (short.config.rounds, short.config.resize, short.splits) == (10, 32, 1)
     assert (long.config.rounds, long.config.resize, long.splits) == (20, 64, 5)
     assert (long.config.method, long.config.baselines) == ("fedavg-soft-labels", ("fedavg",))

@@ -26,7 +26,8 @@ from halfmoon.studies.scan_folder import scan_folder
 def site(place: Path, labels: int, count: int) -> Path:
     """Write a folder of digits, labeled in the first `labels` rows."""
     place.mkdir(parents=True)
-    source, start = load("digits"), len(place.name) * 100
+    source = load("digits")
+    start = len(place.name) * 100
     lines = ["path,label"]
     for k in range(count):
         Image.fromarray(source.train.images[start + k, :, :, 0]).save(place / f"{k:03d}.png")
@@ -78,7 +79,8 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     folders = [site(tmp_path / "a", 24, 30), site(tmp_path / "bb", 30, 34)]
     plain = site_rehearsal._write_data_set(Config(), folders, tmp_path / "plain", print)
     rows = site_rehearsal._write_data_set(Config(validation_share=0.25), folders, tmp_path / "data", print)
-    whole, source = load(str(tmp_path / "plain")), load(str(tmp_path / "data"))
+    whole = load(str(tmp_path / "plain"))
+    source = load(str(tmp_path / "data"))
     chosen = load(str(tmp_path / "data"), test="validation").test
     assert np.array_equal(whole.test.images, source.test.images)
     expected = sum(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_recipe import RECIPE, played
+from small_recipe import RECIPE, train_cells
 from test_resume import Shell
 
 from halfmoon.cli import main as cli
@@ -49,7 +49,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Return the metrics of two cells that nothing disturbed, by the names of their folders."""
     path = tmp_path_factory.mktemp("straight") / "mine.toml"
     path.write_text(RECIPE)
-    folder, _, failed = played(path, *MINE, scale=None)
+    folder, _, failed = train_cells(path, *MINE, scale=None)
     assert failed == []
     return metrics(folder.out)
 
@@ -67,7 +67,9 @@ class Witness(NullCallback):
     """Do something at a round of a method."""
 
     def __init__(self, method: str, number: int, then: Callable[[RunInfo], None]) -> None:
-        self.method, self.number, self.then = method, number, then
+        self.method = method
+        self.number = number
+        self.then = then
 
     def round(self, run: RunInfo, row: Row) -> None:
         if (run.config.method, row["round"]) == (self.method, self.number):
@@ -97,12 +99,14 @@ def test_sweep_json_is_as_it_is_described(mine: Path) -> None:
     """Every key of it; `published` is FedDure's Table 1 where the recipe says that its numbers stand there."""
     where = 'published = { table = "1", dataset = "CIFAR-10", setting = "(DIR, DIR)" }\n'
     mine.write_text(where + RECIPE)
-    folder, steps, failed = played(mine, *MINE)
+    folder, steps, failed = train_cells(mine, *MINE)
     assert failed == []
     facts = json.loads((folder.path / "sweep.json").read_text())
     assert len(facts.pop("sha256")) == 64  # of all the rest
     assert folder.path == mine.parent / "out" / "mine-short"
-    machine, versions, rows = facts.pop("machine"), facts.pop("versions"), facts.pop("cells")
+    machine = facts.pop("machine")
+    versions = facts.pop("versions")
+    rows = facts.pop("cells")
     assert facts == {
         "format": 1,
         "recipe": "mine",
@@ -158,10 +162,11 @@ def test_sweep_json_is_as_it_is_described(mine: Path) -> None:
 
 
 def test_what_is_finished_is_not_played_again(mine: Path) -> None:
-    folder, _, _ = played(mine, *MINE)
-    cells_before, facts = state(folder.out / "cells"), folder.read()
+    folder, _, _ = train_cells(mine, *MINE)
+    cells_before = state(folder.out / "cells")
+    facts = folder.read()
     witness = Witness("fedavg", 1, lambda run: pytest.fail("run twice"))
-    _, steps, failed = played(mine, *MINE, engine=SerialExecutor(witness))
+    _, steps, failed = train_cells(mine, *MINE, engine=SerialExecutor(witness))
     assert failed == []
     assert [step.finished_before for step in steps] == [True, True]
     assert state(folder.out / "cells") == cells_before
@@ -170,8 +175,8 @@ def test_what_is_finished_is_not_played_again(mine: Path) -> None:
 
 def test_only_and_seeds_add_up(mine: Path) -> None:
     """Cells and seeds of two calls stand in one sweep.json, in the order of the axes; those of a scale stay apart."""
-    played(mine, "amount=more,method=fedavg-fixmatch", seeds=(1,))
-    folder, steps, _ = played(mine, "amount=few,amount=more,method=fedavg", seeds=(0, 1))
+    train_cells(mine, "amount=more,method=fedavg-fixmatch", seeds=(1,))
+    folder, steps, _ = train_cells(mine, "amount=few,amount=more,method=fedavg", seeds=(0, 1))
     assert len(steps) == 4
     shown = [
         (cell["at"]["amount"], cell["at"]["method"], [run["seed"] for run in cell["runs"]])
@@ -179,7 +184,7 @@ def test_only_and_seeds_add_up(mine: Path) -> None:
     ]
     assert shown == [("few", "fedavg", [0, 1]), ("more", "fedavg", [0, 1]), ("more", "fedavg-fixmatch", [1])]
     assert all(run["finished"] for cell in folder.read()["cells"] for run in cell["runs"])
-    whole, _, _ = played(mine, "amount=few,method=fedavg", scale=None)
+    whole, _, _ = train_cells(mine, "amount=few,method=fedavg", scale=None)
     assert whole.path.name == "mine"
     assert len(whole.read()["cells"]) == 1
     assert len(folder.read()["cells"]) == 3
@@ -190,32 +195,32 @@ def test_a_sweep_that_ends_meanwhile_is_not_forgotten(mine: Path) -> None:
     inner: list[str] = []
 
     def other(run: RunInfo) -> None:
-        inner.extend(played(mine, "amount=more,method=fedavg")[2])
+        inner.extend(train_cells(mine, "amount=more,method=fedavg")[2])
 
-    folder, _, failed = played(mine, *MINE, engine=SerialExecutor(Witness("fedavg-fixmatch", 1, other)))
+    folder, _, failed = train_cells(mine, *MINE, engine=SerialExecutor(Witness("fedavg-fixmatch", 1, other)))
     assert (failed, inner) == ([], [])
     at = [(cell["at"]["amount"], cell["at"]["method"]) for cell in folder.read()["cells"]]
     assert at == [("few", "fedavg"), ("few", "fedavg-fixmatch"), ("more", "fedavg")]
 
 
 def test_cells_of_an_older_recipe_are_dropped_but_their_runs_stay(mine: Path) -> None:
-    folder, _, _ = played(mine, "amount=few,amount=more,method=fedavg")
+    folder, _, _ = train_cells(mine, "amount=few,amount=more,method=fedavg")
     before = state(folder.out / "cells")
     changed = RECIPE.replace("labels_per_class = 2", "labels_per_class = 3")
     mine.write_text(changed.replace("[axes.method.fedavg]", "[axes.method.plain]"))
-    played(mine, "amount=more,method=plain")
+    train_cells(mine, "amount=more,method=plain")
     at = [cell["at"] for cell in folder.read()["cells"]]
     assert at == [{"amount": "more", "method": "plain"}]
     after = state(folder.out / "cells")
     assert {name: after[name] for name in before} == before
     mine.write_text(changed)
-    _, steps, _ = played(mine, "amount=few,method=fedavg")
+    _, steps, _ = train_cells(mine, "amount=few,method=fedavg")
     assert [step.finished_before for step in steps] == [True]  # its run was there all the time
 
 
 def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
     mine.write_text(RECIPE.replace("labels_per_class = 2", "labels_per_class = 1"))
-    folder, steps, _ = played(mine, "amount=few,amount=more,method=fedavg")
+    folder, steps, _ = train_cells(mine, "amount=few,amount=more,method=fedavg")
     assert len(steps) == 1
     assert len(list((folder.out / "cells").iterdir())) == 1
     one, two = folder.read()["cells"]
@@ -236,7 +241,7 @@ def test_a_sweep_json_that_cannot_be_read(mine: Path, text: str, said: str) -> N
     folder.path.mkdir(parents=True)
     (folder.path / "sweep.json").write_text(text)
     with pytest.raises(UserError, match=r"sweep\.json") as caught:
-        played(mine, *MINE, scale=None)
+        train_cells(mine, *MINE, scale=None)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert (folder.path / "sweep.json").read_text() == text
@@ -248,7 +253,7 @@ def test_a_cell_in_it_that_means_nothing_is_dropped(mine: Path, cell: str) -> No
     folder = SweepFolder(mine.parent / "out", recipe.load(str(mine)), None)
     folder.path.mkdir(parents=True)
     (folder.path / "sweep.json").write_text(f'{{"format": {SWEEP_FORMAT}, "cells": [{cell}]}}')
-    folder, _, failed = played(mine, "amount=few,method=fedavg", scale=None)
+    folder, _, failed = train_cells(mine, "amount=few,method=fedavg", scale=None)
     assert failed == []
     assert [cell["at"] for cell in folder.read()["cells"]] == [{"amount": "few", "method": "fedavg"}]
 
@@ -257,7 +262,7 @@ def test_splits_are_made_and_nothing_is_trained(mine: Path) -> None:
     """A recipe of splits leaves split.json and no metrics; a table of equal configuration trains all the same."""
     table = mine.read_text()
     mine.write_text('kind = "splits"\n' + table)
-    folder, steps, failed = played(mine, "amount=few,method=fedavg")
+    folder, steps, failed = train_cells(mine, "amount=few,method=fedavg")
     assert failed == []
     (cell,) = folder.read()["cells"]
     (run,) = cell["runs"]
@@ -278,11 +283,11 @@ def test_splits_are_made_and_nothing_is_trained(mine: Path) -> None:
         "summary.json",
     ]
     before = state(made)
-    _, steps, _ = played(mine, "amount=few,method=fedavg")
+    _, steps, _ = train_cells(mine, "amount=few,method=fedavg")
     assert [step.finished_before for step in steps] == [True]
     assert state(made) == before
     mine.write_text(table)
-    trained, steps, _ = played(mine, "amount=few,method=fedavg")
+    trained, steps, _ = train_cells(mine, "amount=few,method=fedavg")
     assert [step.finished_before for step in steps] == [False]
     assert "accuracy" in trained.read()["cells"][0]["runs"][0]
 
@@ -324,14 +329,14 @@ def test_a_defect_costs_one_cell(mine: Path, monkeypatch: pytest.MonkeyPatch, er
         return cell(config, path, watch, **rest)
 
     monkeypatch.setattr(runner, "run_in_folder", broken)
-    folder, steps, failed = played(mine, *MINE, scale="short")
+    folder, steps, failed = train_cells(mine, *MINE, scale="short")
     assert [step.failed is None for step in steps] == [False, True]
     assert len(failed) == 1
     assert said in failed[0]
     traces = [path.read_text() for path in folder.out.glob("cells/*-defect.txt")]
     assert [trace.strip().splitlines()[-1] for trace in traces] == (["and more"] if "traceback" in said else [])
     monkeypatch.undo()
-    assert played(mine, *MINE, scale="short")[2] == [], "mended, the same command plays what is left"
+    assert train_cells(mine, *MINE, scale="short")[2] == [], "mended, the same command plays what is left"
 
 
 def test_dry_run_lists_and_plays_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,7 +406,7 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
         until = time.monotonic() + 300
         while time.monotonic() < until and not list((mine.parent / "out").glob("cells/*/metrics.jsonl")):
             time.sleep(0.005)
-        here.append(played(mine, *MINE, scale=None, engine=Asking(Looking()))[1:])
+        here.append(train_cells(mine, *MINE, scale=None, engine=Asking(Looking()))[1:])
 
     done = shell(f"sweep {mine} --out {mine.parent / 'out'} --only amount=few", baselines)
     assert done.code == 0, done.said
@@ -421,7 +426,7 @@ def test_processes_play_several_at_once_and_one_that_is_killed_is_replaced(
 ) -> None:
     """Its run goes on from its checkpoint in a new process, and all end in the metrics of a straight sweep."""
     mark = mine.parent / "killed"
-    folder, steps, failed = played(mine, *MINE, scale=None, engine=ProcessExecutor(2, Suicide(mark)))
+    folder, steps, failed = train_cells(mine, *MINE, scale=None, engine=ProcessExecutor(2, Suicide(mark)))
     assert failed == []
     assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
     for step in steps:

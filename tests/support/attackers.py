@@ -275,7 +275,8 @@ def wrong_authority(fed: Besieged) -> None:
 
 
 def expired(fed: Besieged) -> None:
-    old, listen = fed.folder / "run-out", free_port()
+    old = fed.folder / "run-out"
+    listen = free_port()
     make.create_keys(
         old, [], ["localhost"], days=365, port=fed.port, listen=listen, now=datetime.now(UTC) - timedelta(days=400)
     )

@@ -19,7 +19,7 @@ needs_browser = pytest.mark.skipif(
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
+def start_chromium() -> Iterator[Any]:
     """Start a browser without a screen; its console is kept."""
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER or ""
@@ -35,7 +35,7 @@ def chromium() -> Iterator[Any]:
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serve_app(app: Any) -> Iterator[str]:
     """Serve a page's app behind its guard in a thread, and give its address."""
     from halfmoon.pages.server import serve_in_background
 
@@ -43,7 +43,7 @@ def serving(app: Any) -> Iterator[str]:
         yield address
 
 
-def until(condition: Callable[[], Any], seconds: float = 8.0) -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 8.0) -> Any:
     """Wait until something is true, and return it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -54,7 +54,7 @@ def until(condition: Callable[[], Any], seconds: float = 8.0) -> Any:
     raise AssertionError("it did not happen in time")
 
 
-def sized(browser: Any, width: int, height: int = 900, dark: bool = False) -> None:
+def set_viewport(browser: Any, width: int, height: int = 900, dark: bool = False) -> None:
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700},
@@ -63,16 +63,16 @@ def sized(browser: Any, width: int, height: int = 900, dark: bool = False) -> No
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
 
 
-def opened(browser: Any, address: str, width: int = 1400, dark: bool = False) -> None:
+def open_page(browser: Any, address: str, width: int = 1400, dark: bool = False) -> None:
     """Open a page, and wait until it is drawn."""
-    sized(browser, width, dark=dark)
+    set_viewport(browser, width, dark=dark)
     browser.get("about:blank")  # what an earlier page says when its program has ended is no fault of this one
     browser.get_log("browser")
     browser.get(address)
-    until(lambda: browser.execute_script("return document.body.dataset.ready"))
+    wait_until(lambda: browser.execute_script("return document.body.dataset.ready"))
 
 
-def press(browser: Any, *keys: str) -> None:
+def press_keys(browser: Any, *keys: str) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     for key in keys:

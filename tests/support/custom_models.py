@@ -11,29 +11,30 @@ from halfmoon.methods.objectives import FixMatch, Objective
 
 
 @dataclass(frozen=True)
-class Mine(FedAvg):
+class CustomFedAvg(FedAvg):
     """FedAvg with FixMatch, as somebody's own."""
 
     objective: Objective = field(default_factory=FixMatch)
 
 
-def small(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+def build_small(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
     """Return the small network of width 4, as a module."""
     return TorchSmall(channels, classes, 4)
 
 
-def grouped(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+def build_small_group_norm(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
     """Return the small network of width 4 with group normalization."""
     return TorchSmall(channels, classes, 4, "group")
 
 
-class Patches(nn.Module):
+class PatchAttention(nn.Module):
     """Patches of 4x4 pixels, a layer normalization, attention over the patches, and a head."""
 
     def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
         super().__init__()
         self.cut = nn.Conv2d(channels, 8, 4, 4)
-        self.norm, self.mix = nn.LayerNorm(8), nn.Linear(8, 24)
+        self.norm = nn.LayerNorm(8)
+        self.mix = nn.Linear(8, 24)
         self.head = nn.Linear(8, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class Patches(nn.Module):
         return self.head(F.gelu(z).mean(1))
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """What comes in is read again after the row, whose first layer therefore must not overwrite it."""
 
     def __init__(self) -> None:
@@ -54,9 +55,9 @@ class Residual(nn.Module):
         return x + self.row(x)
 
 
-class Rows(nn.Sequential):
+class ConvRows(nn.Sequential):
     """A convolution and its normalization in a row, one after another layer, and a residual block."""
 
     def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
         row = nn.Sequential(nn.Conv2d(channels, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.BatchNorm2d(6))
-        super().__init__(row, Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes))
+        super().__init__(row, ResidualBlock(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes))

@@ -29,9 +29,15 @@ def write_marked_dicom(path: Path, number: int, **attributes: object) -> None:
         data.SOPInstanceUID = data.file_meta.MediaStorageSOPInstanceUID = generate_uid()
         for name in TEXT_TAGS + INVALID_TAGS:
             setattr(data, name, f"{MARK}{number}")
-        data.Modality, data.Rows, data.Columns, data.SamplesPerPixel = "DX", 12, 16, 1
+        data.Modality = "DX"
+        data.Rows = 12
+        data.Columns = 16
+        data.SamplesPerPixel = 1
         data.PhotometricInterpretation = "MONOCHROME2"
-        data.BitsAllocated, data.BitsStored, data.HighBit, data.PixelRepresentation = 16, 16, 15, 0
+        data.BitsAllocated = 16
+        data.BitsStored = 16
+        data.HighBit = 15
+        data.PixelRepresentation = 0
         data.PixelData = np.random.default_rng(number).integers(0, 900, (12, 16)).astype(np.uint16).tobytes()
         for name, value in attributes.items():
             setattr(data, name, value)

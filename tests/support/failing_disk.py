@@ -22,7 +22,7 @@ class PowerLoss(BaseException):
 
 
 @dataclass
-class Disk:
+class FailingDisk:
     """Counts calls below `root`; at call `at` it raises an OSError with `number`, or with None the power goes."""
 
     root: Path
@@ -73,7 +73,7 @@ class Disk:
 
 
 @contextmanager
-def failing(disk: Disk) -> Iterator[Disk]:
+def replace_file_calls(disk: FailingDisk) -> Iterator[FailingDisk]:
     """Let a disk stand under `os` and `shutil.copyfile`."""
     real: dict[str, Callable[..., Any]] = {name: getattr(shutil if name == "copyfile" else os, name) for name in CALLS}
 
@@ -109,7 +109,8 @@ def failing(disk: Disk) -> Iterator[Disk]:
         disk.durable.pop(place, None)
 
     def renamed(old: Any, new: Any, *rest: Any, **more: Any) -> None:
-        one, two = disk.inside(old), disk.inside(new)
+        one = disk.inside(old)
+        two = disk.inside(new)
         if one is not None and two is not None:
             disk.tick()
             before = {one: one.read_bytes(), two: two.read_bytes() if two.is_file() else None}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
-from text_log import Sentences
+from text_log import TextLog
 
 from halfmoon.federation.protocol.messages import Acceptance, Refusal, write_message
 from halfmoon.federation.protocol.terms import Terms
@@ -16,10 +16,10 @@ from halfmoon.runs.factory import ImageSpec
 
 VERSION = metadata.version("halfmoon")
 SITES = ("north", "south", "west")
-FORM = ImageSpec((1, 8, 8), ("sound", "ill"), False, (0.5,), (0.25,))
+IMAGE_SPEC = ImageSpec((1, 8, 8), ("sound", "ill"), False, (0.5,), (0.25,))
 SMALL = {"method": "fedavg", "network": "small", "width": 2, "cohort": 2, "rounds": 3}
 
-Comes = tuple[float, bytes | None]
+DelayedReply = tuple[float, bytes | None]
 """Seconds until something comes for a ticket, and what: bytes, or None for a problem."""
 
 
@@ -30,52 +30,53 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def terms(sites: Sequence[str] = SITES, form: ImageSpec = FORM, **values: Any) -> Terms:
+def make_terms(sites: Sequence[str] = SITES, form: ImageSpec = IMAGE_SPEC, **values: Any) -> Terms:
     return Terms.from_options("test", tuple(sites), form, {**SMALL, **values}, "the test")
 
 
-TERMS = terms()
+TERMS = make_terms()
 
 
-def bytes_of(header: str, body: bytes = b"") -> bytes:
+def make_message_bytes(header: str, body: bytes = b"") -> bytes:
     """Return a message with any header."""
     data = header.encode()
     return len(data).to_bytes(8, "little") + data + body
 
 
 @dataclass
-class Node:
+class FakeNode:
     """What is behind a node's number: `join` answers an offer, `client_update` a request; each may repeat."""
 
-    join: Callable[[], Iterable[Comes]]
-    client_update: Callable[[bytes], Iterable[Comes]]
+    join: Callable[[], Iterable[DelayedReply]]
+    client_update: Callable[[bytes], Iterable[DelayedReply]]
 
 
-def joined(name: str, **changes: Any) -> bytes:
+def make_acceptance(name: str, **changes: Any) -> bytes:
     """Return the bytes by which a site of `TERMS` joins."""
     return write_message(replace(Acceptance(TERMS.hash, VERSION, name, 4, 6), **changes))
 
 
-def node(name: str, takes: float = 1.0, said: bytes | None = None) -> Node:
+def make_node(name: str, takes: float = 1.0, said: bytes | None = None) -> FakeNode:
     """Return a node of the site `name`, which answers requests after some seconds with `said`, or with what it got."""
-    return Node(
-        lambda: [(0.3, joined(name))], lambda data: [(takes, said if said is not None else name.encode() + b":" + data)]
+    return FakeNode(
+        lambda: [(0.3, make_acceptance(name))],
+        lambda data: [(takes, said if said is not None else name.encode() + b":" + data)],
     )
 
 
-def mute(answer: bytes) -> Node:
-    return Node(lambda: [(0.3, answer)], lambda data: [])
+def make_silent_node(answer: bytes) -> FakeNode:
+    return FakeNode(lambda: [(0.3, answer)], lambda data: [])
 
 
-def refusal(kind: str, reason: str = "no") -> bytes:
+def make_refusal(kind: str, reason: str = "no") -> bytes:
     return write_message(Refusal(VERSION, kind, reason))
 
 
 @dataclass
-class Street:
+class FakeTransport:
     """A `Post` and a `Clock`: `at` says what happens when; nodes that are gone still have their answers under way."""
 
-    nodes_: dict[int, Node] = field(default_factory=dict)
+    nodes_: dict[int, FakeNode] = field(default_factory=dict)
     time: float = 0.0
     events: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     offers: list[tuple[float, int]] = field(default_factory=list)
@@ -91,7 +92,7 @@ class Street:
     def manager(self, timeout: float = 100.0, absence: float = 20.0, about: Terms = TERMS) -> ClientManager:
         """Return a roster on this street; what it says is kept."""
         return ClientManager(
-            self, about, VERSION, timeout, absence, Sentences(self.said), Clock(lambda: self.time, self.sleep)
+            self, about, VERSION, timeout, absence, TextLog(self.said), Clock(lambda: self.time, self.sleep)
         )
 
     def at(self, time: float, happens: Callable[[], Any]) -> None:
@@ -105,7 +106,7 @@ class Street:
             happens()
         assert self.time < 5_000, "nobody waits this long"
 
-    def move(self, old: int, new: int, there: Node) -> None:
+    def move(self, old: int, new: int, there: FakeNode) -> None:
         """Let a site start again: under a new number."""
         self.nodes_.pop(old, None)
         self.nodes_[new] = there
@@ -154,5 +155,7 @@ class Street:
             raise ConnectionError("no way")
 
 
-def ask(manager: ClientManager, *names: str, words: bytes = b"do", what: str = "round 1") -> dict[str, SiteResponse]:
+def exchange_messages(
+    manager: ClientManager, *names: str, words: bytes = b"do", what: str = "round 1"
+) -> dict[str, SiteResponse]:
     return manager.exchange(dict.fromkeys(names or SITES, words), what)

@@ -17,8 +17,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fake_transport import VERSION, terms
-from fuzzing import DEEP, JUNK, WORDS, Broken, Scene, Target, changed, copied, one_of, spoiled
+from fake_transport import VERSION, make_terms
+from fuzzing import (
+    DEEPLY_NESTED,
+    JUNK,
+    TEXTS,
+    CaseFolder,
+    RuleViolation,
+    Target,
+    copy_folder,
+    draw_one_of,
+    edit_bytes,
+    edit_json,
+)
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -69,12 +80,12 @@ from halfmoon.storage.state_store import TreeStore
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
-def alone(name: str) -> Callable[[Path], Scene]:
+def alone(name: str) -> Callable[[Path], CaseFolder]:
     """Return what makes a folder with nothing in it but the file of this name."""
 
-    def scene(folder: Path) -> Scene:
+    def scene(folder: Path) -> CaseFolder:
         folder.mkdir(parents=True, exist_ok=True)
-        return Scene(folder, folder / name)
+        return CaseFolder(folder, folder / name)
 
     return scene
 
@@ -85,10 +96,18 @@ TOKENS = st.one_of(
     st.text(max_size=8).map(toml.format_value),
     st.lists(st.integers(-2, 40), max_size=4).map(toml.format_value),
     st.lists(st.sampled_from(["fedavg", "feddure", "a", ""]), max_size=3).map(toml.format_value),
-    one_of(
+    draw_one_of(
         [
             *("true", "false", "[]", "{}", "{a = {b = 1}}", "[[1], ['a']]", "1979-05-27", "07:32:00", "inf", "nan"),
-            *("1979-05-27T07:32:00-08:00", "1e999", "0x" + "f" * 5000, "9" * 5000, "9" * 400, DEEP, "{a=" * 1000),
+            *(
+                "1979-05-27T07:32:00-08:00",
+                "1e999",
+                "0x" + "f" * 5000,
+                "9" * 5000,
+                "9" * 400,
+                DEEPLY_NESTED,
+                "{a=" * 1000,
+            ),
             *("'a\\b'", '"\\u0000"', '"\\ud7ff"', '"' + "x" * 5000 + '"', '"""\n"""', "'digits'", "'.'", "'~'"),
             *("'fedavg'", "'feddure'", "'adam'", "'sgd'", "'some'", "'server'", "'rest'", "'all'", "'small'", "'wrn'"),
         ]
@@ -98,7 +117,7 @@ TOKENS = st.one_of(
 
 def lines(names: Sequence[str], most: int) -> st.SearchStrategy[str]:
     keys = st.one_of(
-        st.sampled_from(names), st.sampled_from(names), WORDS.map(lambda word: toml.format_key(clean(word)))
+        st.sampled_from(names), st.sampled_from(names), TEXTS.map(lambda word: toml.format_key(clean(word)))
     )
     return st.dictionaries(keys, TOKENS, max_size=most).map(
         lambda held: "".join(f"{k} = {v}\n" for k, v in held.items())
@@ -148,7 +167,7 @@ FEDERATIONS = (
 )
 
 
-def read_config(scene: Scene) -> None:
+def read_config(scene: CaseFolder) -> None:
     """Do what `halfmoon run --config` does before it looks at data; what is taken has to be written and read alike."""
     config = settings.resolve(settings.load_file(scene.file), {}, scene.file)
     again = scene.file.with_name("again.toml")
@@ -157,13 +176,13 @@ def read_config(scene: Scene) -> None:
     again.unlink()
     # A saved split says itself what it decides; a number of no value equals none, not even itself.
     if config.split is None and settings.to_toml(known) != settings.to_toml(config):
-        raise Broken("what was written is read as another configuration")
+        raise RuleViolation("what was written is read as another configuration")
 
 
-def site_scene(name: str) -> Callable[[Path], Scene]:
+def site_scene(name: str) -> Callable[[Path], CaseFolder]:
     """Return what makes the folder of a site whose file of this name is fuzzed."""
 
-    def scene(folder: Path) -> Scene:
+    def scene(folder: Path) -> CaseFolder:
         (folder / "in").mkdir(parents=True)
         for number, path in enumerate(["a.png", "b.png", "in/é.png", "in/d,e.png"]):
             Image.fromarray(np.full((4, 4), 40 * number, np.uint8)).save(folder / path)
@@ -171,7 +190,7 @@ def site_scene(name: str) -> Callable[[Path], Scene]:
         (folder / "classes.txt").write_bytes(CLASSES[0])
         if name.startswith(STATE_FOLDER):
             prepare_site(folder)
-        return Scene(folder, folder / name)
+        return CaseFolder(folder, folder / name)
 
     return scene
 
@@ -184,7 +203,7 @@ CLASSES = (b"sound\nill\n", b"ill\r\nsound\r\nother")
 CELLS = st.one_of(
     st.sampled_from(["a.png", "b.png", "./a.png", "in\\d,e.png", "in/é.png", "in/../a.png", "/a.png", "sound", "ill"]),
     st.text(max_size=6),
-    one_of(['"', '""', "a\nb", "\r", "\0", " ", "x" * 140_000, "é", "\u2028"]),
+    draw_one_of(['"', '""', "a\nb", "\r", "\0", " ", "x" * 140_000, "é", "\u2028"]),
 )
 
 
@@ -200,7 +219,7 @@ def tables(draw: Draw) -> bytes:
     )
 
 
-def read_folder(scene: Scene) -> None:
+def read_folder(scene: CaseFolder) -> None:
     """Do what `halfmoon site check` does, and what every other command does first."""
     if not examine(scene.folder).can_take_part:
         read_site(scene.folder)
@@ -213,7 +232,8 @@ FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP", "tiff": "TIFF", "bmp": 
 def picture(mode: str, size: tuple[int, int], form: str, **options: Any) -> bytes:
     """Return an encoded image; one of mode RGB where the format has no such mode."""
     pixels = np.random.default_rng(3).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    file, image = io.BytesIO(), Image.fromarray(pixels)
+    file = io.BytesIO()
+    image = Image.fromarray(pixels)
     try:
         made = Image.fromarray(pixels[..., 0].astype(np.uint16)) if mode == "I;16" else image.convert(mode)
         made.save(file, form, **options)
@@ -266,7 +286,8 @@ def png_files(draw: Draw) -> bytes:
     for _ in range(draw(st.integers(0, 3))):
         word = draw(st.one_of(st.binary(max_size=30), st.just(b"a\0\0" + zlib.compress(bytes(1_000_000)))))
         chunks.insert(draw(st.integers(0, len(chunks))), chunk(draw(kinds), word))
-    depth, color = draw(st.sampled_from([1, 2, 4, 8, 16, 3])), draw(st.sampled_from([0, 2, 3, 4, 6, 5]))
+    depth = draw(st.sampled_from([1, 2, 4, 8, 16, 3]))
+    color = draw(st.sampled_from([0, 2, 3, 4, 6, 5]))
     return png(draw(sides), draw(sides), depth, color, *chunks)
 
 
@@ -290,7 +311,8 @@ def dicom_seeds() -> tuple[bytes, ...]:
     """Return DICOM files of 8 and 16 bits, gray and color, of several frames, plain and compressed."""
     from pydicom.uid import RLELossless
 
-    gray, frames = np.arange(35, dtype=np.uint16).reshape(5, 7) * 100, np.arange(105, dtype=np.uint16).reshape(3, 5, 7)
+    gray = np.arange(35, dtype=np.uint16).reshape(5, 7) * 100
+    frames = np.arange(105, dtype=np.uint16).reshape(3, 5, 7)
     color = {"SamplesPerPixel": 3, "PlanarConfiguration": 0, "PhotometricInterpretation": "RGB"}
     bytes_ = {"BitsAllocated": 8, "BitsStored": 8, "HighBit": 7}
     files = [
@@ -311,7 +333,8 @@ def dicom_file(pixels: np.ndarray, syntax: str | None = None, **header: object) 
 
     meta = FileMetaDataset()
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = "1.2.840.10008.5.1.4.1.1.7", "1.2.3"
+    meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.7"
+    meta.MediaStorageSOPInstanceUID = "1.2.3"
     plain = {"SOPClassUID": meta.MediaStorageSOPClassUID, "SOPInstanceUID": "1.2.3", "Rows": 5, "Columns": 7,
              "SamplesPerPixel": 1, "BitsAllocated": 16, "BitsStored": 12, "HighBit": 11, "PixelRepresentation": 0,
              "PhotometricInterpretation": "MONOCHROME2",
@@ -333,7 +356,8 @@ def deflated_dicom(pixels: bytes, repeats: int = 1, **header: object) -> bytes:
     whole = dicom_file(np.zeros(0, np.uint16), PixelData=b"", **header)
     length = whole.find(b"\2\0\0\0UL\4\0") + 8
     start = length + 4 + int.from_bytes(whole[length : length + 4], "little")
-    old, new = b"1.2.840.10008.1.2.1\0", DeflatedExplicitVRLittleEndian.encode()
+    old = b"1.2.840.10008.1.2.1\0"
+    new = DeflatedExplicitVRLittleEndian.encode()
     meta = whole[:start].replace(old, new + bytes(len(new) % 2)).replace(b"UI\x14\0" + new, b"UI\x16\0" + new)
     meta = meta[:length] + (len(meta) - length - 4).to_bytes(4, "little") + meta[length + 4 :]
     packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
@@ -347,7 +371,8 @@ def deflated_dicom(pixels: bytes, repeats: int = 1, **header: object) -> bytes:
 def bombs() -> tuple[tuple[str, Callable[[int], bytes]], ...]:
     """Return, by target, what makes a small file that unpacks to so many pieces of 16 MiB."""
     piece = bytes(2**24)
-    member, gray = gzip.compress(piece, mtime=0), zlib.compress(piece)
+    member = gzip.compress(piece, mtime=0)
+    gray = zlib.compress(piece)
     shape = {"Rows": 8192, "Columns": 8192}
 
     def idx(count: int) -> bytes:
@@ -368,9 +393,10 @@ def bombs() -> tuple[tuple[str, Callable[[int], bytes]], ...]:
     )
 
 
-def read_image(scene: Scene) -> None:
+def read_image(scene: CaseFolder) -> None:
     """Decode as data sets, sites and `halfmoon predict` do."""
-    data, faults = scene.file.read_bytes(), []
+    data = scene.file.read_bytes()
+    faults = []
     seen = read_header(scene.file)
     for reader in (
         lambda: decode_image(data, "it"),
@@ -383,18 +409,18 @@ def read_image(scene: Scene) -> None:
             faults.append(error)
         else:
             if pixels.dtype != np.uint8 or pixels.ndim != 3:
-                raise Broken(f"decoded to {pixels.dtype} {pixels.shape}")
+                raise RuleViolation(f"decoded to {pixels.dtype} {pixels.shape}")
     if len(faults) < 2 and seen is None:
-        raise Broken("an image that can be read has no header")
+        raise RuleViolation("an image that can be read has no header")
     if faults:
         raise faults[0]
 
 
-def predict_scene(folder: Path) -> Scene:
-    copied(finished_run(), folder / "run")
+def predict_scene(folder: Path) -> CaseFolder:
+    copy_folder(finished_run(), folder / "run")
     (folder / "images").mkdir()
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(folder / "images" / "good.png")
-    return Scene(folder, folder / "images" / "it.png")
+    return CaseFolder(folder, folder / "images" / "it.png")
 
 
 @cache
@@ -402,12 +428,12 @@ def model() -> Any:
     return load_model(finished_run())
 
 
-def label_folder(scene: Scene) -> None:
+def label_folder(scene: CaseFolder) -> None:
     """Do what `halfmoon predict` does: the good image is labeled whatever the other one is."""
     out = scene.folder / "table.csv"
     found = predict_folder(model(), scene.folder / "images", out)
     if found.images + len(found.unreadable) != 2 or "good.png" not in out.read_text():
-        raise Broken("the good image has no label")
+        raise RuleViolation("the good image has no label")
     if found.unreadable:
         out.unlink()
         raise UserError(found.unreadable[0].reason)
@@ -434,11 +460,11 @@ def idx_seed() -> bytes:
     return gzip.compress(b"\0\0\x08\x03" + struct.pack(">3I", 4, 3, 2) + bytes(range(24)), mtime=0)
 
 
-def idx_scene(folder: Path) -> Scene:
+def idx_scene(folder: Path) -> CaseFolder:
     folder.mkdir(parents=True, exist_ok=True)
     labels = b"\0\0\x08\x01" + struct.pack(">I", 4) + bytes([0, 1, 1, 0])
     (folder / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels, mtime=0))
-    return Scene(folder, folder / "train-images-idx3-ubyte.gz")
+    return CaseFolder(folder, folder / "train-images-idx3-ubyte.gz")
 
 
 def parquet_bytes(columns: Mapping[str, Any], metadata: Any = None) -> bytes:
@@ -465,7 +491,7 @@ def parquet_seeds() -> tuple[bytes, ...]:
 def parquet_files(draw: Draw) -> bytes:
     """Draw a parquet file whose columns have the right names and types, or others."""
     good = picture("L", (3, 3), "PNG")
-    cells = st.one_of(one_of([good, picture("RGB", (3, 3), "PNG")]), st.binary(max_size=9), st.none())
+    cells = st.one_of(draw_one_of([good, picture("RGB", (3, 3), "PNG")]), st.binary(max_size=9), st.none())
     count = draw(st.integers(0, 4))
     images: Any = draw(st.lists(cells, min_size=count, max_size=count))
     kind = draw(st.sampled_from(["binary", "struct", "large", "text", "list", "nested"]))
@@ -494,7 +520,7 @@ def parquet_files(draw: Draw) -> bytes:
         labels = pa.array(numbers, pa.int64()).cast(label)
     except pa.ArrowException:
         labels = pa.array(numbers, pa.int64())
-    facts = draw(st.one_of(st.none(), JUNK, changed({"info": {"features": {"label": {"names": ["a", "b"]}}}})))
+    facts = draw(st.one_of(st.none(), JUNK, edit_json({"info": {"features": {"label": {"names": ["a", "b"]}}}})))
     meta = None if facts is None else {"huggingface": rendered(facts)}
     names = draw(st.sampled_from([("image", "label"), ("img", "labels"), ("picture", "label"), ("image", "class")]))
     return parquet_bytes(dict(zip(names, (images, labels), strict=True)), meta)
@@ -525,7 +551,7 @@ ROWS: dict[str, Any] = {"row": [0, 1, 2, 3], "client": [0, 1, -1, 0], "labeled":
 @st.composite
 def split_files(draw: Draw) -> bytes:
     """Draw a split whose facts are changed, or whose columns are."""
-    facts = draw(st.one_of(st.just(SPLIT_FACTS), changed(SPLIT_FACTS), st.just({**SPLIT_FACTS, "images": 10**12})))
+    facts = draw(st.one_of(st.just(SPLIT_FACTS), edit_json(SPLIT_FACTS), st.just({**SPLIT_FACTS, "images": 10**12})))
     columns = dict(ROWS)
     if draw(st.booleans()):
         columns["client"] = draw(
@@ -536,7 +562,7 @@ def split_files(draw: Draw) -> bytes:
     return split_bytes(facts, columns)
 
 
-def read_split(scene: Scene) -> None:
+def read_split(scene: CaseFolder) -> None:
     """Load a split and look up who holds what, as the start of a run does."""
     split = Split.load(scene.file)
     for k in range(min(split.clients, 10)):
@@ -566,11 +592,11 @@ def finished_run() -> Path:
     return folder
 
 
-def run_scene(name: str) -> Callable[[Path], Scene]:
+def run_scene(name: str) -> Callable[[Path], CaseFolder]:
 
-    def scene(folder: Path) -> Scene:
-        copied(finished_run(), folder / "run", "*.png", "*.md", "*.csv", "checkpoint-*", "clients", "model.*")
-        return Scene(folder, folder / "run" / name)
+    def scene(folder: Path) -> CaseFolder:
+        copy_folder(finished_run(), folder / "run", "*.png", "*.md", "*.csv", "checkpoint-*", "clients", "model.*")
+        return CaseFolder(folder, folder / "run" / name)
 
     return scene
 
@@ -586,12 +612,12 @@ def json_files(name: str, spread: bool = False) -> Callable[[], st.SearchStrateg
         (seed,) = seed_of(name)()
         rows = [json.loads(line) for line in seed.splitlines()] if spread else json.loads(seed)
         if spread:
-            values = changed(rows).map(
+            values = edit_json(rows).map(
                 lambda held: b"".join(encoded(row) for row in held) if isinstance(held, list) else b"7\n"
             )
         else:
-            values = changed(rows).map(encoded)
-        return st.one_of(values, values, spoiled([seed], JSON_WORDS))
+            values = edit_json(rows).map(encoded)
+        return st.one_of(values, values, edit_bytes([seed], JSON_WORDS))
 
     return made
 
@@ -611,18 +637,30 @@ def rendered(value: Any) -> str:
     return "[" + ", ".join(map(rendered, value)) + "]"
 
 
-JSON_WORDS = (b"null", b"[]", b"{}", b"NaN", b"1e999", b"-1", b'"\\ud800"', DEEP.encode(), b"9" * 5000, b"\n", b"true")
+JSON_WORDS = (
+    b"null",
+    b"[]",
+    b"{}",
+    b"NaN",
+    b"1e999",
+    b"-1",
+    b'"\\ud800"',
+    DEEPLY_NESTED.encode(),
+    b"9" * 5000,
+    b"\n",
+    b"true",
+)
 
 
-def report_run(scene: Scene) -> None:
+def report_run(scene: CaseFolder) -> None:
     """Do what `halfmoon report` does."""
     out = scene.folder / "page.html"
     write_report([scene.folder / "run"], out)
     if b"</html>" not in out.read_bytes():
-        raise Broken("the page has no end")
+        raise RuleViolation("the page has no end")
 
 
-def resume_finished(scene: Scene) -> None:
+def resume_finished(scene: CaseFolder) -> None:
     """Do what `halfmoon resume` does with a finished run, whose pictures and tables are there."""
     run = scene.folder / "run"
     for name in ("curves.png", "table.csv", "table.md"):
@@ -635,7 +673,7 @@ def resume_finished(scene: Scene) -> None:
             (run / name).unlink()
 
 
-def resume_head(scene: Scene) -> None:
+def resume_head(scene: CaseFolder) -> None:
     """Resume a run, then report it; one without a summary is no finished run, and would be played."""
     if atomic_io.read_json(scene.folder / "run" / "summary.json") is not None:
         resume_finished(scene)
@@ -672,11 +710,11 @@ def sweep_seed() -> bytes:
 def sweep_files() -> st.SearchStrategy[bytes]:
     seed = json.loads(sweep_seed())
     kinds = [{**seed, "kind": kind} for kind in ("table", "lines", "curves", "splits")]
-    values = one_of(kinds).flatmap(changed).map(encoded)
-    return st.one_of(values, values, spoiled([sweep_seed()], JSON_WORDS))
+    values = draw_one_of(kinds).flatmap(edit_json).map(encoded)
+    return st.one_of(values, values, edit_bytes([sweep_seed()], JSON_WORDS))
 
 
-def report_sweep(scene: Scene) -> None:
+def report_sweep(scene: CaseFolder) -> None:
     """Do what `halfmoon report` does with a sweep."""
     write_report([scene.file], scene.folder / "page.html")
 
@@ -689,12 +727,12 @@ def model_files(draw: Draw) -> bytes:
     head = json.loads(data[8:end])
     if draw(st.booleans()):
         said = {name: loaded(words) for name, words in head["__metadata__"].items()}
-        said = draw(changed(said))
+        said = draw(edit_json(said))
         if isinstance(said, dict):
             said = {name: value if isinstance(value, str) else rendered(value) for name, value in said.items()}
         head["__metadata__"] = said
     else:
-        head = draw(changed(head))
+        head = draw(edit_json(head))
     new = rendered(head).encode()
     return len(new).to_bytes(8, "little") + new + data[end:]
 
@@ -707,12 +745,12 @@ def loaded(words: str) -> Any:
         return words
 
 
-def use_model(scene: Scene) -> None:
+def use_model(scene: CaseFolder) -> None:
     """Load a model and have it look at an image, as `halfmoon predict` does."""
     made = load_model(scene.file)
     values = made.probabilities(np.zeros((1, *made.shape), np.uint8))
     if values.shape != (1, len(made.classes)):
-        raise Broken(f"probabilities {values.shape} of {len(made.classes)} classes")
+        raise RuleViolation(f"probabilities {values.shape} of {len(made.classes)} classes")
 
 
 RUN = "5a" * 16
@@ -722,7 +760,7 @@ FACTS = ("method", "fedloke", "params", "server", "halfmoon", "shape", "message"
 @cache
 def about() -> Terms:
     small: dict[str, Any] = {"cohort": 2, "rounds": 3, "labeled_batch": 2, "unlabeled_batch": 2, "steps": 1}
-    return terms(("north", "south"), method="fedloke", labeled_view="weak", **small)
+    return make_terms(("north", "south"), method="fedloke", labeled_view="weak", **small)
 
 
 def ward(folder: Path) -> Path:
@@ -760,15 +798,18 @@ class Wire:
 @cache
 def patterns() -> UploadProbe:
     """Return what uploads look like; it takes a visit of made-up images to know."""
-    config, form = about().config, about().image_spec
+    config = about().config
+    form = about().image_spec
     return UploadProbe(build_task(config, form), build_views(config, form), form.image, config.seed)
 
 
 def play_round(wire: Wire) -> Tree:
     """Play the first round with the sites behind a wire, and return the server's tree after it."""
     held = about()
-    config, form = held.config, held.image_spec
-    shared, seen = build_task(config, form), build_views(config, form)
+    config = held.config
+    form = held.image_spec
+    shared = build_task(config, form)
+    seen = build_views(config, form)
     batching, _ = build_batch_rules(config)
     spent = build_budget(config, shared)
     inspection = Inspection(
@@ -826,9 +867,9 @@ def message(head: Any, rest: bytes) -> bytes:
 @st.composite
 def messages(draw: Draw, which: Callable[[], Sequence[bytes]]) -> bytes:
     """Draw a message of the script whose header is changed, or whose tensors hold other values."""
-    head, rest = parts(draw(one_of(which())))
+    head, rest = parts(draw(draw_one_of(which())))
     if draw(st.integers(0, 3)):
-        return message(draw(changed(head)), rest)
+        return message(draw(edit_json(head)), rest)
     noise = draw(st.sampled_from([b"\0", b"\xff", b"\x7f", b"\0\0\x80\x7f", b"\0\0\xc0\x7f", b"\xff\xff\x7f\x7f"]))
     return message(head, (noise * len(rest))[: len(rest)])
 
@@ -848,14 +889,14 @@ def message_seeds() -> Sequence[bytes]:
     return (*asked(), *answered())
 
 
-def read_any_message(scene: Scene) -> None:
+def read_any_message(scene: CaseFolder) -> None:
     """Read a message as any kind; what is read can be written and read again."""
     said = read_message(scene.file.read_bytes(), Offer, Request, Acceptance, Refusal, Reply)
     if write_message(read_message(write_message(said), type(said))) != write_message(said):
-        raise Broken("a message that was read is written as another one")
+        raise RuleViolation("a message that was read is written as another one")
 
 
-def read_terms(scene: Scene) -> None:
+def read_terms(scene: CaseFolder) -> None:
     """Read what a server offers; the text of terms that are taken gives the same terms."""
     try:
         words = scene.file.read_bytes().decode("utf-8", "surrogatepass")
@@ -864,22 +905,22 @@ def read_terms(scene: Scene) -> None:
     found = Terms.parse(words)
     found.sentence()
     if Terms.parse(found.text).hash != found.hash:
-        raise Broken("terms that are read again have another hash")
+        raise RuleViolation("terms that are read again have another hash")
 
 
 def terms_files() -> st.SearchStrategy[bytes]:
     facts = json.loads(about().text)
-    values = changed(facts).map(encoded)
-    return st.one_of(values, values, spoiled([about().text.encode()], JSON_WORDS))
+    values = edit_json(facts).map(encoded)
+    return st.one_of(values, values, edit_bytes([about().text.encode()], JSON_WORDS))
 
 
-def member_scene(folder: Path) -> Scene:
+def member_scene(folder: Path) -> CaseFolder:
     ward(folder / "site")
     read_message(member_at(folder).reply_to(offer()), Acceptance)
-    return Scene(folder, folder / "message")
+    return CaseFolder(folder, folder / "message")
 
 
-def member_answers(scene: Scene) -> None:
+def member_answers(scene: CaseFolder) -> None:
     """Have a site answer: always with something that the server can read.
 
     A refusal changes nothing but the log and, where the terms can never be met, the file that ends the site's process.
@@ -889,26 +930,26 @@ def member_answers(scene: Scene) -> None:
         raise UserError("the site refuses")
 
 
-def server_judges(scene: Scene) -> None:
+def server_judges(scene: CaseFolder) -> None:
     """Give a server this answer of one site, and a good one of the other: the model stays a model."""
     data = scene.file.read_bytes()
     good = next(reply for site, _, reply in script() if site == "north")
     server = play_round(Wire(lambda site, request: good if site == "north" else data))
     if not all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server) if leaf.is_floating_point()):
-        raise Broken("the model holds values that are not finite")
+        raise RuleViolation("the model holds values that are not finite")
 
 
 def target(name, reads, scene, seeds, play, drawn=None, words=(), loose=()):
     """Return a target whose inputs are drawn, where something draws them, or made by spoiling the seeds."""
 
     def inputs() -> st.SearchStrategy[bytes]:
-        edited = spoiled(seeds(), words)
+        edited = edit_bytes(seeds(), words)
         return edited if drawn is None else st.one_of(drawn(), edited)
 
     return Target(name, reads, scene, seeds, inputs, play, (".lock", "lock", *loose), tuple(words))
 
 
-def run_file(name: str, play: Callable[[Scene], object], reads: str, spread: bool = False) -> Target:
+def run_file(name: str, play: Callable[[CaseFolder], object], reads: str, spread: bool = False) -> Target:
     return target(f"run-{name}", reads, run_scene(name), seed_of(name), play, json_files(name, spread), JSON_WORDS)
 
 
@@ -922,7 +963,7 @@ TOML_WORDS = (
     b"\\u0000",
     b"[federation]\n",
     b"[options]\n",
-    DEEP.encode(),
+    DEEPLY_NESTED.encode(),
 )
 IMAGE_WORDS = (
     b"IHDR",

@@ -1,7 +1,7 @@
 """What a fuzzed input may do: work or be refused with a `UserError`, in bounded time and memory, leaving nothing half.
 
-A `Target` reads one file (or one message) that somebody else has written. `attempt` gives it some bytes and raises
-`Broken` for whatever it must not do; `test_fuzz.py` and `benchmarks/fuzz.py` do so with thousands of them.
+A `Target` reads one file (or one message) that somebody else has written. `run_case` gives it some bytes and raises
+`RuleViolation` for whatever it must not do; `test_fuzz.py` and `benchmarks/fuzz.py` do so with thousands of them.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
 
-SECONDS = 10
-"""Processor time that a case may take; a case that waits, instead of computing, may take `WAIT` by the clock."""
+CPU_SECONDS = 10
+"""Processor time that a case may take; a case that waits, instead of computing, may take `WALL_SECONDS` by the clock."""
 
-WAIT = 120
-MEGABYTES = 1024
+WALL_SECONDS = 120
+MEMORY_MEGABYTES = 1024
 """How much the memory of the process may grow during a case, at its peak; measured on Linux alone, which counts it."""
 
-ADDRESSES = 4 * 2**30
+ADDRESS_SPACE_BYTES = 4 * 2**30
 """Addresses that a case may take beside those that are taken: what asks for more gets a MemoryError.
-Larger than `MEGABYTES`, for address space is reserved in large pieces that nobody touches."""
+Larger than `MEMORY_MEGABYTES`, for address space is reserved in large pieces that nobody touches."""
 
-UNFINISHED = (".partial", ".part")
+UNFINISHED_SUFFIXES = (".partial", ".part")
 """Suffixes of files that are being written."""
 
 
-class Broken(AssertionError):
+class RuleViolation(AssertionError):
     """What an input made halfmoon do that no input may."""
 
 
-class TooLong(BaseException):
+class LimitExceeded(BaseException):
     """A case took longer than it may; no `except Exception` hides it."""
 
 
 @dataclass
-class Scene:
+class CaseFolder:
     """The folder in which a case is played: `file` is what is fuzzed, `held` what lies beside it before the case."""
 
     folder: Path
@@ -54,7 +54,7 @@ class Scene:
     now: dict[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.held = self.now = listing(self.folder)
+        self.held = self.now = read_files(self.folder)
 
     def put(self, data: bytes) -> dict[str, bytes]:
         """Bring the folder back to what it was, with `data` as the file, and return what it then holds."""
@@ -81,10 +81,10 @@ class Target:
 
     name: str
     reads: str  # in words: what halfmoon does with the input
-    scene: Callable[[Path], Scene]
+    scene: Callable[[Path], CaseFolder]
     seeds: Callable[[], Sequence[bytes]]
     inputs: Callable[[], st.SearchStrategy[bytes]]
-    play: Callable[[Scene], object]
+    play: Callable[[CaseFolder], object]
     loose: tuple[str, ...] = (".lock", "lock")
     dictionary: tuple[bytes, ...] = ()  # words that a fuzzer may put in
 
@@ -92,27 +92,27 @@ class Target:
 Verdict = Literal["worked", "refused"]
 
 
-def attempt(target: Target, scene: Scene, data: bytes) -> Verdict:
-    """Play a case; raise `Broken` where it neither works nor is refused, or leaves something that it must not."""
+def run_case(target: Target, scene: CaseFolder, data: bytes) -> Verdict:
+    """Play a case; raise `RuleViolation` where it neither works nor is refused, or leaves something that it must not."""
     before = scene.put(data)
     verdict: Verdict = "worked"
     try:
-        with bounded(), quiet():
+        with limit_resources(), suppress_output():
             target.play(scene)
     except UserError as error:
         verdict = "refused"
         if "\n" in str(error).strip() and "\\n" not in repr(data):
-            raise Broken(f"{target.name}: the refusal is more than a line: {error}") from error
-    except Broken:
+            raise RuleViolation(f"{target.name}: the refusal is more than a line: {error}") from error
+    except RuleViolation:
         raise
-    except TooLong as error:
-        raise Broken(f"{target.name}: it took longer than {error}") from error
+    except LimitExceeded as error:
+        raise RuleViolation(f"{target.name}: it took longer than {error}") from error
     except Exception as error:
-        raise Broken(f"{target.name}: {type(error).__name__}: {str(error)[:300]}") from error
-    after = scene.now = listing(scene.folder)
-    left = [name for name in after if name.endswith(UNFINISHED) and name not in before]
+        raise RuleViolation(f"{target.name}: {type(error).__name__}: {str(error)[:300]}") from error
+    after = scene.now = read_files(scene.folder)
+    left = [name for name in after if name.endswith(UNFINISHED_SUFFIXES) and name not in before]
     if left:
-        raise Broken(f"{target.name}: left {', '.join(left)}")
+        raise RuleViolation(f"{target.name}: left {', '.join(left)}")
     if verdict == "refused":
         changed = [
             name
@@ -120,27 +120,27 @@ def attempt(target: Target, scene: Scene, data: bytes) -> Verdict:
             if before.get(name) != after.get(name) and Path(name).name not in target.loose
         ]
         if changed:
-            raise Broken(f"{target.name}: refused, but changed {', '.join(sorted(changed))}")
+            raise RuleViolation(f"{target.name}: refused, but changed {', '.join(sorted(changed))}")
     return verdict
 
 
-def listing(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Raise `TooLong` or `Broken` where the block takes more time or memory than a case may."""
+def limit_resources() -> Iterator[None]:
+    """Raise `LimitExceeded` or `RuleViolation` where the block takes more time or memory than a case may."""
     with _limited_time(), _limited_addresses():
         start = _reset_peak()
         yield
         grown = _peak() - start
-    if grown > MEGABYTES * 2**20:
-        raise Broken(f"memory grew by {grown / 2**20:.0f} MiB, over {MEGABYTES}")
+    if grown > MEMORY_MEGABYTES * 2**20:
+        raise RuleViolation(f"memory grew by {grown / 2**20:.0f} MiB, over {MEMORY_MEGABYTES}")
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -154,12 +154,12 @@ def _limited_time() -> Iterator[None]:
         return
 
     def late(number: int, frame: object) -> None:
-        raise TooLong(f"{SECONDS} s of processor time" if number == signal.SIGPROF else f"{WAIT} s")
+        raise LimitExceeded(f"{CPU_SECONDS} s of processor time" if number == signal.SIGPROF else f"{WALL_SECONDS} s")
 
     before = [(number, signal.signal(number, late)) for number in (signal.SIGPROF, signal.SIGALRM)]
     # Processor time: a busy machine makes no case late. Wall time beside it: a case that waits uses none.
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, WAIT)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
     try:
         yield
     finally:
@@ -178,7 +178,7 @@ def _limited_addresses() -> Iterator[None]:
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ADDRESSES, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (used + ADDRESS_SPACE_BYTES, before[1]))
     try:
         yield
     finally:
@@ -204,51 +204,53 @@ def _status(name: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
-DEEP = "[" * 100_000
-HUGE = 10**5000
+DEEPLY_NESTED = "[" * 100_000
+HUGE_INTEGER = 10**5000
 """Over the number of digits that Python turns into a whole number."""
 
 
-def one_of(values: Sequence[Any]) -> st.SearchStrategy[Any]:
+def draw_one_of(values: Sequence[Any]) -> st.SearchStrategy[Any]:
     """Draw one of some values by its number: hypothesis would write long ones out, and cannot write the longest."""
     return st.integers(0, len(values) - 1).map(values.__getitem__)
 
 
 NUMBERS = st.one_of(
     st.integers(-3, 300),
-    one_of((2**31, 2**53, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**30, 10**400, HUGE)),
+    draw_one_of((2**31, 2**53, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**30, 10**400, HUGE_INTEGER)),
     st.floats(),
-    one_of((0.0, -0.0, 1e308, 5e-324, math.inf)),
+    draw_one_of((0.0, -0.0, 1e308, 5e-324, math.inf)),
 )
-WORDS = st.one_of(
+TEXTS = st.one_of(
     st.text(max_size=12),
-    one_of(("", ".", "..", "/", "a/b", "none", "auto", "nan", "\0", "\ud800", "\u202e", "a" * 5000, "~x/y", "%s")),
+    draw_one_of(("", ".", "..", "/", "a/b", "none", "auto", "nan", "\0", "\ud800", "\u202e", "a" * 5000, "~x/y", "%s")),
 )
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
 JUNK = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4), max_leaves=6
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4), max_leaves=6
 )
 """Values that JSON has, most of them where no reader wants them."""
 
 
-def spoiled(seeds: Sequence[bytes], words: Sequence[bytes] = ()) -> st.SearchStrategy[bytes]:
+def edit_bytes(seeds: Sequence[bytes], words: Sequence[bytes] = ()) -> st.SearchStrategy[bytes]:
     """Draw one of the seeds with a few edits: bytes changed, cut, doubled, put in, or a part of another seed."""
-    return st.composite(_spoiled)(Kept(tuple(seeds)), Kept((*words, *(bytes.fromhex(each) for each in COUNTS))))
+    return st.composite(_spoiled)(
+        HiddenValue(tuple(seeds)), HiddenValue((*words, *(bytes.fromhex(each) for each in LENGTHS_HEX)))
+    )
 
 
-COUNTS = ("00000000", "ffffffff", "7fffffff", "00000080", "ffffffffffffff7f")
+LENGTHS_HEX = ("00000000", "ffffffff", "7fffffff", "00000080", "ffffffffffffff7f")
 """Lengths, in hexadecimal, that files do not have."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class HiddenValue:
     """A value that hypothesis need not write out."""
 
     value: Any = field(repr=False)
 
 
-def _spoiled(draw: Callable[[st.SearchStrategy[Any]], Any], seeds: Kept, words: Kept) -> bytes:
-    data = bytearray(draw(one_of(seeds.value)))
+def _spoiled(draw: Callable[[st.SearchStrategy[Any]], Any], seeds: HiddenValue, words: HiddenValue) -> bytes:
+    data = bytearray(draw(draw_one_of(seeds.value)))
     for _ in range(draw(st.integers(1, 4))):
         edit = draw(st.sampled_from(["set", "flip", "cut", "take", "put", "word", "double", "join"]))
         at = draw(st.integers(0, len(data)))
@@ -266,22 +268,22 @@ def _spoiled(draw: Callable[[st.SearchStrategy[Any]], Any], seeds: Kept, words: 
         elif edit == "put":
             data[at:at] = draw(st.binary(min_size=1, max_size=length))
         elif edit == "word":
-            word = draw(one_of(words.value))
+            word = draw(draw_one_of(words.value))
             data[at : at + (len(word) if draw(st.booleans()) else 0)] = word
         elif edit == "double":
             data[at:at] = data[at : at + length] * draw(st.integers(1, 50))
         elif edit == "join":
-            other = draw(one_of(seeds.value))
+            other = draw(draw_one_of(seeds.value))
             data[at:] = other[draw(st.integers(0, len(other))) :]
     return bytes(data)
 
 
-def changed(value: Any) -> st.SearchStrategy[Any]:
+def edit_json(value: Any) -> st.SearchStrategy[Any]:
     """Draw a JSON value with a few of its parts replaced by junk, left out or added."""
-    return st.composite(_changed)(Kept(value))
+    return st.composite(_changed)(HiddenValue(value))
 
 
-def _changed(draw: Callable[[st.SearchStrategy[Any]], Any], kept: Kept) -> Any:
+def _changed(draw: Callable[[st.SearchStrategy[Any]], Any], kept: HiddenValue) -> Any:
     value = kept.value
     for _ in range(draw(st.integers(1, 3))):
         value = _edited(draw, value)
@@ -298,7 +300,7 @@ def _edited(draw: Callable[[st.SearchStrategy[Any]], Any], value: Any) -> Any:
         if what == "out":
             return {key: each for key, each in value.items() if key != name}
         if what == "in":
-            return {**value, draw(WORDS): draw(JUNK)}
+            return {**value, draw(TEXTS): draw(JUNK)}
     elif isinstance(value, list) and value:
         what = draw(st.sampled_from(["into", "into", "into", "out", "in", "here"]))
         place = draw(st.integers(0, len(value) - 1))
@@ -311,7 +313,7 @@ def _edited(draw: Callable[[st.SearchStrategy[Any]], Any], value: Any) -> Any:
     return draw(JUNK)
 
 
-def copied(source: Path, folder: Path, *without: str) -> Path:
+def copy_folder(source: Path, folder: Path, *without: str) -> Path:
     """Return a copy of a folder, without the files of some names."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*without), dirs_exist_ok=True)
     return folder

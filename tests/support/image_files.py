@@ -18,11 +18,11 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import load
 
 
-def noise(count: int, size: int = 6, channels: int = 3, seed: int = 0) -> np.ndarray:
+def make_noise_images(count: int, size: int = 6, channels: int = 3, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, size, size, channels), np.uint8)
 
 
-def encode(image: np.ndarray | Image.Image, form: str = "PNG", **options: Any) -> bytes:
+def encode_image(image: np.ndarray | Image.Image, form: str = "PNG", **options: Any) -> bytes:
     """Return an image file of pixels (H, W), (H, W, 1) or (H, W, 3), or of Pillow's image."""
     if isinstance(image, np.ndarray):
         image = Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)
@@ -45,7 +45,7 @@ def write_parquet(
 ) -> Path:
     """Write encoded images, or pixels, as Hugging Face does; `more` are columns beside the label."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = [encode(each) if isinstance(each, np.ndarray) else each for each in images]
+    files = [encode_image(each) if isinstance(each, np.ndarray) else each for each in images]
     if binary:
         column = pa.array(files, pa.binary())
     else:
@@ -59,19 +59,20 @@ def write_parquet(
     return path
 
 
-class Rows:
+class FakeHubDataset:
     """As much of `datasets.Dataset` as the reader uses; its images come undecoded."""
 
     def __init__(
         self, images: Sequence[Any], image: str, classes: list[str] | None = None, **labels: list[Any]
     ) -> None:
         """Take pixels, or what stands in their place, and columns of labels."""
-        cells = [{"bytes": encode(x), "path": None} if isinstance(x, np.ndarray) else x for x in images]
-        self.columns, self.raw = {image: cells, **labels}, False
+        cells = [{"bytes": encode_image(x), "path": None} if isinstance(x, np.ndarray) else x for x in images]
+        self.columns = {image: cells, **labels}
+        self.raw = False
         self.column_names = list(self.columns)
         self.features = dict.fromkeys(self.columns, SimpleNamespace(names=classes) if classes else SimpleNamespace())
 
-    def cast_column(self, column: str, kind: dict[str, bool]) -> "Rows":
+    def cast_column(self, column: str, kind: dict[str, bool]) -> "FakeHubDataset":
         assert kind == {"decode": False}
         self.raw = True
         return self
@@ -88,7 +89,7 @@ class Rows:
             yield dict(zip(self.columns, row, strict=True))
 
 
-def fake_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Rows]) -> None:
+def install_fake_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., FakeHubDataset]) -> None:
     """Put a library `datasets` in the place of the real one."""
     module = ModuleType("datasets")
     module.load_dataset = load_dataset
@@ -96,7 +97,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Rows])
     monkeypatch.setitem(sys.modules, "datasets", module)
 
 
-def refused(words: str, *source: Any, **how: Any) -> None:
+def assert_load_refused(words: str, *source: Any, **how: Any) -> None:
     """Assert that a data set cannot be loaded, and that the sentence has these words (a regular expression)."""
     with pytest.raises(UserError, match=words):
         load(*source, **how)

@@ -37,8 +37,8 @@ from halfmoon.runs.factory import ImageSpec, get_split, load_source_for_network
 from halfmoon.sites.folders import export_sites
 from halfmoon.sites.folders.prepare import open_prepared_site
 
-SMALL = {"data": "digits", "data_share": 0.03, "clients": 3, "setting": "iid-dir", "label_ratio": 0.4}
-PLACES: dict[str, dict[str, Any]] = {
+EXPORT_OPTIONS = {"data": "digits", "data_share": 0.03, "clients": 3, "setting": "iid-dir", "label_ratio": 0.4}
+LABEL_LAYOUTS: dict[str, dict[str, Any]] = {
     "clients": {"method": "fedavg"},
     "some": {"method": "fedavg", "labels_at": "some", "labeled_clients": 2},
     "server": {"method": "semifl", "labels_at": "server"},
@@ -46,20 +46,20 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 """Where labels lie; "all": every image of every site has one."""
 
-SECRET = "ward-7-b41"
+SECRET_FOLDER = "ward-7-b41"
 """The name of the folder that all folders of a federation lie in: it is in every path of a site and of the server."""
 
 CLASSES = tuple(f"diagnosis-{k}" for k in range(10))
 """What a federation calls the ten digits."""
 
-SHORT = {"rounds": 2, "cohort": 2, "width": 4, "labeled_batch": 4, "unlabeled_batch": 4}
-EAGER = {"threshold": 0.12, "delta": 3.0, "ramp_rounds": 2, "interval": 2, "min_class_images": 1}
+SHORT_RUN = {"rounds": 2, "cohort": 2, "width": 4, "labeled_batch": 4, "unlabeled_batch": 4}
+EAGER_OPTIONS = {"threshold": 0.12, "delta": 3.0, "ramp_rounds": 2, "interval": 2, "min_class_images": 1}
 """Options under which methods use pseudo-labels from the start (one of ten classes has at most ln 10 = 2.3 nats), and sites
 may have one label in a class."""
 
 
 @dataclass(frozen=True)
-class Letter:
+class Exchange:
     """A message to the site `node`, and what that answered."""
 
     node: int
@@ -76,7 +76,7 @@ class Letter:
 
 
 @dataclass(eq=False)
-class Town:
+class SiteFolders:
     """Three sites, and a folder for the test images and one for the server's own, below `folder`."""
 
     folder: Path
@@ -102,7 +102,7 @@ class Town:
 
     def write(self, method: str, table: str = "", **options: Any) -> Path:
         """Return a federation.toml, written without what is None; `table` is added to its table [federation]."""
-        given = {"method": method, **SHORT, **options}
+        given = {"method": method, **SHORT_RUN, **options}
         own = given.pop("options", {})
         kept = [line for line in self.words.splitlines() if line.split(" = ")[0] not in given]
         at = kept.index("[federation]")
@@ -126,20 +126,20 @@ class Town:
             shutil.rmtree(self.folder / name / ".halfmoon" / "federations", ignore_errors=True)
 
 
-def found(place: str, folder: Path, clients: int | None = None) -> Town:
+def export_small_sites(place: str, folder: Path, clients: int | None = None) -> SiteFolders:
     """Write sites, three by default, with labels at this place."""
     count = {} if clients is None else {"clients": clients}
-    config = settings.resolve({**SMALL, **SHORT, **PLACES[place], **count}, {})
+    config = settings.resolve({**EXPORT_OPTIONS, **SHORT_RUN, **LABEL_LAYOUTS[place], **count}, {})
     data = load_source_for_network(config)
     split = get_split(config, data)
     # Of other names: "0" to "9" are everywhere.
-    out = folder / SECRET / place
+    out = folder / SECRET_FOLDER / place
     export_sites(config, replace(data, classes=CLASSES), split, out)
-    return Town(out, (out / "federation.toml").read_text(), folder / SECRET / "runs" / place)
+    return SiteFolders(out, (out / "federation.toml").read_text(), folder / SECRET_FOLDER / "runs" / place)
 
 
 @contextmanager
-def quick() -> Iterator[None]:
+def speed_up_rehearsals() -> Iterator[None]:
     """Do without what a rehearsal need not wait for: a disk that survives the machine's fall, a look every 0.1 s, and
     all of the digits' test images but 60."""
     digits = sources._load_digits
@@ -156,14 +156,14 @@ def quick() -> Iterator[None]:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Letter]]:
+def record_exchanges() -> Iterator[list[Exchange]]:
     """Give a list that takes in all that crosses the grid, both ways."""
-    letters: list[Letter] = []
+    letters: list[Exchange] = []
     original = local.LocalGrid._reply
 
     def answered(self: local.LocalGrid, message: Message) -> Message:
         reply = original(self, message)
-        letters.append(Letter(message.metadata.dst_node_id, message, reply))
+        letters.append(Exchange(message.metadata.dst_node_id, message, reply))
         return reply
 
     with pytest.MonkeyPatch.context() as patch:
@@ -171,41 +171,41 @@ def recorded() -> Iterator[list[Letter]]:
         yield letters
 
 
-class Stop(BaseException):
+class ServerStopped(BaseException):
     """What ends a server's process in a test: nothing catches it."""
 
 
-def eager(method: str) -> dict[str, Any]:
-    """Return the options of `EAGER` that a method has."""
-    return {name: value for name, value in EAGER.items() if name in registry.options(method)}
+def select_eager_options(method: str) -> dict[str, Any]:
+    """Return the options of `EAGER_OPTIONS` that a method has."""
+    return {name: value for name, value in EAGER_OPTIONS.items() if name in registry.options(method)}
 
 
-def round_key(asked: Request) -> tuple[int, int]:
+def get_round_and_query(asked: Request) -> tuple[int, int]:
     return asked.round, asked.query
 
 
 @contextmanager
-def stopping(visit, after=False, place=round_key):
+def stop_server_at(visit, after=False, place=get_round_and_query):
     """Stop the server at a `visit`, which is the `place` of a request: before it is sent, or `after` it is done."""
     original = GridTransport.send
 
     def send(self: GridTransport, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Any:
         here = not asks and visit in [place(read_message(data, Request)) for data in mail.values()]
         if here and not after:
-            raise Stop
+            raise ServerStopped
         message_ids = original(self, mail, seconds, asks)
         if here:
-            raise Stop
+            raise ServerStopped
         return message_ids
 
-    with pytest.MonkeyPatch.context() as patch, suppress(Stop):
+    with pytest.MonkeyPatch.context() as patch, suppress(ServerStopped):
         patch.setattr(GridTransport, "send", send)
         yield
         raise AssertionError("it was not stopped")
 
 
 @contextmanager
-def before_each_message(do: Callable[[], None]) -> Iterator[None]:
+def call_before_each_message(do: Callable[[], None]) -> Iterator[None]:
     """Call `do` before every message to a site."""
     original = local.LocalGrid._reply
 
@@ -218,21 +218,21 @@ def before_each_message(do: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def bits(run: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def read_model_bytes(run: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return the tensors of a run's model as bytes."""
     leaves = load_file(run / "model.safetensors")
     return {name: (str(leaf.dtype), leaf.shape, leaf.tobytes()) for name, leaf in leaves.items()}
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def parts(upload: dict[str, Any]) -> set[str]:
+def list_upload_parts(upload: dict[str, Any]) -> set[str]:
     return set(Upload.from_tree(upload).parts)
 
 
-def pixels(images: np.ndarray, mean: float, std: float) -> set[bytes]:
+def list_pixel_rows(images: np.ndarray, mean: float, std: float) -> set[bytes]:
     """Return every row of pixels of images, uint8 (N, H, W, 1), as its bytes, and as numbers in 0..1 and normalized.
     Rows of few different values are left out: zeros are everywhere."""
     lines = images[..., 0].reshape(-1, images.shape[2])

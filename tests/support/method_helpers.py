@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_models import TorchSmall, twin
+from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method, Task
 from halfmoon.contract.checks import compare_executors
@@ -22,14 +22,14 @@ from halfmoon.models.passes import ForwardPass
 
 
 @dataclass(frozen=True)
-class Pixel(Network):
+class TwoWeightNetwork(Network):
     """Two classes, whose logits are a weight each times the first pixel."""
 
     channels: int = 1
     classes: int = 2
 
     def init(self, generator: torch.Generator) -> Tree:
-        return model(0.0, 0.0)
+        return make_two_weight_model(0.0, 0.0)
 
     def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         return run.linear("head", x.flatten(1)[:, :1])
@@ -38,37 +38,37 @@ class Pixel(Network):
         pass
 
 
-PIXEL = Pixel(norm="none")
+TWO_WEIGHT_NETWORK = TwoWeightNetwork(norm="none")
 
 
-def model(one: float, two: float) -> Tree:
-    """Return the model of `Pixel` with these weights."""
+def make_two_weight_model(one: float, two: float) -> Tree:
+    """Return the model of `TwoWeightNetwork` with these weights."""
     return {"params": {"head": {"weight": torch.tensor([[one], [two]], dtype=torch.float64)}}, "stats": {}}
 
 
-def pixels(*values: float) -> Tensor:
+def make_pixel_images(*values: float) -> Tensor:
     """Return images (n, 1, 1, 1) of one pixel."""
     return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1, 1)
 
 
-def images(count: int, seed: int) -> Tensor:
+def make_random_images(count: int, seed: int) -> Tensor:
     """Return random images (count, 1, 8, 8), as a network sees them."""
     return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def local(labeled: int = 5, unlabeled: int = 6, y: Tensor | None = None, **views: Tensor) -> ClientData:
+def make_client_data(labeled: int = 5, unlabeled: int = 6, y: Tensor | None = None, **views: Tensor) -> ClientData:
     """Return a client of these counts; steps bring images of their own."""
     nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
     y = torch.zeros(0, dtype=torch.int64) if y is None else y
     return ClientData(nothing, y, nothing, torch.tensor(labeled), torch.tensor(unlabeled), views)
 
 
-def begun(update: ClientUpdate, broadcast: Tree, data: ClientData) -> Tree:
+def begin_update(update: ClientUpdate, broadcast: Tree, data: ClientData) -> Tree:
     """Return the carry of a client's first update."""
     return update.begin(broadcast, update.initial_memory(broadcast, torch.Generator()), data)
 
 
-def rounds_of(
+def simulate_rounds(
     method: Method, shared: Task, held: FederatedDataset | None = None, *, rounds: int = 1, **options: Any
 ) -> list[Snapshot]:
     """Return the first rounds of a federation."""
@@ -77,40 +77,44 @@ def rounds_of(
     )
 
 
-def lifted(
+def simulate_with_both_executors(
     method: Method, shared: Task, held: FederatedDataset | None = None, *, rounds: int = 2, **options: Any
 ) -> list[Snapshot]:
     """Return the first rounds, which are the same client by client and with clients as one program: to 1e-9."""
-    loop, vmap = (rounds_of(method, shared, held, rounds=rounds, executor=each, **options) for each in ("loop", "vmap"))
+    loop, vmap = (
+        simulate_rounds(method, shared, held, rounds=rounds, executor=each, **options) for each in ("loop", "vmap")
+    )
     compare_executors(loop, vmap)
     return loop
 
 
-def small(broadcast: Tree) -> TorchSmall:
+def make_torch_module(broadcast: Tree) -> TorchSmall:
     """Return the network of the scene as a module in training, with a model's parameters and statistics."""
-    return twin(TorchSmall(1, CLASSES, NETWORK.width), broadcast).train()
+    return load_weights(TorchSmall(1, CLASSES, NETWORK.width), broadcast).train()
 
 
-def assert_same(params: Tree, module: nn.Module, rtol: float = 1e-8, atol: float = 1e-10) -> None:
+def assert_params_match(params: Tree, module: nn.Module, rtol: float = 1e-8, atol: float = 1e-10) -> None:
     """Compare parameters with a module's."""
     for (name, p), leaf in zip(module.named_parameters(), tree.leaves(params), strict=True):
         torch.testing.assert_close(leaf, p.detach(), rtol=rtol, atol=atol, msg=name)
 
 
-def batches(names: tuple[str, ...], count: int = 3) -> list[Batch]:
+def make_batches(names: tuple[str, ...], count: int = 3) -> list[Batch]:
     """Return batches of 5 + 6 random images with all of these views, of labeled and of unlabeled images."""
     g = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     found = []
     for _ in range(count):
-        x, y = draw(5), torch.randint(0, CLASSES, (5,), generator=g)
-        u, views = {name: draw(6) for name in names}, {name: draw(5) for name in names}
+        x = draw(5)
+        y = torch.randint(0, CLASSES, (5,), generator=g)
+        u = {name: draw(6) for name in names}
+        views = {name: draw(5) for name in names}
         found.append(Batch(x, y, torch.arange(5), u, torch.arange(6), x_views=views))
     return found
 
 
 @dataclass(frozen=True)
-class Negative:
+class InvertedView:
     """The image with its values turned round: a view that differs, and of which nothing is drawn."""
 
     def draw(self, n: int, shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, Tensor]:
@@ -120,11 +124,11 @@ class Negative:
         return normalize(255 - images)
 
 
-FIXED = Views(Negative(), {"plain": Plain(), "weak": Plain(), "strong": Negative()})
+FIXED_VIEWS = Views(InvertedView(), {"plain": Plain(), "weak": Plain(), "strong": InvertedView()})
 """Views without chance: a labeled image is shown as the strong view shows it."""
 
 
-def looked(task: Task, leaves: Tree, *groups: Tensor) -> tuple[list[Tensor], list[Tree]]:
+def forward_groups(task: Task, leaves: Tree, *groups: Tensor) -> tuple[list[Tensor], list[Tree]]:
     """Return the logits of groups of images and the moments, in one pass or each in its own, as the task says."""
     if task.statistics == "joint":
         logits, moments = task.network.train(leaves, torch.cat(groups))
@@ -133,14 +137,14 @@ def looked(task: Task, leaves: Tree, *groups: Tensor) -> tuple[list[Tensor], lis
     return [logits for logits, _ in made], [moments for _, moments in made]
 
 
-def tracked(stats: Tree, moments: list[Tree]) -> Tree:
+def update_running_stats(stats: Tree, moments: list[Tree]) -> Tree:
     """Return running statistics after these passes, by PyTorch's formula with its momentum of 0.1."""
     for each in moments:
         stats = tree.map(lambda old, new: 0.9 * old + 0.1 * new.detach(), stats, each)
     return stats
 
 
-def differentiable(params: Tree) -> Tree:
+def copy_requiring_grad(params: Tree) -> Tree:
     return tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), params)
 
 

@@ -19,7 +19,7 @@ ENHANCERS = {
 }
 
 
-def specimens(channels: int, size: tuple[int, int]) -> Tensor:
+def make_test_images(channels: int, size: tuple[int, int]) -> Tensor:
     """Return uint8 images (15, C, H, W): noise, narrow noise, smooth, constant, two-valued, sparse."""
     generator = torch.Generator().manual_seed(channels * 1000 + size[0])
     noise = torch.randint(0, 256, (15, channels, *size), dtype=torch.uint8, generator=generator)
@@ -45,7 +45,7 @@ def to_array(image: Image.Image) -> np.ndarray:
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
-def changed(
+def apply_operation(
     image: Image.Image,
     name: str,
     *,
@@ -89,11 +89,11 @@ def changed(
     raise ValueError(name)
 
 
-def operation(image: Image.Image, name: str, level: int, negative: bool) -> Image.Image:
+def apply_feddure_operation(image: Image.Image, name: str, level: int, negative: bool) -> Image.Image:
     """Return one operation of FedDure's RandAugmentMC at a level of 0 to 10 (tenths of its largest magnitude)."""
     sign = -1 if negative else 1
     shear = sign * (float(level) * 0.3 / 10)
-    return changed(
+    return apply_operation(
         image,
         name,
         factor=float(level) * 0.9 / 10 + 0.05,
@@ -105,10 +105,10 @@ def operation(image: Image.Image, name: str, level: int, negative: bool) -> Imag
     )
 
 
-def semifl_operation(image: Image.Image, name: str, negative: bool, corner: tuple[int, int]) -> Image.Image:
+def apply_semifl_operation(image: Image.Image, name: str, negative: bool, corner: tuple[int, int]) -> Image.Image:
     """Return one operation of SemiFL's RandAugment(n=2, m=10), always at its maximum: v = 10 of 10."""
     sign = -1 if negative else 1
-    return changed(
+    return apply_operation(
         image,
         name,
         factor=1.8 * 10 / 10 + 0.1,
@@ -122,12 +122,12 @@ def semifl_operation(image: Image.Image, name: str, negative: bool, corner: tupl
     )
 
 
-def fedloke_operation(image: Image.Image, name: str, negative: bool, magnitude: int) -> Image.Image:
+def apply_fedloke_operation(image: Image.Image, name: str, negative: bool, magnitude: int) -> Image.Image:
     """Return one operation of torchvision's RandAugment at a magnitude of 0 to 30, on Pillow images.
     Its `negative` is Pillow's: torchvision's translations have the other sign, which a random sign does not tell."""
     sign = -1 if negative else 1
     across, broadcast = (sign * int(150.0 / 331.0 * side * magnitude / 30) for side in image.size)
-    return changed(
+    return apply_operation(
         image,
         name,
         factor=1.0 + sign * 0.9 * magnitude / 30,
@@ -156,42 +156,43 @@ def cutout(image: Image.Image, top: int, left: int, side: int) -> Image.Image:
     return image
 
 
-def strong_pixels(array: np.ndarray, row: dict, pad: int, side: int) -> np.ndarray:
+def make_strong_view(array: np.ndarray, row: dict, pad: int, side: int) -> np.ndarray:
     """Return the strong view uint8 (C, H, W) of one image and one row of the draws (plain Python values)."""
     image = to_image(crop(array, row["flip"], row["top"], row["left"], pad))
     for kind, level, negative in zip(row["operation"], row["level"], row["negative"], strict=True):
-        image = operation(image, OPERATION_NAMES[kind], level, negative)
+        image = apply_feddure_operation(image, OPERATION_NAMES[kind], level, negative)
     return to_array(cutout(image, *row["corner"], side))
 
 
-def semifl_pixels(array: np.ndarray, row: dict, pad: int) -> np.ndarray:
+def make_semifl_view(array: np.ndarray, row: dict, pad: int) -> np.ndarray:
     """Return SemiFL's strong view uint8 (C, H, W) of one image and one row of the draws (plain Python values)."""
     image = to_image(crop(array, row["flip"], row["top"], row["left"], pad))
     for kind, negative, corner in zip(row["operation"], row["negative"], row["corner"], strict=True):
-        image = semifl_operation(image, OPERATION_NAMES[kind], negative, corner)
+        image = apply_semifl_operation(image, OPERATION_NAMES[kind], negative, corner)
     return to_array(image)
 
 
-def fedloke_pixels(array: np.ndarray, row: dict, pad: int, magnitude: int) -> np.ndarray:
+def make_fedloke_view(array: np.ndarray, row: dict, pad: int, magnitude: int) -> np.ndarray:
     """Return FedLoKe's strong view uint8 (C, H, W) of one image and one row of the draws (plain Python values)."""
     image = to_image(crop(array, row["flip"], row["top"], row["left"], pad))
     for kind, negative in zip(row["operation"], row["negative"], strict=True):
-        image = fedloke_operation(image, OPERATION_NAMES[kind], negative, magnitude)
+        image = apply_fedloke_operation(image, OPERATION_NAMES[kind], negative, magnitude)
     return to_array(image)
 
 
-def rows_of(drawn: dict[str, Tensor]) -> list[dict]:
+def split_draws(drawn: dict[str, Tensor]) -> list[dict]:
     """Return the draws as one dict of plain values a row."""
     names = list(drawn)
     columns = [drawn[name].tolist() for name in names]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def strong(images: np.ndarray, rows: list[dict], mean: np.ndarray, std: np.ndarray) -> Tensor:
+def make_strong_views(images: np.ndarray, rows: list[dict], mean: np.ndarray, std: np.ndarray) -> Tensor:
     """Return the normalized strong views float32 (n, C, H, W) of uint8 images (n, C, H, W), one by one."""
-    pad, side = images.shape[2] // 8, images.shape[2] // 2
+    pad = images.shape[2] // 8
+    side = images.shape[2] // 2
     scaled = []
     for array, row in zip(images, rows, strict=True):
-        pixels = torch.from_numpy(np.ascontiguousarray(strong_pixels(array, row, pad, side)))
+        pixels = torch.from_numpy(np.ascontiguousarray(make_strong_view(array, row, pad, side)))
         scaled.append(pixels.to(torch.float32).div_(255).sub_(torch.from_numpy(mean)).div_(torch.from_numpy(std)))
     return torch.stack(scaled)

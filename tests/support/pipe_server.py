@@ -16,12 +16,12 @@ from typing import BinaryIO
 HEAD = struct.Struct(">III")
 
 
-def put(pipe: BinaryIO, node: int, message_id: int, data: bytes) -> None:
+def write_parcel(pipe: BinaryIO, node: int, message_id: int, data: bytes) -> None:
     pipe.write(HEAD.pack(node, message_id, len(data)) + data)
     pipe.flush()
 
 
-def take(pipe: BinaryIO) -> tuple[int, int, bytes] | None:
+def read_parcel(pipe: BinaryIO) -> tuple[int, int, bytes] | None:
     """Return the next parcel, None where there will be none."""
     head = pipe.read(HEAD.size)
     if len(head) < HEAD.size:
@@ -30,16 +30,19 @@ def take(pipe: BinaryIO) -> tuple[int, int, bytes] | None:
     return node, message_id, pipe.read(length)
 
 
-class PipePost:
+class PipeTransport:
     """A `halfmoon.federation.server.connection.Transport` over two pipes."""
 
     def __init__(self, sites: int, into: BinaryIO, out: BinaryIO) -> None:
-        self.sites, self.into, self.out, self.count = sites, into, out, 0
+        self.sites = sites
+        self.into = into
+        self.out = out
+        self.count = 0
         self.come: queue.SimpleQueue[tuple[int, int, bytes]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        while (reply := take(self.into)) is not None:
+        while (reply := read_parcel(self.into)) is not None:
             self.come.put(reply)
 
     def nodes(self) -> Sequence[int]:
@@ -53,7 +56,7 @@ class PipePost:
         for node, data in mail.items():
             self.count += 1
             message_ids[node] = str(self.count)
-            put(self.out, node, self.count, data)
+            write_parcel(self.out, node, self.count, data)
         return message_ids
 
     def collect(self, message_ids: Sequence[str]) -> Sequence[tuple[str, bytes, str]]:
@@ -71,7 +74,7 @@ def main() -> None:
 
     host = FederationServer(load_plan(Path(sys.argv[1])), Path(sys.argv[2]))
     host.prepare()
-    host.serve(PipePost(int(sys.argv[3]), sys.stdin.buffer, sys.stdout.buffer))
+    host.serve(PipeTransport(int(sys.argv[3]), sys.stdin.buffer, sys.stdout.buffer))
     os._exit(0)  # a thread waits for standard input, and Python would wait for the thread
 
 

@@ -25,7 +25,7 @@ from halfmoon.core.tree import Tree
 
 
 @dataclass(frozen=True)
-class SpyUpdate(ClientUpdate):
+class RecordingUpdate(ClientUpdate):
     """Do what another work does, and write down everything it is given and everything it says."""
 
     inner: Any = None
@@ -72,7 +72,7 @@ class SpyUpdate(ClientUpdate):
 
 
 @dataclass(frozen=True)
-class Spy:
+class RecordingMethod:
     """A method whose clients are watched."""
 
     inner: Method
@@ -80,7 +80,7 @@ class Spy:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {
-            name: SpyUpdate(task, inner=client_update, seen=self.seen)
+            name: RecordingUpdate(task, inner=client_update, seen=self.seen)
             for name, client_update in self.inner.client_updates(task).items()
         }
 
@@ -98,7 +98,7 @@ class Spy:
 
 
 @dataclass(frozen=True)
-class CountingWork(ClientUpdate):
+class CountingUpdate(ClientUpdate):
     """Count steps, add up what is drawn, burn down a fuse, and send all of it back.
 
     carry: steps, the sum of rows, the sum of pixels, the fuse. The loss is NaN at the step that the fuse names. With
@@ -145,7 +145,7 @@ class CountingWork(ClientUpdate):
 
 
 @dataclass(frozen=True)
-class Counting:
+class CountingMethod:
     """A method of two trips a round whose server keeps the uploads of the last one.
 
     `mark` of client k is 100 + k and differs from client to client; `fuse` is the step at which client `doomed` fails
@@ -159,7 +159,7 @@ class Counting:
     fuse: int = 1
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"count": CountingWork(task, self.views, self.idle)}
+        return {"count": CountingUpdate(task, self.views, self.idle)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         return {"round": torch.zeros(())}
@@ -176,18 +176,18 @@ class Counting:
         return server
 
 
-def question(broadcast: Tree, clients: int, cohort: int | None = None, **changes: Any) -> AggregationContext:
+def make_context(broadcast: Tree, clients: int, cohort: int | None = None, **changes: Any) -> AggregationContext:
     """Return a question of the first round, to so many clients, that those from 0 on have answered."""
     asked = AggregationContext(0, 0, 0, "train", broadcast, {}, tuple(range(clients)), cohort or clients, True)
     return asked._replace(**changes)
 
 
-def tensors(what: Any) -> list[Tensor]:
+def collect_tensors(what: Any) -> list[Tensor]:
     """Return all tensors in nested tuples, lists and dicts."""
     if isinstance(what, Tensor):
         return [what]
     if isinstance(what, dict):
         return list(tree.leaves(what)) if all(isinstance(v, Tensor | dict) for v in what.values()) else []
     if isinstance(what, list | tuple):
-        return [leaf for each in what for leaf in tensors(each)]
+        return [leaf for each in what for leaf in collect_tensors(each)]
     return []

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 
 @dataclass
-class Textbook:
+class ReferenceFedDure:
     """The local model, C-reg and F-reg of one client, each with its optimizer.
 
     Economical, Eq. 1, 6, 7, 8 and 9 share the local model's forward pass, and Eq. 7 to 9 one backward pass through

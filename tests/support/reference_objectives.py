@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_models import TorchSmall, twin
+from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch
 from halfmoon.core.tree import Tree
@@ -16,7 +16,7 @@ from halfmoon.models import SmallCNN
 NETWORK = SmallCNN(1, 4, 4)
 
 
-def drawn_batch(labeled: int = 5, unlabeled: int = 6, views: tuple[str, ...] = (), seed: int = 0) -> Batch:
+def make_batch(labeled: int = 5, unlabeled: int = 6, views: tuple[str, ...] = (), seed: int = 0) -> Batch:
     """Return random images with a permutation, a coefficient and quarter turns."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
@@ -32,7 +32,7 @@ def drawn_batch(labeled: int = 5, unlabeled: int = 6, views: tuple[str, ...] = (
 
 
 @dataclass
-class Textbook:
+class ReferenceModel:
     """A module that learns, and the rules of the task; `settled` normalizes by the statistics of the step's start."""
 
     module: nn.Module
@@ -71,14 +71,14 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return -(target * torch.log(F.softmax(logits, -1))).sum(-1).mean()
 
 
-def pi_model(book: Textbook, batch: Batch, weight: float) -> Tensor:
+def pi_model(book: ReferenceModel, batch: Batch, weight: float) -> Tensor:
     """Return Laine and Aila's loss (Algorithm 1), the consistency term on unlabeled images."""
     (x, one, two), _ = book.look([batch.x, batch.u["weak"], batch.u["weak2"]])
     apart = (F.softmax(one, -1) - F.softmax(two, -1)) ** 2
     return cross_entropy(x, batch.y) + weight * apart.sum() / apart.numel()
 
 
-def mean_teacher(book: Textbook, teacher: nn.Module, batch: Batch, weight: float) -> Tensor:
+def mean_teacher(book: ReferenceModel, teacher: nn.Module, batch: Batch, weight: float) -> Tensor:
     """Return Tarvainen and Valpola's loss; in "running" the teacher is normalized by the student's statistics."""
     (x, student), _ = book.look([batch.x, batch.u["weak"]])
     if book.labeling == "running":
@@ -90,7 +90,7 @@ def mean_teacher(book: Textbook, teacher: nn.Module, batch: Batch, weight: float
     return cross_entropy(x, batch.y) + weight * apart.sum() / apart.numel()
 
 
-def pseudo_label(book: Textbook, batch: Batch, weight: float, threshold: float) -> Tensor:
+def pseudo_label(book: ReferenceModel, batch: Batch, weight: float, threshold: float) -> Tensor:
     """Return Lee's loss, of guesses of at least `threshold`."""
     guessed = [batch.u["weak"]] if book.labeling == "running" else []
     (x, u), guess = book.look([batch.x, batch.u["weak"]], guessed)
@@ -108,10 +108,11 @@ def _mix(rows: Tensor, batch: Batch) -> Tensor:
     return lam * rows + (1 - lam) * partners
 
 
-def mixmatch(book: Textbook, batch: Batch, weight: float, temperature: float) -> Tensor:
+def mixmatch(book: ReferenceModel, batch: Batch, weight: float, temperature: float) -> Tensor:
     """Return MixMatch's loss (Algorithm 1, Eq. 2 to 5)."""
     weak = [batch.u["weak"], batch.u["weak2"]]
-    count, n = len(batch.x), len(weak[0])
+    count = len(batch.x)
+    n = len(weak[0])
     images = _mix(torch.cat([batch.x, *weak]), batch).split([count, n, n])
     (x, one, two), guesses = book.look(list(images), weak)
     mean = sum(F.softmax(each, -1) for each in guesses) / 2
@@ -126,7 +127,8 @@ def remixmatch(book, head, batch, ratio, weights, temperature):
     """Return ReMixMatch's loss (Algorithm 1) with two strong views; `ratio` is labels' over predictions' share."""
     weak, strong, second = (batch.u[name] for name in ("weak", "strong", "strong2"))
     labeled = batch.x_views["strong"]
-    count, n = len(labeled), len(weak)
+    count = len(labeled)
+    n = len(weak)
     images = _mix(torch.cat([labeled, weak, strong, second]), batch).split([count, n, n, n])
     turned = torch.stack(
         [torch.rot90(each, int(k), (1, 2)) for each, k in zip(strong, batch.mixing["turn"], strict=True)]
@@ -143,8 +145,8 @@ def remixmatch(book, head, batch, ratio, weights, temperature):
     return loss + weights[1] * cross_entropy(anchor, q) + weights[2] * rotations
 
 
-def module_of(model: Tree) -> TorchSmall:
+def make_module(model: Tree) -> TorchSmall:
     """Return a module with a model's parameters (a rotation head left out) and statistics, in training mode."""
     params = {name: part for name, part in model["params"].items() if name != "rotation"}
-    made: Any = twin(TorchSmall(1, 4, NETWORK.width), {"params": params, "stats": model["stats"]})
+    made: Any = load_weights(TorchSmall(1, 4, NETWORK.width), {"params": params, "stats": model["stats"]})
     return made

@@ -11,16 +11,16 @@ METHODS = {"fedavg": "FedAvg (labeled only)", "fixmatch": "FedAvg + FixMatch", "
 ROUNDS = 12
 
 
-def accuracy_of(method: int, seed: int, number: int) -> float:
+def compute_accuracy(method: int, seed: int, number: int) -> float:
     """A share that grows with the number of the round and of the method."""
     return round((0.55 + 0.08 * method) * (1 - math.exp(-number / 4)) + 0.01 * seed + 0.1, 6)
 
 
-def metrics(method: int, seed: int, rounds: int, classes: int, *, prior: bool = True, steps: int = 5) -> str:
+def format_metrics(method: int, seed: int, rounds: int, classes: int, *, prior: bool = True, steps: int = 5) -> str:
     """Return metrics.jsonl: an evaluation every second round; method 0 makes no pseudo-labels."""
     lines = []
     for number in range(1, rounds + 1):
-        accuracy = accuracy_of(method, seed, number)
+        accuracy = compute_accuracy(method, seed, number)
         pseudo = None
         if method:
             pseudo = {"accuracy": 0.9 * accuracy, "share_above": 0.05 * number, "accuracy_above": None}
@@ -42,7 +42,7 @@ def metrics(method: int, seed: int, rounds: int, classes: int, *, prior: bool = 
     return "".join(lines)
 
 
-def split_of(clients: int, names: list[str], shift: int = 0, server: bool = False) -> dict[str, Any]:
+def make_split_summary(clients: int, names: list[str], shift: int = 0, server: bool = False) -> dict[str, Any]:
     """Return a split.json: client k has (k + c + shift) % 4 labeled of class c, and ten times as many unlabeled."""
     each = []
     for k in range(clients):
@@ -74,9 +74,9 @@ def write_run(
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"identity": f"id-{key}-{seed}-{config}", "halfmoon": "0.1.0"}))
     (path / "config.toml").write_text(f'method = "{key}"\ndata = "{data}"\nseed = {seed}\n{config}')
-    (path / "metrics.jsonl").write_text(metrics(method, seed, ROUNDS, len(names), prior=extras, steps=steps))
+    (path / "metrics.jsonl").write_text(format_metrics(method, seed, ROUNDS, len(names), prior=extras, steps=steps))
     (path / "timings.jsonl").write_text("".join(f'{{"round": {r}, "seconds": 0.5}}\n' for r in range(1, ROUNDS + 1)))
-    last = accuracy_of(method, seed, ROUNDS)
+    last = compute_accuracy(method, seed, ROUNDS)
     cost = {"labeled_steps": steps * ROUNDS, "labeled_images": 10, "unlabeled_images": 20}
     cost |= {"forward": 100 * (1 + method) * ROUNDS, "backward": 10}
     cost |= {"bytes_down": 1_000_000 * ROUNDS, "bytes_up": 500_000 * ROUNDS}
@@ -86,18 +86,18 @@ def write_run(
         size = len(names)
         matrix = [[80 if t == p else 20 if p == (t + 1) % size else 0 for p in range(size)] for t in range(size)]
         summary |= {"classes": names, "confusion": matrix}
-        (path / "split.json").write_text(json.dumps(split or split_of(4, names)))
+        (path / "split.json").write_text(json.dumps(split or make_split_summary(4, names)))
     if finished:
         (path / "summary.json").write_text(json.dumps(summary))
-        note_sums(path)
+        record_checksums(path)
     return summary
 
 
-def note_sums(path: Path) -> None:
+def record_checksums(path: Path) -> None:
     integrity.record_files(path, "config.toml", "metrics.jsonl", "summary.json", "split.json")
 
 
-def sweep(**changes: Any) -> dict[str, Any]:
+def make_sweep(**changes: Any) -> dict[str, Any]:
     """Return a sweep.json without cells: rows are methods, columns settings."""
     made: dict[str, Any] = {
         "format": 1,
@@ -124,7 +124,7 @@ def sweep(**changes: Any) -> dict[str, Any]:
     return made | changes
 
 
-def entry(summary: dict[str, Any], folder: str = "", identity: str = "") -> dict[str, Any]:
+def make_run_entry(summary: dict[str, Any], folder: str = "", identity: str = "") -> dict[str, Any]:
     """Return the finished run of a cell as sweep.json says it."""
     kept = {key: summary[key] for key in ("seed", "accuracy", "cost", "seconds")}
     return kept | {"identity": identity, "folder": folder, "finished": True, "failed": None}
@@ -132,7 +132,7 @@ def entry(summary: dict[str, Any], folder: str = "", identity: str = "") -> dict
 
 def write_sweep(root: Path, seeds: int = 2, **changes: Any) -> Path:
     """Write a sweep of all cells of `sweep()` with run folders, published numbers in its second column alone."""
-    made = sweep(**changes)
+    made = make_sweep(**changes)
     names = [str(name) for name in changes.get("names", ["cat", "dog", "ship"])]
     made.pop("names", None)
     for s, setting in enumerate(("iid-iid", "dir-dir")):
@@ -140,32 +140,34 @@ def write_sweep(root: Path, seeds: int = 2, **changes: Any) -> Path:
             runs = []
             for seed in range(seeds):
                 folder = f"cells/{setting}-{method}-{seed}"
-                done = write_run(root / folder, m, seed, names=names, split=split_of(4, names, shift=s))
-                runs.append(entry(done, f"../{folder}"))
+                done = write_run(root / folder, m, seed, names=names, split=make_split_summary(4, names, shift=s))
+                runs.append(make_run_entry(done, f"../{folder}"))
             published = {"mean": 60.0 + 10 * m, "deviation": 1.0 if m else None, "note": ""} if s else None
             made["cells"].append({"at": {"setting": setting, "method": method}, "published": published, "runs": runs})
-    return put(root / "toy-table1-small", made)
+    return write_sweep_file(root / "toy-table1-small", made)
 
 
-def write_lines(root: Path) -> Path:
+def write_line_sweep(root: Path) -> Path:
     """Write a sweep of kind lines along three concentrations; FedDure alone has published numbers."""
     places = ("1.0", "0.5", "0.1")
-    made = sweep(kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None, title="Toy, Figure 2")
+    made = make_sweep(kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None, title="Toy, Figure 2")
     made["axes"][0] = {"name": "dirichlet_alpha", "values": [{"name": name, "title": name} for name in places]}
     for place, name in enumerate(places):
         for m, method in enumerate(METHODS):
             done = write_run(root / "more" / f"{place}{m}", m, place, extras=False, steps=5 if m else 10)
             published = {"mean": 62.0, "deviation": 1.0} if m == 2 else None
             at = {"dirichlet_alpha": name, "method": method}
-            made["cells"].append({"at": at, "published": published, "runs": [entry(done, f"../more/{place}{m}")]})
-    return put(root / "lines", made)
+            made["cells"].append(
+                {"at": at, "published": published, "runs": [make_run_entry(done, f"../more/{place}{m}")]}
+            )
+    return write_sweep_file(root / "lines", made)
 
 
-def put(folder: Path, made: dict[str, Any]) -> Path:
+def write_sweep_file(folder: Path, made: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.json").write_text(json.dumps(made))
     return folder
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
+def read_sweep_file(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "sweep.json").read_text())

@@ -18,7 +18,7 @@ from halfmoon.storage.state_store import StateView, TreeStore
 
 
 @dataclass(frozen=True)
-class Pixel(Network):
+class OneWeightNetwork(Network):
     """Logits (w x, 0), x the mean of an image; its moments are those of x, and nothing is normalized by them."""
 
     channels: int = 1
@@ -47,14 +47,14 @@ class Pixel(Network):
 
 
 @dataclass(frozen=True)
-class Line(Network):
+class LinearNetwork(Network):
     """Logits w_c * x for x the mean of an image: one weight a class, and no bias."""
 
     channels: int = 1
     classes: int = 2
 
     def init(self, generator: torch.Generator) -> Tree:
-        return {"params": line(*[1.0] * self.classes), "stats": {}}
+        return {"params": make_linear_params(*[1.0] * self.classes), "stats": {}}
 
     def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         return run.linear("head", x.mean((-3, -2, -1))[:, None])
@@ -63,26 +63,26 @@ class Line(Network):
         pass
 
 
-def line(*weights: float) -> Tree:
-    """Return the parameters of `Line`."""
+def make_linear_params(*weights: float) -> Tree:
+    """Return the parameters of `LinearNetwork`."""
     return {"head": {"weight": torch.tensor(weights, dtype=torch.float64)[:, None]}}
 
 
-def weight(value: float) -> Tree:
-    """Return the parameters of `Pixel` with w = value."""
+def make_one_weight_params(value: float) -> Tree:
+    """Return the parameters of `OneWeightNetwork` with w = value."""
     return {"pixel": {"norm": {"bias": torch.tensor([value], dtype=torch.float64)}}}
 
 
-def value(params: Tree) -> float:
+def get_weight(params: Tree) -> float:
     return float(params["pixel"]["norm"]["bias"])
 
 
-def pixels(values: Sequence[float]) -> Tensor:
+def make_pixel_images(values: Sequence[float]) -> Tensor:
     """Return images (n, 1, 1, 1), as a network sees them."""
     return torch.tensor(list(values), dtype=torch.float64).reshape(-1, 1, 1, 1)
 
 
-def upload(held: Tree, *aux: str) -> Upload:
+def make_upload(held: Tree, *aux: str) -> Upload:
     """Return an upload (or several, stacked) of its parts by name, of which `aux` go beside the update.
     Without a "weight" it weighs 1."""
     update = {name: part for name, part in held.items() if name not in ("weight", *aux)}
@@ -92,15 +92,15 @@ def upload(held: Tree, *aux: str) -> Upload:
     return Upload(update, weight, {name: held[name] for name in aux})
 
 
-Answer = Callable[[Any, Any], Sequence[Upload]]
+ReplyFunction = Callable[[Any, Any], Sequence[Upload]]
 """What clients say to (down, who is asked): one upload each."""
 
 
 @dataclass
-class Told:
+class ScriptedFederation:
     """A federation whose clients say what they are told to say; `asked` keeps (work, clients), -2 for the server."""
 
-    answers: Mapping[str, Answer]
+    answers: Mapping[str, ReplyFunction]
     clients: int = 4
     cohort: Tensor = field(default_factory=lambda: torch.arange(2))
     labeled: int = 1

@@ -7,7 +7,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def script(path: str) -> ModuleType:
+def load_script(path: str) -> ModuleType:
     """Return a script, named from the repository's root."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None

@@ -49,7 +49,7 @@ set = { rounds = 2 }
 """
 
 
-def played(
+def train_cells(
     path: Path,
     *only: str,
     scale: str | None = "short",
@@ -60,6 +60,7 @@ def played(
     """Train cells of a recipe's file; return the folder, the reports of runs, and the failures."""
     found = recipe.load(str(path))
     scaled = found.scale(scale) if scale else None
-    folder, steps = SweepFolder(path.parent / out, found, scaled, "halfmoon sweep"), list[RunReport]()
+    folder = SweepFolder(path.parent / out, found, scaled, "halfmoon sweep")
+    steps = list[RunReport]()
     asked = build_cells(found, parse_selection(found, only), seeds, scaled)
     return folder, steps, run_sweep(folder, asked, engine or SerialExecutor(), steps.append)

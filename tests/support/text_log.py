@@ -3,7 +3,7 @@
 from typing import Any
 
 
-class Sentences:
+class TextLog:
     """Append the sentence of each event to a list."""
 
     def __init__(self, texts: list[str]) -> None:

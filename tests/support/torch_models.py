@@ -10,7 +10,7 @@ from halfmoon.core import rng, tree
 from halfmoon.models import Network, ResNet8, ResNet9, SmallCNN, WideResNet
 
 
-def normalization(channels: int, norm: str) -> nn.Module:
+def build_norm(channels: int, norm: str) -> nn.Module:
     """Return the normalization of a kind; groups are counted down from 32 to the first that divides the channels."""
     if norm == "batch":
         return nn.BatchNorm2d(channels)
@@ -22,13 +22,13 @@ def normalization(channels: int, norm: str) -> nn.Module:
     return nn.GroupNorm(groups, channels)
 
 
-class Block(nn.Module):
+class ConvBlock(nn.Module):
     """Convolution, normalization, ReLU."""
 
     def __init__(self, inputs: int, outputs: int, norm: str = "batch") -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm != "none")
-        self.norm = normalization(outputs, norm)
+        self.norm = build_norm(outputs, norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.norm(self.conv(x)))
@@ -39,10 +39,14 @@ class TorchResNet9(nn.Module):
 
     def __init__(self, channels: int, classes: int, w: int, norm: str = "batch") -> None:
         super().__init__()
-        self.prep, self.layer1 = Block(channels, w, norm), Block(w, 2 * w, norm)
-        self.res1a, self.res1b = Block(2 * w, 2 * w, norm), Block(2 * w, 2 * w, norm)
-        self.layer2, self.layer3 = Block(2 * w, 4 * w, norm), Block(4 * w, 8 * w, norm)
-        self.res3a, self.res3b = Block(8 * w, 8 * w, norm), Block(8 * w, 8 * w, norm)
+        self.prep = ConvBlock(channels, w, norm)
+        self.layer1 = ConvBlock(w, 2 * w, norm)
+        self.res1a = ConvBlock(2 * w, 2 * w, norm)
+        self.res1b = ConvBlock(2 * w, 2 * w, norm)
+        self.layer2 = ConvBlock(2 * w, 4 * w, norm)
+        self.layer3 = ConvBlock(4 * w, 8 * w, norm)
+        self.res3a = ConvBlock(8 * w, 8 * w, norm)
+        self.res3b = ConvBlock(8 * w, 8 * w, norm)
         self.head = nn.Linear(8 * w, classes, bias=norm != "none")
         self.pool = nn.MaxPool2d(2)
 
@@ -62,8 +66,9 @@ class TorchSmall(nn.Module):
 
     def __init__(self, channels: int, classes: int, w: int, norm: str = "batch") -> None:
         super().__init__()
-        self.conv1, self.conv2 = Block(channels, w, norm), Block(w, 2 * w, norm)
-        self.conv3 = Block(2 * w, 2 * w, norm)
+        self.conv1 = ConvBlock(channels, w, norm)
+        self.conv2 = ConvBlock(w, 2 * w, norm)
+        self.conv3 = ConvBlock(2 * w, 2 * w, norm)
         self.head = nn.Linear(2 * w, classes, bias=norm != "none")
         self.pool = nn.MaxPool2d(2)
 
@@ -74,32 +79,34 @@ class TorchSmall(nn.Module):
         return self.head(self.features(x))
 
 
-class Unit(nn.Module):
+class PreNormConv(nn.Module):
     """A convolution without bias, and the normalization in front of it where it has one."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, norm: str | None = None) -> None:
         super().__init__()
         if norm is not None:
-            self.norm = normalization(inputs, norm)
+            self.norm = build_norm(inputs, norm)
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
 
 
-class Normed(nn.Module):
+class ConvNorm(nn.Module):
     """A convolution without bias, and the normalization behind it."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, norm: str = "batch") -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-        self.norm = normalization(outputs, norm)
+        self.norm = build_norm(outputs, norm)
 
     def forward(self, z: Tensor) -> Tensor:
         return self.norm(self.conv(z))
 
 
-class Residual(nn.Module):
+class TorchResNet(nn.Module):
     """Block n is made of the modules block{n}a, block{n}b and, where channels change, block{n}shortcut."""
 
-    def add_blocks(self, widths: list[int], unit: type[Unit | Normed], norm: str, shortcut_norm: str | None) -> None:
+    def add_blocks(
+        self, widths: list[int], unit: type[PreNormConv | ConvNorm], norm: str, shortcut_norm: str | None
+    ) -> None:
         """Add a block from each width to the next; where the width changes, but in the first one, sides are halved."""
         self.blocks: list[list[nn.Module]] = []
         for n, (old, new) in enumerate(itertools.pairwise(widths), 1):
@@ -115,15 +122,15 @@ class Residual(nn.Module):
         return self.head(self.features(x))
 
 
-class TorchWide(Residual):
+class TorchWideResNet(TorchResNet):
     """WRN-depth-k."""
 
     def __init__(self, channels: int, classes: int, k: int, depth: int = 28, norm: str = "batch") -> None:
         super().__init__()
-        self.stem = Unit(channels, 16, 3)
+        self.stem = PreNormConv(channels, 16, 3)
         widths = [16] + [w * k for w in (16, 32, 64) for _ in range((depth - 4) // 6)]
-        self.add_blocks(widths, Unit, norm, None)
-        self.final = nn.ModuleDict({"norm": normalization(widths[-1], norm)})
+        self.add_blocks(widths, PreNormConv, norm, None)
+        self.final = nn.ModuleDict({"norm": build_norm(widths[-1], norm)})
         self.head = nn.Linear(widths[-1], classes, bias=norm != "none")
 
     def features(self, x: Tensor) -> Tensor:
@@ -135,13 +142,13 @@ class TorchWide(Residual):
         return nn.AdaptiveAvgPool2d(1)(F.relu(self.final["norm"](z))).flatten(1)
 
 
-class TorchResNet8(Residual):
+class TorchResNet8(TorchResNet):
     """ResNet-8: a stem and three blocks of w, 2 w and 4 w channels."""
 
     def __init__(self, channels: int, classes: int, w: int, norm: str = "batch") -> None:
         super().__init__()
-        self.stem = Normed(channels, w, 3, norm=norm)
-        self.add_blocks([w, w, 2 * w, 4 * w], Normed, norm, norm)
+        self.stem = ConvNorm(channels, w, 3, norm=norm)
+        self.add_blocks([w, w, 2 * w, 4 * w], ConvNorm, norm, norm)
         self.head = nn.Linear(4 * w, classes, bias=norm != "none")
 
     def features(self, x: Tensor) -> Tensor:
@@ -151,15 +158,15 @@ class TorchResNet8(Residual):
         return z.mean((2, 3))
 
 
-def module_of(network: Network) -> nn.Module:
+def build_module(network: Network) -> nn.Module:
     """Return a fresh module with the layers of `network`."""
     if isinstance(network, WideResNet):
-        return TorchWide(network.channels, network.classes, network.width, network.depth, network.norm)
+        return TorchWideResNet(network.channels, network.classes, network.width, network.depth, network.norm)
     make = {ResNet8: TorchResNet8, ResNet9: TorchResNet9, SmallCNN: TorchSmall}[type(network)]
     return make(network.channels, network.classes, network.width, network.norm)
 
 
-def state_dict(model: dict) -> dict[str, Tensor]:
+def make_state_dict(model: dict) -> dict[str, Tensor]:
     """Name the leaves of {"params", "stats"} as the modules do."""
     named = {path.replace("/", "."): leaf.clone() for path, leaf in tree.flatten(model["params"]).items()}
     for layer, stats in model["stats"].items():
@@ -169,15 +176,15 @@ def state_dict(model: dict) -> dict[str, Tensor]:
     return named
 
 
-def twin(module: nn.Module, model: dict) -> nn.Module:
+def load_weights(module: nn.Module, model: dict) -> nn.Module:
     """Return the module with the parameters and statistics of `model`."""
     like = model["params"]["head"]["weight"]
     module = module.to(like.dtype)
-    module.load_state_dict(state_dict(model))
+    module.load_state_dict(make_state_dict(model))
     return module.train()
 
 
-def scene(network: Network, side: int, seed: int = 0, rows: int = 5) -> tuple[dict, Tensor, Tensor]:
+def make_example(network: Network, side: int, seed: int = 0, rows: int = 5) -> tuple[dict, Tensor, Tensor]:
     """Return a model whose statistics and normalizations are not the fresh ones, images and labels, in float64."""
     g = rng.generator(seed, "models")
     model = tree.to(network.init(g), dtype=torch.float64)
