@@ -40,7 +40,7 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_failing_disks as disks  # noqa: E402
 import test_integrity as folders  # noqa: E402
-from fuzz_targets import TARGETS, bombs  # noqa: E402
+from fuzz_targets import TARGETS, list_decompression_bombs  # noqa: E402
 from fuzzing import RuleViolation, run_case  # noqa: E402
 from interrupted_runs import InterruptAfterRound  # noqa: E402
 
@@ -114,7 +114,7 @@ def _damaged(place: Path, act: str) -> Iterator[Trial]:
 def _hostile(place: Path, names: tuple[str, ...]) -> Iterator[Trial]:
     """Somebody else's bytes are read: a valid input with a few of its bytes changed, left out or doubled."""
     chosen = [target for target in TARGETS if target.name in names]
-    scenes = {target.name: (target.scene(place / target.name), list(target.seeds())) for target in chosen}
+    scenes = {target.name: (target.make_folder(place / target.name), list(target.seeds())) for target in chosen}
 
     def trial(chance: random.Random) -> str:
         target = chance.choice(chosen)
@@ -134,11 +134,11 @@ def _hostile(place: Path, names: tuple[str, ...]) -> Iterator[Trial]:
 @contextmanager
 def _bomb(place: Path) -> Iterator[Trial]:
     """A small file unpacks to up to four gigabytes; memory and time of a trial are bounded."""
-    made = {target.name: target for target in TARGETS if target.name in dict(bombs())}
-    scenes = {name: target.scene(place / name) for name, target in made.items()}
+    made = {target.name: target for target in TARGETS if target.name in dict(list_decompression_bombs())}
+    scenes = {name: target.make_folder(place / name) for name, target in made.items()}
 
     def trial(chance: random.Random) -> str:
-        name, pack = chance.choice(bombs())
+        name, pack = chance.choice(list_decompression_bombs())
         try:
             return REFUSED if run_case(made[name], scenes[name], pack(chance.randint(1, 256))) == "refused" else SAME
         except RuleViolation as broken:

@@ -64,12 +64,12 @@ class Player:
 
         (self.target,) = [each for each in TARGETS if each.name == name]
         self.cases, self.seed, self.place = cases, seed, place
-        self.tally = Tally(name, self.target.reads)
+        self.tally = Tally(name, self.target.description)
         self.sizes: dict[str, int] = {}
-        self.scene = self.target.scene(Path(tempfile.mkdtemp(prefix="fuzz-")) / "scene")
+        self.scene = self.target.make_folder(Path(tempfile.mkdtemp(prefix="fuzz-")) / "case")
         for data in self.target.seeds():  # what is made once is made before the clock runs
             self.play(data)
-        self.tally = Tally(name, self.target.reads)
+        self.tally = Tally(name, self.target.description)
         self.began, self.until = time.monotonic(), time.monotonic() + seconds
 
     @property
@@ -200,7 +200,7 @@ def parent(given: argparse.Namespace) -> None:
             continue
         with tempfile.TemporaryDirectory() as name:
             place = Path(name)
-            tally = one(given, target.name, place) or Tally(target.name, target.reads, ended="it did not start")
+            tally = one(given, target.name, place) or Tally(target.name, target.description, ended="it did not start")
             for path in place.glob(f"{target.name}-*"):
                 path.rename(given.findings / path.name)
         tallies.append(tally)

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from fuzz_targets import TARGETS, chunk, png
+from fuzz_targets import TARGETS, make_png, make_png_chunk
 from fuzzing import CaseFolder, LimitExceeded, RuleViolation, Target, limit_resources, run_case
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ KEPT = sorted(path for path in CORPUS.glob("*/*") if path.is_file())
 
 @cache
 def scene(name: str) -> CaseFolder:
-    return BY_NAME[name].scene(Path(mkdtemp(prefix="fuzz-")) / "scene")
+    return BY_NAME[name].make_folder(Path(mkdtemp(prefix="fuzz-")) / "case")
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -74,7 +74,7 @@ def test_the_corpus_is_of_known_targets() -> None:
 def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() -> None:
     """100,000 x 100,000 RGB is 30 GB; a checksum-true header says so in 57 bytes and more."""
     for side in (100_000, 2**14):
-        data = png(side, side, 8, 2, chunk(b"IDAT", bytes(8)))
+        data = make_png(side, side, 8, 2, make_png_chunk(b"IDAT", bytes(8)))
         with limit_resources(), pytest.raises(UserError, match="too large to open safely"):
             decode_to_shape(data, "it", 8, 8, 3)
 
@@ -82,7 +82,7 @@ def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() ->
 def test_the_bound_on_pixels_does_not_hang_on_warnings() -> None:
     """Pillow only warns up to twice its limit, and another thread may have silenced warnings meanwhile."""
     assert MAX_PIXELS < 9_000 * 9_000
-    data = png(9_000, 9_000, 8, 0, chunk(b"IDAT", bytes(8)))
+    data = make_png(9_000, 9_000, 8, 0, make_png_chunk(b"IDAT", bytes(8)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(UserError, match="9000x9000 pixels, of 67,108,864 at most"):
@@ -115,7 +115,7 @@ def test_what_is_no_image_starts_no_program(tmp_path: Path) -> None:
 def made(play: Callable[[CaseFolder], object]) -> tuple[Target, CaseFolder]:
     folder = Path(mkdtemp(prefix="fuzz-"))
     target = Target("made", "", lambda _: CaseFolder(folder, folder / "it"), lambda: [b""], st.binary, play)
-    return target, target.scene(folder)
+    return target, target.make_folder(folder)
 
 
 def refuse(scene: CaseFolder) -> None:
@@ -153,8 +153,8 @@ def raise_key(scene: CaseFolder) -> None:
     ],
 )
 def test_the_judge_sees_what_must_not_be(play, said, monkeypatch):
-    monkeypatch.setattr("fuzzing.SECONDS", 0.2 if play is spin else 10)
-    monkeypatch.setattr("fuzzing.MEGABYTES", 100)
+    monkeypatch.setattr("fuzzing.CPU_SECONDS", 0.2 if play is spin else 10)
+    monkeypatch.setattr("fuzzing.MEMORY_MEGABYTES", 100)
     if play is fill and not Path("/proc/self/clear_refs").exists():
         pytest.skip("memory is counted on Linux only")
     with pytest.raises(RuleViolation, match=said):

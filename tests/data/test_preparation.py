@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fuzz_targets import deflated_dicom, dicom_file
+from fuzz_targets import make_deflated_dicom_file, make_dicom_file
 from image_files import encode_image
 from PIL import Image
 
@@ -240,7 +240,7 @@ def dicom(path: Path, pixels: np.ndarray, **header: object) -> bytes:
     """Write a DICOM file as a scanner would, with a person's name in it."""
     pytest.importorskip("pydicom")
     plain = {"PatientName": "Doe^Jane", "Rows": pixels.shape[-2], "Columns": pixels.shape[-1]}
-    path.write_bytes(dicom_file(pixels.astype(np.uint16), **{**plain, **header}))
+    path.write_bytes(make_dicom_file(pixels.astype(np.uint16), **{**plain, **header}))
     return path.read_bytes()
 
 
@@ -394,11 +394,11 @@ def test_a_deflated_dicom_is_read_and_a_bomb_is_refused(monkeypatch: pytest.Monk
     pytest.importorskip("pydicom")
     stored = np.arange(35, dtype=np.uint16).reshape(5, 7)
     window = {"WindowCenter": 17.5, "WindowWidth": 36}
-    data = deflated_dicom(stored.tobytes(), **window)
-    assert decode_image(data, "a").tolist() == decode_image(dicom_file(stored, **window), "a").tolist()
+    data = make_deflated_dicom_file(stored.tobytes(), **window)
+    assert decode_image(data, "a").tolist() == decode_image(make_dicom_file(stored, **window), "a").tolist()
     monkeypatch.setattr(dicom_reader, "MAX_UNPACKED_BYTES", 2**20)
     with pytest.raises(UserError, match="it unpacks to over 1,048,576 bytes"):
-        decode_image(deflated_dicom(bytes(2**20), 2), "a")
+        decode_image(make_deflated_dicom_file(bytes(2**20), 2), "a")
 
 
 def compressed(codec: str, pixels: np.ndarray) -> bytes:
@@ -433,7 +433,7 @@ def test_a_stream_that_is_larger_than_its_header_is_refused_before_it_is_decoded
 
     stream = JPEG_LS if codec == "JPEG-LS" else compressed(codec, np.zeros((900, 700), np.uint8))
     assert {size[:2] for size in stream_sizes(stream)} == {(900, 700)}
-    plain = dicom_file(np.zeros((16, 16), np.uint8), Rows=16, Columns=16, BitsAllocated=8, BitsStored=8, HighBit=7)
+    plain = make_dicom_file(np.zeros((16, 16), np.uint8), Rows=16, Columns=16, BitsAllocated=8, BitsStored=8, HighBit=7)
     file = pydicom_read(plain)
     file.PixelData = encaps.encapsulate([stream])
     file.file_meta.TransferSyntaxUID = uid.UID(syntax)

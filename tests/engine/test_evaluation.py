@@ -297,7 +297,10 @@ def test_a_cpu_sends_few_images_through_the_network_in_one_pass(monkeypatch: pyt
     model = network.init(rng.generator(0, "model"))
     images = torch.randint(0, 256, (150, 3, 32, 32), dtype=torch.uint8, generator=rng.generator(0, "images"))
     test = Examples(images, torch.arange(150) % 10)
-    normalize = lambda x: x.float() / 255
+
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        return x.float() / 255
+
     with torch.no_grad():
         logits = network.predict(tree.channels_last(model["params"]), model["stats"], normalize(images))
     counts = list[int]()

@@ -1,5 +1,7 @@
 """FedAvg and FedProx: hand-derived averages, the proximal gradient, and the identity with centralized training."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from halfmoon.contract.small_federation import (
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
+from halfmoon.core.tree import Tree
 from halfmoon.data.views import Plain
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
@@ -197,10 +200,11 @@ def test_the_average_of_the_servers_models_by_hand():
     With a decay of .25: 1; .25 + .75 * .4 = .55; .25 * .55 + .75 * .1 = .2125. It goes down beside the model.
     """
     for keep, averages in ((0.9, (1.0, 0.7, 0.5)), (0.25, (1.0, 0.55, 0.2125))):
-        trained = iter((1.0, 0.4, 0.1))
-        train = lambda broadcast, who: [
-            Upload({"params": make_one_weight_params(w)}, torch.ones(())) for w in (next(trained),)
-        ]  # noqa: B023, E731
+        weights = iter((1.0, 0.4, 0.1))
+
+        def train(broadcast: Tree, clients: list[int], weights: Iterator[float] = weights) -> list[Upload]:
+            return [Upload({"params": make_one_weight_params(next(weights))}, torch.ones(()))]
+
         fed = ScriptedFederation({"train": train})
         shared = make_task(OneWeightNetwork())
         method = FedAvg(FixMatch(teacher="average", teacher_decay=keep))

@@ -338,10 +338,10 @@ def test_unreadable_images_are_last(browser: Any, tmp_path: Path) -> None:
 
 def test_radiographs_have_a_dark_surround_and_captions_without_identifiers(browser: Any, tmp_path: Path) -> None:
     pytest.importorskip("pydicom")
-    from fuzz_targets import dicom_file
+    from fuzz_targets import make_dicom_file
 
     header = {"StudyInstanceUID": "1.2.77", "PatientName": "SECRET", "SeriesNumber": 3, "InstanceNumber": 14}
-    (tmp_path / "IM01").write_bytes(dicom_file(np.arange(64, dtype=np.uint16).reshape(8, 8), **header))
+    (tmp_path / "IM01").write_bytes(make_dicom_file(np.arange(64, dtype=np.uint16).reshape(8, 8), **header))
     Image.new("RGB", (16, 16), (200, 10, 10)).save(tmp_path / "z.png")
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
     with serve_app(LabelPage(read_site(tmp_path), (), None, LabelOptions(seed=0)).app()) as address:
@@ -362,7 +362,7 @@ def test_radiographs_have_a_dark_surround_and_captions_without_identifiers(brows
 def test_captions_number_studies_and_leave_long_numbers_out(tmp_path: Path) -> None:
     """Two studies by path; a series number of 14 digits is a time stamp of the device, so the series is counted."""
     pytest.importorskip("pydicom")
-    from fuzz_targets import dicom_file
+    from fuzz_targets import make_dicom_file
 
     pixels = np.arange(64, dtype=np.uint16).reshape(8, 8)
     headers = [
@@ -371,7 +371,7 @@ def test_captions_number_studies_and_leave_long_numbers_out(tmp_path: Path) -> N
         {"StudyInstanceUID": "1.2.1", "SeriesInstanceUID": "1.7", "SeriesNumber": 4, "InstanceNumber": 1},
     ]
     for n, header in enumerate(headers):
-        (tmp_path / f"{n}").write_bytes(dicom_file(pixels, **header))
+        (tmp_path / f"{n}").write_bytes(make_dicom_file(pixels, **header))
     (tmp_path / "3.png").write_bytes(b"no image")
     found = caption_images(tmp_path, ["0", "1", "2", "3.png"])
     assert found == {0: "study 1, series 1, image 2", 1: "study 1, series 2", 2: "study 2, series 4, image 1"}

@@ -35,12 +35,12 @@ def has_run(browser: Any) -> bool:
 
 def test_names_and_tags_of_images_are_text(browser: Any, tmp_path: Path) -> None:
     pytest.importorskip("pydicom")
-    from fuzz_targets import dicom_file
+    from fuzz_targets import make_dicom_file
 
     pixels = np.arange(64, dtype=np.uint16).reshape(8, 8)
     for n, payload in enumerate(PAYLOADS):
         header = dict.fromkeys(("PatientName", "SeriesDescription", "StudyDescription", "ImageComments"), payload)
-        file = dicom_file(pixels, StudyInstanceUID=f"1.2.{n}", SeriesNumber=n, InstanceNumber=1, **header)
+        file = make_dicom_file(pixels, StudyInstanceUID=f"1.2.{n}", SeriesNumber=n, InstanceNumber=1, **header)
         (tmp_path / f"{payload}.dcm").write_bytes(file)
         Image.new("RGB", (16, 16), (n, 10, 10)).save(tmp_path / f"{payload}.png")
     (tmp_path / "classes.txt").write_text("".join(f"{payload}\n" for payload in PAYLOADS))

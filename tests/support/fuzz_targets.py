@@ -1,6 +1,6 @@
-"""What is fuzzed: every file and message that halfmoon reads and somebody else may have written.
+"""Define the fuzz targets: every file and message that halfmoon reads from an untrusted source.
 
-Each target says how a folder is made, what a valid input is, how inputs are drawn, and what reads them.
+Each target creates a folder, returns valid inputs, draws edited inputs, and reads them.
 """
 
 import gzip
@@ -80,17 +80,17 @@ from halfmoon.storage.state_store import TreeStore
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
-def alone(name: str) -> Callable[[Path], CaseFolder]:
-    """Return what makes a folder with nothing in it but the file of this name."""
+def make_single_file_folder(name: str) -> Callable[[Path], CaseFolder]:
+    """Return a function that creates a folder whose only file is the fuzzed one."""
 
-    def scene(folder: Path) -> CaseFolder:
+    def make(folder: Path) -> CaseFolder:
         folder.mkdir(parents=True, exist_ok=True)
         return CaseFolder(folder, folder / name)
 
-    return scene
+    return make
 
 
-TOKENS = st.one_of(
+TOML_VALUES = st.one_of(
     st.integers(-2, 40).map(str),
     st.floats(width=32).map(repr),
     st.text(max_size=8).map(toml.format_value),
@@ -115,29 +115,32 @@ TOKENS = st.one_of(
 )
 
 
-def lines(names: Sequence[str], most: int) -> st.SearchStrategy[str]:
+def toml_lines(names: Sequence[str], max_size: int) -> st.SearchStrategy[str]:
+    """Draw up to `max_size` lines `key = value`, mostly with the given keys."""
     keys = st.one_of(
-        st.sampled_from(names), st.sampled_from(names), TEXTS.map(lambda word: toml.format_key(clean(word)))
+        st.sampled_from(names),
+        st.sampled_from(names),
+        TEXTS.map(lambda word: toml.format_key(replace_surrogates(word))),
     )
-    return st.dictionaries(keys, TOKENS, max_size=most).map(
-        lambda held: "".join(f"{k} = {v}\n" for k, v in held.items())
+    return st.dictionaries(keys, TOML_VALUES, max_size=max_size).map(
+        lambda options: "".join(f"{k} = {v}\n" for k, v in options.items())
     )
 
 
-def clean(word: str) -> str:
-    """Return a word without what UTF-8 cannot say."""
+def replace_surrogates(word: str) -> str:
+    """Replace the lone surrogates of a text, which UTF-8 cannot encode."""
     return word.encode("utf-8", "replace").decode()
 
 
 @st.composite
 def config_files(draw: Draw, federation: bool = False) -> bytes:
-    """Draw a TOML file with options of runs, tables of methods, and perhaps a table [federation]."""
-    said = draw(lines(list(settings.option_helps()), 6))
+    """Draw a TOML file with options of runs, tables of methods, and optionally a table [federation]."""
+    text = draw(toml_lines(list(settings.option_helps()), 6))
     if draw(st.booleans()):
-        said += "[options]\n" + draw(lines(["threshold", "prox", "decay", "fedavg.prox", "peers"], 3))
+        text += "[options]\n" + draw(toml_lines(["threshold", "prox", "decay", "fedavg.prox", "peers"], 3))
     if draw(st.booleans()):
-        said += f"[options.{draw(st.sampled_from(['fedavg', 'semifed', 'nobody']))}]\n" + draw(
-            lines(["prox", "peers"], 2)
+        text += f"[options.{draw(st.sampled_from(['fedavg', 'semifed', 'nobody']))}]\n" + draw(
+            toml_lines(["prox", "peers"], 2)
         )
     if federation:
         known = {"sites": "['north', 'south']", "classes": "['sound', 'ill']", "image": "[1, 8, 8]"}
@@ -149,9 +152,9 @@ def config_files(draw: Draw, federation: bool = False) -> bytes:
                 max_size=3,
             )
         ):
-            known[name] = draw(TOKENS)
-        said += "[federation]\n" + "".join(f"{name} = {value}\n" for name, value in known.items())
-    return said.encode()
+            known[name] = draw(TOML_VALUES)
+        text += "[federation]\n" + "".join(f"{name} = {value}\n" for name, value in known.items())
+    return text.encode()
 
 
 CONFIGS = (
@@ -167,22 +170,22 @@ FEDERATIONS = (
 )
 
 
-def read_config(scene: CaseFolder) -> None:
-    """Do what `halfmoon run --config` does before it looks at data; what is taken has to be written and read alike."""
-    config = settings.resolve(settings.load_file(scene.file), {}, scene.file)
-    again = scene.file.with_name("again.toml")
-    again.write_text(settings.to_toml(config), encoding="utf-8")
-    known = settings.resolve(settings.load_file(again), {}, again)
-    again.unlink()
-    # A saved split says itself what it decides; a number of no value equals none, not even itself.
-    if config.split is None and settings.to_toml(known) != settings.to_toml(config):
-        raise RuleViolation("what was written is read as another configuration")
+def read_config(case: CaseFolder) -> None:
+    """Load the file as `halfmoon run --config` does. An accepted configuration must survive a round trip."""
+    config = settings.resolve(settings.load_file(case.file), {}, case.file)
+    copy = case.file.with_name("copy.toml")
+    copy.write_text(settings.to_toml(config), encoding="utf-8")
+    reloaded = settings.resolve(settings.load_file(copy), {}, copy)
+    copy.unlink()
+    # A saved split overrides options of the file. Texts are compared, because NaN differs from itself.
+    if config.split is None and settings.to_toml(reloaded) != settings.to_toml(config):
+        raise RuleViolation("a written configuration is read as another one")
 
 
-def site_scene(name: str) -> Callable[[Path], CaseFolder]:
-    """Return what makes the folder of a site whose file of this name is fuzzed."""
+def make_site_folder(name: str) -> Callable[[Path], CaseFolder]:
+    """Return a function that creates the folder of a site with four images, of which one file is fuzzed."""
 
-    def scene(folder: Path) -> CaseFolder:
+    def make(folder: Path) -> CaseFolder:
         (folder / "in").mkdir(parents=True)
         for number, path in enumerate(["a.png", "b.png", "in/é.png", "in/d,e.png"]):
             Image.fromarray(np.full((4, 4), 40 * number, np.uint8)).save(folder / path)
@@ -192,7 +195,7 @@ def site_scene(name: str) -> Callable[[Path], CaseFolder]:
             prepare_site(folder)
         return CaseFolder(folder, folder / name)
 
-    return scene
+    return make
 
 
 LABELS = (
@@ -208,8 +211,8 @@ CELLS = st.one_of(
 
 
 @st.composite
-def tables(draw: Draw) -> bytes:
-    """Draw a labels.csv, quoted as it should be or not."""
+def label_tables(draw: Draw) -> bytes:
+    """Draw a labels.csv with or without correct quoting."""
     quote = draw(st.sampled_from([lambda word: word, lambda word: '"' + word.replace('"', '""') + '"']))
     rows = draw(st.lists(st.lists(CELLS, min_size=1, max_size=3), max_size=5))
     rows = [["path", "label"], *rows] if draw(st.integers(0, 4)) else rows
@@ -219,96 +222,101 @@ def tables(draw: Draw) -> bytes:
     )
 
 
-def read_folder(scene: CaseFolder) -> None:
-    """Do what `halfmoon site check` does, and what every other command does first."""
-    if not examine(scene.folder).can_take_part:
-        read_site(scene.folder)
+def read_folder(case: CaseFolder) -> None:
+    """Check the folder as `halfmoon site check` does, and read it as the other site commands do if it passes."""
+    if not examine(case.folder).can_take_part:
+        read_site(case.folder)
 
 
 MODES = ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "I;16", "I", "F", "YCbCr")
 FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP", "tiff": "TIFF", "bmp": "BMP", "gif": "GIF", "ico": "ICO"}
 
 
-def picture(mode: str, size: tuple[int, int], form: str, **options: Any) -> bytes:
-    """Return an encoded image; one of mode RGB where the format has no such mode."""
+def make_image_file(mode: str, size: tuple[int, int], file_format: str, **options: Any) -> bytes:
+    """Return an encoded image, of mode RGB if the format does not support `mode`."""
     pixels = np.random.default_rng(3).integers(0, 256, (size[1], size[0], 3), np.uint8)
     file = io.BytesIO()
     image = Image.fromarray(pixels)
     try:
         made = Image.fromarray(pixels[..., 0].astype(np.uint16)) if mode == "I;16" else image.convert(mode)
-        made.save(file, form, **options)
+        made.save(file, file_format, **options)
     except (OSError, ValueError, KeyError):
         file = io.BytesIO()
-        image.save(file, form)
+        image.save(file, file_format)
     return file.getvalue()
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
+def make_png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width: int, height: int, depth: int, color: int, *chunks: bytes) -> bytes:
+def make_png(width: int, height: int, depth: int, color: int, *chunks: bytes) -> bytes:
     head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + b"".join(chunks) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + make_png_chunk(b"IHDR", head) + b"".join(chunks) + make_png_chunk(b"IEND", b"")
 
 
 @st.composite
-def pictures(draw: Draw) -> bytes:
+def image_files(draw: Draw) -> bytes:
     """Draw an image of any mode, size, format and orientation."""
-    form = draw(st.sampled_from(sorted(FORMATS.values())))
+    file_format = draw(st.sampled_from(sorted(FORMATS.values())))
     options: dict[str, Any] = {}
-    if draw(st.booleans()) and form in ("PNG", "JPEG", "WEBP", "TIFF"):
+    if draw(st.booleans()) and file_format in ("PNG", "JPEG", "WEBP", "TIFF"):
         exif = Image.Exif()
         exif[0x0112] = draw(st.one_of(st.integers(0, 9), st.sampled_from([65535, "six", 1.5])))
         try:
             options["exif"] = b"Exif\0\0" + exif.tobytes() if draw(st.booleans()) else draw(st.binary(max_size=40))
         except (struct.error, TypeError, ValueError):
             options = {}
-    if form == "TIFF":
+    if file_format == "TIFF":
         options["compression"] = draw(st.sampled_from(["raw", "tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate"]))
     size = draw(st.integers(1, 20)), draw(st.integers(1, 20))
     mode = draw(st.sampled_from(MODES))
     try:
-        return picture(mode, size, form, **options)
+        return make_image_file(mode, size, file_format, **options)
     except (RuntimeError, SyntaxError):  # Pillow writes no TIFF with EXIF data that are none
-        return picture(mode, size, form, **{key: value for key, value in options.items() if key != "exif"})
+        return make_image_file(
+            mode, size, file_format, **{key: value for key, value in options.items() if key != "exif"}
+        )
 
 
 @st.composite
 def png_files(draw: Draw) -> bytes:
-    """Draw a PNG with right checksums, whose header and chunks say anything."""
+    """Draw a PNG with valid checksums whose header and chunks have arbitrary content."""
     sides = st.one_of(st.integers(0, 40), st.sampled_from([8192, 9459, 9460, 20_000, 65_536, 2**31 - 1, 2**32 - 1]))
     raw = draw(st.one_of(st.binary(max_size=300), st.integers(0, 5_000_000).map(bytes)))
     kinds = st.sampled_from(
         [b"IDAT", b"PLTE", b"tRNS", b"eXIf", b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"acTL", b"fcTL", b"fdAT"]
     )
-    chunks = [chunk(b"IDAT", zlib.compress(raw))]
+    chunks = [make_png_chunk(b"IDAT", zlib.compress(raw))]
     for _ in range(draw(st.integers(0, 3))):
         word = draw(st.one_of(st.binary(max_size=30), st.just(b"a\0\0" + zlib.compress(bytes(1_000_000)))))
-        chunks.insert(draw(st.integers(0, len(chunks))), chunk(draw(kinds), word))
+        chunks.insert(draw(st.integers(0, len(chunks))), make_png_chunk(draw(kinds), word))
     depth = draw(st.sampled_from([1, 2, 4, 8, 16, 3]))
     color = draw(st.sampled_from([0, 2, 3, 4, 6, 5]))
-    return png(draw(sides), draw(sides), depth, color, *chunks)
+    return make_png(draw(sides), draw(sides), depth, color, *chunks)
 
 
 @cache
-def image_seeds() -> tuple[bytes, ...]:
+def make_image_seeds() -> tuple[bytes, ...]:
     """Return images of all formats and many modes."""
     size = (9, 7)
-    plain = [picture(mode, size, form) for form in FORMATS.values() for mode in ("L", "RGB")]
-    odd = [picture(mode, size, "PNG") for mode in MODES] + [picture(mode, size, "TIFF") for mode in MODES]
+    plain = [make_image_file(mode, size, file_format) for file_format in FORMATS.values() for mode in ("L", "RGB")]
+    odd = [make_image_file(mode, size, "PNG") for mode in MODES] + [
+        make_image_file(mode, size, "TIFF") for mode in MODES
+    ]
     tagged = Image.Exif()
     tagged[0x0112] = 6
-    turned = [picture("RGB", size, form, exif=tagged) for form in ("PNG", "JPEG", "WEBP", "TIFF")]
+    turned = [make_image_file("RGB", size, file_format, exif=tagged) for file_format in ("PNG", "JPEG", "WEBP", "TIFF")]
     packed = [
-        picture("L", size, "TIFF", compression=kind) for kind in ("tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate")
+        make_image_file("L", size, "TIFF", compression=kind)
+        for kind in ("tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate")
     ]
     return (*plain, *odd, *turned, *packed)
 
 
 @cache
-def dicom_seeds() -> tuple[bytes, ...]:
-    """Return DICOM files of 8 and 16 bits, gray and color, of several frames, plain and compressed."""
+def make_dicom_seeds() -> tuple[bytes, ...]:
+    """Return DICOM files of 8 and 16 bits, gray and color, single- and multi-frame, uncompressed and compressed."""
     from pydicom.uid import RLELossless
 
     gray = np.arange(35, dtype=np.uint16).reshape(5, 7) * 100
@@ -316,18 +324,18 @@ def dicom_seeds() -> tuple[bytes, ...]:
     color = {"SamplesPerPixel": 3, "PlanarConfiguration": 0, "PhotometricInterpretation": "RGB"}
     bytes_ = {"BitsAllocated": 8, "BitsStored": 8, "HighBit": 7}
     files = [
-        dicom_file(gray),
-        dicom_file(gray, PhotometricInterpretation="MONOCHROME1", RescaleSlope=2, RescaleIntercept=-1000),
-        dicom_file(frames, NumberOfFrames=3, RepresentativeFrameNumber=2),
-        dicom_file((gray // 100).astype(np.uint8), **bytes_),
-        dicom_file(np.repeat(gray[..., None] // 100, 3, 2).astype(np.uint8), **color, **bytes_),
-        dicom_file(frames, NumberOfFrames=3, syntax=RLELossless),
+        make_dicom_file(gray),
+        make_dicom_file(gray, PhotometricInterpretation="MONOCHROME1", RescaleSlope=2, RescaleIntercept=-1000),
+        make_dicom_file(frames, NumberOfFrames=3, RepresentativeFrameNumber=2),
+        make_dicom_file((gray // 100).astype(np.uint8), **bytes_),
+        make_dicom_file(np.repeat(gray[..., None] // 100, 3, 2).astype(np.uint8), **color, **bytes_),
+        make_dicom_file(frames, NumberOfFrames=3, syntax=RLELossless),
     ]
-    return (*files, deflated_dicom(gray.tobytes()))
+    return (*files, make_deflated_dicom_file(gray.tobytes()))
 
 
-def dicom_file(pixels: np.ndarray, syntax: str | None = None, **header: object) -> bytes:
-    """Return a DICOM file of 12 bits, compressed where a transfer syntax is named."""
+def make_dicom_file(pixels: np.ndarray, syntax: str | None = None, **header: object) -> bytes:
+    """Return a DICOM file of 12 bits, compressed if a transfer syntax is given; `header` overrides attributes."""
     from pydicom.dataset import FileDataset, FileMetaDataset
     from pydicom.uid import ExplicitVRLittleEndian
 
@@ -349,11 +357,11 @@ def dicom_file(pixels: np.ndarray, syntax: str | None = None, **header: object) 
     return out.getvalue()
 
 
-def deflated_dicom(pixels: bytes, repeats: int = 1, **header: object) -> bytes:
-    """Return a DICOM file whose header and pixels are deflated; the pixels are there so many times."""
+def make_deflated_dicom_file(pixels: bytes, repeats: int = 1, **header: object) -> bytes:
+    """Return a DICOM file with deflated header and pixels, in which the pixels are repeated."""
     from pydicom.uid import DeflatedExplicitVRLittleEndian
 
-    whole = dicom_file(np.zeros(0, np.uint16), PixelData=b"", **header)
+    whole = make_dicom_file(np.zeros(0, np.uint16), PixelData=b"", **header)
     length = whole.find(b"\2\0\0\0UL\4\0") + 8
     start = length + 4 + int.from_bytes(whole[length : length + 4], "little")
     old = b"1.2.840.10008.1.2.1\0"
@@ -363,13 +371,13 @@ def deflated_dicom(pixels: bytes, repeats: int = 1, **header: object) -> bytes:
     packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     tail = (len(pixels) * repeats).to_bytes(4, "little")
     first = packer.compress(whole[start:-4] + tail) + packer.flush(zlib.Z_FULL_FLUSH)
-    again = packer.compress(pixels) + packer.flush(zlib.Z_FULL_FLUSH)
-    return meta + first + again * repeats + packer.flush()
+    repeated = packer.compress(pixels) + packer.flush(zlib.Z_FULL_FLUSH)
+    return meta + first + repeated * repeats + packer.flush()
 
 
 @cache
-def bombs() -> tuple[tuple[str, Callable[[int], bytes]], ...]:
-    """Return, by target, what makes a small file that unpacks to so many pieces of 16 MiB."""
+def list_decompression_bombs() -> tuple[tuple[str, Callable[[int], bytes]], ...]:
+    """Return pairs of a target's name and a function: a small file that unpacks to `count` blocks of 16 MiB."""
     piece = bytes(2**24)
     member = gzip.compress(piece, mtime=0)
     gray = zlib.compress(piece)
@@ -386,18 +394,23 @@ def bombs() -> tuple[tuple[str, Callable[[int], bytes]], ...]:
 
     return (
         ("idx", idx),
-        ("dicom", lambda count: deflated_dicom(piece, count, **shape)),
-        ("image", lambda count: png(8000, 8000 * count, 8, 0, chunk(b"IDAT", gray))),
-        ("image", lambda count: png(8, 8, 8, 0, *[chunk(b"zTXt", b"a\0\0" + gray)] * count, chunk(b"IDAT", gray))),
+        ("dicom", lambda count: make_deflated_dicom_file(piece, count, **shape)),
+        ("image", lambda count: make_png(8000, 8000 * count, 8, 0, make_png_chunk(b"IDAT", gray))),
+        (
+            "image",
+            lambda count: make_png(
+                8, 8, 8, 0, *[make_png_chunk(b"zTXt", b"a\0\0" + gray)] * count, make_png_chunk(b"IDAT", gray)
+            ),
+        ),
         ("predict", tiff),
     )
 
 
-def read_image(scene: CaseFolder) -> None:
-    """Decode as data sets, sites and `halfmoon predict` do."""
-    data = scene.file.read_bytes()
+def read_image(case: CaseFolder) -> None:
+    """Decode the file as data sets, sites and `halfmoon predict` do: as it is, and resized to two shapes."""
+    data = case.file.read_bytes()
     faults = []
-    seen = read_header(scene.file)
+    seen = read_header(case.file)
     for reader in (
         lambda: decode_image(data, "it"),
         lambda: decode_to_shape(data, "it", 8, 8, 1),
@@ -416,24 +429,24 @@ def read_image(scene: CaseFolder) -> None:
         raise faults[0]
 
 
-def predict_scene(folder: Path) -> CaseFolder:
-    copy_folder(finished_run(), folder / "run")
+def make_predict_folder(folder: Path) -> CaseFolder:
+    copy_folder(make_finished_run(), folder / "run")
     (folder / "images").mkdir()
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(folder / "images" / "good.png")
     return CaseFolder(folder, folder / "images" / "it.png")
 
 
 @cache
-def model() -> Any:
-    return load_model(finished_run())
+def load_finished_model() -> Any:
+    return load_model(make_finished_run())
 
 
-def label_folder(scene: CaseFolder) -> None:
-    """Do what `halfmoon predict` does: the good image is labeled whatever the other one is."""
-    out = scene.folder / "table.csv"
-    found = predict_folder(model(), scene.folder / "images", out)
+def predict_images(case: CaseFolder) -> None:
+    """Predict a folder as `halfmoon predict` does. The valid image must get a prediction in any case."""
+    out = case.folder / "table.csv"
+    found = predict_folder(load_finished_model(), case.folder / "images", out)
     if found.images + len(found.unreadable) != 2 or "good.png" not in out.read_text():
-        raise RuleViolation("the good image has no label")
+        raise RuleViolation("the valid image has no prediction")
     if found.unreadable:
         out.unlink()
         raise UserError(found.unreadable[0].reason)
@@ -441,7 +454,7 @@ def label_folder(scene: CaseFolder) -> None:
 
 @st.composite
 def idx_files(draw: Draw) -> bytes:
-    """Draw an idx file, gzipped or not: header and content agree, or not."""
+    """Draw an idx file, gzipped or not, whose header matches its content or not."""
     shape = draw(
         st.lists(st.one_of(st.integers(0, 6), st.sampled_from([2**16, 2**31, 2**32 - 1])), min_size=3, max_size=3)
     )
@@ -455,19 +468,19 @@ def idx_files(draw: Draw) -> bytes:
     return gzip.compress(data, mtime=0) if draw(st.integers(0, 3)) else data
 
 
-def idx_seed() -> bytes:
-    """Return four images of 3x2 pixels."""
+def make_idx_seed() -> bytes:
+    """Return an idx file of four images of 3x2 pixels."""
     return gzip.compress(b"\0\0\x08\x03" + struct.pack(">3I", 4, 3, 2) + bytes(range(24)), mtime=0)
 
 
-def idx_scene(folder: Path) -> CaseFolder:
+def make_idx_folder(folder: Path) -> CaseFolder:
     folder.mkdir(parents=True, exist_ok=True)
     labels = b"\0\0\x08\x01" + struct.pack(">I", 4) + bytes([0, 1, 1, 0])
     (folder / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels, mtime=0))
     return CaseFolder(folder, folder / "train-images-idx3-ubyte.gz")
 
 
-def parquet_bytes(columns: Mapping[str, Any], metadata: Any = None) -> bytes:
+def make_parquet_file(columns: Mapping[str, Any], metadata: Any = None) -> bytes:
     table = pa.table(dict(columns))
     if metadata is not None:
         table = table.replace_schema_metadata(metadata)
@@ -477,21 +490,21 @@ def parquet_bytes(columns: Mapping[str, Any], metadata: Any = None) -> bytes:
 
 
 @cache
-def parquet_seeds() -> tuple[bytes, ...]:
-    """Return two small data sets, as Hugging Face writes them and plain."""
-    images = [picture("RGB", (5, 4), "PNG")] * 3
+def make_parquet_seeds() -> tuple[bytes, ...]:
+    """Return two small data sets: one in the layout of Hugging Face, one with plain columns."""
+    images = [make_image_file("RGB", (5, 4), "PNG")] * 3
     names = {"huggingface": json.dumps({"info": {"features": {"label": {"names": ["a", "b"]}}}})}
     return (
-        parquet_bytes({"image": [{"bytes": each, "path": "x.png"} for each in images], "label": [0, 1, 0]}, names),
-        parquet_bytes({"img": images, "fine_label": pa.array([1, 0, 1], pa.int8())}),
+        make_parquet_file({"image": [{"bytes": each, "path": "x.png"} for each in images], "label": [0, 1, 0]}, names),
+        make_parquet_file({"img": images, "fine_label": pa.array([1, 0, 1], pa.int8())}),
     )
 
 
 @st.composite
 def parquet_files(draw: Draw) -> bytes:
-    """Draw a parquet file whose columns have the right names and types, or others."""
-    good = picture("L", (3, 3), "PNG")
-    cells = st.one_of(draw_one_of([good, picture("RGB", (3, 3), "PNG")]), st.binary(max_size=9), st.none())
+    """Draw a parquet file whose columns have expected or unexpected names and types."""
+    good = make_image_file("L", (3, 3), "PNG")
+    cells = st.one_of(draw_one_of([good, make_image_file("RGB", (3, 3), "PNG")]), st.binary(max_size=9), st.none())
     count = draw(st.integers(0, 4))
     images: Any = draw(st.lists(cells, min_size=count, max_size=count))
     kind = draw(st.sampled_from(["binary", "struct", "large", "text", "list", "nested"]))
@@ -520,56 +533,58 @@ def parquet_files(draw: Draw) -> bytes:
         labels = pa.array(numbers, pa.int64()).cast(label)
     except pa.ArrowException:
         labels = pa.array(numbers, pa.int64())
-    facts = draw(st.one_of(st.none(), JUNK, edit_json({"info": {"features": {"label": {"names": ["a", "b"]}}}})))
-    meta = None if facts is None else {"huggingface": rendered(facts)}
+    metadata = draw(st.one_of(st.none(), JUNK, edit_json({"info": {"features": {"label": {"names": ["a", "b"]}}}})))
+    schema_metadata = None if metadata is None else {"huggingface": format_json(metadata)}
     names = draw(st.sampled_from([("image", "label"), ("img", "labels"), ("picture", "label"), ("image", "class")]))
-    return parquet_bytes(dict(zip(names, (images, labels), strict=True)), meta)
+    return make_parquet_file(dict(zip(names, (images, labels), strict=True)), schema_metadata)
 
 
-def record_seed() -> bytes:
+def make_record_seed() -> bytes:
     """Return two records of CIFAR-100's binary version."""
     return (bytes([3, 77]) + bytes(3072)) * 2
 
 
 @st.composite
-def records(draw: Draw) -> bytes:
-    """Draw records of CIFAR-100's length, or nearly."""
+def record_files(draw: Draw) -> bytes:
+    """Draw records of CIFAR-100's length, optionally with extra bytes."""
     each = bytes([draw(st.integers(0, 21)), draw(st.integers(0, 101))]) + bytes(3072)
     return each * draw(st.integers(0, 3)) + bytes(draw(st.integers(0, 2)))
 
 
-SPLIT_FACTS = {"scenario": {"seed": 0}, "source": "digits", "labels_sha256": "", "images": 4, "clients": 2}
+SPLIT_METADATA = {"scenario": {"seed": 0}, "source": "digits", "labels_sha256": "", "images": 4, "clients": 2}
 
 
-def split_bytes(facts: Any, columns: Mapping[str, Any]) -> bytes:
-    return parquet_bytes(columns, {"halfmoon": rendered(facts)})
+def make_split_file(metadata: Any, columns: Mapping[str, Any]) -> bytes:
+    return make_parquet_file(columns, {"halfmoon": format_json(metadata)})
 
 
-ROWS: dict[str, Any] = {"row": [0, 1, 2, 3], "client": [0, 1, -1, 0], "labeled": [True, False, False, False]}
+SPLIT_COLUMNS: dict[str, Any] = {"row": [0, 1, 2, 3], "client": [0, 1, -1, 0], "labeled": [True, False, False, False]}
 
 
 @st.composite
 def split_files(draw: Draw) -> bytes:
-    """Draw a split whose facts are changed, or whose columns are."""
-    facts = draw(st.one_of(st.just(SPLIT_FACTS), edit_json(SPLIT_FACTS), st.just({**SPLIT_FACTS, "images": 10**12})))
-    columns = dict(ROWS)
+    """Draw a split with edited metadata or columns."""
+    metadata = draw(
+        st.one_of(st.just(SPLIT_METADATA), edit_json(SPLIT_METADATA), st.just({**SPLIT_METADATA, "images": 10**12}))
+    )
+    columns = dict(SPLIT_COLUMNS)
     if draw(st.booleans()):
         columns["client"] = draw(
             st.lists(st.one_of(st.integers(-3, 3), st.none(), st.just(2**62)), min_size=4, max_size=4)
         )
     if draw(st.booleans()):
         columns["stage"] = draw(st.lists(st.sampled_from([0, 1, 2**40, -1]), min_size=4, max_size=4))
-    return split_bytes(facts, columns)
+    return make_split_file(metadata, columns)
 
 
-def read_split(scene: CaseFolder) -> None:
-    """Load a split and look up who holds what, as the start of a run does."""
-    split = Split.load(scene.file)
+def read_split(case: CaseFolder) -> None:
+    """Load a split and list the rows of its clients, as the start of a run does."""
+    split = Split.load(case.file)
     for k in range(min(split.clients, 10)):
         split.rows(k, True)
 
 
-TINY: dict[str, Any] = {
+TINY_RUN: dict[str, Any] = {
     "method": "fedloke",
     "clients": 3,
     "cohort": 2,
@@ -586,58 +601,58 @@ TINY: dict[str, Any] = {
 
 
 @cache
-def finished_run() -> Path:
+def make_finished_run() -> Path:
     folder = Path(mkdtemp(prefix="fuzz-")) / "run"
-    runner.start(Config(**TINY, run_dir=folder))
+    runner.start(Config(**TINY_RUN, run_dir=folder))
     return folder
 
 
-def run_scene(name: str) -> Callable[[Path], CaseFolder]:
+def make_run_folder(name: str) -> Callable[[Path], CaseFolder]:
 
-    def scene(folder: Path) -> CaseFolder:
-        copy_folder(finished_run(), folder / "run", "*.png", "*.md", "*.csv", "checkpoint-*", "clients", "model.*")
+    def make(folder: Path) -> CaseFolder:
+        copy_folder(make_finished_run(), folder / "run", "*.png", "*.md", "*.csv", "checkpoint-*", "clients", "model.*")
         return CaseFolder(folder, folder / "run" / name)
 
-    return scene
+    return make
 
 
-def seed_of(name: str) -> Callable[[], Sequence[bytes]]:
-    return lambda: ((finished_run() / name).read_bytes(),)
+def read_run_file(name: str) -> Callable[[], Sequence[bytes]]:
+    return lambda: ((make_finished_run() / name).read_bytes(),)
 
 
-def json_files(name: str, spread: bool = False) -> Callable[[], st.SearchStrategy[bytes]]:
-    """Return what draws a changed file of JSON, with a value a line where `spread`; or one with spoiled bytes."""
+def json_files(name: str, lines: bool = False) -> Callable[[], st.SearchStrategy[bytes]]:
+    """Return a function that draws edited JSON files; `lines`: files with a value per line."""
 
     def made() -> st.SearchStrategy[bytes]:
-        (seed,) = seed_of(name)()
-        rows = [json.loads(line) for line in seed.splitlines()] if spread else json.loads(seed)
-        if spread:
+        (seed,) = read_run_file(name)()
+        rows = [json.loads(line) for line in seed.splitlines()] if lines else json.loads(seed)
+        if lines:
             values = edit_json(rows).map(
-                lambda held: b"".join(encoded(row) for row in held) if isinstance(held, list) else b"7\n"
+                lambda rows: b"".join(encode_json_line(row) for row in rows) if isinstance(rows, list) else b"7\n"
             )
         else:
-            values = edit_json(rows).map(encoded)
-        return st.one_of(values, values, edit_bytes([seed], JSON_WORDS))
+            values = edit_json(rows).map(encode_json_line)
+        return st.one_of(values, values, edit_bytes([seed], JSON_TOKENS))
 
     return made
 
 
-def encoded(value: Any) -> bytes:
-    return (rendered(value) + "\n").encode()
+def encode_json_line(value: Any) -> bytes:
+    return (format_json(value) + "\n").encode()
 
 
-def rendered(value: Any) -> str:
-    """Return JSON; Python's own writer refuses numbers of over 4,300 digits."""
+def format_json(value: Any) -> str:
+    """Return a value as JSON. Python's writer refuses integers of more than 4,300 digits."""
     if isinstance(value, bool) or value is None or isinstance(value, float | str):
         return json.dumps(value)
     if isinstance(value, int):
         return str(value) if abs(value) < 10**4000 else "9" * 5000
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)}: {rendered(each)}" for key, each in value.items()) + "}"
-    return "[" + ", ".join(map(rendered, value)) + "]"
+        return "{" + ", ".join(f"{json.dumps(key)}: {format_json(each)}" for key, each in value.items()) + "}"
+    return "[" + ", ".join(map(format_json, value)) + "]"
 
 
-JSON_WORDS = (
+JSON_TOKENS = (
     b"null",
     b"[]",
     b"{}",
@@ -652,17 +667,17 @@ JSON_WORDS = (
 )
 
 
-def report_run(scene: CaseFolder) -> None:
-    """Do what `halfmoon report` does."""
-    out = scene.folder / "page.html"
-    write_report([scene.folder / "run"], out)
+def report_run(case: CaseFolder) -> None:
+    """Write a report of a run, as `halfmoon report` does."""
+    out = case.folder / "page.html"
+    write_report([case.folder / "run"], out)
     if b"</html>" not in out.read_bytes():
-        raise RuleViolation("the page has no end")
+        raise RuleViolation("the page is incomplete")
 
 
-def resume_finished(scene: CaseFolder) -> None:
-    """Do what `halfmoon resume` does with a finished run, whose pictures and tables are there."""
-    run = scene.folder / "run"
+def resume_finished(case: CaseFolder) -> None:
+    """Resume a finished run, as `halfmoon resume` does when its plots and tables exist."""
+    run = case.folder / "run"
     for name in ("curves.png", "table.csv", "table.md"):
         (run / name).touch()
     try:
@@ -673,17 +688,17 @@ def resume_finished(scene: CaseFolder) -> None:
             (run / name).unlink()
 
 
-def resume_head(scene: CaseFolder) -> None:
-    """Resume a run, then report it; one without a summary is no finished run, and would be played."""
-    if atomic_io.read_json(scene.folder / "run" / "summary.json") is not None:
-        resume_finished(scene)
-    report_run(scene)
+def resume_and_report(case: CaseFolder) -> None:
+    """Resume a run, then report it. A run without a summary is only reported: resuming it would train."""
+    if atomic_io.read_json(case.folder / "run" / "summary.json") is not None:
+        resume_finished(case)
+    report_run(case)
 
 
 @cache
-def sweep_seed() -> bytes:
+def make_sweep_seed() -> bytes:
     """Return the sweep.json of a small table."""
-    at = [
+    settings_of_cells = [
         {"method": method, "dirichlet_alpha": dirichlet_alpha}
         for method in ("fedavg", "feddure")
         for dirichlet_alpha in ("0.5", "1")
@@ -697,74 +712,91 @@ def sweep_seed() -> bytes:
         "failed": None,
         "accuracy": {"last": 0.5, "best": 0.6},
     }
-    cells = [{"at": each, "runs": [{**run, "cost": cost, "seconds": 3.5}], "published": {"mean": 50.0}} for each in at]
+    cells = [
+        {"at": each, "runs": [{**run, "cost": cost, "seconds": 3.5}], "published": {"mean": 50.0}}
+        for each in settings_of_cells
+    ]
     axes = [
         {"name": "method", "values": [{"name": name, "title": name} for name in ("fedavg", "feddure")]},
         {"name": "dirichlet_alpha", "values": [{"name": name, "title": name} for name in ("0.5", "1")]},
     ]
-    facts = {"format": 1, "title": "A table", "kind": "table", "rows": "method", "columns": ["dirichlet_alpha"]}
-    facts |= {"x": "dirichlet_alpha", "machine": {"cpu": "a", "cores": 2}, "versions": {"halfmoon": "0.1.0"}}
-    return encoded({**facts, "axes": axes, "cells": cells, "scale": {"name": "tiny", "about": "smaller"}})
+    sweep = {"format": 1, "title": "A table", "kind": "table", "rows": "method", "columns": ["dirichlet_alpha"]}
+    sweep |= {"x": "dirichlet_alpha", "machine": {"cpu": "a", "cores": 2}, "versions": {"halfmoon": "0.1.0"}}
+    return encode_json_line({**sweep, "axes": axes, "cells": cells, "scale": {"name": "tiny", "about": "smaller"}})
 
 
 def sweep_files() -> st.SearchStrategy[bytes]:
-    seed = json.loads(sweep_seed())
+    seed = json.loads(make_sweep_seed())
     kinds = [{**seed, "kind": kind} for kind in ("table", "lines", "curves", "splits")]
-    values = draw_one_of(kinds).flatmap(edit_json).map(encoded)
-    return st.one_of(values, values, edit_bytes([sweep_seed()], JSON_WORDS))
+    values = draw_one_of(kinds).flatmap(edit_json).map(encode_json_line)
+    return st.one_of(values, values, edit_bytes([make_sweep_seed()], JSON_TOKENS))
 
 
-def report_sweep(scene: CaseFolder) -> None:
-    """Do what `halfmoon report` does with a sweep."""
-    write_report([scene.file], scene.folder / "page.html")
+def report_sweep(case: CaseFolder) -> None:
+    """Write a report of a sweep, as `halfmoon report` does."""
+    write_report([case.file], case.folder / "page.html")
 
 
 @st.composite
 def model_files(draw: Draw) -> bytes:
-    """Draw a model file whose metadata or tensors are changed."""
-    data = (finished_run() / "model.safetensors").read_bytes()
+    """Draw a model file with edited metadata or an edited tensor header."""
+    data = (make_finished_run() / "model.safetensors").read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
     if draw(st.booleans()):
-        said = {name: loaded(words) for name, words in head["__metadata__"].items()}
-        said = draw(edit_json(said))
-        if isinstance(said, dict):
-            said = {name: value if isinstance(value, str) else rendered(value) for name, value in said.items()}
-        head["__metadata__"] = said
+        metadata = {name: parse_json_or_text(text) for name, text in head["__metadata__"].items()}
+        metadata = draw(edit_json(metadata))
+        if isinstance(metadata, dict):
+            metadata = {
+                name: value if isinstance(value, str) else format_json(value) for name, value in metadata.items()
+            }
+        head["__metadata__"] = metadata
     else:
         head = draw(edit_json(head))
-    new = rendered(head).encode()
+    new = format_json(head).encode()
     return len(new).to_bytes(8, "little") + new + data[end:]
 
 
-def loaded(words: str) -> Any:
-    """Return what JSON says, the words themselves where they are none."""
+def parse_json_or_text(text: str) -> Any:
+    """Parse a text as JSON, or return the text if it is not JSON."""
     try:
-        return json.loads(words)
+        return json.loads(text)
     except ValueError:
-        return words
+        return text
 
 
-def use_model(scene: CaseFolder) -> None:
-    """Load a model and have it look at an image, as `halfmoon predict` does."""
-    made = load_model(scene.file)
+def predict_with_model(case: CaseFolder) -> None:
+    """Load a model and predict one image, as `halfmoon predict` does."""
+    made = load_model(case.file)
     values = made.probabilities(np.zeros((1, *made.shape), np.uint8))
     if values.shape != (1, len(made.classes)):
         raise RuleViolation(f"probabilities {values.shape} of {len(made.classes)} classes")
 
 
-RUN = "5a" * 16
-FACTS = ("method", "fedloke", "params", "server", "halfmoon", "shape", "message", "__metadata__", "dtype", "F32", "F64")
+RUN_ID = "5a" * 16
+MESSAGE_KEYS = (
+    "method",
+    "fedloke",
+    "params",
+    "server",
+    "halfmoon",
+    "shape",
+    "message",
+    "__metadata__",
+    "dtype",
+    "F32",
+    "F64",
+)
 
 
 @cache
-def about() -> Terms:
+def make_terms_of_two_sites() -> Terms:
     small: dict[str, Any] = {"cohort": 2, "rounds": 3, "labeled_batch": 2, "unlabeled_batch": 2, "steps": 1}
     return make_terms(("north", "south"), method="fedloke", labeled_view="weak", **small)
 
 
-def ward(folder: Path) -> Path:
-    """Write the folder of a site: eight gray images of 8x8, three of them with a label."""
+def write_site(folder: Path) -> Path:
+    """Write the folder of a site with eight gray images of 8x8 pixels, three of them labeled, and return it."""
     folder.mkdir(parents=True)
     pixels = np.random.default_rng(5).integers(0, 256, (8, 8, 8), np.uint8)
     for number, each in enumerate(pixels):
@@ -774,56 +806,61 @@ def ward(folder: Path) -> Path:
     return folder
 
 
-def member_at(folder: Path, name: str = "north") -> SiteClient:
-    """Return the member of a site whose home is in this folder; it answers whatever terms it is offered."""
+def open_client(folder: Path, name: str = "north") -> SiteClient:
+    """Open the client of a site below this folder. It accepts any terms."""
     return SiteClient.from_folder(folder / "site", name, folder / "home")
 
 
-class Wire:
-    """A link to sites that answer at once; `told` says what a site answers instead, `pairs` keeps what went over it."""
+class DirectLink:
+    """A transport whose sites reply at once.
 
-    def __init__(self, answers: Callable[[str, bytes], bytes]) -> None:
-        self.answers = answers
-        self.pairs: list[tuple[str, bytes, bytes]] = []
+    Attributes:
+        reply: returns the reply of a site to a request.
+        exchanges: (site, request, reply) of all requests.
+    """
+
+    def __init__(self, reply: Callable[[str, bytes], bytes]) -> None:
+        self.reply = reply
+        self.exchanges: list[tuple[str, bytes, bytes]] = []
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         found = {}
         for site, data in requests.items():
-            said = self.answers(site, data)
-            self.pairs.append((site, data, said))
-            found[site] = SiteResponse(said)
+            reply = self.reply(site, data)
+            self.exchanges.append((site, data, reply))
+            found[site] = SiteResponse(reply)
         return found
 
 
 @cache
-def patterns() -> UploadProbe:
-    """Return what uploads look like; it takes a visit of made-up images to know."""
-    config = about().config
-    form = about().image_spec
-    return UploadProbe(build_task(config, form), build_views(config, form), form.image, config.seed)
+def probe_uploads() -> UploadProbe:
+    """Return the probe that knows the shapes of uploads. It runs a local update on random images, hence the cache."""
+    config = make_terms_of_two_sites().config
+    image_spec = make_terms_of_two_sites().image_spec
+    return UploadProbe(build_task(config, image_spec), build_views(config, image_spec), image_spec.image, config.seed)
 
 
-def play_round(wire: Wire) -> Tree:
-    """Play the first round with the sites behind a wire, and return the server's tree after it."""
-    held = about()
-    config = held.config
-    form = held.image_spec
-    shared = build_task(config, form)
-    seen = build_views(config, form)
+def run_round(link: DirectLink) -> Tree:
+    """Run the first round with the sites of a link, and return the server's state after it."""
+    terms = make_terms_of_two_sites()
+    config = terms.config
+    image_spec = terms.image_spec
+    task = build_task(config, image_spec)
+    views = build_views(config, image_spec)
     batching, _ = build_batch_rules(config)
-    spent = build_budget(config, shared)
+    spent = build_budget(config, task)
     inspection = Inspection(
-        patterns(),
+        probe_uploads(),
         lambda client_update, site: (spent.amount(batching, client_update, ClientSize(3, 5), ClientSize(3, 5)), 8),
         lambda site: 0,
     )
     method = registry.make(config.method, dict(config.options))
     remote = RemoteRuntime(
-        method, shared, seen,
-        SiteCalls(wire, held.sites, RunIdentity(held.hash, VERSION, RUN), Rules(min_replies=1), inspection=inspection),
+        method, task, views,
+        SiteCalls(link, terms.sites, RunIdentity(terms.hash, VERSION, RUN_ID), Rules(min_replies=1), inspection=inspection),
         RuntimeSettings(2, config.seed), store=TreeStore(),
     )  # fmt: skip
-    server = method.start(shared, shared.network.init(rng.generator(config.seed, "model")))
+    server = method.start(task, task.network.init(rng.generator(config.seed, "model")))
     remote.open(0)
     server = method.round(remote.task, server, remote)
     remote.record_server_bytes(0)
@@ -832,128 +869,158 @@ def play_round(wire: Wire) -> Tree:
 
 
 @cache
-def script() -> tuple[tuple[str, bytes, bytes], ...]:
-    """Return what two sites were asked and answered in a round: (site, request, reply)."""
-    members = {}
-    for site in about().sites:
+def record_round() -> tuple[tuple[str, bytes, bytes], ...]:
+    """Run a round with two real clients and return its (site, request, reply) triples."""
+    clients = {}
+    for site in make_terms_of_two_sites().sites:
         folder = Path(mkdtemp(prefix="fuzz-"))
-        ward(folder / "site")
-        members[site] = member_at(folder, site)
-        read_message(members[site].reply_to(offer()), Acceptance)
-    wire = Wire(lambda site, data: members[site].reply_to(data))
-    play_round(wire)
-    return tuple(wire.pairs)
+        write_site(folder / "site")
+        clients[site] = open_client(folder, site)
+        read_message(clients[site].reply_to(make_offer()), Acceptance)
+    link = DirectLink(lambda site, data: clients[site].reply_to(data))
+    run_round(link)
+    return tuple(link.exchanges)
 
 
-def offer() -> bytes:
-    return write_message(Offer(VERSION, about().text))
+def make_offer() -> bytes:
+    return write_message(Offer(VERSION, make_terms_of_two_sites().text))
 
 
-def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+def split_message(data: bytes) -> tuple[dict[str, Any], bytes]:
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
-    head["__metadata__"] = {name: json.loads(words) for name, words in head["__metadata__"].items()}
+    head["__metadata__"] = {name: json.loads(text) for name, text in head["__metadata__"].items()}
     return head, data[end:]
 
 
-def message(head: Any, rest: bytes) -> bytes:
+def join_message(head: Any, rest: bytes) -> bytes:
     meta = head.get("__metadata__") if isinstance(head, dict) else None
     if isinstance(meta, dict):
-        head = {**head, "__metadata__": {name: rendered(value) for name, value in meta.items()}}
-    data = rendered(head).encode()
+        head = {**head, "__metadata__": {name: format_json(value) for name, value in meta.items()}}
+    data = format_json(head).encode()
     return len(data).to_bytes(8, "little") + data + rest
 
 
 @st.composite
-def messages(draw: Draw, which: Callable[[], Sequence[bytes]]) -> bytes:
-    """Draw a message of the script whose header is changed, or whose tensors hold other values."""
-    head, rest = parts(draw(draw_one_of(which())))
+def edited_messages(draw: Draw, which: Callable[[], Sequence[bytes]]) -> bytes:
+    """Draw a recorded message with an edited header or other tensor values."""
+    head, rest = split_message(draw(draw_one_of(which())))
     if draw(st.integers(0, 3)):
-        return message(draw(edit_json(head)), rest)
+        return join_message(draw(edit_json(head)), rest)
     noise = draw(st.sampled_from([b"\0", b"\xff", b"\x7f", b"\0\0\x80\x7f", b"\0\0\xc0\x7f", b"\xff\xff\x7f\x7f"]))
-    return message(head, (noise * len(rest))[: len(rest)])
+    return join_message(head, (noise * len(rest))[: len(rest)])
 
 
-def asked() -> Sequence[bytes]:
-    """Return what a server sends: an offer, and requests."""
-    return (offer(), *(request for _, request, _ in script()))
+def list_requests() -> Sequence[bytes]:
+    """Return the messages of a server: an offer and requests."""
+    return (make_offer(), *(request for _, request, _ in record_round()))
 
 
-def answered() -> Sequence[bytes]:
-    """Return what sites send: a reply, a refusal, and that they have joined."""
-    joined = write_message(Acceptance(about().hash, VERSION, "south", 3, 5))
-    return (*(reply for _, _, reply in script()), write_message(Refusal(VERSION, "failed", "no")), joined)
+def list_replies() -> Sequence[bytes]:
+    """Return the messages of sites: replies, a refusal and an acceptance."""
+    joined = write_message(Acceptance(make_terms_of_two_sites().hash, VERSION, "south", 3, 5))
+    return (*(reply for _, _, reply in record_round()), write_message(Refusal(VERSION, "failed", "no")), joined)
 
 
-def message_seeds() -> Sequence[bytes]:
-    return (*asked(), *answered())
+def list_messages() -> Sequence[bytes]:
+    return (*list_requests(), *list_replies())
 
 
-def read_any_message(scene: CaseFolder) -> None:
-    """Read a message as any kind; what is read can be written and read again."""
-    said = read_message(scene.file.read_bytes(), Offer, Request, Acceptance, Refusal, Reply)
-    if write_message(read_message(write_message(said), type(said))) != write_message(said):
+def read_any_message(case: CaseFolder) -> None:
+    """Read a message of any type. An accepted message must survive a round trip."""
+    content = read_message(case.file.read_bytes(), Offer, Request, Acceptance, Refusal, Reply)
+    if write_message(read_message(write_message(content), type(content))) != write_message(content):
         raise RuleViolation("a message that was read is written as another one")
 
 
-def read_terms(scene: CaseFolder) -> None:
-    """Read what a server offers; the text of terms that are taken gives the same terms."""
+def read_terms(case: CaseFolder) -> None:
+    """Parse the terms of a server. Accepted terms must survive a round trip."""
     try:
-        words = scene.file.read_bytes().decode("utf-8", "surrogatepass")
+        text = case.file.read_bytes().decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
         raise UserError("a message's text is Unicode") from error
-    found = Terms.parse(words)
+    found = Terms.parse(text)
     found.sentence()
     if Terms.parse(found.text).hash != found.hash:
-        raise RuleViolation("terms that are read again have another hash")
+        raise RuleViolation("terms have another hash after a round trip")
 
 
 def terms_files() -> st.SearchStrategy[bytes]:
-    facts = json.loads(about().text)
-    values = edit_json(facts).map(encoded)
-    return st.one_of(values, values, edit_bytes([about().text.encode()], JSON_WORDS))
+    terms = json.loads(make_terms_of_two_sites().text)
+    values = edit_json(terms).map(encode_json_line)
+    return st.one_of(values, values, edit_bytes([make_terms_of_two_sites().text.encode()], JSON_TOKENS))
 
 
-def member_scene(folder: Path) -> CaseFolder:
-    ward(folder / "site")
-    read_message(member_at(folder).reply_to(offer()), Acceptance)
+def make_client_folder(folder: Path) -> CaseFolder:
+    write_site(folder / "site")
+    read_message(open_client(folder).reply_to(make_offer()), Acceptance)
     return CaseFolder(folder, folder / "message")
 
 
-def member_answers(scene: CaseFolder) -> None:
-    """Have a site answer: always with something that the server can read.
+def reply_as_client(case: CaseFolder) -> None:
+    """Let a site reply to the message. The server must be able to read any reply.
 
-    A refusal changes nothing but the log and, where the terms can never be met, the file that ends the site's process.
+    A refusal changes only the log and, if the terms can never be met, the file that ends the site's process.
     """
-    said = read_message(member_at(scene.folder).reply_to(scene.file.read_bytes()), Acceptance, Refusal, Reply)
-    if isinstance(said, Refusal):
+    reply = read_message(open_client(case.folder).reply_to(case.file.read_bytes()), Acceptance, Refusal, Reply)
+    if isinstance(reply, Refusal):
         raise UserError("the site refuses")
 
 
-def server_judges(scene: CaseFolder) -> None:
-    """Give a server this answer of one site, and a good one of the other: the model stays a model."""
-    data = scene.file.read_bytes()
-    good = next(reply for site, _, reply in script() if site == "north")
-    server = play_round(Wire(lambda site, request: good if site == "north" else data))
+def read_reply_as_server(case: CaseFolder) -> None:
+    """Run a round with this reply of one site and a valid one of the other. The model must stay finite."""
+    data = case.file.read_bytes()
+    valid = next(reply for site, _, reply in record_round() if site == "north")
+    server = run_round(DirectLink(lambda site, request: valid if site == "north" else data))
     if not all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server) if leaf.is_floating_point()):
-        raise RuleViolation("the model holds values that are not finite")
+        raise RuleViolation("the model has values that are not finite")
 
 
-def target(name, reads, scene, seeds, play, drawn=None, words=(), loose=()):
-    """Return a target whose inputs are drawn, where something draws them, or made by spoiling the seeds."""
+def make_target(
+    name: str,
+    description: str,
+    make_folder: Callable[[Path], CaseFolder],
+    seeds: Callable[[], Sequence[bytes]],
+    read: Callable[[CaseFolder], object],
+    *,
+    generate: Callable[[], st.SearchStrategy[bytes]] | None = None,
+    tokens: Sequence[bytes] = (),
+    changeable_files: Sequence[str] = (),
+) -> Target:
+    """Return a target whose inputs are edited seeds and, if `generate` is given, generated inputs."""
 
-    def inputs() -> st.SearchStrategy[bytes]:
-        edited = edit_bytes(seeds(), words)
-        return edited if drawn is None else st.one_of(drawn(), edited)
+    def make_inputs() -> st.SearchStrategy[bytes]:
+        edited = edit_bytes(seeds(), tokens)
+        return edited if generate is None else st.one_of(generate(), edited)
 
-    return Target(name, reads, scene, seeds, inputs, play, (".lock", "lock", *loose), tuple(words))
+    return Target(
+        name=name,
+        description=description,
+        make_folder=make_folder,
+        seeds=seeds,
+        inputs=make_inputs,
+        read=read,
+        changeable_files=(".lock", "lock", *changeable_files),
+        dictionary=tuple(tokens),
+    )
 
 
-def run_file(name: str, play: Callable[[CaseFolder], object], reads: str, spread: bool = False) -> Target:
-    return target(f"run-{name}", reads, run_scene(name), seed_of(name), play, json_files(name, spread), JSON_WORDS)
+def make_run_file_target(
+    name: str, read: Callable[[CaseFolder], object], description: str, lines: bool = False
+) -> Target:
+    """Return the target of one JSON file of a run folder; `lines`: with a value per line."""
+    return make_target(
+        name=f"run-{name}",
+        description=description,
+        make_folder=make_run_folder(name),
+        seeds=read_run_file(name),
+        read=read,
+        generate=json_files(name, lines),
+        tokens=JSON_TOKENS,
+    )
 
 
-TOML_WORDS = (
+TOML_TOKENS = (
     b"[",
     b"]]",
     b'"""',
@@ -965,7 +1032,7 @@ TOML_WORDS = (
     b"[options]\n",
     DEEPLY_NESTED.encode(),
 )
-IMAGE_WORDS = (
+IMAGE_TOKENS = (
     b"IHDR",
     b"IDAT",
     b"\xff\xd8",
@@ -977,149 +1044,166 @@ IMAGE_WORDS = (
     b"WEBP",
     b"%!PS-Adobe-3.0 EPSF-3.0\n",
 )
-MESSAGE_WORDS = tuple(word.encode() for word in FACTS) + JSON_WORDS
+MESSAGE_TOKENS = tuple(word.encode() for word in MESSAGE_KEYS) + JSON_TOKENS
 
 TARGETS = (
-    target(
-        "config",
-        "`halfmoon run --config`: options",
-        alone("it.toml"),
-        lambda: CONFIGS,
-        read_config,
-        config_files,
-        TOML_WORDS,
+    make_target(
+        name="config",
+        description="`halfmoon run --config`: options",
+        make_folder=make_single_file_folder("it.toml"),
+        seeds=lambda: CONFIGS,
+        read=read_config,
+        generate=config_files,
+        tokens=TOML_TOKENS,
     ),
-    target(
-        "federation",
-        "`halfmoon serve`: federation.toml",
-        alone("it.toml"),
-        lambda: FEDERATIONS,
-        lambda scene: plan.load_plan(scene.file),
-        lambda: config_files(True),
-        TOML_WORDS,
+    make_target(
+        name="federation",
+        description="`halfmoon serve`: federation.toml",
+        make_folder=make_single_file_folder("it.toml"),
+        seeds=lambda: FEDERATIONS,
+        read=lambda case: plan.load_plan(case.file),
+        generate=lambda: config_files(True),
+        tokens=TOML_TOKENS,
     ),
-    target(
-        "labels", "`halfmoon site check`: labels.csv", site_scene("labels.csv"), lambda: LABELS, read_folder, tables
+    make_target(
+        name="labels",
+        description="`halfmoon site check`: labels.csv",
+        make_folder=make_site_folder("labels.csv"),
+        seeds=lambda: LABELS,
+        read=read_folder,
+        generate=label_tables,
     ),
-    target("classes", "`halfmoon site check`: classes.txt", site_scene("classes.txt"), lambda: CLASSES, read_folder),
-    target(
-        "image",
-        "image files: the decoders of data sets and sites",
-        alone("it.png"),
-        image_seeds,
-        read_image,
-        lambda: st.one_of(pictures(), png_files()),
-        IMAGE_WORDS,
+    make_target(
+        name="classes",
+        description="`halfmoon site check`: classes.txt",
+        make_folder=make_site_folder("classes.txt"),
+        seeds=lambda: CLASSES,
+        read=read_folder,
     ),
-    target(
-        "predict",
-        "`halfmoon predict`: a folder with the file",
-        predict_scene,
-        image_seeds,
-        label_folder,
-        lambda: st.one_of(pictures(), png_files()),
-        IMAGE_WORDS,
+    make_target(
+        name="image",
+        description="image files: the decoders of data sets and sites",
+        make_folder=make_single_file_folder("it.png"),
+        seeds=make_image_seeds,
+        read=read_image,
+        generate=lambda: st.one_of(image_files(), png_files()),
+        tokens=IMAGE_TOKENS,
     ),
-    target("dicom", "DICOM files: the decoders of sites", alone("it.dcm"), dicom_seeds, read_image),
-    target(
-        "idx",
-        "idx files, gzipped",
-        idx_scene,
-        lambda: (idx_seed(),),
-        lambda s: idx.read_pair(s.folder, "train"),
-        idx_files,
+    make_target(
+        name="predict",
+        description="`halfmoon predict`: a folder with the file",
+        make_folder=make_predict_folder,
+        seeds=make_image_seeds,
+        read=predict_images,
+        generate=lambda: st.one_of(image_files(), png_files()),
+        tokens=IMAGE_TOKENS,
     ),
-    target(
-        "parquet",
-        "parquet files of images",
-        alone("train.parquet"),
-        parquet_seeds,
-        lambda scene: read_parquet([scene.file]),
-        parquet_files,
-        (b"PAR1",),
+    make_target(
+        name="dicom",
+        description="DICOM files: the decoders of sites",
+        make_folder=make_single_file_folder("it.dcm"),
+        seeds=make_dicom_seeds,
+        read=read_image,
     ),
-    target(
-        "records",
-        "CIFAR's binary records",
-        alone("train.bin"),
-        lambda: (record_seed(),),
-        lambda scene: binary.read_records(scene.file, (20, 100)),
-        records,
+    make_target(
+        name="idx",
+        description="idx files, gzipped",
+        make_folder=make_idx_folder,
+        seeds=lambda: (make_idx_seed(),),
+        read=lambda case: idx.read_pair(case.folder, "train"),
+        generate=idx_files,
     ),
-    target(
-        "split",
-        "saved splits",
-        alone("split.parquet"),
-        lambda: (split_bytes(SPLIT_FACTS, ROWS),),
-        read_split,
-        split_files,
-        (b"PAR1", b"halfmoon", b"images", b"clients"),
+    make_target(
+        name="parquet",
+        description="parquet files of images",
+        make_folder=make_single_file_folder("train.parquet"),
+        seeds=make_parquet_seeds,
+        read=lambda case: read_parquet([case.file]),
+        generate=parquet_files,
+        tokens=(b"PAR1",),
     ),
-    run_file("metrics.jsonl", report_run, "`halfmoon report`: the rows of a run", spread=True),
-    run_file("timings.jsonl", report_run, "`halfmoon report`: the seconds of a run", spread=True),
-    run_file("summary.json", resume_head, "`halfmoon report`, `resume`: the summary of a run"),
-    run_file("split.json", report_run, "`halfmoon report`: who holds what"),
-    run_file("run.json", resume_head, "`halfmoon report`, `resume`: the head of a run"),
-    target(
-        "run-config.toml",
-        "`halfmoon report`: the configuration of a run",
-        run_scene("config.toml"),
-        seed_of("config.toml"),
-        report_run,
-        config_files,
-        TOML_WORDS,
+    make_target(
+        name="records",
+        description="CIFAR's binary records",
+        make_folder=make_single_file_folder("train.bin"),
+        seeds=lambda: (make_record_seed(),),
+        read=lambda case: binary.read_records(case.file, (20, 100)),
+        generate=record_files,
     ),
-    target(
-        "sweep.json",
-        "`halfmoon report`: a sweep",
-        alone("sweep.json"),
-        lambda: (sweep_seed(),),
-        report_sweep,
-        sweep_files,
+    make_target(
+        name="split",
+        description="saved splits",
+        make_folder=make_single_file_folder("split.parquet"),
+        seeds=lambda: (make_split_file(SPLIT_METADATA, SPLIT_COLUMNS),),
+        read=read_split,
+        generate=split_files,
+        tokens=(b"PAR1", b"halfmoon", b"images", b"clients"),
     ),
-    target(
-        "model",
-        "`halfmoon predict`: a model file",
-        alone("model.safetensors"),
-        seed_of("model.safetensors"),
-        use_model,
-        model_files,
-        MESSAGE_WORDS,
+    make_run_file_target("metrics.jsonl", report_run, "`halfmoon report`: the rows of a run", lines=True),
+    make_run_file_target("timings.jsonl", report_run, "`halfmoon report`: the seconds of a run", lines=True),
+    make_run_file_target("summary.json", resume_and_report, "`halfmoon report`, `resume`: the summary of a run"),
+    make_run_file_target("split.json", report_run, "`halfmoon report`: who holds what"),
+    make_run_file_target("run.json", resume_and_report, "`halfmoon report`, `resume`: the head of a run"),
+    make_target(
+        name="run-config.toml",
+        description="`halfmoon report`: the configuration of a run",
+        make_folder=make_run_folder("config.toml"),
+        seeds=read_run_file("config.toml"),
+        read=report_run,
+        generate=config_files,
+        tokens=TOML_TOKENS,
     ),
-    target(
-        "message",
-        "messages between server and sites",
-        alone("message"),
-        message_seeds,
-        read_any_message,
-        lambda: messages(message_seeds),
-        MESSAGE_WORDS,
+    make_target(
+        name="sweep.json",
+        description="`halfmoon report`: a sweep",
+        make_folder=make_single_file_folder("sweep.json"),
+        seeds=lambda: (make_sweep_seed(),),
+        read=report_sweep,
+        generate=sweep_files,
     ),
-    target(
-        "terms",
-        "the terms that a server offers",
-        alone("terms.json"),
-        lambda: (about().text.encode(),),
-        read_terms,
-        terms_files,
+    make_target(
+        name="model",
+        description="`halfmoon predict`: a model file",
+        make_folder=make_single_file_folder("model.safetensors"),
+        seeds=read_run_file("model.safetensors"),
+        read=predict_with_model,
+        generate=model_files,
+        tokens=MESSAGE_TOKENS,
     ),
-    target(
-        "member",
-        "a site's answer to a message",
-        member_scene,
-        asked,
-        member_answers,
-        lambda: messages(asked),
-        MESSAGE_WORDS,
-        loose=("join.log", "events.jsonl", "ended.json"),
+    make_target(
+        name="message",
+        description="messages between server and sites",
+        make_folder=make_single_file_folder("message"),
+        seeds=list_messages,
+        read=read_any_message,
+        generate=lambda: edited_messages(list_messages),
+        tokens=MESSAGE_TOKENS,
     ),
-    target(
-        "reply",
-        "a server's judgement of a site's reply",
-        alone("message"),
-        answered,
-        server_judges,
-        lambda: messages(answered),
-        MESSAGE_WORDS,
+    make_target(
+        name="terms",
+        description="the terms that a server offers",
+        make_folder=make_single_file_folder("terms.json"),
+        seeds=lambda: (make_terms_of_two_sites().text.encode(),),
+        read=read_terms,
+        generate=terms_files,
+    ),
+    make_target(
+        name="member",
+        description="a site's answer to a message",
+        make_folder=make_client_folder,
+        seeds=list_requests,
+        read=reply_as_client,
+        generate=lambda: edited_messages(list_requests),
+        tokens=MESSAGE_TOKENS,
+        changeable_files=("join.log", "events.jsonl", "ended.json"),
+    ),
+    make_target(
+        name="reply",
+        description="a server's judgement of a site's reply",
+        make_folder=make_single_file_folder("message"),
+        seeds=list_replies,
+        read=read_reply_as_server,
+        generate=lambda: edited_messages(list_replies),
+        tokens=MESSAGE_TOKENS,
     ),
 )
