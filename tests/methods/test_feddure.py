@@ -531,9 +531,9 @@ def test_a_shared_regulator_is_averaged_by_the_server():
     assert apart(new["regulator"], tree.map(lambda leaf: leaf + 1, server["regulator"])) == 0
     broadcast = {**sent[0], "regulator": new["regulator"]}
     memory = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
-    carry = client_update.begin(broadcast, memory, local(3, 4))
+    carry = client_update.begin(broadcast, memory, make_client_data(3, 4))
     assert apart(carry["regulator"]["params"], new["regulator"]) == 0
-    upload, stored = client_update.finish(broadcast, carry, local(3, 4))
+    upload, stored = client_update.finish(broadcast, carry, make_client_data(3, 4))
     assert apart(upload.update["regulator"], new["regulator"]) == 0
     client_update.requirements.upload_spec.check(upload, broadcast, "train")
     assert "optimizer" in stored["regulator"]
@@ -560,7 +560,7 @@ def test_loop_equals_vmap_with_the_options_of_the_signal():
     method = FedDure(
         regulator_input="confidence", regulator_prior="confidence", share_regulator=True, signal_labels="halves"
     )
-    lifted(method, make_task(SmallCNN(1, CLASSES, 4)), cohort=4)
+    simulate_with_both_executors(method, make_task(SmallCNN(1, CLASSES, 4)), cohort=4)
 
 
 def test_loop_equals_vmap_with_every_option():
