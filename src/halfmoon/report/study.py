@@ -341,7 +341,7 @@ def _read_runs(sweep: SweepFile, root: Path) -> Study:
             missing += 1
             continue
         run = StoredRun.read(path)
-        # A sweep that was started again may have trained other options in the same folder.
+        # Another run may have been written into the folder since.
         if entry.identity and run.head.get("identity", entry.identity) != entry.identity:
             replaced += 1
             continue
