@@ -167,7 +167,7 @@ class Disclosure:
         lines = [heading]
         for update in updates:
             lines += self._section_lines(update)
-        lines += self._bound_lines()
+        lines += self._protection_lines()
         measures = f", and sums of {', '.join(self.metrics)}" if self.metrics else ""
         lines.append(
             f"Also sent: counts of images, steps and bytes{measures}; counts of right predictions with --test."
@@ -190,7 +190,7 @@ class Disclosure:
             lines.append(f"- {client_update}: {section} ({count}{size}): {tensors[0].meaning}.")
         return lines
 
-    def _bound_lines(self) -> list[str]:
+    def _protection_lines(self) -> list[str]:
         """Describe how a site's images and the model are protected, for methods that send sums or means of features.
 
         Over one image, such a sum is the feature vector of that image: so there is a minimum of images for each class.
