@@ -307,7 +307,14 @@ def test_an_image_beyond_the_bound_is_not_decoded(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
-@pytest.mark.parametrize(("kind", "bound"), [("gray16-png", 150), ("turned-jpeg", 60), ("turned-tiff", 100)])
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [
+        ("turned-jpeg", 60),
+        pytest.param("gray16-png", 150, marks=pytest.mark.nightly),
+        pytest.param("turned-tiff", 100, marks=pytest.mark.nightly),
+    ],
+)
 def test_forty_concurrent_requests_for_a_large_image_need_little_memory(kind: str, bound: int):
     """16 million pixels are 32 MB of 16-bit grays or 64 MB as Pillow has RGB; 40 decoders would take 2 GB.
 

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -372,7 +372,12 @@ SHAPES: dict[str, tuple[str, str, tuple[int, int, int], tuple[int, int], int, di
 MORE = {"resnet9, batch": ("resnet9", "batch", (1, 16, 16), (15, 13), 1, {"width": 2})}
 
 
-@pytest.mark.parametrize("name", SHAPES)
+def but_nightly(names: Iterable[str], *nightly: str) -> list[Any]:
+    """Return names to parametrize with, of which some are for the night."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] if name in nightly else []) for name in names]
+
+
+@pytest.mark.parametrize("name", but_nightly(SHAPES, "resnet9, group"))
 def test_an_onnx_file_says_what_the_model_says(name: str, tmp_path: Path) -> None:
     """For one image and many, with the card and its temperature; the oracle is onnxruntime on the file."""
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -390,7 +395,7 @@ def test_an_onnx_file_says_what_the_model_says(name: str, tmp_path: Path) -> Non
         np.testing.assert_allclose(found, model.probabilities(images), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*SHAPES, *MORE])
+@pytest.mark.parametrize("name", but_nightly([*SHAPES, *MORE], "resnet9, group", "wrn, none"))
 def test_a_torch_program_says_what_the_model_says(name: str, tmp_path: Path) -> None:
     shape = (SHAPES | MORE)[name]
     model = build(*shape[:5], **shape[5])
