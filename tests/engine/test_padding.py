@@ -230,8 +230,17 @@ MIXED: list[Objective] = [
 ]
 
 
-@pytest.mark.parametrize("objective", MIXED, ids=["mixmatch", "remixmatch", "unturned", "teacher", "pi", "averaged"])
-@pytest.mark.parametrize("shared", [{}, {"statistics": "separate", "labeling": "running"}], ids=["joint", "separate"])
+STATISTICS: list[dict[str, Any]] = [{}, {"statistics": "separate", "labeling": "running"}]
+
+
+@pytest.mark.parametrize(
+    ("objective", "shared"),
+    [
+        pytest.param(objective, shared, marks=[pytest.mark.nightly] if (number + turn) % 2 else [])
+        for number, objective in enumerate(MIXED)
+        for turn, shared in enumerate(STATISTICS)
+    ],
+)
 def test_objectives_of_one_place_leave_padding_out_at_clients(objective, shared, agree):
     """Mixtures have real partners alone, and averaged teachers' statistics are counted over real rows."""
     agree(FedAvg(objective, keep_optimizer=True), BARE if objective.requirements.views else UNEQUAL, **shared)
