@@ -142,7 +142,7 @@ def test_the_pages_xrays_make_folders_and_a_file_like_the_digits(tmp_path, monke
     assert len(list(file.parent.glob("test/**/*.png"))) == 624
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # a federation of processes is in test_dicom_federation.py, the simulator's bits in test_federation.py
 @pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
 def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(terminals, monkeypatch, capsys):
     """Every command of the page does what is said there, the model is the simulator's to the bit, nothing stays.

@@ -137,7 +137,7 @@ def test_a_client_trains_with_one_thread_wherever_it_trains() -> None:
     assert factory.count_threads(Config(data="cifar10", device="cpu", method="fixmatch")) == torch.get_num_threads()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # one machine of a cluster trains a run's clients in test_ray.py
 def test_two_machines_of_a_ray_cluster_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of one processor each; the run joins their cluster, and leaves it. A killed process ends one."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'halfmoon[ray]'")

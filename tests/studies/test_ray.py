@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 from small_recipe import RECIPE, train_cells
+from test_executor import left
+from test_workers import TINY
 
+import halfmoon
 from halfmoon.cli import main as cli
+from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
@@ -243,6 +247,14 @@ def test_the_command_plays_on_ray(ray, mine, tmp_path, monkeypatch, capsys):
     assert len((path / "metrics.jsonl").read_text().splitlines()) == 2
     assert list((path / "tensorboard").iterdir())
     assert ray.is_initialized()  # a cluster that was there before is left as it was
+
+
+def test_clients_that_train_on_ray_train_as_here(ray: Any, tmp_path: Path) -> None:
+    """The run uses the cluster that is there, and leaves it as it was; two machines do so at night, in test_workers.py."""
+    halfmoon.run(Config(**TINY, workers=1, run_dir=tmp_path / "here"))
+    halfmoon.run(Config(**TINY, workers="ray", run_dir=tmp_path / "there"))
+    assert ray.is_initialized()
+    assert left(tmp_path / "here") == left(tmp_path / "there")
 
 
 @pytest.mark.slow

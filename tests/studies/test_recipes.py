@@ -895,7 +895,10 @@ TAUGHT = {
 """A quick cell of each paper."""
 
 
-@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] if number > 1 else []) for number, name in enumerate(TAUGHT)],
+)
 def test_the_tiny_scale_teaches(tmp_path: Path, name: str) -> None:
     """Three times chance on the embedded digits, in a second or two; four rounds of three steps taught nothing."""
     found = loaded(name)
