@@ -154,6 +154,7 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.shutdown()
 
 
+@pytest.mark.nightly  # axe-core needs long for its long pages
 def test_the_docs_are_accessible(browser: Any, docs: str) -> None:
     check(browser, docs + "quickstart/")
     browser.get(docs)
