@@ -54,8 +54,8 @@ SETS: dict[str, dict[str, Any]] = {
         "evaluate_every": 5,
     },
     "fashion_mnist": {
-        "rounds": 40,
-        "steps": 8,
+        "rounds": 25,
+        "steps": 6,
         "labeled_batch": 20,
         "unlabeled_batch": 30,
         "lr": 5e-3,
@@ -79,6 +79,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "prior": ("feddure", {**SHARED_REGULATOR, "regulator_prior": "confidence"}),
     "prior-fixed": ("feddure", {**FEDDURE, "regulator_prior": "confidence", "regulator_lr": 0.0}),
+    "prior-signal": (
+        "feddure",
+        {**FEDDURE, "regulator_prior": "confidence", "regulator_lr": 0.0, "signal_weight": 2.0},
+    ),
 }
 """The method and its options of each row."""
 
@@ -89,6 +93,7 @@ TITLES = {
     "confidence-halves": "the same, and one half of the labels measures",
     "prior": "F-reg starts at the confidence, shared F-reg",
     "prior-fixed": "F-reg is fixed at the confidence",
+    "prior-signal": "the same, plus each image's mean signal",
 }
 
 COLUMNS = ("set", "row", "seed", "accuracy", "auc_weight", "auc_confidence")

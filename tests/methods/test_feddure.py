@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import make_client_data, simulate_with_both_executors
+from method_helpers import begin_update, make_client_data, simulate_with_both_executors
 from reference_feddure import ReferenceFedDure
 from torch import nn
 from torch_models import TorchResNet9, TorchSmall, load_weights
@@ -19,7 +19,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.driver import create_first_memory
 from halfmoon.methods import registry
-from halfmoon.methods.feddure import FedDure, compute_log_shares, update_running_mean
+from halfmoon.methods.feddure import FedDure, compute_log_shares, look_up_signals, update_running_mean, update_signals
 from halfmoon.methods.fine_regulator import compute_instance_weights
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Normalize
@@ -540,9 +540,55 @@ def test_a_shared_regulator_is_averaged_by_the_server():
     assert "regulator" not in FedDure().start(client_update.task, model)
 
 
+def test_signals_are_averaged_by_image_while_its_label_stays():
+    """Image 1 has signals 1 and 3 in one minibatch (mean 2), then 5 (mean 3); with a new label it starts anew with 7."""
+    float_zeros = torch.zeros(3, dtype=torch.float64)
+    signals = {"label": torch.full((3,), -1), "mark": torch.zeros(()), "mean": float_zeros, "count": float_zeros}
+
+    def add(signals, values, labels, rows, real=None):
+        return update_signals(signals, torch.tensor(values).double(), torch.tensor(labels), torch.tensor(rows), real)
+
+    signals = add(signals, [1.0, 3.0, -1.0], [4, 4, 2], [1, 1, 0])
+    assert signals["mean"].tolist() == [-1, 2, 0]
+    assert (signals["count"].tolist(), signals["label"].tolist()) == ([1, 2, 0], [2, 4, -1])
+    signals = add(signals, [5.0, 9.0], [4, 0], [1, 2], torch.tensor([True, False]))
+    assert signals["mean"].tolist() == [-1, 3, 0]
+    # Shrunk by count / (count + 5); an image whose label is another one has no signal.
+    found = look_up_signals(signals, torch.tensor([4, 3, 2]), torch.tensor([1, 1, 0]))
+    torch.testing.assert_close(found, torch.tensor([3 * 3 / 8, 0, -1 / 6]).double())
+    signals = add(signals, [7.0], [3], [1])
+    assert (signals["mean"].tolist(), signals["count"].tolist()) == ([-1, 7, 0], [1, 1, 0])
+
+
+def test_signals_persist_and_change_the_weights():
+    """The means stay at the client. Without a step of F-reg, weights move by `signal_weight` times the mean signal."""
+    options = FedDure(signal_weight=2.0, regulator_bias=0.0, regulator_lr=0.0)
+    client_update, carry, broadcast, batches, _ = scene(options)
+    plain, plain_carry, *_ = scene(replace(options, signal_weight=0.0))
+    images = torch.arange(12 * 16, dtype=torch.uint8).view(12, 1, 4, 4)
+    data = make_client_data(5, 12, LABELS)._replace(u=images)
+    carry["signals"] = begin_update(client_update, broadcast, data)["signals"]
+    new, metrics = client_update.step(broadcast, carry, batches[0])
+    plain_new, plain_metrics = plain.step(broadcast, plain_carry, batches[0])
+    assert apart(new["coarse"]["params"], plain_new["coarse"]["params"]) == 0  # no signal before the first step
+    d = [float(each.samples["d"].total) for each in (metrics, plain_metrics)]
+    logits = [(each.pseudo[0].weight - shift).logit() for each, shift in zip((metrics, plain_metrics), d, strict=True)]
+    label = metrics.pseudo[0].label
+    expected = 2 * look_up_signals(new["signals"], label, batches[0].u_rows)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(logits[0] - logits[1], expected)
+    _, memory = client_update.finish(broadcast, new, data)
+    again = client_update.begin(broadcast, memory, data)
+    assert torch.equal(again["signals"]["mean"], new["signals"]["mean"])
+    other_images = data._replace(u=255 - data.u)
+    assert (client_update.begin(broadcast, memory, other_images)["signals"]["label"] == -1).all()
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"fine": False, "signal_weight": 1.0}, "signal_weight has no effect without F-reg"),
+        ({"signal_weight": -1.0}, "it must be at least 0"),
         ({"fine": False, "share_regulator": True}, "share_regulator has no effect without F-reg"),
         ({"fine": False, "regulator_prior": "confidence"}, "regulator_prior has no effect without F-reg"),
         ({"fine": False, "coarse": False, "signal_labels": "halves"}, "signal_labels has no effect without regulators"),
@@ -556,10 +602,11 @@ def test_options_without_effect_are_refused(options, sentence):
 
 
 def test_loop_equals_vmap_with_the_options_of_the_signal():
-    """Unequal clients, with a shared F-reg that sees the confidence, and halves of padded labels."""
+    """Unequal clients, with a shared F-reg that sees the confidence, mean signals by image, halves of padded labels."""
     method = FedDure(
-        regulator_input="confidence", regulator_prior="confidence", share_regulator=True, signal_labels="halves"
-    )
+        regulator_input="confidence", regulator_prior="confidence", share_regulator=True, signal_labels="halves",
+        signal_weight=1.0,
+    )  # fmt: skip
     simulate_with_both_executors(method, make_task(SmallCNN(1, CLASSES, 4)), cohort=4)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from halfmoon.core import tree
-from halfmoon.methods.fine_regulator import WeightedLoss, compute_instance_weights
+from halfmoon.methods.fine_regulator import WeightedLoss, compute_instance_weights, compute_log_odds
 from halfmoon.models.network import linear
 
 READINGS = [(seen, through) for seen in ("centered", "logits", "softmax") for through in ("product", "detached")]
@@ -59,29 +59,30 @@ def test_closed_form_equals_nested_transforms(dtype, seen, through):
 
 
 @pytest.mark.parametrize(
-    ("regulator_input", "prior", "through"),
+    ("regulator_input", "has_offset", "through"),
     [
-        ("confidence", "none", "detached"),
-        ("confidence", "confidence", "detached"),
-        ("centered", "confidence", "detached"),
-        ("logits", "confidence", "product"),
+        ("confidence", False, "detached"),
+        ("confidence", True, "detached"),
+        ("centered", True, "detached"),
+        ("logits", True, "product"),
     ],
 )
-def test_closed_form_with_the_confidence_equals_nested_transforms(regulator_input, prior, through):
-    """The confidence is F-reg's input, or its log-odds are added to F-reg's output: both are constants."""
+def test_closed_form_with_the_confidence_equals_nested_transforms(regulator_input, has_offset, through):
+    """The confidence is F-reg's input, or an offset is added to F-reg's output: both are constants."""
     regulator, z, label, tangent = scene(torch.float64)
     generator = torch.Generator().manual_seed(3)
     if regulator_input == "confidence":
         regulator = tree.to({"hidden": linear(generator, 1, 16), "out": linear(generator, 16, 1)}, dtype=torch.float64)
     confidence = torch.rand(30, generator=generator, dtype=torch.float64)
+    offset = torch.randn(30, generator=generator, dtype=torch.float64) if has_offset else None
 
     def weighted_loss(regulator, at):
         input_logits = at.detach() if through == "detached" else at
-        weights = compute_instance_weights(regulator, input_logits, regulator_input, confidence, prior)
+        weights = compute_instance_weights(regulator, input_logits, regulator_input, confidence, offset)
         return (weights * F.cross_entropy(at, label, reduction="none")).mean()
 
     expected = grad(lambda w: jvp(lambda at: weighted_loss(w, at), (z,), (tangent,))[1])(regulator)
-    loss = WeightedLoss.from_logits(z, label, regulator_input, through, None, confidence, prior)
+    loss = WeightedLoss.from_logits(z, label, regulator_input, through, None, confidence, offset)
     found = tree.flatten(loss.regulator_gradient(regulator, tangent))
     for name, leaf in tree.flatten(expected).items():
         torch.testing.assert_close(found[name], leaf, rtol=1e-10, atol=1e-14)
@@ -90,15 +91,28 @@ def test_closed_form_with_the_confidence_equals_nested_transforms(regulator_inpu
 
 
 def test_an_f_reg_without_output_weighs_an_image_by_its_confidence():
-    """sigmoid(0 + log(p / (1 - p))) = p; without the prior it is one half."""
+    """sigmoid(0 + log(p / (1 - p))) = p; without this offset it is one half."""
     regulator, z, _, _ = scene(torch.float64)
     regulator["out"] = tree.map(torch.zeros_like, regulator["out"])
     confidence = torch.linspace(0.05, 0.95, 30, dtype=torch.float64)
-    weights = compute_instance_weights(regulator, z, "centered", confidence, "confidence")
+    weights = compute_instance_weights(regulator, z, "centered", offset=compute_log_odds(confidence))
     torch.testing.assert_close(weights, confidence)
     assert (compute_instance_weights(regulator, z, "centered") == 0.5).all()
-    certain = compute_instance_weights(regulator, z[:2], "centered", torch.tensor([0.0, 1.0]).double(), "confidence")
+    offset = compute_log_odds(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    certain = compute_instance_weights(regulator, z[:2], "centered", offset=offset)
     torch.testing.assert_close(certain, torch.tensor([1e-4, 1 - 1e-4]).double())
+
+
+def test_the_signal_is_the_fall_of_an_images_loss_per_unit_of_its_error():
+    """By autograd: the derivative of each cross-entropy along the tangent, divided by the norm of its gradient."""
+    _, z, label, tangent = scene(torch.float64)
+    real = torch.arange(30) < 28
+    found = WeightedLoss.from_logits(z, label, "centered", "detached", real).compute_signal(tangent)
+    expected = jvp(lambda at: F.cross_entropy(at, label, reduction="none"), (z,), (tangent,))[1]
+    gradient = grad(lambda at: F.cross_entropy(at, label, reduction="sum"))(z)
+    expected = (expected / gradient.norm(dim=-1))[:28]
+    torch.testing.assert_close(found[:28], expected / expected.square().mean().sqrt())
+    assert (found[28:] == 0).all()
 
 
 RUN = """

@@ -10,16 +10,16 @@ pass. Only the MLP remains to be differentiated in w, in closed form (`halfmoon.
 
 server: params, stats, round; with `share_regulator` regulator (F-reg's parameters).  broadcast: params, stats, gate; with
 `share_regulator` regulator.  memory: regulator (its parameters and optimizer state) or, without F-reg, the state of
-adaptive thresholds; with `reward_baseline` the mean of past rewards; with `keep_optimizer` the optimizer's state.
-upload: params, stats, weight; with `share_regulator` regulator.
+adaptive thresholds; with `reward_baseline` the mean of past rewards; with `signal_weight` the mean signal of each
+unlabeled image; with `keep_optimizer` the optimizer's state.  upload: params, stats, weight; with `share_regulator` regulator.
 
 Departures: where the authors' released code departs from the paper, this file follows the paper, because publications
 compare with the paper. That code has no trained F-reg, the opposite sign of d (`sign`), soft pseudo-labels above a
 threshold of 0.6, a ramped weight of the unlabeled loss, C-reg on weak views, a learning rate with repeated warm-up, and
 labeled-only steps at the start of every client update (`labeled_first`). Points that the paper leaves open are options.
 The defaults depart from the paper in `regulator_input`, `regulator_bias`, `regulator_lr`, `regulator_start` and
-`through_weights`; `preset = "paper"` sets these to the paper's values. `regulator_prior`, `share_regulator`,
-`signal_labels` and the input "confidence" are ours, and off by default. The paper prints Eq. 2 as a plain step; Adam is
+`through_weights`; `preset = "paper"` sets these to the paper's values. `regulator_prior`, `signal_weight`,
+`share_regulator`, `signal_labels` and the input "confidence" are ours, and off by default. The paper prints Eq. 2 as a plain step; Adam is
 our reading of its "Adam optimizer ... for eta_s, eta and eta_w"; `coarse_step` "plain" is the other reading.
 """
 
@@ -56,13 +56,13 @@ from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.fine_regulator import (
     GradientPath,
     RegulatorInput,
-    RegulatorPrior,
     WeightedLoss,
     compute_instance_weights,
+    compute_log_odds,
 )
 from halfmoon.methods.objectives.base import cross_entropy_per_image, label_weights
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
-from halfmoon.methods.objectives.thresholding import Rule
+from halfmoon.methods.objectives.thresholding import NO_LABEL, Rule, recall_row_labels
 from halfmoon.models.network import linear
 
 
@@ -83,6 +83,9 @@ class FedDure(ModelAveraging):
             log-odds of the pseudo-label's confidence, so it learns from which confidence on pseudo-labels help.
         regulator_prior: "confidence" adds the log-odds of the pseudo-label's confidence to F-reg's output before the
             sigmoid: an untrained F-reg with `regulator_bias` 0 weighs an image by about its confidence.
+        signal_weight: if above 0, the client stores for each unlabeled image the mean of its signals of all steps (how much
+            a step on it would have lowered the labeled loss, `WeightedLoss.compute_signal`) since its pseudo-label last
+            changed. This mean, times `signal_weight`, is added to F-reg's output before the sigmoid.
         share_regulator: whether the server averages F-reg's parameters over clients, like the model. Otherwise F-reg
             stays at its client (Algorithm 1), where it learns from the client's labels only.
         signal_labels: labeled images by which Eq. 3 and 5 measure the effect of a step on pseudo-labels: those of the
@@ -119,7 +122,8 @@ class FedDure(ModelAveraging):
     regulator_bias: float = -4.0
     regulator_input: RegulatorInput = "centered"
     regulator_start: Literal["clients", "client"] = "clients"
-    regulator_prior: RegulatorPrior = "none"
+    regulator_prior: Literal["none", "confidence"] = "none"
+    signal_weight: float = 0.0
     share_regulator: bool = False
     signal_labels: Literal["minibatch", "halves"] = "minibatch"
     through_weights: GradientPath = "detached"
@@ -146,10 +150,12 @@ class FedDure(ModelAveraging):
             raise UserError(f"reward_baseline is {self.reward_baseline:g}: it must be from 0 to below 1.")
         if self.reward_bound is not None and not self.reward_bound > 0:
             raise UserError(f"reward_bound is {self.reward_bound:g}: it must be above 0.")
+        if self.signal_weight < 0:
+            raise UserError(f"signal_weight is {self.signal_weight:g}: it must be at least 0.")
         if self.labeled_first < 0:
             raise UserError(f"labeled_first is {self.labeled_first}: it must be at least 0.")
         if not self.fine:
-            for name, value in (("regulator_prior", "none"), ("share_regulator", False)):
+            for name, value in (("regulator_prior", "none"), ("signal_weight", 0), ("share_regulator", False)):
                 if getattr(self, name) != value:
                     raise UserError(f"{name} has no effect without F-reg (fine is false): leave it out.")
             if not self.coarse and self.signal_labels != "minibatch":
@@ -402,6 +408,70 @@ SHARED_REGULATOR = UploadSpec(update=("params", "stats", "regulator"))
 """Content of an upload with the option `share_regulator`."""
 
 
+SIGNAL_ROWS = {"signals/label": NO_LABEL, "signals/mean": 0, "signals/count": 0}
+"""Leaves of the memory with an entry for each unlabeled image, with the option `signal_weight`."""
+
+PRIOR_SIGNALS = 5
+"""Number of signals of 0 that count in an image's mean, so that the first few signals do not decide."""
+
+
+def recall_signals(memory: Tree, data: ClientData) -> Tree:
+    """Load the mean signals that a client stored for its images, unless the images have changed since.
+
+    Args:
+        memory: "label" (U,), the pseudo-label that an image's signals are of; their "mean" (U,) and "count" (U,); and
+            "mark" (), a hash of the images at that time.
+        data: the client's U unlabeled images.
+
+    Returns:
+        The same for the current images. Without a label, mean and count are of no meaning.
+    """
+    label, mark = recall_row_labels(memory, data)
+    stored = {name: memory[name] for name in ("mean", "count")}
+    if len(memory["label"]) != len(label):
+        stored = {name: torch.zeros_like(label, dtype=leaf.dtype) for name, leaf in stored.items()}
+    return {"label": label, "mark": mark, **stored}
+
+
+def update_signals(signals: Tree, signal: Tensor, labels: Tensor, rows: Tensor, real: Tensor | None) -> Tree:
+    """Add the signals of a minibatch to the means of its images. An image with a new pseudo-label starts anew.
+
+    Args:
+        signals: the result of `recall_signals`.
+        signal: of b images, (b,).
+        labels: their pseudo-labels, (b,).
+        rows: indices of the images among the client's U images, (b,).
+        real: (b,) bool, False for padding rows; None if no row is padding.
+    """
+    # A comparison with all rows instead of an indexed write: a minibatch may contain an image twice.
+    is_row = rows[:, None] == torch.arange(len(signals["label"]), device=rows.device)
+    if real is not None:
+        is_row = is_row & real[:, None]
+    new_label = torch.where(is_row, labels[:, None], NO_LABEL).amax(0)
+    new_label = torch.where(new_label == NO_LABEL, signals["label"], new_label)
+    restarts = new_label != signals["label"]
+    mean_before = torch.where(restarts, 0.0, signals["mean"])
+    count_before = torch.where(restarts, 0.0, signals["count"])
+    new_count = is_row.to(signal.dtype).sum(0)
+    new_total = signal @ is_row.to(signal.dtype)
+    count = count_before + new_count
+    new_mean = mean_before + (new_total - new_count * mean_before) / count.clamp_min(1)
+    return {"label": new_label, "mark": signals["mark"], "mean": new_mean, "count": count}
+
+
+def look_up_signals(signals: Tree, labels: Tensor, rows: Tensor) -> Tensor:
+    """Look up the mean signals (b,) of a minibatch, shrunk towards 0; 0 for an image with a new pseudo-label.
+
+    Args:
+        signals: the result of `update_signals`.
+        labels: pseudo-labels of the images, (b,).
+        rows: indices of the images, (b,).
+    """
+    count = signals["count"][rows]
+    shrunk = signals["mean"][rows] * count / (count + PRIOR_SIGNALS)
+    return torch.where(signals["label"][rows] == labels, shrunk, 0.0)
+
+
 @dataclass(frozen=True)
 class FedDureClient(ClientUpdate):
     """The client of FedDure: F-reg and C-reg take a step each, then the local model does."""
@@ -410,10 +480,12 @@ class FedDureClient(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
+        pseudo_labeling = self.options.pseudo_labeling.requirements
         return replace(
-            self.options.pseudo_labeling.requirements,
+            pseudo_labeling,
             per_client_generator=self.options.regulator_start == "client",
             keep_optimizer=self.options.keep_optimizer,
+            row_memory={**pseudo_labeling.row_memory, **(SIGNAL_ROWS if self.options.signal_weight else {})},
             upload_spec=SHARED_REGULATOR if self.options.share_regulator else UPDATE_ONLY,
         )
 
@@ -435,6 +507,11 @@ class FedDureClient(ClientUpdate):
             memory["regulator"] = self._init_regulator("regulator", params)
         else:
             memory |= self.options.pseudo_labeling.initial_memory(self.task, broadcast)
+        if self.options.signal_weight:
+            no_rows = model_leaf.new_zeros((0,))
+            no_labels = no_rows.to(torch.int64)
+            mark = model_leaf.new_zeros((), dtype=torch.float64)
+            memory["signals"] = {"label": no_labels, "mark": mark, "mean": no_rows, "count": no_rows.clone()}
         memory |= super().initial_memory(broadcast, generator)
         if self.options.reward_baseline is not None:
             memory["baseline"] = {
@@ -470,6 +547,8 @@ class FedDureClient(ClientUpdate):
                 carry["regulator"] = dict(regulator)
             else:
                 carry["regulator"] = self._init_regulator("regulator", regulator["params"])
+        if self.options.signal_weight:
+            carry["signals"] = recall_signals(memory["signals"], data)
         if self.options.reward_baseline is not None:
             carry["baseline"] = memory["baseline"]
         if self.options.judge_prior:
@@ -557,8 +636,7 @@ class FedDureClient(ClientUpdate):
             stored_names += self.options.pseudo_labeling.initial_memory(self.task, broadcast)
         elif self.options.keep_regulator:
             stored_names.append("regulator")
-        if "baseline" in carry:
-            stored_names.append("baseline")
+        stored_names += [name for name in ("baseline", "signals") if name in carry]
         if self.options.share_regulator:
             upload = upload._replace(update={**upload.update, "regulator": carry["regulator"]["params"]})
         return upload, {**memory, **{name: carry[name] for name in stored_names}}
@@ -621,16 +699,23 @@ class FedDureClient(ClientUpdate):
             self.options.through_weights,
             batch.u_real,
             pseudo.confidence,
-            self.options.regulator_prior,
+            self._compute_offset(carry, batch, pseudo),
         )
         if self.options.fine:
-            new["regulator"], norms["regulator_gradient"] = self._fine_regulator_step(
+            new["regulator"], logit_tangent, norms["regulator_gradient"] = self._fine_regulator_step(
                 carry, batch, student, weighted_loss
             )
             regulator = new["regulator"]["params"]
+            if self.options.signal_weight:
+                signal = weighted_loss.compute_signal(logit_tangent)
+                new["signals"] = update_signals(carry["signals"], signal, pseudo.label, batch.u_rows, batch.u_real)
             # After F-reg's step, and as constants of the local model's loss: no gradient passes through them.
             weights = compute_instance_weights(
-                regulator, strong, self.options.regulator_input, pseudo.confidence, self.options.regulator_prior
+                regulator,
+                strong,
+                self.options.regulator_input,
+                pseudo.confidence,
+                self._compute_offset(new, batch, pseudo),
             )  # Eq. 6
         else:
             weights = pseudo.weight
@@ -658,7 +743,7 @@ class FedDureClient(ClientUpdate):
 
     def _fine_regulator_step(
         self, carry: Tree, batch: Batch, student: Student, weighted_loss: WeightedLoss
-    ) -> tuple[Tree, Tensor]:
+    ) -> tuple[Tree, Tensor, Tensor]:
         """Take a step of the fine-grained regulator (F-reg): FedDure's bi-level optimization, Eq. 4 and 5.
 
         F-reg weighs the pseudo-label loss. A virtual gradient step on that loss moves the student, and F-reg descends on
@@ -671,7 +756,8 @@ class FedDureClient(ClientUpdate):
             weighted_loss: the pseudo-label loss of these views.
 
         Returns:
-            F-reg's new parameters and optimizer state, and the norm () of its gradient.
+            F-reg's new parameters and optimizer state, the derivative of the student's logits along the labeled gradient
+            (b, classes), and the norm () of F-reg's gradient.
         """
         regulator = carry["regulator"]
         virtual_lr = self._learning_rate("virtual")
@@ -691,7 +777,23 @@ class FedDureClient(ClientUpdate):
         directional_gradient = weighted_loss.regulator_gradient(regulator["params"], logit_tangent)
         gradient = tree.map(lambda leaf: leaf * -virtual_lr, directional_gradient)
         norm = compute_gradient_norm(gradient)  # before the step, which may overwrite the gradient
-        return self._take_step("regulator", regulator, gradient), norm
+        return self._take_step("regulator", regulator, gradient), logit_tangent, norm
+
+    def _compute_offset(self, state: Tree, batch: Batch, pseudo: PseudoLabels) -> Tensor | None:
+        """Compute what is added to F-reg's output before the sigmoid, (b,); None for nothing.
+
+        Args:
+            state: with the images' mean signals, if `signal_weight` is above 0.
+            batch: the minibatch.
+            pseudo: its pseudo-labels.
+        """
+        offset: Tensor | None = None
+        if self.options.regulator_prior == "confidence":
+            offset = compute_log_odds(pseudo.confidence)
+        if self.options.signal_weight:
+            signals = self.options.signal_weight * look_up_signals(state["signals"], pseudo.label, batch.u_rows)
+            offset = signals if offset is None else offset + signals
+        return offset
 
     def _optimizer(self, which: Literal["coarse", "regulator"]) -> Optimizer:
         """Build a regulator's optimizer: the shared one with its learning rate, or a plain step for C-reg."""

@@ -2,8 +2,8 @@
 
 F-reg maps the logits z_i of image i to a weight H_i = sigmoid(a_i), a_i = out(relu(hidden(s_i))). Its input s_i is
 z_i, softmax(z_i), or z_i minus its mean over classes. Two options are ours: the input may be the log-odds of the
-pseudo-label's confidence instead, and these log-odds may be added to a_i. They are constants: no gradient passes through
-them. F-reg weighs the pseudo-label loss of Eq. 2 and Eq. 4,
+pseudo-label's confidence instead, and an offset, such as these log-odds, may be added to a_i. Both are constants: no
+gradient passes through them. F-reg weighs the pseudo-label loss of Eq. 2 and Eq. 4,
 
     L = mean_i H_i c_i,    c_i = cross_entropy(z_i, y_i).
 
@@ -36,12 +36,11 @@ from halfmoon.core.tree import Tree
 RegulatorInput = Literal["centered", "logits", "softmax", "confidence"]
 """F-reg's input: a transform of the strong view's logits, or the log-odds of the pseudo-label's confidence."""
 
-RegulatorPrior = Literal["none", "confidence"]
-"""What is added to F-reg's output before the sigmoid: nothing, or the log-odds of the pseudo-label's confidence."""
-
 GradientPath = Literal["product", "detached"]
 """Whether gradients of the weighted loss also pass through F-reg's input ("product") or not ("detached")."""
 
+MIN_NORM = 1e-12
+"""Smallest divisor of a signal."""
 
 MIN_DOUBT = 1e-4
 """Confidences are clipped to this distance from 0 and 1, so that their log-odds are between -9.2 and 9.2."""
@@ -57,7 +56,7 @@ def compute_instance_weights(
     logits: Tensor,
     regulator_input: RegulatorInput,
     confidence: Tensor | None = None,
-    prior: RegulatorPrior = "none",
+    offset: Tensor | None = None,
 ) -> Tensor:
     """Weigh pseudo-labeled images by FedDure's fine-grained regulator (F-reg), an MLP (Eq. 6).
 
@@ -65,14 +64,14 @@ def compute_instance_weights(
         regulator: F-reg's parameters.
         logits: of the strong views, (n, classes).
         regulator_input: F-reg's input: a transform of the logits, or the confidence of the pseudo-label.
-        confidence: of the pseudo-labels, (n,); needed for the input or the prior "confidence".
-        prior: what is added to F-reg's output before the sigmoid.
+        confidence: of the pseudo-labels, (n,); needed for the input "confidence".
+        offset: added to F-reg's output before the sigmoid, (n,); None: nothing.
 
     Returns:
         Weights between 0 and 1, (n,).
     """
     inputs = _build_input(logits, regulator_input, confidence)
-    _, weights = _forward(regulator, inputs, _compute_prior_score(prior, confidence))
+    _, weights = _forward(regulator, inputs, offset)
     return weights
 
 
@@ -87,7 +86,7 @@ class WeightedLoss:
         regulator_input: F-reg's input: a transform of the logits, or the confidence of the pseudo-label.
         gradient_path: whether gradients also pass through F-reg's input.
         count: the number of images, n.
-        prior_score: added to F-reg's output before the sigmoid, (n,); None: nothing.
+        offset: added to F-reg's output before the sigmoid, (n,); None: nothing.
     """
 
     inputs: Tensor
@@ -96,7 +95,7 @@ class WeightedLoss:
     regulator_input: RegulatorInput
     gradient_path: GradientPath
     count: Tensor | int
-    prior_score: Tensor | None = None
+    offset: Tensor | None = None
 
     @classmethod
     def from_logits(
@@ -107,7 +106,7 @@ class WeightedLoss:
         gradient_path: GradientPath,
         mask: Tensor | None = None,
         confidence: Tensor | None = None,
-        prior: RegulatorPrior = "none",
+        offset: Tensor | None = None,
     ) -> "WeightedLoss":
         """Build the pseudo-label loss of n images, which FedDure's fine-grained regulator (F-reg) weighs.
 
@@ -118,8 +117,8 @@ class WeightedLoss:
             gradient_path: whether gradients also pass through F-reg's input ("product") or not ("detached"). The input
                 "confidence" is a constant, so that both are equal.
             mask: (n,) bool, False for padding rows; None if no row is padding.
-            confidence: of the pseudo-labels, (n,); needed for the input or the prior "confidence".
-            prior: what is added to F-reg's output before the sigmoid.
+            confidence: of the pseudo-labels, (n,); needed for the input "confidence".
+            offset: added to F-reg's output before the sigmoid, (n,); None: nothing.
 
         Returns:
             The object whose methods compute derivatives for given parameters of F-reg, which are not needed here.
@@ -141,7 +140,7 @@ class WeightedLoss:
             regulator_input=regulator_input,
             gradient_path="detached" if regulator_input == "confidence" else gradient_path,
             count=count,
-            prior_score=_compute_prior_score(prior, confidence),
+            offset=offset,
         )
 
     def logit_gradient(self, regulator: Tree) -> Tensor:
@@ -155,7 +154,7 @@ class WeightedLoss:
         """
         if not regulator:
             return self.probability_error / self.count
-        hidden, weights = _forward(regulator, self.inputs, self.prior_score)
+        hidden, weights = _forward(regulator, self.inputs, self.offset)
         gradient = weights[:, None] * self.probability_error
         if self.gradient_path == "product":
             score_gradient = self.loss * weights * (1 - weights)  # through the sigmoid
@@ -182,7 +181,7 @@ class WeightedLoss:
         Returns:
             A tree like `regulator`.
         """
-        hidden, weights = _forward(regulator, self.inputs, self.prior_score)
+        hidden, weights = _forward(regulator, self.inputs, self.offset)
         sigmoid_slope = weights * (1 - weights) / self.count  # H' / n
         loss_tangent = (self.probability_error * logit_tangent).sum(-1)  # Dc
         score_gradient = sigmoid_slope * loss_tangent  # d(D L)/da without the term of Da
@@ -211,6 +210,21 @@ class WeightedLoss:
             out_bias=full_score_gradient.sum(),
         )
 
+    def compute_signal(self, logit_tangent: Tensor) -> Tensor:
+        """Compute how much a step on each image lowers the labeled loss, (n,), per unit of the image's error.
+
+        It is Dc / ||e||, with the derivative Dc of the image's cross-entropy along the labeled gradient, from which F-reg
+        learns (Eq. 5), and its error e = softmax(z) - onehot(y); in units of the root mean square over the images.
+
+        Args:
+            logit_tangent: Dz, the derivative of the logits z along the labeled gradient, (n, classes).
+        """
+        loss_tangent = (self.probability_error * logit_tangent).sum(-1)
+        signal = loss_tangent / self.probability_error.norm(dim=-1).clamp_min(MIN_NORM)
+        # Padding rows are 0 and do not count.
+        mean_square = signal.square().sum() / self.count
+        return signal / mean_square.sqrt().clamp_min(MIN_NORM)
+
     def _apply_input_jacobian(self, direction: Tensor) -> Tensor:
         """Apply the Jacobian of F-reg's input in the logits. It is symmetric, so it serves tangents and gradients."""
         if self.regulator_input == "softmax":
@@ -232,21 +246,12 @@ def _build_input(logits: Tensor, regulator_input: RegulatorInput, confidence: Te
     return logits
 
 
-def _compute_prior_score(prior: RegulatorPrior, confidence: Tensor | None) -> Tensor | None:
-    """Compute what is added to F-reg's output before the sigmoid, (n,); None for nothing."""
-    if prior == "none":
-        return None
-    if confidence is None:
-        raise TypeError("The prior 'confidence' needs the confidences of the pseudo-labels.")
-    return compute_log_odds(confidence)
-
-
-def _forward(regulator: Tree, inputs: Tensor, prior_score: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(regulator: Tree, inputs: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the rectified hidden layer (n, hidden) and the weights H (n,)."""
     hidden = F.relu(F.linear(inputs, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
     score = F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"]).squeeze(-1)
-    if prior_score is not None:
-        score = score + prior_score
+    if offset is not None:
+        score = score + offset
     return hidden, score.sigmoid()
 
 
