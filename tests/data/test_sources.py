@@ -624,7 +624,7 @@ def shared(name: str) -> Path:
     return SHARED
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the chest X-rays are small enough for the default suite
 @pytest.mark.parametrize(
     ("name", "shape", "tolerance"),
     [("fashion_mnist", (60_000, 28, 28, 1), 5e-5), ("cifar10", (50_000, 32, 32, 3), 1e-6)],

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import DISTINCT, scene
+from test_contract import in_turn, scene
 
 from halfmoon.api.types import ClientData
 from halfmoon.contract.small_federation import run_rounds, start_server
@@ -38,8 +38,7 @@ def add_one_by_one(leaves: list[torch.Tensor], summand: torch.Tensor) -> None:
         leaf.add_(summand)
 
 
-@pytest.mark.parametrize("executor", ["loop", "vmap"])
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize(("name", "executor"), in_turn(("loop", "vmap")))
 def test_no_step_reads_a_value_or_mixes_devices(name, executor, monkeypatch):
     queries: list[tuple[driver.Query, list[driver.ClientTask]]] = []
     draws: list[Any] = []

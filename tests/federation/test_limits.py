@@ -604,6 +604,7 @@ def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkey
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000, "kilobytes"
 
 
+@pytest.mark.nightly  # it imports transformers twice; test_consent.py has a network of ours
 def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Before people agree a module is only counted: no tensor of it is made."""
     pytest.importorskip("transformers")

@@ -232,7 +232,14 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
 
 @pytest.mark.parametrize(
     ("method", "network"),
-    [("fedavg", {"norm": "group"}), ("mixture-head", {"network": hubs.MULTILAYER, "width": None, "rounds": 1})],
+    [
+        ("fedavg", {"norm": "group"}),
+        pytest.param(
+            "mixture-head",
+            {"network": hubs.MULTILAYER, "width": None, "rounds": 1},
+            marks=pytest.mark.nightly,
+        ),
+    ],
 )
 def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(
     town: SiteFolders, method: str, network: dict[str, Any]
@@ -369,6 +376,7 @@ def test_no_single_update_is_ever_in_the_servers_memory(town: SiteFolders, tmp_p
     assert looked == [(stage, set()) for stage in (*STAGES, ANNOUNCE_KEYS)]
 
 
+@pytest.mark.nightly
 @linux
 def test_what_looks_for_single_updates_finds_them(
     town: SiteFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -377,7 +377,7 @@ def but_nightly(names: Iterable[str], *nightly: str) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.nightly] if name in nightly else []) for name in names]
 
 
-@pytest.mark.parametrize("name", but_nightly(SHAPES, "resnet9, group"))
+@pytest.mark.parametrize("name", but_nightly(SHAPES, "resnet9, group", "wrn, none"))
 def test_an_onnx_file_says_what_the_model_says(name: str, tmp_path: Path) -> None:
     """For one image and many, with the card and its temperature; the oracle is onnxruntime on the file."""
     onnxruntime = pytest.importorskip("onnxruntime")
