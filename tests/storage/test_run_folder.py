@@ -279,7 +279,7 @@ class Killed(BaseException):
 
 CALLS = ("open", "write", "fsync", "replace")
 OTHERS = (*CALLS, "unlink", "ftruncate", "remove", "rename")
-WHEN = pytest.mark.parametrize("when", ["amid", "after"])
+WHEN = pytest.mark.parametrize("when", ["amid", pytest.param("after", marks=pytest.mark.nightly)])
 """Before a call is after the one before it."""
 
 
