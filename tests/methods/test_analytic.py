@@ -25,6 +25,7 @@ from halfmoon.methods.analytic import (
     MixtureHead,
     RidgeHead,
     eigen_decomposition,
+    estimate_log_shares,
     positive_definite,
     solve_linear,
 )
@@ -76,7 +77,9 @@ def data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return f, y, np.arange(ROWS) < LABELS
 
 
-def oracle(f: np.ndarray, y: np.ndarray, labeled: np.ndarray, rounds: int, d: int) -> tuple[np.ndarray, np.ndarray]:
+def oracle(
+    f: np.ndarray, y: np.ndarray, labeled: np.ndarray, rounds: int, d: int, noise: float = 0.15
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (weight (F, K), bias (K,)) of the pooled data: the ridge head for 0 rounds, else the mixture's."""
     q = np.sqrt(f.astype(np.float64))
     h = q - q.mean(0)
@@ -108,7 +111,11 @@ def oracle(f: np.ndarray, y: np.ndarray, labeled: np.ndarray, rounds: int, d: in
     for i in range(rounds):
         e = np.exp(u @ w + b)
         r = e / e.sum(1, keepdims=True)
-        correction = 0.7 * correction - 0.3 * np.log(r.mean(0) * CLASSES)
+        totals = np.log(r.mean(0) * CLASSES)
+        centered = totals - correction - (totals - correction).mean()
+        confidence = max(0, 1 - (noise * (CLASSES - 1) / CLASSES / np.mean(centered**2)) ** 2) if i >= 2 else 0
+        shares = np.exp(1.5 * confidence * centered)
+        correction = 0.7 * correction - 0.3 * (totals - np.log(shares / shares.mean()))
         weights = np.concatenate([r, v * onehot])
         mu = weights.T @ z / weights.sum(0)[:, None]
         within = sum((weights[:, k, None] * (z - mu[k])).T @ (z - mu[k]) for k in range(CLASSES)) / weights.sum()
@@ -157,11 +164,50 @@ SPLITS = ("1", "2", "10", "200", "class", "classes", "some", "server", "sizes")
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_head_is_the_pooled_one_whoever_holds_the_images(name: str) -> None:
-    for method, rounds, after in ((RidgeHead(), 2, 0), (MixtureHead(directions=8, em_rounds=4), 6, 4)):
-        weight, bias = oracle(*data(), after, 8)
+    mixture = MixtureHead(directions=8, em_rounds=4)
+    uneven_mixture = replace(mixture, share_noise=1e-4)  # small, so that this set's classes are taken for uneven
+    for method, rounds, after in ((RidgeHead(), 2, 0), (mixture, 6, 4), (uneven_mixture, 6, 4)):
+        noise = method.share_noise if isinstance(method, MixtureHead) else 0.0
+        weight, bias = oracle(*data(), after, 8, noise)
         head = solved(method, name, rounds)
         np.testing.assert_allclose(head["weight"].numpy(), weight.T, rtol=0, atol=1e-9)
         np.testing.assert_allclose(head["bias"].numpy(), bias, rtol=0, atol=1e-9)
+    assert not torch.equal(head["bias"], solved(mixture, name, 6)["bias"])
+
+
+def test_class_shares_are_even_unless_totals_differ_clearly() -> None:
+    even = torch.zeros(4, dtype=torch.float64)
+    slight = torch.tensor([0.3, -0.3, 0.3, -0.3], dtype=torch.float64)  # variance 0.09, below 0.15 * 3 / 4
+    clear = torch.tensor([1.0, 0.5, 0.0, -1.5], dtype=torch.float64)
+    for noise, totals in ((0.15, even), (0.15, slight), (1e9, clear)):
+        torch.testing.assert_close(estimate_log_shares(totals + 7, noise), even)
+    shares = estimate_log_shares(clear, 0.15).exp()
+    assert float(shares.sum()) == pytest.approx(4)
+    # The variance is 0.875, so that the confidence is 1 - (0.1125 / 0.875)^2, times the exponent of 1.5.
+    torch.testing.assert_close(
+        shares[0].log() - shares[3].log(), torch.tensor(2.5 * 1.5 * (1 - (0.1125 / 0.875) ** 2)).double()
+    )
+
+
+def test_uneven_unlabeled_images_gain_by_estimated_shares() -> None:
+    g = np.random.default_rng(3)
+    centers = 1.0 * g.normal(size=(CLASSES, WIDTH))
+    y = np.concatenate([np.arange(LABELS) % CLASSES, g.choice(CLASSES, ROWS - LABELS, p=(0.8, 0.1, 0.1))])
+    f = np.maximum(g.normal(size=(ROWS, WIDTH)) + centers[y], 0).astype(np.float32)
+    labeled = np.arange(ROWS) < LABELS
+    accuracies: list[float] = []
+    for noise in (1e9, 0.15):
+        images = torch.from_numpy(f)[:, None, None]
+        held = FederatedDataset(Examples(images, torch.from_numpy(y)), Split(np.zeros(ROWS, np.int64), labeled, 1))
+        shared = Task(head_network(), Adam(1e-3), FirstView((0.0,), (1.0,)), rounds=11)
+        method = MixtureHead(directions=8, share_noise=noise)
+        simulation = make_simulation(method, shared, held, cohort=1)
+        head = run_rounds(method, simulation, start_server(method, shared), range(11))[-1].server["head"]
+        h = np.sqrt(f.astype(np.float64)) - head["center"].numpy()
+        h /= np.linalg.norm(h, axis=1, keepdims=True)
+        predicted = (h @ head["weight"].numpy().T + head["bias"].numpy()).argmax(1)
+        accuracies.append(float((predicted == y)[~labeled].mean()))
+    assert accuracies[1] > accuracies[0] + 0.01, accuracies
 
 
 def test_all_clients_have_to_be_asked() -> None:

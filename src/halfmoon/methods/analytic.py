@@ -5,7 +5,8 @@ A standardized vector f of `halfmoon.models.vectors` has any sign and a length t
 
 RidgeHead (AFL, CVPR 2025; Fed3R, ICML 2024): ridge regression of one-hot labels on h, from sums over labeled images.
 MixtureHead: ten rounds of EM follow. Clients send sums over their unlabeled images, weighted by soft labels; the server
-fits Gaussians of one covariance in the leading principal directions, and adds their logits to the ridge head's.
+fits Gaussians of one covariance in the leading principal directions, and adds their logits to the ridge head's. Soft
+labels are corrected toward the classes' shares: even ones, unless the soft labels' totals differ clearly.
 
 server: params, stats, and in float64 head, ridge, first and second moments of h, label statistics, correction.
 broadcast: params, head, and zeros.  memory: none.  upload: weight 1, and in place of the zeros sums in float64, of
@@ -15,6 +16,7 @@ Departures: AFL and Fed3R regress on f itself without an intercept; AFL adds the
 at the server. Here the server adds it once, to the sum, so clients need not have full-rank data.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +43,13 @@ SHARPNESS = (4.0, 6.0)
 
 CORRECTION_DECAY = 0.7
 """Share of the correction of the class totals that is retained from round to round."""
+
+FIRST_SHARES_STEP = 2
+"""The step of EM, from 0, from which on class shares are estimated: the soft labels of the ridge head are too uncertain."""
+
+SHARES_EXPONENT = 1.5
+"""Power of the totals of soft labels that estimates the classes' shares: soft labels mix classes, so their totals are more
+even than the shares."""
 
 TOLERANCE = 1e-6
 """Rounding error of a sum, for each image, that the server's checks of sums allow."""
@@ -365,12 +374,16 @@ class MixtureHead(RidgeHead):
         directions: number of principal directions that the mixture is fitted in.
         shrinkage: share of a multiple of the identity in the mixture's covariance.
         em_rounds: rounds of EM.
+        share_noise: variance of the logarithms of the estimated class shares that errors of the head cause where the
+            classes are even. Clearly larger variances are taken for uneven classes; with a very large value, the
+            classes are always taken for even.
     """
 
     even_labels: float = 25.0
     directions: int = 96
     shrinkage: float = 0.2
     em_rounds: int = 10
+    share_noise: float = 0.15
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -378,6 +391,7 @@ class MixtureHead(RidgeHead):
         at_least(1).check("directions", self.directions)
         PROBABILITY.check("shrinkage", self.shrinkage)
         at_least(0).check("em_rounds", self.em_rounds)
+        POSITIVE.check("share_noise", self.share_noise)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {**super().client_updates(task), "soft labels": SoftSums(task)}
@@ -471,10 +485,34 @@ class MixtureHead(RidgeHead):
         share = min(step + 1, self.em_rounds - 1) / max(self.em_rounds - 1, 1)
         sharpness = SHARPNESS[0] + (SHARPNESS[1] - SHARPNESS[0]) * share
         # Soft labels that are too frequent for a class lower its bias in the next round: a running mean of logarithms.
-        totals = (r * len(r) / r.sum()).clamp_min(1e-9)
-        correction = CORRECTION_DECAY * server["correction"] - (1 - CORRECTION_DECAY) * totals.log()
+        log_totals = (r * len(r) / r.sum()).clamp_min(1e-9).log()
+        excess = log_totals
+        if step >= FIRST_SHARES_STEP:
+            excess = log_totals - estimate_log_shares(log_totals - server["correction"], self.share_noise)
+        correction = CORRECTION_DECAY * server["correction"] - (1 - CORRECTION_DECAY) * excess
         head = {"weight": sharpness * combined["weight"], "bias": sharpness * combined["bias"] + correction}
         return {**server, "head": {**server["head"], **head}, "correction": correction}
+
+
+def estimate_log_shares(log_totals: Tensor, noise: float) -> Tensor:
+    """Estimate the logarithms of the classes' shares of the unlabeled images, relative to even shares.
+
+    The head's errors make the totals of soft labels uneven even where the classes are even. So totals are shrunk to even
+    ones, by their variance beside that of the errors, as in James and Stein's estimator.
+
+    Args:
+        log_totals: logarithms of the totals of the soft labels without a correction, (K,), up to a constant.
+        noise: variance of the logarithms that errors cause, for many classes. It is measured in results/heads.md.
+
+    Returns:
+        Logarithms (K,) of shares times K, which sum to K.
+    """
+    centered = log_totals - log_totals.mean()
+    # The centered logarithms of K classes have K - 1 degrees of freedom.
+    noise_variance = noise * (len(centered) - 1) / len(centered)
+    # Squared, so that it is near 0 for variances like those of errors, and near 1 for twice that.
+    confidence = (1 - (noise_variance / centered.square().mean().clamp_min(1e-12)) ** 2).clamp_min(0)
+    return (SHARES_EXPONENT * confidence * centered).log_softmax(0) + math.log(len(centered))
 
 
 def sum_over_clients(
