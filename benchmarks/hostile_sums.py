@@ -31,6 +31,8 @@ from halfmoon.runs import factory
 from halfmoon.runs.budgets import build_budget
 
 SITES = 5
+SHARE = 1.0
+"""Share of the training images that are used."""
 CAP = 2.0
 """Weight cap of a server: multiples of the median number of images."""
 
@@ -169,7 +171,7 @@ def measure_accuracy(method: str, labels: int, seed: int, attack: str) -> float:
     config = Config(
         method=method, data="digits", network="efficientnet-lite0", clients=SITES, cohort=SITES, setting="iid-dir",
         dirichlet_alpha=0.5, labels_per_class=labels / 10 / SITES, rounds=METHODS[method], seed=seed, split_seed=seed,
-        device="cpu", threads=1, budget="none",
+        device="cpu", threads=1, budget="none", data_share=SHARE,
     )  # fmt: skip
     shared = factory.build_problem(config)
     head = factory.build_method(config)

@@ -153,7 +153,7 @@ SMALLEST: dict[str, Small] = {
     "foreign_app": ("", {"MOMENTS": ("after the run",)}),
     "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
     "half_open": ("--connections 5 --seconds 1", {}),
-    "hostile_sums": ("--seeds 0 --labels 250 --out {out}/sums", {"METHODS": {"mixture-head": None}}),
+    "hostile_sums": ("--seeds 0 --labels 50 --out {out}/sums", {"METHODS": {"mixture-head": None}, "SHARE": 0.1}),
     "hostile_site": ("--rounds 1 --only hostile --out {out}/hostile", {"SITES": NAMES, "EXPORT": export(2)}),
     "label_choice": ("--out {out}/choice", {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 45, "TESTS": 12}),
     "large_data": ("6000 8 {out}", {}),

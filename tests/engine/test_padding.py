@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_contract import DISTINCT
 from torch import Tensor
 from torch.func import vmap
 
@@ -121,7 +122,9 @@ def sizes_of(name: str) -> tuple[tuple[int, int], ...]:
     return tuple((labeled, unlabeled + (alone and unlabeled == 1)) for labeled, unlabeled in UNEQUAL)
 
 
-@pytest.mark.parametrize("name", FEDERATED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.nightly]) for name in FEDERATED]
+)
 def test_unequal_clients_are_one_program_that_equals_the_loop(name, agree):
     """Images a step, steps and sizes differ; one client has one image of each kind. All take two rounds together.
     With joint statistics; the contract's "rest" has separate ones."""

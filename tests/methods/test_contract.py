@@ -198,7 +198,7 @@ def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
     checks.check_resume(row_of(name), straight(name, "both", executor), executor, tmp_path / "run")
 
 
-@pytest.mark.parametrize("norm", ["group", "none"])
+@pytest.mark.parametrize("norm", ["group", pytest.param("none", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("name", "options"),
     [("fedloke", {}), ("fml", {}), ("fedmatch", {"debias": True}), ("fedrgd", {"return_group": True, "decay": 0.9})],

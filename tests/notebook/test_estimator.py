@@ -49,7 +49,7 @@ def outputs(model: FederatedClassifier, x: np.ndarray) -> np.ndarray:
     return model.model_.logits(x)
 
 
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", ["ridge-head", pytest.param("mixture-head", marks=pytest.mark.nightly)])
 @pytest.mark.filterwarnings("ignore")
 def test_scikit_learns_checks_pass(method: str) -> None:
     results = check_estimator(
@@ -73,7 +73,7 @@ def test_the_ridge_head_is_the_ridge_regression_of_pooled_standardized_vectors()
     np.testing.assert_allclose(outputs(model, x), pooled.predict(standardized), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", ["ridge-head", pytest.param("mixture-head", marks=pytest.mark.nightly)])
 def test_ten_ways_to_split_rows_over_clients_give_the_pooled_head(method: str) -> None:
     x, y = make_data()
     labels = hide(y, 30)
