@@ -90,7 +90,7 @@ def spread_evenly(labels: np.ndarray, clients: int, generator: np.random.Generat
     Args:
         labels: The label of each row, int (N,).
         clients: The number of clients.
-        generator: The generator.
+        generator: The generator of the order of rows in a class, and of the order of the clients.
 
     Returns:
         The client of each row, int64 (N,).
@@ -186,7 +186,7 @@ def _suggest_changes(labels: np.ndarray, clients: int, dirichlet_alpha: float, m
         clients: The number of clients for which no draw succeeded.
         dirichlet_alpha: The concentration for which no draw succeeded.
         min_size: The fewest rows of a client.
-        cap: See `spread_by_dirichlet`.
+        cap: True to give no further class to clients with an even share of the rows.
     """
 
     def succeeds(candidate_clients: int, candidate_alpha: float) -> bool:
@@ -223,7 +223,12 @@ def _spread_once(
 ) -> np.ndarray:
     """Partition each class among clients by one Dirichlet draw; some clients may get few rows or none.
 
-    The arguments are those of `spread_by_dirichlet`.
+    Args:
+        labels: The label of each row, int (N,).
+        clients: The number of clients.
+        dirichlet_alpha: The concentration; smaller is more uneven.
+        generator: The generator.
+        cap: True to give no further class to clients with an even share of the rows.
 
     Returns:
         The client of each row, int64 (N,).

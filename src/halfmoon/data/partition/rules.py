@@ -56,8 +56,15 @@ def assign_equal_sizes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give floor(rows / clients) random rows to each client, and the remainder to no client (SemiFL, NeurIPS 2022, IID).
 
     Classes are not balanced inside a client, as in the authors' code.
+
+    Args:
+        options: Unused; every partition rule has the same arguments.
+        row_pool: The rows, their labels, the number of clients and the random generator.
+
+    Returns:
+        The client of each row, int64 (N,), -1 for none.
     """
-    row_pool.check()
+    row_pool.check()  # at least one row for each client
     rows = len(row_pool.labels)
     size = rows // row_pool.clients
     assigned_rows = row_pool.generator.permutation(rows)[: size * row_pool.clients]
@@ -72,6 +79,13 @@ def assign_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     A class, in the order of the rows, is cut into clients * classes_per_client / classes contiguous shards; rows left
     over are added, one each, to its first shards. A client may draw two shards of a class, and then has fewer classes.
 
+    Args:
+        options: The options of the split, with `classes_per_client`.
+        row_pool: The rows, their labels, the number of clients and the random generator.
+
+    Returns:
+        The client of each row, int64 (N,).
+
     Raises:
         UserError: If the number of shards of a class is not an integer, or exceeds its rows.
     """
@@ -83,6 +97,7 @@ def assign_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     classes = len(names)
     shards, remainder = divmod(clients * per_client, classes)
     if remainder:
+        # The shards are divisible by the classes if the number of clients is a multiple of this step.
         step = classes // math.gcd(classes, per_client)
         raise UserError(
             f"{clients} clients with {per_client} shards each make {clients * per_client} shards, which {classes} "
@@ -108,11 +123,17 @@ def assign_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
 def assign_sequentially(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Fill clients one after another with floor(N / clients) rows from class pools (FedLoKe, CIKM 2023, authors' code).
 
-    Returns the client of each row, int64 (N,), -1 for none. A class pool is the rows of a class in random order.
+    A class pool is the rows of a class in random order. For each client: draw q ~ Dirichlet(alpha) over the classes and
+    take round(q * size) rows of each class; the rounding error is added to the largest. Rows that an exhausted class
+    lacks are taken from the lowest class that has any, so that the mixes of late clients are not Dirichlet draws. The
+    last client gets the remaining rows, up to `size`.
 
-    For each client: draw q ~ Dirichlet(alpha) over the classes and take round(q * size) rows of each class; the rounding
-    error is added to the largest. Rows that an exhausted class lacks are taken from the lowest class that has any, so
-    that the mixes of late clients are not Dirichlet draws. The last client gets the remaining rows, up to `size`.
+    Args:
+        options: The options of the split, with `dirichlet_alpha`.
+        row_pool: The rows, their labels, the number of clients and the random generator.
+
+    Returns:
+        The client of each row, int64 (N,), -1 for none.
     """
     row_pool.check()
     labels = row_pool.labels
@@ -152,7 +173,8 @@ def assign_jointly(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """
     row_pool.check()
     shape = (row_pool.clients, len(row_pool.names))
-    return _assign_fitted(row_pool, _log_dirichlet(options.dirichlet_alpha, shape, row_pool.generator))
+    log_mixes = _log_dirichlet(options.dirichlet_alpha, shape, row_pool.generator)
+    return _assign_fitted(row_pool, log_mixes)
 
 
 def assign_paired_blocks(options: SplitOptions, row_pool: RowPool, min_size: int, tries: int) -> np.ndarray:
@@ -160,9 +182,18 @@ def assign_paired_blocks(options: SplitOptions, row_pool: RowPool, min_size: int
 
     Inside a block each class is divided by `primitives.spread_by_dirichlet`, with its cap. Then both clients get the same
     size: the larger one gives its surplus, rows of its highest classes, to the other. Alpha therefore has little effect:
-    on CIFAR-10 with 20 clients the exponential of a client's class entropy is 5.9, 7.2 and 7.9 at alpha 0.1, 0.5 and 1,
-    compared with 2.6, 5.5 and 7.0 for an ordinary Dirichlet partition. Rows beyond clients * floor(N / clients) get no
-    client. If the number of clients is odd, the last one gets half a block, undivided.
+    on CIFAR-10 with 20 clients the effective number of classes of a client (the exponential of its class entropy) is
+    5.9, 7.2 and 7.9 at alpha 0.1, 0.5 and 1, compared with 2.6, 5.5 and 7.0 for an ordinary Dirichlet partition. If the
+    number of clients is odd, the last one gets half a block, undivided.
+
+    Args:
+        options: The options of the split, with `dirichlet_alpha`.
+        row_pool: The rows, their labels, the number of clients and the random generator.
+        min_size: The fewest rows of a client in a Dirichlet draw.
+        tries: The number of draws before an error about `min_size`.
+
+    Returns:
+        The client of each row, int64 (N,); -1 for rows beyond clients * floor(N / clients).
     """
     row_pool.check(max(1, min_size))
     labels = row_pool.labels
@@ -185,7 +216,7 @@ def assign_paired_blocks(options: SplitOptions, row_pool: RowPool, min_size: int
             tries=tries,
             row_kind=f"{row_pool.kind} images",
         )
-        larger = int(member.mean() > 0.5)
+        larger = int(member.mean() > 0.5)  # the client of the two that has more rows
         larger_rows = np.flatnonzero(member == larger)
         # Sorted by class: the client retains `size` rows of the lowest classes.
         surplus = larger_rows[np.argsort(labels[rows][larger_rows], kind="stable")][size:]
@@ -197,7 +228,14 @@ def assign_paired_blocks(options: SplitOptions, row_pool: RowPool, min_size: int
 def assign_equal_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give every client the same number of rows of every class (FedMatch, ICLR 2021, batch IID).
 
-    The smallest class determines this number. Other rows get no client.
+    The smallest class determines this number.
+
+    Args:
+        options: Unused; every partition rule has the same arguments.
+        row_pool: The rows, their labels, the number of clients and the random generator.
+
+    Returns:
+        The client of each row, int64 (N,); -1 for the surplus rows of larger classes.
 
     Raises:
         UserError: If a class has fewer rows than there are clients.
@@ -217,8 +255,13 @@ def assign_equal_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray
 def assign_peaked_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give client k floor(N / clients) rows with half of them from class k mod classes (FedMatch, batch non-IID).
 
-    Counts are the expected ones of `fedmatch_class_probabilities`, fitted to the class pools if these are uneven. The
-    authors' code takes rows class by class until a pool is empty. Fewer than `clients` rows remain without a client.
+    The other half is of the other classes, by `fedmatch_class_probabilities`. Counts are the expected ones, fitted to
+    the available rows of each class if these are uneven, whereas the authors' code takes rows class by class until a
+    class is exhausted. Fewer than `clients` rows remain without a client.
+
+    Args:
+        options: Unused; every partition rule has the same arguments.
+        row_pool: The rows, their labels, the number of clients and the random generator.
 
     Returns:
         The client of each row, int64 (N,), -1 for none.
@@ -229,7 +272,7 @@ def assign_peaked_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarra
     # The class mix of a client of type t is that of type 0, shifted by t classes.
     shifted_classes = (np.arange(classes) - types[:, None]) % classes
     mixes = fedmatch_class_probabilities(classes)[shifted_classes]
-    return _assign_fitted(row_pool, np.log(mixes))
+    return _assign_fitted(row_pool, log_mixes=np.log(mixes))
 
 
 def fedmatch_class_probabilities(classes: int) -> np.ndarray:
@@ -252,8 +295,8 @@ def fit_counts(log_mixes: np.ndarray, size: int, pool_sizes: np.ndarray, generat
 
     Iterative proportional fitting (Deming and Stephan 1940) finds the table closest to the mixes in relative entropy
     whose rows sum to `size` and whose columns are proportional to `pool_sizes`. It works on logarithms, because the mixes of a
-    small alpha underflow. The table is then rounded, one client after another in random order; the rounding error of a
-    class is carried over to the next client.
+    small Dirichlet concentration underflow. The table is then rounded, one client after another in random order; the
+    rounding error of a class is carried over to the next client.
 
     Args:
         log_mixes: The logarithms of the clients' mixes (shares of classes), (clients, classes), each row up to a
@@ -276,7 +319,8 @@ def fit_counts(log_mixes: np.ndarray, size: int, pool_sizes: np.ndarray, generat
         class_totals = exact.sum(0)
         if np.abs(class_totals - np.exp(log_target)).max() < 0.1:
             break
-        # The maximum avoids an infinite step for a class of which all clients have a share of 0.
+        # Multiply each column by its target divided by its total. The maximum avoids an infinite factor for a class of
+        # which all clients have a share of 0.
         log_scale = log_scale + log_target - np.log(np.maximum(class_totals, 1e-100))
     return _round_counts(exact, pool_sizes, generator)
 
@@ -288,7 +332,8 @@ def _round_counts(exact: np.ndarray, pool_sizes: np.ndarray, generator: np.rando
     has removed most so far, over all earlier clients, so that the totals of classes remain close to the expected ones.
 
     Args:
-        exact: The expected counts, float (clients, classes).
+        exact: The expected counts, float (clients, classes). They sum to at most the rows of the pools, so that there
+            are always classes with rows left for a client's missing rows.
         pool_sizes: The number of rows of each class, int64 (classes,).
         generator: The generator for the order of the clients.
 
@@ -297,16 +342,18 @@ def _round_counts(exact: np.ndarray, pool_sizes: np.ndarray, generator: np.rando
     """
     counts = np.zeros(exact.shape, np.int64)
     remaining = pool_sizes.copy()
-    carried_error = np.zeros(exact.shape[1])  # rounded down for earlier clients, by class
+    carried_error = np.zeros(exact.shape[1])  # expected minus assigned rows of earlier clients, by class
     sizes = np.round(exact.sum(1)).astype(np.int64)
+    demotion = len(exact)  # the number of clients, which is more than any error
     for client in generator.permutation(len(exact)):
         amounts = np.minimum(np.floor(exact[client]).astype(np.int64), remaining)
         fraction = exact[client] - amounts
+        # A pass adds at most one row of each class, so more passes are needed if few classes have rows left.
         while (missing := int(sizes[client] - amounts.sum())) > 0:
-            # Round up the classes of which the client has a fraction first, in the order of the largest carried error.
-            # Subtracting the number of clients, more than any error, puts all other classes behind them.
-            without_fraction = carried_error - len(exact)
-            priority = np.where(fraction > _MIN_FRACTION, carried_error + fraction, without_fraction)
+            # First the classes of which the client has a fraction of a row, and among them those of the largest error.
+            # The demotion puts all other classes behind them.
+            has_fraction = fraction > _MIN_FRACTION
+            priority = np.where(has_fraction, carried_error + fraction, carried_error - demotion)
             available = np.flatnonzero(amounts < remaining)
             by_priority = available[np.argsort(-priority[available], kind="stable")]
             amounts[by_priority[:missing]] += 1
@@ -376,6 +423,8 @@ def reduce_unlabeled(
 ) -> np.ndarray:
     """Reduce each client's unlabeled rows to a random share, at least one row; the rows of a smaller share are a subset.
 
+    It serves to measure how accuracy depends on the amount of unlabeled data.
+
     Args:
         client: The client of each row, int64 (N,).
         labeled: The labeled rows, bool (N,).
@@ -399,6 +448,8 @@ def replace_by_unknown(
 ) -> np.ndarray:
     """Replace a share of each client's unlabeled rows by random rows of unknown classes; at least one row remains.
 
+    It simulates an open set: unlabeled images that are of none of the classes to be learned.
+
     Args:
         client: The client of each row, int64 (N,), -1 for rows of unknown classes.
         labeled: The labeled rows, bool (N,).
@@ -413,7 +464,7 @@ def replace_by_unknown(
         UserError: If there are too few rows of unknown classes.
     """
     reduced = reduce_unlabeled(client, labeled, 1 - share, generator)
-    removed_from = client[(client >= 0) & (reduced < 0)]
+    removed_from = client[(client >= 0) & (reduced < 0)]  # the client of each removed row
     unknown_rows = generator.permutation(np.flatnonzero(is_unknown))
     if len(removed_from) > len(unknown_rows):
         raise UserError(

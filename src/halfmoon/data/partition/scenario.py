@@ -37,7 +37,8 @@ DEFAULT_LABELS_PER_CLASS = 5
 class Scenario(SplitOptions):
     """Partition rows among clients and select the labeled ones.
 
-    Unless stated otherwise, labeled and unlabeled rows are partitioned by the same rule with independent draws.
+    A row is an image of the data set. Unless stated otherwise, labeled and unlabeled rows are partitioned by the same
+    rule with independent draws.
 
     setting: the rule that partitions labeled and unlabeled rows:
         iid-iid, iid-dir, dir-dir: labeled and unlabeled rows evenly in every class (iid) or by Dirichlet (dir);
@@ -93,16 +94,18 @@ class Scenario(SplitOptions):
     def split(self, labels: np.ndarray, classes: int | Sequence[str], source: str = "") -> Split:
         """Draw the split of a data set: the client of each row (image), and which rows are labeled.
 
-        The setting has a custom rule, is joint (all rows are partitioned by one rule, then random rows of each client
-        are labeled), or is separate (labeled rows are drawn, then labeled and unlabeled rows are partitioned). In a
-        separate setting the labeled pool is the first rows of a permutation inside each class. Labeled and unlabeled
-        rows are disjoint and drawn from independent streams. A row has one client or, if the setting drops a remainder,
-        none.
+        There are three kinds of settings. A custom one calls the user's rule. In a joint one, all rows are partitioned
+        by one rule, then random rows of each client are labeled. In a separate one, the labeled rows (the first ones of
+        a permutation inside each class) are drawn, then labeled and unlabeled rows are partitioned with independent
+        random numbers.
 
         Args:
             labels: The true label of each row, int (N,), 0 to classes - 1.
             classes: The number of classes, or their names for error messages.
             source: The name of the data set, stored in the split.
+
+        Returns:
+            The split. A row has one client or, if the setting drops a remainder, none.
 
         Raises:
             UserError: If the data set is too small for the request.
@@ -126,9 +129,10 @@ class Scenario(SplitOptions):
     ) -> Split:
         """Draw the split of a data set whose clients are known, or some of whose images have no label.
 
-        Without either it is that of `split`. With an unlabeled image, every image with a label is labeled in the split.
-        Otherwise the labeled images are drawn as by `split`. Labeled images are partitioned by the rule of the setting,
-        and those without a label evenly at random, unless `client` is given.
+        If any image has no label, all images with a label are the labeled ones of the split; otherwise the labeled ones
+        are drawn as by `split`. Unless `client` is given, labeled images are partitioned by the rule of the setting,
+        and those without a label evenly at random. A data set with all labels and without `client` is passed to
+        `split`.
 
         Args:
             labels: The label of each row, int (N,), -1 if unlabeled.
@@ -146,7 +150,7 @@ class Scenario(SplitOptions):
             return self.split(labels, classes, source)
         totals = _class_totals(self, labels[is_known], names)
         labeled = is_known
-        if is_known.all():
+        if is_known.all():  # the data set has all labels: hide those of all but the labeled pool
             pool_counts = _count_labeled_pool(self, totals, names)
             labeled = draw_labeled(labels, pool_counts, named_generator(self.seed, "split", "pool"))
         if client is None:
@@ -154,7 +158,7 @@ class Scenario(SplitOptions):
         elif self.labels_at == "some":
             raise UserError("labels_at is 'some', but clients names the client of each image; leave labels_at out.")
         if self.labels_at == "server":
-            client = np.where(labeled, SERVER, client)  # clients have unlabeled images only
+            client = np.where(labeled, SERVER, client)  # SERVER = -2; clients have unlabeled images only
         if self.unlabeled_share < 1:
             generator = named_generator(self.seed, "split", "share")
             client = rules.reduce_unlabeled(client, labeled, self.unlabeled_share, generator)
@@ -162,7 +166,9 @@ class Scenario(SplitOptions):
         return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
 
     def split_open_set(self, labels: np.ndarray, classes: Sequence[str], source: str = "") -> Split:
-        """Draw the split of a data set in which some images are of no known class, and give these out without a label.
+        """Draw the split of a data set some of whose images are of no known class; clients get these as unlabeled ones.
+
+        It simulates an open set, in which unlabeled images may be of none of the classes to be learned.
 
         The known rows are split as by `split`. Then a share of every client's unlabeled rows, `unknown_share`, is
         replaced by random rows of unknown classes, so that no client has more unlabeled rows than before (Oliver et al.,
@@ -264,10 +270,14 @@ class Scenario(SplitOptions):
     def _draw_jointly(self, labels: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Partition all rows, then label random rows of each client: both kinds of rows have the same distribution.
 
+        Args:
+            labels: The label of each row, int (N,).
+            names: The class names.
+
         Returns:
-            The client of each row, int64 (N,), and the labeled rows, bool (N,).
+            The client of each row, int64 (N,), -1 for none, and the labeled rows, bool (N,).
         """
-        size = len(labels) // self.clients
+        size = len(labels) // self.clients  # of each client: the rules of joint settings give all clients equal sizes
         labels_per_client = _count_labels_per_client(self, size, len(names))
         generator = named_generator(self.seed, "split", "shared")
         partition_rule = _SETTING_RULES[self.setting].unlabeled
@@ -320,6 +330,9 @@ def _partition_by_dirichlet(scenario: Scenario, row_pool: RowPool, default_min_s
         scenario: The scenario, with concentration, smallest size and cap.
         row_pool: The rows.
         default_min_size: The fewest rows of a client if the scenario does not define it.
+
+    Returns:
+        The client of each row, int64 (N,).
     """
     min_size = _min_size(scenario, row_pool, default_min_size)
     row_pool.check(min_size)
@@ -462,7 +475,16 @@ def _check_labels(scenario: Scenario) -> None:
 
 
 def _class_totals(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Count the rows of each class, int64 (classes,); raise UserError if a class has none or labels are invalid."""
+    """Count the rows of each class, int64 (classes,).
+
+    Args:
+        scenario: The scenario, with the number of clients.
+        labels: The label of each row, int (N,), without unknown ones.
+        names: The class names.
+
+    Raises:
+        UserError: If there are more clients than rows, a label is out of range, or a class has no row.
+    """
     if scenario.clients > len(labels):
         raise UserError(f"{scenario.clients} clients cannot share {len(labels)} images; ask for fewer clients.")
     if labels.min() < 0 or labels.max() >= len(names):
@@ -525,7 +547,7 @@ def _count_labels_per_client(scenario: Scenario, size: int, classes: int) -> int
 
     Args:
         scenario: The scenario, with a share of labels or a number per class.
-        size: The number of rows of a client.
+        size: The number of rows of a client, which is equal for all clients in these settings.
         classes: The number of classes.
 
     Raises:
@@ -560,8 +582,10 @@ def _draw_labeled_clients(scenario: Scenario) -> np.ndarray:
 def _draw_stages(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.ndarray | None:
     """Divide each client's unlabeled rows evenly among the stages of a stream, in random order.
 
+    It simulates clients to which new unlabeled images arrive during training (FedMatch, ICLR 2021).
+
     Args:
-        scenario: The scenario, with the number of stages.
+        scenario: The scenario, with the number of stages, each of which lasts for a part of the training rounds.
         client: The client of each row, int64 (N,).
         labeled: The labeled rows, bool (N,).
 

@@ -60,6 +60,7 @@ class Split:
     stage: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        """Check types, lengths, client numbers and stages of the split's arrays."""
         if self.client.dtype != np.int64 or self.labeled.dtype != np.bool_ or self.client.ndim != 1:
             raise UserError("a split needs client as int64 (N,) and labeled as bool (N,); convert them first.")
         if self.client.shape != self.labeled.shape:
@@ -123,7 +124,7 @@ class Split:
         return 1 if self.stage is None else int(self.stage.max(initial=0)) + 1
 
     def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
-        """Select the labeled or unlabeled rows of a client.
+        """Select the labeled or unlabeled rows (images of the data set) that the split gives to a client.
 
         Args:
             client: The client's number, or SERVER.
@@ -143,9 +144,11 @@ class Split:
 
     @cached_property
     def _rows_by_client(self) -> tuple[np.ndarray, np.ndarray]:
-        """An index for look-ups in constant time: the row numbers sorted by client, and the position of each client's first.
+        """An index to find the rows of a client in constant time.
 
-        Clients are in the order of their numbers, from SERVER on; the last position is the number of rows.
+        Returns:
+            The row numbers sorted by client, in the order of the clients' numbers from SERVER on; and the position in
+            them of each client's first row, followed by the number of all rows.
         """
         # 32-bit numbers halve the memory of large splits, and sort faster.
         fits_int32 = len(self.client) < 2**31 and self.clients < 2**31
@@ -180,6 +183,9 @@ class Split:
 
     def save(self, path: Path) -> None:
         """Write the split to a parquet file: columns row, client, labeled, and stage if any; its origin is metadata.
+
+        Args:
+            path: The file, which is replaced if it exists.
 
         Raises:
             UserError: If `path` cannot be written.
