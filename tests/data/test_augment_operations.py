@@ -64,10 +64,10 @@ def ours(
 @pytest.mark.parametrize("name", FEDDURE_POOL.operations)
 def test_every_level_and_direction_equals_pillow(name: str) -> None:
     for channels, size in itertools.product((1, 3), [(8, 8), (28, 28), (33, 20)]):
-        images = reference.specimens(channels, size)
+        images = reference.make_test_images(channels, size)
         before = images.clone()
         for level, negative in itertools.product(range(LEVELS), (False, True)):
-            expected = pillow(images, reference.operation, name=name, level=level, negative=negative)
+            expected = pillow(images, reference.apply_feddure_operation, name=name, level=level, negative=negative)
             np.testing.assert_array_equal(ours(images, name, level, negative), expected, f"{name} {level}")
             if name == "Color" and channels == 1:
                 np.testing.assert_array_equal(expected, images)
@@ -79,13 +79,13 @@ def test_semifl_operations_equal_pillow(name: str) -> None:
     """Cutout's corners lie in the upper left quarter, at the border and in between; Invert is our Solarize.
     The last size is wider than the 100 pixels of a translation."""
     for channels, size in itertools.product((1, 3), [(8, 8), (32, 32), (33, 20), (110, 104)]):
-        images = reference.specimens(channels, size)
+        images = reference.make_test_images(channels, size)
         corners = torch.stack([torch.arange(15) * side // 16 for side in size], dim=1)
         corners[:5, 0], corners[3:8, 1] = 0, 0
         rows = [{"corner": corner} for corner in corners.tolist()]
         for negative in (False, True):
             done = ours(images, "Solarize" if name == "Invert" else name, 0, negative, SEMIFL_POOL, corners[:, None])
-            expected = pillow(images, reference.semifl_operation, rows, name=name, negative=negative)
+            expected = pillow(images, reference.apply_semifl_operation, rows, name=name, negative=negative)
             np.testing.assert_array_equal(done, expected)
 
 
@@ -93,10 +93,10 @@ def test_semifl_operations_equal_pillow(name: str) -> None:
 def test_fedloke_operations_equal_pillow(name: str) -> None:
     """9 is RandAugment's default; the others show that nothing is tied to it."""
     for magnitude, size, channels in itertools.product((0, 9, 17, 30), ((8, 8), (33, 20)), (1, 3)):
-        images = reference.specimens(channels, size)
+        images = reference.make_test_images(channels, size)
         for negative in (False, True):
             how = {"name": name, "negative": negative, "magnitude": magnitude}
-            expected = pillow(images, reference.fedloke_operation, **how)
+            expected = pillow(images, reference.apply_fedloke_operation, **how)
             np.testing.assert_array_equal(ours(images, name, 0, negative, fedloke_pool(magnitude)), expected)
 
 
@@ -145,7 +145,7 @@ def check_mixture(images: torch.Tensor, generator: torch.Generator) -> None:
         image = reference.to_image(images[row].numpy())
         for slot in range(2):
             name = OPERATION_NAMES[int(operation[row, slot])]
-            image = reference.operation(image, name, int(level[row, slot]), bool(negative[row, slot]))
+            image = reference.apply_feddure_operation(image, name, int(level[row, slot]), bool(negative[row, slot]))
         np.testing.assert_array_equal(done[row], reference.to_array(image))
 
 
@@ -190,7 +190,7 @@ def test_equalize_by_hand() -> None:
 
 
 def test_no_operation_leaves_every_row() -> None:
-    images = reference.specimens(3, (8, 8))
+    images = reference.make_test_images(3, (8, 8))
     level = torch.ones((len(images), 2), dtype=torch.long)
     none = torch.zeros((len(images), 0), dtype=torch.long)
     assert torch.equal(apply_operations(images, level * IDENTITY, level, level == 1), images)

@@ -60,7 +60,7 @@ def test_weak_mirrors_then_crops_the_reflection(seed: int, side: int, channels: 
     weak = Weak()
     drawn = weak.draw(6, (channels, side, side), seeded(seed))
     views = weak.apply(images, drawn, Normalize((0.0,) * channels, (1.0,) * channels, torch.float64))
-    for view, image, row in zip(views, images, reference.rows_of(drawn), strict=True):
+    for view, image, row in zip(views, images, reference.split_draws(drawn), strict=True):
         expected = reference.crop(image.numpy(), row["flip"], row["top"], row["left"], side // 8)
         np.testing.assert_allclose(view.numpy() * 255, expected, atol=1e-9)
 
@@ -76,7 +76,7 @@ def test_labeled_crops_from_black_mirrors_and_cuts_after_normalization(seed: int
     drawn = labeled.draw(6, (3, side, side), seeded(seed))
     views = labeled.apply(images, drawn, EXACT)
     padded = np.pad(images.numpy(), ((0, 0), (0, 0), (pad, pad), (pad, pad)))
-    for view, image, row in zip(views, padded, reference.rows_of(drawn), strict=True):
+    for view, image, row in zip(views, padded, reference.split_draws(drawn), strict=True):
         crop = image[:, row["top"] : row["top"] + side, row["left"] : row["left"] + side]
         expected = normalized(crop[:, :, ::-1] if row["flip"] else crop)
         (top, left), zero = (max(0, centre - half) for centre in row["centre"]), 0.0
@@ -86,9 +86,9 @@ def test_labeled_crops_from_black_mirrors_and_cuts_after_normalization(seed: int
 
 
 PIPELINES = (
-    (Strong(), lambda image, row, side: reference.strong_pixels(image, row, side // 8, side // 2)),
-    (StrongSemiFL(operations=3), lambda image, row, side: reference.semifl_pixels(image, row, side // 8)),
-    (StrongFedLoKe(operations=3), lambda image, row, side: reference.fedloke_pixels(image, row, side // 8, 9)),
+    (Strong(), lambda image, row, side: reference.make_strong_view(image, row, side // 8, side // 2)),
+    (StrongSemiFL(operations=3), lambda image, row, side: reference.make_semifl_view(image, row, side // 8)),
+    (StrongFedLoKe(operations=3), lambda image, row, side: reference.make_fedloke_view(image, row, side // 8, 9)),
 )
 
 
@@ -100,7 +100,7 @@ def test_strong_views_equal_the_same_pipelines_in_pillow(seed: int, side: int, c
     for view, pipeline in PIPELINES:
         drawn = view.draw(8, (channels, side, side), seeded(seed))
         pixels = view.pixels(images, drawn).numpy()
-        for made, image, row in zip(pixels, images.numpy(), reference.rows_of(drawn), strict=True):
+        for made, image, row in zip(pixels, images.numpy(), reference.split_draws(drawn), strict=True):
             np.testing.assert_array_equal(made, pipeline(image, row, side))
 
 
