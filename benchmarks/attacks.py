@@ -34,16 +34,17 @@ from halfmoon.aggregation.robust import RobustAggregator
 from halfmoon.aggregation.weights import FACTOR, WeightCap
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
+from halfmoon.core.memory import retain_freed_memory
 from halfmoon.data import Split
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, evaluate_model
+from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
 from halfmoon.runs.budgets import build_budget
-from halfmoon.runs.pools import retain_freed_memory
 
 METHODS = ("fedavg-soft-labels", "fedavg-fixmatch", "feddure")
 RULES = ("mean", "cosine", "cosine-trimmed", "cosine-nnm")
@@ -203,7 +204,7 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
                 images[rows], labels[rows] = patched(images[rows]), 0
         train = Examples(images, labels)
     label_flippers = frozenset(range(hostile) if cell.attack == "label flip" else ())
-    training = Training(shared.batching, build_budget(config, shared.task), shared.serving, "vmap")
+    training = Training(shared.batching, build_budget(config, shared.task), shared.serving, VmapExecutor())
     rules = [Forgers(cell.attack, hostile), WeightCap(FACTOR)]
     rules += [] if cell.rule == "mean" else [RobustAggregator(cell.rule, 0.2)]
     simulation = Simulation(

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from halfmoon.core import rng, tree
+from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.tree import Tree
 from halfmoon.models import ResNet9
-from halfmoon.runs.pools import retain_freed_memory
 from halfmoon.storage.manifest import remove_unreferenced, verify
 from halfmoon.storage.state_store import StateView, TreeStore
 

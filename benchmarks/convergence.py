@@ -34,6 +34,7 @@ from halfmoon.core import tree
 from halfmoon.core.optim import gradient_step
 from halfmoon.core.tree import Tree
 from halfmoon.engine.driver import create_first_memory
+from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
@@ -75,7 +76,7 @@ class Measured:
         self.horizon, self.seed, self.task, self.method = horizon, seed, shared.task, build_method(config)
         self.runtime = Simulation(
             self.method, self.task, FederatedDataset(shared.train, shared.split), shared.views,
-            Training(batching, build_budget(config, self.task), serving, "vmap"), RuntimeSettings(config.cohort, seed),
+            Training(batching, build_budget(config, self.task), serving, VmapExecutor()), RuntimeSettings(config.cohort, seed),
         )  # fmt: skip
         self.client_update = self.method.client_updates(self.task)["train"]
         self.locals = [self.runtime.dataset.client_data(client)[0] for client in range(config.clients)]

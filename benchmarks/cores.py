@@ -23,7 +23,7 @@ from peer_rounds import ours
 from peer_side import processor
 
 from halfmoon.core.memory import retain_freed_memory
-from halfmoon.runs.pools import Workers
+from halfmoon.engine.executors.processes import ProcessExecutor
 
 
 def timed(play: Callable[[], object]) -> tuple[float, float, float]:
@@ -51,7 +51,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     retain_freed_memory()
-    pool = Workers(2)
+    pool = ProcessExecutor(2)
     alone = ours("large", "fixmatch", given.cohort, "loop", steps=given.steps)
     together = ours("large", "fixmatch", given.cohort, "loop", pool, given.steps)
     found: list[tuple[float, float, float, float]] = []

@@ -31,8 +31,8 @@ import psutil
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
+from halfmoon.engine.executors.processes import ProcessExecutor
 from halfmoon.runs import runner
-from halfmoon.runs.pools import Workers
 from halfmoon.storage import atomic_io
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -194,9 +194,9 @@ def _worker(place: Path) -> Iterator[Trial]:
     """One of the processes that train clients dies."""
 
     def trial(chance: random.Random) -> str:
-        pool = Workers(2)
+        pool = ProcessExecutor(2)
         try:
-            list(pool(os._exit, [chance.randint(1, 9)] * chance.randint(2, 4)))
+            list(pool.map(os._exit, [chance.randint(1, 9)] * chance.randint(2, 4)))
         except UserError:
             return REFUSED
         finally:

@@ -19,6 +19,9 @@ from halfmoon.api.types import Method, UpdateRequirements
 from halfmoon.data import Scenario
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.executors.processes import ProcessExecutor
+from halfmoon.engine.executors.serial import SerialExecutor
+from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import draw
@@ -26,7 +29,6 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
-from halfmoon.runs.pools import Workers
 
 METHODS = {"fedavg": "fedavg", "fixmatch": "fedavg-fixmatch"}
 SIZES = {"tiny": "tiny", "large": "resnet9"}
@@ -74,7 +76,7 @@ def chosen(size: str) -> str:
 
 
 def ours(
-    size: str, method: str, cohort: int, executor: str, pool: Workers | None = None, steps: int | None = None
+    size: str, method: str, cohort: int, executor: str, pool: ProcessExecutor | None = None, steps: int | None = None
 ) -> Callable[[], object]:
     """Return one round of halfmoon."""
     config, form, dataset = scene(size, method, cohort, steps)
@@ -82,8 +84,10 @@ def ours(
     task, views = factory.build_task(config, form), factory.build_views(config, form)
     batching, serving = factory.build_batch_rules(config)
     made = registry.make(config.method)
-    how = factory.select_executor(config), pool or map, factory.max_vmapped_clients(config)
-    training = Training(batching, Budget(), serving, *how)
+    inner = pool or SerialExecutor()
+    is_vmapped = factory.select_executor(config) == "vmap"
+    trainer = VmapExecutor(inner, factory.max_vmapped_clients(config)) if is_vmapped else inner
+    training = Training(batching, Budget(), serving, trainer)
     return one_round(made, Simulation(made, task, dataset, views, training, RuntimeSettings(cohort)))
 
 

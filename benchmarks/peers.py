@@ -42,7 +42,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from peer_rounds import METHODS, SIZES, chosen, ours, plain
 
-from halfmoon.runs.pools import Workers, retain_freed_memory
+from halfmoon.core.memory import retain_freed_memory
+from halfmoon.engine.executors.processes import ProcessExecutor
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"pfl": "pfl[pytorch]==0.6.0", "flower": "flwr[simulation]>=1.41,<1.43"}
@@ -147,7 +148,7 @@ def measure(sides: dict[str, Play], turns: int) -> dict[str, dict[str, float]]:
 
 
 def sides_of(
-    size: str, method: str, cohort: int, only: list[str], pool: Workers | None, folder: Path, stack: ExitStack
+    size: str, method: str, cohort: int, only: list[str], pool: ProcessExecutor | None, folder: Path, stack: ExitStack
 ) -> dict[str, Play]:
     """Return what takes turns at one size; other libraries' processes end with `stack`."""
     made: dict[str, Play] = {}
@@ -208,7 +209,7 @@ def played(given: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {"torch": torch.__version__, "load": round(os.getloadavg()[0], 1)}
     figures |= {"startup_seconds": cpu, "startup_wall_seconds": wall}
     ratios: dict[str, dict[str, dict[str, float]]] = {}
-    pool = Workers(2) if given.workers else None
+    pool = ProcessExecutor(2) if given.workers else None
     for size in given.sizes:
         mine = chosen(size)
         for cohort in (each for each in given.cohorts if each <= LARGEST[size]):

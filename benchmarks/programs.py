@@ -19,16 +19,18 @@ import torch
 from peer_rounds import one_round
 
 from halfmoon import Config
+from halfmoon.core.memory import retain_freed_memory
 from halfmoon.data import Scenario
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.executors.serial import SerialExecutor
+from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
-from halfmoon.runs.pools import retain_freed_memory
 
 ROUNDS = (("fedavg", 10), ("fedavg-fixmatch", 10), ("fedavg-fixmatch", 30))
 NETWORKS = (
@@ -53,7 +55,9 @@ def side(network: str, method: str, unlabeled: int, clients: int, together: int)
     held = FederatedDataset(Examples(images, labels), rule.split(labels.numpy(), form.classes, "noise"))
     task, made = factory.build_task(config, form), registry.make(method)
     batching, serving = factory.build_batch_rules(config)
-    training = Training(batching, Budget(), serving, "loop" if together == 1 else "vmap", map, together)
+    training = Training(
+        batching, Budget(), serving, SerialExecutor() if together == 1 else VmapExecutor(max_group_size=together)
+    )
     runtime = Simulation(made, task, held, factory.build_views(config, form), training, RuntimeSettings(clients))
     return one_round(made, runtime)
 

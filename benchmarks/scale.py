@@ -31,12 +31,14 @@ from torch import Tensor
 from halfmoon.api.types import Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.data.partition.scenario import Scenario
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
@@ -44,7 +46,6 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Network, Normalize
-from halfmoon.runs.pools import retain_freed_memory
 from halfmoon.storage import serialization
 from halfmoon.storage.manifest import START, Commit, ManifestEntry, StoreContents
 from halfmoon.storage.state_store import StateView, TreeStore
@@ -62,15 +63,15 @@ def peak() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-class Counting:
+class Counting(SerialExecutor):
     """Trains one client after the other, and counts the uploads that are alive when one has been made."""
 
     def __init__(self) -> None:
         self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
         self.most = 0
 
-    def __call__(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        """Return what `map` does."""
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """Return what the built-in `map` does."""
 
         def counted(item: Any) -> Any:
             result = function(item)
@@ -93,7 +94,7 @@ def federation(
     task = Task(network, SGD(0.03), Normalize((0.5,), (0.5,)))
     chosen = registry.make(method)
     counting = Counting()
-    training = Training(Batching(10, 10, steps=steps), Budget(), parallel_map=counting)
+    training = Training(Batching(10, 10, steps=steps), Budget(), executor=counting)
     held = FederatedDataset(Examples(images, labels), split)
     simulation = Simulation(chosen, task, held, Views(), training, RuntimeSettings(cohort))
     server = chosen.start(task, network.init(rng.generator(0, "model")))

@@ -23,14 +23,16 @@ import numpy as np
 import torch
 
 from halfmoon import Config
+from halfmoon.core.memory import retain_freed_memory
 from halfmoon.data.partition.split import Split
 from halfmoon.engine.budget import Budget
+from halfmoon.engine.executors.serial import SerialExecutor
+from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.groups import MAX_PADDING
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
-from halfmoon.runs.pools import retain_freed_memory
 
 METHODS = ("fedavg", "fedavg-fixmatch", "feddure")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +54,8 @@ def rounds(name: str, rule: str, cohort: int, executor: Any, padded: Fraction = 
         device="cpu", options=OPTIONS.get(name, {}), **(LARGE if large else RULES[rule]),
     )  # fmt: skip
     shared, method = factory.build_problem(config), factory.build_method(config)
-    training = Training(shared.batching, Budget(), shared.serving, executor, max_padding=padded)
+    how = VmapExecutor(max_padding=padded) if executor == "vmap" else SerialExecutor()
+    training = Training(shared.batching, Budget(), shared.serving, how)
     held = FederatedDataset(shared.train, one_large(len(shared.train.labels), cohort) if large else shared.split)
     simulation = Simulation(method, shared.task, held, shared.views, training, RuntimeSettings(cohort))
     server = method.start(shared.task, shared.task.network.init(torch.Generator().manual_seed(0)))

@@ -239,7 +239,7 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(page
             patch.setattr("halfmoon.data.load", stop)
             patch.setattr("halfmoon.runs.factory.load_source", stop)
             patch.setattr("halfmoon.studies.run_sweep.run_sweep", stop)
-            patch.setattr("halfmoon.studies.ray_executor.RayExecutor", stop)
+            patch.setattr("halfmoon.engine.executors.ray_cluster.RayExecutor", stop)
             patch.setattr("halfmoon.report.writer.write_report", stop)
             with pytest.raises(Understood):
                 cli.main(each.words)

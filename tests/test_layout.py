@@ -246,7 +246,7 @@ def test_data_never_becomes_a_program():
     One writes and reads pickles: between a run and processes that it has started itself, as `multiprocessing` does.
     Another reads published weights, whose bytes it knows by their hash.
     """
-    pipes = "runs.pools"
+    pipes = "engine.executors.pools"
     assert [name for name in INSIDE if {target.split(".")[0] for target in imported(name)} & RUNNING] == [pipes]
     risky = {name: found for name in INSIDE if (found := executing(tree_of(name)))}
     (published,) = risky.pop("models.efficientnet")

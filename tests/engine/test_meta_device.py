@@ -12,6 +12,7 @@ Values are read at these places only, each once a client and query, and never in
 """
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from halfmoon.api.types import ClientData
 from halfmoon.contract.small_federation import run_rounds, start_server
 from halfmoon.core import tree
 from halfmoon.engine import driver
+from halfmoon.engine.executors.serial import SerialExecutor
+from halfmoon.engine.executors.vmap import VmapExecutor
 
 META = torch.device("meta")
 
@@ -43,14 +46,16 @@ def test_no_step_reads_a_value_or_mixes_devices(name, executor, monkeypatch):
     queries: list[tuple[driver.Query, list[driver.ClientTask]]] = []
     draws: list[Any] = []
 
-    def record_queries(query: driver.Query, groups: Any) -> Any:
-        for group in groups:
-            queries.append((query, list(group)))
-            yield query(group)
+    class Recorder(SerialExecutor):
+        def map(self, query: Any, groups: Any) -> Any:
+            for group in groups:
+                queries.append((query, list(group)))
+                yield query(group)
 
     draw = driver.draw
     method, task, simulation = scene(name, "both", executor, cohort=1 if executor == "loop" else 2)
-    simulation.local_clients.training = replace(simulation.local_clients.training, parallel_map=record_queries)
+    recorder = Recorder() if executor == "loop" else VmapExecutor(Recorder(), max_padding=Fraction(1))
+    simulation.local_clients.training = replace(simulation.local_clients.training, executor=recorder)
     with monkeypatch.context() as patch:
         patch.setattr(driver, "draw", lambda *args: draws.append(draw(*args)) or draws[-1])
         run_rounds(method, simulation, start_server(method, task), range(1))

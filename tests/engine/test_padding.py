@@ -15,6 +15,7 @@ from halfmoon.contract.checks import compare_executors
 from halfmoon.contract.small_federation import (
     CLASSES,
     NETWORK,
+    ExecutorName,
     Snapshot,
     make_dataset,
     make_simulation,
@@ -26,7 +27,6 @@ from halfmoon.contract.small_federation import (
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.engine import driver
-from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.cbafed import CBAFed
@@ -75,7 +75,7 @@ FEDERATED = [name for name in registry.names() if not registry.entry(name).poole
 """The methods of the catalog that have clients: all of them mask."""
 
 
-def rounds(method: Method, executor: Executor, sizes: Any = UNEQUAL, batching: Batching = REST, **shared: Any):
+def rounds(method: Method, executor: ExecutorName, sizes: Any = UNEQUAL, batching: Batching = REST, **shared: Any):
     made = make_task(rounds=2, **shared)
     simulation = make_simulation(
         method, made, make_dataset(sizes), batching=batching, executor=executor, cohort=len(sizes)

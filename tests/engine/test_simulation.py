@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from dataclasses import astuple, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ from halfmoon.engine import simulation as simulation_module
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, Quality, compute_mean_prediction
+from halfmoon.engine.executors.serial import SerialExecutor
+from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.engine.runtime import first_of_permutation, sample_responders
 from halfmoon.engine.sampling import Batching
@@ -91,7 +94,7 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
     alive = weakref.WeakSet[torch.Tensor]()
     seen = list[int]()
 
-    def watched(function, items):
+    def count_uploads(function):
         def counted(program):
             seen.append(len(alive))
             results = function(program)
@@ -99,10 +102,14 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
                 alive.add(next(tree.leaves(result.upload.update)))
             return results
 
-        return map(counted, items)
+        return counted
+
+    class Watched(SerialExecutor):
+        def map(self, function, items):
+            return map(count_uploads(function), items)
 
     local_clients = simulation.local_clients
-    local_clients.training = replace(local_clients.training, parallel_map=watched)
+    local_clients.training = replace(local_clients.training, executor=Watched())
     simulation.open(0)
     method.round(simulation.task, start_server(method, shared), simulation)
     assert seen == [0, 0, 0, 0]
@@ -507,8 +514,8 @@ def test_programs_hold_so_many_clients_and_no_more(programs):
 
     def asked(together: int | None):
         simulation = make_simulation(method, shared, executor="vmap", cohort=4)
-        training = replace(simulation.local_clients.training, max_group_size=together)
-        simulation.local_clients.training = training
+        executor = VmapExecutor(max_group_size=together, max_padding=Fraction(1))
+        simulation.local_clients.training = replace(simulation.local_clients.training, executor=executor)
         simulation.open(0)
         return simulation.query("train", start_server(method, shared)).tree
 
@@ -778,7 +785,7 @@ def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
     labels = make_dataset().train.labels.numpy()
     seen = []
 
-    def spy(network, model, normalize, images, parallel_map):
+    def spy(network, model, normalize, images, executor):
         seen.append({image.numpy().tobytes() for image in images})
         return compute_mean_prediction(network, model, normalize, images)
 

@@ -12,6 +12,7 @@ from halfmoon.api.types import ClientUpdate, Method
 from halfmoon.contract.checks import compare_executors
 from halfmoon.contract.small_federation import make_dataset, make_simulation, make_task, run_rounds, start_server
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
+from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.groups import MAX_PADDING, WorkSize, group_clients
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics
@@ -99,7 +100,9 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
         simulation = make_simulation(
             method, shared, make_dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5
         )
-        simulation.local_clients.training = replace(simulation.local_clients.training, max_padding=MAX_PADDING)
+        if executor == "vmap":
+            training = replace(simulation.local_clients.training, executor=VmapExecutor(max_padding=MAX_PADDING))
+            simulation.local_clients.training = training
         played.append(run_rounds(method, simulation, start_server(method, shared), range(1))[0])
     assert programs == [[0, 2, 3, 4]]
     assert compare_executors(*([one] for one in played)) < 1e-12

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import halfmoon
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.engine.driver import Diverged
+from halfmoon.engine.executors.pools import pack, unpack
+from halfmoon.engine.executors.processes import ProcessExecutor
+from halfmoon.engine.executors.ray_cluster import RayExecutor, client_resources
 from halfmoon.runs import factory, workers
-from halfmoon.runs.pools import Workers, pack, unpack
 
 TINY: dict[str, Any] = {
     "method": "feddure", "clients": 5, "cohort": 3, "rounds": 3, "steps": 2, "width": 4, "labels_per_class": 2.0,
@@ -29,8 +32,8 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Workers]:
-    made = Workers(2)
+def pool() -> Iterator[ProcessExecutor]:
+    made = ProcessExecutor(2)
     yield made
     made.close()
 
@@ -54,34 +57,34 @@ def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(tmp_path,
     assert left(straight) == left(spread)
 
 
-def test_results_come_in_the_order_of_the_items(pool: Workers) -> None:
+def test_results_come_in_the_order_of_the_items(pool: ProcessExecutor) -> None:
     began = time.perf_counter()
-    assert list(pool(time.sleep, [0.4, 0.0, 0.0])) == [None] * 3
+    assert list(pool.map(time.sleep, [0.4, 0.0, 0.0])) == [None] * 3
     assert time.perf_counter() - began < 30
     items = [
         torch.arange(6).reshape(2, 3).T, torch.zeros(()), torch.zeros(0, 3, dtype=torch.uint8), torch.ones(2) > 0,
         torch.ones(3, dtype=torch.bfloat16), torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last),
     ]  # fmt: skip
-    for item, found in zip(items, pool(torch.clone, iter(items)), strict=True):
+    for item, found in zip(items, pool.map(torch.clone, iter(items)), strict=True):
         assert found.dtype == item.dtype
         assert torch.equal(found, item)
-    assert list(pool(operator.neg, [3])) == [-3]  # one alone is computed here
-    assert list(pool(operator.neg, [])) == []
+    assert list(pool.map(operator.neg, [3])) == [-3]  # one alone is computed here
+    assert list(pool.map(operator.neg, [])) == []
 
 
-def test_what_a_client_raises_is_raised_here(pool: Workers) -> None:
+def test_what_a_client_raises_is_raised_here(pool: ProcessExecutor) -> None:
     """The first in the order of the items, as one by one; the processes stay."""
     with pytest.raises(ValueError, match="math domain error"):
-        list(pool(math.sqrt, [4.0, -1.0, 9.0]))
+        list(pool.map(math.sqrt, [4.0, -1.0, 9.0]))
     error = Diverged(2, 3, 4, math.inf)
     assert str(unpack(pack(error))) == str(error)
-    assert list(pool(math.sqrt, [4.0, 9.0])) == [2.0, 3.0]
+    assert list(pool.map(math.sqrt, [4.0, 9.0])) == [2.0, 3.0]
 
 
-def test_a_killed_process_ends_the_run_with_a_sentence(pool: Workers) -> None:
+def test_a_killed_process_ends_the_run_with_a_sentence(pool: ProcessExecutor) -> None:
     """And its pool, which would begin anew."""
     with pytest.raises(UserError, match="was killed, or the memory is full: go on with the run folder"):
-        list(pool(os._exit, [1, 1, 1]))
+        list(pool.map(os._exit, [1, 1, 1]))
     pool.close()
     assert pool._pool is None
 
@@ -89,8 +92,13 @@ def test_a_killed_process_ends_the_run_with_a_sentence(pool: Workers) -> None:
 def test_a_program_that_starts_processes_runs_once(tmp_path: Path) -> None:
     """It needs no guard around its main part; the processes end with it, even where it is killed."""
     file = tmp_path / "program.py"
-    lines = ["import os, time", "from halfmoon.runs.pools import Workers", "print('once')", "pool = Workers(2)"]
-    lines += ["next(iter(pool(time.sleep, [0.0, 60.0, 60.0])))", "print(*pool._pool._processes, flush=True)"]
+    lines = [
+        "import os, time",
+        "from halfmoon.engine.executors.processes import ProcessExecutor",
+        "print('once')",
+        "pool = ProcessExecutor(2)",
+    ]
+    lines += ["next(iter(pool.map(time.sleep, [0.0, 60.0, 60.0])))", "print(*pool._pool._processes, flush=True)"]
     file.write_text("\n".join([*lines, "os.kill(os.getpid(), 9)"]))
     out = tmp_path / "out.txt"
     with out.open("w") as stream:  # no pipe, which the processes would hold open
@@ -154,9 +162,9 @@ def test_two_machines_of_a_ray_cluster_train_the_same(tmp_path: Path, monkeypatc
         halfmoon.run(Config(**TINY, workers=1, run_dir=tmp_path / "here"))
         halfmoon.run(Config(**TINY, workers="ray", run_dir=tmp_path / "there"))
         assert not ray.is_initialized()
-        pool = workers.RayWorkers(2)
+        pool = RayExecutor(partial(client_resources, number=2, threads=1))
         with pytest.raises(UserError, match="process of the Ray cluster that trained clients died"):
-            list(pool(os._exit, [1, 1, 1]))
+            list(pool.map(os._exit, [1, 1, 1]))
         pool.close()
     finally:
         cluster.shutdown()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,13 @@ import halfmoon
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, install_command
+from halfmoon.engine.executors import ray_cluster
+from halfmoon.engine.executors.base import MAX_ATTEMPTS, WorkerDied
+from halfmoon.engine.executors.ray_cluster import RayExecutor, WorkerResources, run_resources
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
-from halfmoon.studies import ray_executor
-from halfmoon.studies.executors import MAX_ATTEMPTS, SweepTask, TaskResult
-from halfmoon.studies.ray_executor import RayExecutor, RunResources, divide_resources
 from halfmoon.studies.sweep_folder import SweepFolder
+from halfmoon.studies.sweep_tasks import SweepTask, TaskResult, run_task
 
 FEW = "amount=few"
 DOOMED = "fedavg-fixmatch"
@@ -113,12 +115,12 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
 def test_a_run_gets_its_share_of_the_smallest_machine() -> None:
     """16 and 8 processors, 4 runs on each: 2 a run. Four runs share two GPUs: half of one each; one gets one whole."""
     nodes = [node(CPU=16.0, GPU=4.0), node(CPU=8.0, GPU=2.0), node(False, CPU=1.0), node(memory=1.0)]
-    assert divide_resources(nodes, 4) == RunResources(2, 0.5)
-    assert divide_resources(nodes, 1) == RunResources(8, 1.0)
-    assert divide_resources(nodes, 6) == RunResources(1, 0.3333)  # rounded down: six of them fit into two
-    assert divide_resources([node(CPU=2.0)], 4) == RunResources(1, 0.0)
+    assert run_resources(nodes, 4) == WorkerResources(None, 2, 0.5)
+    assert run_resources(nodes, 1) == WorkerResources(None, 8, 1.0)
+    assert run_resources(nodes, 6) == WorkerResources(None, 1, 0.3333)  # rounded down: six of them fit into two
+    assert run_resources([node(CPU=2.0)], 4) == WorkerResources(None, 1, 0.0)
     with pytest.raises(UserError, match="no machine with processors"):
-        divide_resources([node(False, CPU=4.0), node(memory=1.0)], 1)
+        run_resources([node(False, CPU=4.0), node(memory=1.0)], 1)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False) -> dict[str, Any]:
@@ -127,18 +129,17 @@ def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False)
 
     def options(**given: Any) -> Any:
         found.update(given)
-        return SimpleNamespace(remote=lambda task, watch: "ref")
+        return SimpleNamespace(remote=lambda function, task: "ref")
 
     fake = SimpleNamespace(
         is_initialized=lambda: True, nodes=lambda: [node(CPU=4.0, GPU=1.0)], cancel=lambda ref, force: None,
         remote=lambda function: SimpleNamespace(options=options), wait=lambda refs, num_returns: (refs, []),
-        get=lambda ref: TaskResult(SweepTask(Path("x"), ""), {}), exceptions=SimpleNamespace(RayTaskError=OSError),
+        get=lambda ref: TaskResult({}), exceptions=SimpleNamespace(RayTaskError=OSError),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", fake)
-    done: list[TaskResult] = []
     task = SweepTask(Path("cells/abc"), words, split_only)
-    RayExecutor(jobs=2).run_tasks([task], done.append)
-    assert [one.task for one in done] == [task]
+    executor = RayExecutor(partial(run_resources, jobs=2))
+    assert list(executor.run_tasks(run_task, [task])) == [(task, TaskResult({}))]
     return found
 
 
@@ -161,7 +162,7 @@ def test_what_is_printed_while_runs_are_played_is_no_result(mine, monkeypatch, c
 
     fake = SimpleNamespace(
         is_initialized=lambda: False, init=lambda **given: joined.append(given), nodes=lambda: [node(CPU=1.0)],
-        remote=ended, shutdown=lambda: print("(raylet) one more"),
+        remote=ended, exceptions=SimpleNamespace(), shutdown=lambda: print("(raylet) one more"),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", fake)
     assert cli.main(["sweep", "mine.toml", "--engine", "ray", "--json"]) == 130
@@ -205,8 +206,9 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     killed = list[tuple[int, Path, int]]()
     killer = threading.Thread(target=kill_the_doomed, args=(notes, killed))
     killer.start()
-    rays = RayExecutor(jobs=2, callback=Witness(notes))
-    folder, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
+    rays = RayExecutor(partial(run_resources, jobs=2))
+    witness = Witness(notes)
+    folder, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), engine=rays, callback=witness)
     killer.join()
     ((pid, victim, newest),) = killed
     assert newest == LAST
@@ -227,7 +229,7 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     workers = {each["pid"] for each in told}
     assert len(workers) >= 2
     assert os.getpid() not in workers
-    _, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
+    _, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), engine=rays, callback=witness)
     assert [step.finished_before for step in steps] == [True] * 4
     assert len(notes.read_text().splitlines()) == len(told)
 
@@ -261,23 +263,21 @@ def test_clients_that_train_on_ray_train_as_here(ray: Any, tmp_path: Path) -> No
 def test_a_mistake_and_a_worker_that_always_dies_are_sentences(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_executor, "MAX_ATTEMPTS", 2)
-    rays = RayExecutor(jobs=2, callback=Deadly())
-    done = dict[str, TaskResult]()
+    monkeypatch.setattr(ray_cluster, "MAX_ATTEMPTS", 2)
+    rays = RayExecutor(partial(run_resources, jobs=2))
     tasks = [
         SweepTask(tmp_path / "wrong", 'method = "fedure"\n'),
         SweepTask(tmp_path / "dead", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\nseed = 1\ndevice = "cpu"\n'),
         SweepTask(tmp_path / "sound", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\ndevice = "cpu"\n'),
     ]
 
-    def note(one: TaskResult) -> None:
-        done[one.task.folder.name] = one
-
-    rays.run_tasks(tasks, note)
+    results = dict(rays.run_tasks(partial(run_task, callback=Deadly()), tasks))
+    done = {task.name: result for task, result in results.items()}
     assert done["wrong"].failed == "unknown method 'fedure': did you mean 'feddure'?"
-    assert done["dead"].failed is not None
-    assert done["dead"].failed.endswith("its worker died 2 times: killed, or out of memory.")
-    assert (done["sound"].failed, done["sound"].task) == (None, tasks[2])
+    assert isinstance(done["dead"], WorkerDied)
+    assert done["dead"].reason.endswith("its worker died 2 times: killed, or out of memory.")
+    assert done["sound"].failed is None
+    assert set(results) == set(tasks)
     assert (tmp_path / "tries").read_text() == "xx"
 
 

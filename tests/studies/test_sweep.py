@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from test_resume import Shell
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
+from halfmoon.engine.executors.processes import ProcessExecutor
+from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.loop import Row
 from halfmoon.report.study import SWEEP_FORMAT
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
 from halfmoon.studies import recipe
 from halfmoon.studies import run_sweep as sweep_module
-from halfmoon.studies.executors import ProcessExecutor, ResultCallback, SerialExecutor, SweepTask, TaskResult
 from halfmoon.studies.run_sweep import RunReport
 from halfmoon.studies.sweep_folder import SweepFolder
 
@@ -166,7 +167,7 @@ def test_what_is_finished_is_not_played_again(mine: Path) -> None:
     cells_before = state(folder.out / "cells")
     facts = folder.read()
     witness = Witness("fedavg", 1, lambda run: pytest.fail("run twice"))
-    _, steps, failed = train_cells(mine, *MINE, engine=SerialExecutor(witness))
+    _, steps, failed = train_cells(mine, *MINE, callback=witness)
     assert failed == []
     assert [step.finished_before for step in steps] == [True, True]
     assert state(folder.out / "cells") == cells_before
@@ -197,7 +198,7 @@ def test_a_sweep_that_ends_meanwhile_is_not_forgotten(mine: Path) -> None:
     def other(run: RunInfo) -> None:
         inner.extend(train_cells(mine, "amount=more,method=fedavg")[2])
 
-    folder, _, failed = train_cells(mine, *MINE, engine=SerialExecutor(Witness("fedavg-fixmatch", 1, other)))
+    folder, _, failed = train_cells(mine, *MINE, callback=Witness("fedavg-fixmatch", 1, other))
     assert (failed, inner) == ([], [])
     at = [(cell["at"]["amount"], cell["at"]["method"]) for cell in folder.read()["cells"]]
     assert at == [("few", "fedavg"), ("few", "fedavg-fixmatch"), ("more", "fedavg")]
@@ -395,18 +396,16 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
             begun.append(run.first)
 
     class Asking(SerialExecutor):
-        def run_tasks(self, tasks: Sequence[SweepTask], note: ResultCallback) -> None:
-            def noted(done: TaskResult) -> None:
-                busy.append(done.busy)
-                note(done)
-
-            super().run_tasks(tasks, noted)
+        def run_tasks(self, function: Any, tasks: Any) -> Any:
+            for task, result in super().run_tasks(function, tasks):
+                busy.append(result.busy)
+                yield task, result
 
     def baselines(pid: int) -> None:
         until = time.monotonic() + 300
         while time.monotonic() < until and not list((mine.parent / "out").glob("cells/*/metrics.jsonl")):
             time.sleep(0.005)
-        here.append(train_cells(mine, *MINE, scale=None, engine=Asking(Looking()))[1:])
+        here.append(train_cells(mine, *MINE, scale=None, engine=Asking(), callback=Looking())[1:])
 
     done = shell(f"sweep {mine} --out {mine.parent / 'out'} --only amount=few", baselines)
     assert done.code == 0, done.said
@@ -426,7 +425,7 @@ def test_processes_play_several_at_once_and_one_that_is_killed_is_replaced(
 ) -> None:
     """Its run goes on from its checkpoint in a new process, and all end in the metrics of a straight sweep."""
     mark = mine.parent / "killed"
-    folder, steps, failed = train_cells(mine, *MINE, scale=None, engine=ProcessExecutor(2, Suicide(mark)))
+    folder, steps, failed = train_cells(mine, *MINE, scale=None, engine=ProcessExecutor(2), callback=Suicide(mark))
     assert failed == []
     assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
     for step in steps:

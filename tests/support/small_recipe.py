@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from halfmoon.engine.executors.base import Executor
+from halfmoon.engine.executors.serial import SerialExecutor
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.studies import recipe
-from halfmoon.studies.executors import Executor, SerialExecutor
 from halfmoon.studies.grid import build_cells, parse_selection
 from halfmoon.studies.run_sweep import RunReport, run_sweep
 from halfmoon.studies.sweep_folder import SweepFolder
@@ -56,6 +58,7 @@ def train_cells(
     seeds: tuple[int, ...] = (0,),
     engine: Executor | None = None,
     out: str = "out",
+    callback: Callback = NULL_CALLBACK,
 ) -> tuple[SweepFolder, list[RunReport], list[str]]:
     """Train cells of a recipe's file; return the folder, the reports of runs, and the failures."""
     found = recipe.load(str(path))
@@ -63,4 +66,4 @@ def train_cells(
     folder = SweepFolder(path.parent / out, found, scaled, "halfmoon sweep")
     steps = list[RunReport]()
     asked = build_cells(found, parse_selection(found, only), seeds, scaled)
-    return folder, steps, run_sweep(folder, asked, engine or SerialExecutor(), steps.append)
+    return folder, steps, run_sweep(folder, asked, engine or SerialExecutor(), steps.append, callback)

@@ -12,6 +12,7 @@ from halfmoon.api.types import Method, Task, WeightedMetric
 from halfmoon.contract.sites import make_remote_runtime
 from halfmoon.contract.small_federation import (
     NETWORK,
+    ExecutorName,
     Snapshot,
     make_dataset,
     make_simulation,
@@ -23,7 +24,6 @@ from halfmoon.contract.small_federation import (
 )
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
-from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching
 from halfmoon.engine.simulation import Simulation
 from halfmoon.federation.protocol.messages import Reply, read_message
@@ -74,7 +74,7 @@ def make_federation(
         SIZES, all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.label_locations[0]
     )
     simulation = make_simulation(
-        entry.method, task, dataset, batching=BATCHINGS[rule], executor=cast(Executor, executor), **options
+        entry.method, task, dataset, batching=BATCHINGS[rule], executor=cast(ExecutorName, executor), **options
     )
     return entry.method, task, simulation
 

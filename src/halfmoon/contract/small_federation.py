@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,10 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
-from halfmoon.engine.local_clients import Executor, FederatedDataset, Training
+from halfmoon.engine.executors.base import Executor
+from halfmoon.engine.executors.serial import SerialExecutor
+from halfmoon.engine.executors.vmap import VmapExecutor
+from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.runtime import RoundReport, RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
@@ -36,6 +39,15 @@ A bias before a batch normalization has the gradient zero, of which rounding lea
 and a proximal term amplify it (each step overshoots by lr * prox / eps) until these biases differ between executors,
 although no prediction depends on them.
 """
+
+
+ExecutorName = Literal["loop", "vmap"]
+
+
+def make_executor(name: ExecutorName) -> Executor:
+    """Make an executor by its name: "loop" trains clients one by one, "vmap" all of a cohort as one group."""
+    # The share of padding has no limit, so that clients of any size are in one group.
+    return VmapExecutor(max_padding=Fraction(1)) if name == "vmap" else SerialExecutor()
 
 
 def make_examples(count: int, channels: int = 1, side: int = 8, classes: int = CLASSES, seed: int = 0) -> Examples:
@@ -95,7 +107,7 @@ def make_simulation(
     batching: Batching | None = None,
     budget: Budget | None = None,
     server_batching: Batching | None = None,
-    executor: Executor = "loop",
+    executor: ExecutorName | Executor = "loop",
     store: TreeStore | None = None,
     aggregators: Sequence[Aggregator] = (),
     **settings: Any,
@@ -110,7 +122,7 @@ def make_simulation(
         batching: the batch rule; None for 4 labeled + 4 unlabeled images a step.
         budget: the rule by which different methods have equal cost; None for the steps of the batch rule.
         server_batching: the batch rule of the server; None for that of the clients.
-        executor: "loop" trains the clients one after the other, "vmap" all of a cohort as one group.
+        executor: "loop" trains the clients one after the other, "vmap" all of a cohort as one group; or an executor.
         store: stores the memories of clients; None for a new one.
         aggregators: steps between the uploads and the method.
         **settings: fields of `RuntimeSettings`.
@@ -119,8 +131,7 @@ def make_simulation(
         batching=batching or Batching(4, 4),
         budget=budget or Budget(),
         server_batching=server_batching,
-        executor=executor,
-        max_padding=Fraction(1),  # clients of any size are in one group, the smaller ones padded
+        executor=make_executor(executor) if isinstance(executor, str) else executor,
     )
     runtime_settings = RuntimeSettings(**{"cohort": 3, "seed": 3, **settings})
     return Simulation(

@@ -155,7 +155,7 @@ class ClientTask(NamedTuple):
 class Query:
     """A query and its broadcast, as a function of the clients that train together.
 
-    A `halfmoon.engine.evaluation.ParallelMap` calls it, in any process.
+    An executor (`halfmoon.engine.executors`) calls it, in any process.
     """
 
     context: ClientContext

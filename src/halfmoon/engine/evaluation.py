@@ -1,9 +1,9 @@
 """Test accuracy, the quality of pseudo-labels, the class bias of predictions, and calibration."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,23 +15,13 @@ from halfmoon.core import tree
 from halfmoon.core.tensors import to_floats
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
+from halfmoon.engine.executors.base import Executor
+from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.models import Network
 from halfmoon.models.network import Normalize
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-class ParallelMap(Protocol):
-    """Apply a function to items, as the built-in `map` does, perhaps in several processes.
-
-    Results are in the order of the items and do not depend on where they were computed.
-    """
-
-    def __call__(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
-        """Return an iterator of function(item)."""
-        ...
-
+SERIAL = SerialExecutor()
+"""The executor of evaluations that need no other."""
 
 MAX_CPU_PIXELS = 2**20
 """The largest number of pixels that a CPU evaluates in one pass."""
@@ -155,7 +145,7 @@ def evaluate_model(
     test: Examples,
     batch: int = 1000,
     statistics: Labeling = "running",
-    parallel_map: ParallelMap = map,
+    executor: Executor = SERIAL,
 ) -> ModelEvaluation:
     """Evaluate a model on labeled images.
 
@@ -167,7 +157,7 @@ def evaluate_model(
         batch: the largest number of images in one pass.
         statistics: "running": normalize with the model's tracked statistics; else with the statistics of each
             `BATCH_STATISTICS_IMAGES` images.
-        parallel_map: computes batches, perhaps in several processes.
+        executor: computes the batches.
 
     Returns:
         The confusion matrix, the mean cross-entropy, and which images are classified correctly.
@@ -183,7 +173,7 @@ def evaluate_model(
     batches = map(Examples, torch.split(test.images, batch), torch.split(test.labels, batch))
     correct: list[np.ndarray] = []
     evaluate = partial(_evaluate_batch, network, model, normalize, statistics)
-    for batch_confusion, batch_loss, batch_correct in parallel_map(evaluate, batches):
+    for batch_confusion, batch_loss, batch_correct in executor.map(evaluate, batches):
         confusion += batch_confusion
         loss += batch_loss
         correct.append(batch_correct.cpu().numpy())
@@ -228,7 +218,7 @@ def compute_mean_prediction(
     normalize: Normalize,
     images: Tensor,
     batch: int = 1000,
-    parallel_map: ParallelMap = map,
+    executor: Executor = SERIAL,
 ) -> np.ndarray:
     """Compute the mean class probabilities of images, with the model's tracked statistics.
 
@@ -240,14 +230,14 @@ def compute_mean_prediction(
         normalize: converts uint8 images for the network.
         images: uint8 (N, C, H, W), N > 0.
         batch: the largest number of images in one pass.
-        parallel_map: computes batches, perhaps in several processes.
+        executor: computes the batches.
 
     Returns:
         float64 (classes,).
     """
     total = torch.zeros(network.classes, dtype=torch.float64, device=images.device)
     batches = torch.split(images, images_per_pass(images, batch))
-    for batch_total in parallel_map(partial(_sum_probabilities, network, model, normalize), batches):
+    for batch_total in executor.map(partial(_sum_probabilities, network, model, normalize), batches):
         total += batch_total
     return (total / len(images)).cpu().numpy()
 

@@ -4,12 +4,9 @@ In a simulation `LocalClients` trains all clients; a site trains only itself. Al
 query, client), so that a site computes bit for bit what its client computes in a simulation.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -23,11 +20,10 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, batch_rule_amount
 from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, create_first_memory
-from halfmoon.engine.evaluation import Examples, ParallelMap, Quality
-from halfmoon.engine.groups import MAX_PADDING, group_clients
+from halfmoon.engine.evaluation import Examples, Quality
+from halfmoon.engine.executors.base import Executor
+from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.sampling import Amount, Batching, Views
-
-Executor = Literal["loop", "vmap"]
 
 
 @dataclass(frozen=True)
@@ -149,24 +145,18 @@ class Training:
         batching: batch sizes and number of steps.
         budget: adjusts the number of steps, so that methods are compared at equal cost.
         server_batching: the same for training at the server; None: as clients.
-        executor: "loop" trains clients one by one, "vmap" in groups.
-        parallel_map: trains the groups (or single clients), perhaps in several processes.
-        max_group_size: the largest number of clients in a group; None: no limit.
-        max_padding: the largest share of padding in a group (`group_clients`).
+        executor: computes the updates of clients: one by one, in vmapped groups, or in several processes.
     """
 
     batching: Batching
     budget: Budget
     server_batching: Batching | None = None
-    executor: Executor = "loop"
-    parallel_map: ParallelMap = map
-    max_group_size: int | None = None
-    max_padding: Fraction = MAX_PADDING
+    executor: Executor = field(default_factory=SerialExecutor)
 
 
 @dataclass
 class LocalClients:
-    """Clients on this machine (and perhaps the server's labeled images), trained one by one or batched by vmap.
+    """Clients on this machine (and perhaps the server's labeled images), trained by an executor.
 
     Attributes:
         dataset: their images.
@@ -234,7 +224,7 @@ class LocalClients:
         per_client: Tree,
         hidden_labels: dict[int, Tensor],
     ) -> Iterator[ClientResult]:
-        """Train clients in groups and yield their results in the order of `clients`.
+        """Return an iterator that trains clients and yields their results in the order of `clients`.
 
         Args:
             context: the query.
@@ -264,48 +254,7 @@ class LocalClients:
             return ClientTask(client, private, memory, data, amounts[k], group_key)
 
         tasks = map(make_task, range(len(clients)))  # lazy: only the tasks of unfinished groups are in memory
-        groups = self._make_groups(client_update, tasks)
-        results: dict[int, ClientResult] = {}
-        next_position = 0
-        for group_results in self.training.parallel_map(Query(context, broadcast), groups):
-            results |= group_results
-            group_results.clear()  # the map may hold a reference to the dictionary while the next group trains
-            # Groups finish in another order than that of `clients`: a result waits until all before it are yielded.
-            while next_position < len(clients) and clients[next_position] in results:
-                yield results.pop(clients[next_position])
-                next_position += 1
-
-    def _make_groups(self, client_update: ClientUpdate, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
-        """Yield the groups of clients that train together.
-
-        Tasks with equal keys are collected up to the largest group size and then divided by size (`group_clients`).
-
-        Args:
-            client_update: the update that they run.
-            tasks: the clients' tasks, which are created one by one, so that only those of unfinished groups need memory.
-        """
-        max_size = 1 if self.training.executor == "loop" else self.training.max_group_size
-        waiting: dict[tuple[object, ...], list[ClientTask]] = {}  # clients that are not yet in a group, by key
-        pending: deque[list[ClientTask]] = deque()  # groups that are complete
-        for task in tasks:
-            key = task.group_key
-            waiting.setdefault(key, []).append(task)
-            del task  # free the task as soon as its group has trained
-            if len(waiting[key]) == max_size:
-                pending.extend(self._divide(client_update, waiting.pop(key)))
-            while pending:
-                yield pending.popleft()
-        # No client is left to join those that wait: they form the last groups of their keys.
-        while waiting:
-            pending.extend(self._divide(client_update, waiting.pop(next(iter(waiting)))))
-            while pending:
-                yield pending.popleft()
-
-    def _divide(self, client_update: ClientUpdate, tasks: list[ClientTask]) -> list[list[ClientTask]]:
-        """Divide tasks with equal keys into groups of similar size."""
-        sizes = [task.work_size for task in tasks]
-        groups = group_clients(client_update, sizes, self.training.max_padding)
-        return [[tasks[position] for position in group] for group in groups]
+        return self.training.executor.run_clients(Query(context, broadcast), tasks)
 
     def _group_key(
         self, client_update: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree

@@ -18,13 +18,14 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import (
+    SERIAL,
     Examples,
     ModelEvaluation,
-    ParallelMap,
     accuracy_by_client,
     evaluate_model,
     summarize_clients,
 )
+from halfmoon.engine.executors.base import Executor
 from halfmoon.engine.runtime import RoundReport, Row, ServerRuntime, TooFewReplies
 from halfmoon.storage.checkpoints import METRICS, LoadedCheckpoint
 from halfmoon.storage.run_folder import RunFolder
@@ -50,7 +51,7 @@ class Experiment:
             is that of the round with the best validation accuracy.
         ema: decay of the exponential moving average of the server's models, which is evaluated instead of the
             latest one (`tree.moving_average`); 0: no average.
-        parallel_map: computes batches of test images.
+        executor: computes batches of test images.
         patience: validations in a row without a better score after which training stops; None: never.
         test_clients: the client of each test image (`halfmoon.data.partition.client_tests`), int64 (N,), by which
             accuracies by client are computed; None if the images are not those of clients.
@@ -65,7 +66,7 @@ class Experiment:
     checkpoint_every: int = 1
     validation: Examples | None = None
     ema: float = 0.0
-    parallel_map: ParallelMap = map
+    executor: Executor = SERIAL
     test_clients: np.ndarray | None = None
     patience: int | None = None
 
@@ -265,7 +266,7 @@ def _evaluate_images(experiment: Experiment, model: Tree, images: Examples) -> M
         task.normalize,
         images,
         statistics=task.testing,
-        parallel_map=experiment.parallel_map,
+        executor=experiment.executor,
     )
 
 

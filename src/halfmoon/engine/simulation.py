@@ -48,7 +48,7 @@ class Simulation(ServerRuntime):
             task: network, optimizer and number of rounds.
             dataset: training images and their distribution over clients.
             views: the augmentations.
-            training: batch sizes, and whether clients train one by one or batched.
+            training: batch sizes, and the executor of local updates.
             settings: seed, cohort size and further settings; clients and device are set from the dataset.
             store: stores the memories of clients and the server's state store; None: a new one.
             aggregators: through which uploads pass before the method gets them.
@@ -59,7 +59,7 @@ class Simulation(ServerRuntime):
         self.dataset = dataset
         self.memories: StateStore = StateView(self.store, "client/", device)
         self.local_clients = LocalClients(dataset, views, training, self.seed, self.memories)
-        self._parallel_map = training.parallel_map
+        self._executor = training.executor
         self._stage: int | None = None
         self._client_models: dict[int, Tree] = {}  # the latest models of some clients of this round
 
@@ -141,7 +141,7 @@ class Simulation(ServerRuntime):
         sample = order[:MAX_BIAS_IMAGES].sort().values  # sorted, to read the images in order
         rows = tensor_from_numpy(unlabeled)[sample].to(images.device)
         predicted_shares = compute_mean_prediction(
-            self.task.network, model, self.task.normalize, images[rows], parallel_map=self._parallel_map
+            self.task.network, model, self.task.normalize, images[rows], executor=self._executor
         )
         return prediction_bias(
             predicted_shares,

@@ -11,6 +11,7 @@ from halfmoon.config import schema
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source, Split, memory
+from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.methods import registry
 from halfmoon.notebook.data_types import make_memory_data
 from halfmoon.notebook.progress import make_progress, note, python_errors, to_path, warn
@@ -23,7 +24,7 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import BASELINES, RunFolder
-from halfmoon.studies import executors, grid, recipe, run_plan, run_sweep
+from halfmoon.studies import grid, recipe, run_plan, run_sweep
 from halfmoon.studies import plan as planning
 from halfmoon.studies.plan import Plan
 from halfmoon.studies.sweep_folder import SweepFolder
@@ -280,7 +281,7 @@ def sweep(
     folder = SweepFolder(to_path(out), plan, size, f"halfmoon.sweep({str(name)!r})")
     with _show_progress(watch, progress) as callbacks:
         cells = grid.build_cells(plan, grid.parse_selection(plan, selections), numbers, size, machine_options)
-        for failed in run_sweep.run_sweep(folder, cells, executors.SerialExecutor(callbacks), lambda step: None):
+        for failed in run_sweep.run_sweep(folder, cells, SerialExecutor(), lambda step: None, callbacks):
             warn(f"failed: {failed}")
     return SweepResults(folder.path)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -55,7 +55,6 @@ from halfmoon.data.images import UNKNOWN
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.views import Labeled, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.engine.evaluation import Examples
-from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
 from halfmoon.models import Network
@@ -573,7 +572,7 @@ def select_device(config: MachineOptions) -> torch.device:
     return torch.device(config.device)
 
 
-def select_executor(config: Config) -> Executor:
+def select_executor(config: Config) -> Literal["loop", "vmap"]:
     """Select the executor of a cohort's clients; "auto" is vmap on a GPU and the loop on a CPU."""
     if config.executor != "auto":
         return config.executor

@@ -30,12 +30,12 @@ from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.user_cache import is_private, trim
 from halfmoon.data.views import Plain, View
 from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.executors.pools import available_processors
 from halfmoon.engine.sampling import Views
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.models.modules import ModuleNetwork, feature_function
 from halfmoon.models.network import Normalize
-from halfmoon.runs.pools import available_processors
 from halfmoon.storage import atomic_io
 
 Progress = Callable[[int, int], None]

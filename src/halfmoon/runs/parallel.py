@@ -16,10 +16,10 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.core.parents import exit_with_parent
 from halfmoon.engine.driver import Diverged
+from halfmoon.engine.executors.pools import available_processors, make_process_context, terminate_pool
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import count_threads, select_device
-from halfmoon.runs.pools import available_processors, make_process_context, terminate_pool
 from halfmoon.runs.workers import share_processors
 
 MIN_ROUNDS = 100

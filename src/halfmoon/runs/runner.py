@@ -32,7 +32,7 @@ from halfmoon.data.images import SkippedImage
 from halfmoon.data.partition.client_tests import deal_test_images
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine import evaluation
-from halfmoon.engine.evaluation import ParallelMap
+from halfmoon.engine.executors.base import Executor
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import Experiment, Row, run_rounds
 from halfmoon.engine.runtime import RuntimeSettings
@@ -555,10 +555,10 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
         run = RunInfo(path, config, entry.title, first=checkpoint.round if checkpoint else 0)
         watch.begin(run)
         with (
-            workers.open_workers(config) as parallel_map,
+            workers.open_executor(config) as executor,
             factory.apply_compute_settings(config, factory.count_threads(config)),
         ):
-            experiment = _build_experiment(config, shared, path, parallel_map, watch)
+            experiment = _build_experiment(config, shared, path, executor, watch)
             results = run_rounds(experiment, folder, checkpoint, lambda row: watch.round(run, row))
         summary = assembly.build_summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
         # With cached features only the head was trained; the model file contains the backbone as well.
@@ -642,16 +642,14 @@ def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
         yield folder
 
 
-def _build_experiment(
-    config: Config, shared: Problem, path: Path, parallel_map: ParallelMap, watch: Callback
-) -> Experiment:
+def _build_experiment(config: Config, shared: Problem, path: Path, executor: Executor, watch: Callback) -> Experiment:
     """Build the simulation of a configuration and its experiment.
 
     Args:
         config: the configuration.
         shared: data, split, task, views and batch rule.
         path: the run folder, for the ledger of differential privacy.
-        parallel_map: trains clients and computes test batches, perhaps in several processes.
+        executor: trains clients and computes test batches.
         watch: receives a message if not every round is evaluated.
     """
     entry = registry.entry(config.method)
@@ -681,9 +679,7 @@ def _build_experiment(
         batching=shared.batching,
         budget=build_budget(config, task),
         server_batching=shared.serving,
-        executor=factory.select_executor(config),
-        parallel_map=parallel_map,
-        max_group_size=factory.max_vmapped_clients(config),
+        executor=executor,
     )
     runtime_settings = RuntimeSettings(
         cohort=config.cohort,
@@ -716,4 +712,4 @@ def _build_experiment(
             shared.test.labels.cpu().numpy(),
             len(shared.source.classes),
         )
-    return replace(experiment, parallel_map=parallel_map, evaluate_every=interval, test_clients=test_clients)
+    return replace(experiment, executor=executor, evaluate_every=interval, test_clients=test_clients)

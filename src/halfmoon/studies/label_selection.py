@@ -21,12 +21,12 @@ from halfmoon.core.user_cache import user_cache
 from halfmoon.data import Images
 from halfmoon.data.partition.primitives import named_generator
 from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.executors.pools import available_processors
 from halfmoon.methods.analytic import principal_directions
 from halfmoon.models.efficientnet import MEAN, STD, centered
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.runs.features import load_or_compute_features
-from halfmoon.runs.pools import available_processors
 from halfmoon.studies.decision import MARGIN, difference_interval, solve_head
 from halfmoon.studies.fold_solver import FoldSolver
 from halfmoon.studies.folds import Fold, cross_validation_folds

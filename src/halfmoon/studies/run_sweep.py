@@ -2,15 +2,19 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from halfmoon.config.schema import Config, identity, to_toml
 from halfmoon.core.errors import UserError
+from halfmoon.engine.executors.base import Executor, WorkerDied
 from halfmoon.runs import runner
-from halfmoon.studies.executors import Executor, SweepTask, TaskResult
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.studies.grid import RecipeCell, build_cells
 from halfmoon.studies.sweep_folder import SweepFolder, make_run_entry
+from halfmoon.studies.sweep_tasks import SweepTask, TaskResult, run_task
 
 POLL_SECONDS = 2.0
 """Seconds between checks of a run that another process executes."""
@@ -42,6 +46,7 @@ def run_sweep(
     requested: Sequence[RecipeCell],
     executor: Executor,
     on_report: Callable[[RunReport], None],
+    callback: Callback = NULL_CALLBACK,
 ) -> list[str]:
     """Train the runs of the requested cells that are not finished, all cells with the first seed first.
 
@@ -53,6 +58,8 @@ def run_sweep(
         requested: The cells.
         executor: Executes the runs.
         on_report: Receives every run that is over, those that were finished before included.
+        callback: Receives the progress of every run, where the run is executed; an executor with other processes sends
+            it there.
 
     Returns:
         One sentence for every run that failed.
@@ -71,14 +78,21 @@ def run_sweep(
             failures.append(f"{label}: {failed}")
         on_report(RunReport(runs_over, len(runs), label, summary, failed, finished_before))
 
-    def record_result(result: TaskResult) -> None:
+    def record_result(task: SweepTask, result: TaskResult) -> None:
         if result.busy:
-            busy_tasks.append(result.task)
+            busy_tasks.append(task)
             return
-        run_id = run_ids[result.task]
+        run_id = run_ids[task]
         folder.results[run_id] = make_run_entry(result.summary, result.failed)
         _write_sweep_file(folder, requested)
         report(run_id, result.summary, result.failed, finished_before=False)
+
+    def run_all(tasks: list[SweepTask]) -> None:
+        # Closed, so that all tasks stop if this process is interrupted while it records a result.
+        with closing(executor.run_tasks(partial(run_task, callback=callback), tasks)) as results:
+            for task, result in results:
+                died = isinstance(result, WorkerDied)
+                record_result(task, TaskResult(summary=None, failed=result.reason) if died else result)
 
     run_ids: dict[SweepTask, str] = {}
     for run_id, (_, config) in runs.items():
@@ -86,16 +100,19 @@ def run_sweep(
         if summary is not None:
             report(run_id, summary, failed=None, finished_before=True)
         else:
-            task = SweepTask(folder.run_path(run_id), to_toml(config), split_only=folder.recipe.kind == "splits")
+            # Absolute, because another machine may have another current folder.
+            task = SweepTask(
+                folder.run_path(run_id).absolute(), to_toml(config), split_only=folder.recipe.kind == "splits"
+            )
             run_ids[task] = run_id
-    executor.run_tasks(list(run_ids), record_result)
+    run_all(list(run_ids))
     # Another process executes the remaining runs. Wait for it, or resume them if it was stopped: a run that it has
     # finished returns its summary at once, and one whose folder is still locked remains busy.
     while busy_tasks:
         time.sleep(POLL_SECONDS)
         retried = list(busy_tasks)
         busy_tasks.clear()
-        executor.run_tasks(retried, record_result)
+        run_all(retried)
     return failures
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
 if TYPE_CHECKING:
-    from halfmoon.studies.executors import Executor
+    from halfmoon.engine.executors.base import Executor
+    from halfmoon.runs.callbacks import Callback
     from halfmoon.studies.grid import GridExplanation
     from halfmoon.studies.recipe import Recipe, Value
     from halfmoon.studies.run_sweep import RunReport
@@ -153,7 +155,9 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     try:
         # Ray prints to stdout, which is only for results.
         with redirect_stdout(sys.stderr), progress, ExitStack() as cleanup:
-            failed = run_sweep(folder, cells, _make_executor(args, progress, jobs, cleanup), print_step)
+            executor, callback = _make_executor(args, progress, jobs)
+            cleanup.callback(executor.close)
+            failed = run_sweep(folder, cells, executor, print_step, callback)
     except KeyboardInterrupt:
         if args.debug:
             raise
@@ -161,31 +165,29 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     return 1 if failed else 0
 
 
-def _make_executor(args: argparse.Namespace, progress: Any, jobs: int, cleanup: ExitStack) -> Executor:
-    """Create the executor of a sweep's runs: Ray, several processes, or this process.
+def _make_executor(args: argparse.Namespace, progress: Any, jobs: int) -> tuple[Executor, Callback]:
+    """Create the executor of a sweep's runs (Ray, several processes, or this process) and the callback of its runs.
 
     Args:
         args: the parsed command line.
         progress: the progress display.
         jobs: the number of runs at the same time.
-        cleanup: the stack that closes the executor.
     """
+    from halfmoon.engine.executors.processes import ProcessExecutor
+    from halfmoon.engine.executors.serial import SerialExecutor
     from halfmoon.runs.callbacks import Callbacks
-    from halfmoon.studies import executors
 
     if args.ray_address is not None and args.engine != "ray":
         raise UserError("{ray_address} needs {engine=ray}.", option=("ray_address", "engine"))
     # With several processes, trackers run in the workers; the progress display cannot be sent there.
     trackers = Callbacks(*make_trackers(args))
     if args.engine == "ray":
-        from halfmoon.studies.ray_executor import RayExecutor
+        from halfmoon.engine.executors.ray_cluster import RayExecutor, run_resources
 
-        executor = RayExecutor(jobs, args.ray_address, trackers)
-        cleanup.callback(executor.close)
-        return executor
+        return RayExecutor(partial(run_resources, jobs=jobs), args.ray_address), trackers
     if jobs > 1:
-        return executors.ProcessExecutor(jobs, trackers)
-    return executors.SerialExecutor(Callbacks(progress, trackers, warn=progress.say))
+        return ProcessExecutor(jobs), trackers
+    return SerialExecutor(), Callbacks(progress, trackers, warn=progress.say)
 
 
 def _print_cells(cells: list[Any], as_json: bool) -> int:

@@ -1,4 +1,4 @@
-"""Pools of processes that train the clients of one cohort in parallel, bit for bit as one by one.
+"""Pools of processes that compute items in parallel, bit for bit as one by one; the base of two executors.
 
 A client depends on (seed, round, query, client) only, and every process computes with as many threads as a single
 process would; results are in the order of the cohort. So a run does not depend on the number of processes. Processes
@@ -8,9 +8,7 @@ store no state of the run: the memory of a client is sent with its task.
 import io
 import os
 import pickle
-import signal
-import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -19,7 +17,6 @@ from contextlib import suppress
 from itertools import chain, islice
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +26,7 @@ from torch import Tensor
 from halfmoon.core.errors import UserError
 from halfmoon.core.fork_server import STARTER_VARIABLE
 from halfmoon.core.memory import retain_freed_memory
-from halfmoon.core.parents import exit_with_parent
-from halfmoon.engine.evaluation import Item, Result
+from halfmoon.engine.executors.base import Executor, Item, Result
 
 
 class CallResult(NamedTuple):
@@ -47,7 +43,8 @@ class _TensorPickler(pickle.Pickler):
         # NumPy has no bfloat16, and tensors with gradients or of subclasses lose their properties.
         if type(obj) is not Tensor or obj.device.type != "cpu" or obj.dtype == torch.bfloat16 or obj.requires_grad:
             return NotImplemented
-        return torch.from_numpy, (np.ascontiguousarray(obj.numpy()).reshape(obj.shape),)
+        array = np.ascontiguousarray(obj.numpy()).reshape(obj.shape)
+        return torch.from_numpy, (array,)  # pyright: ignore[reportUnknownMemberType]
 
 
 def pack(value: Any) -> bytes:
@@ -136,8 +133,8 @@ def terminate_pool(pool: ProcessPoolExecutor) -> None:
         process.terminate()
 
 
-class Pool(ABC):
-    """A `halfmoon.engine.evaluation.ParallelMap` in several processes, which start with the first items.
+class PoolExecutor(Executor):
+    """An executor with several processes, which start with the first items of `map`.
 
     Attributes:
         number: the number of processes.
@@ -157,15 +154,8 @@ class Pool(ABC):
         self.number = number
         self.threads = threads
 
-    def __call__(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
-        """Compute function(item) for all items in the processes of this pool, like the built-in `map`.
-
-        Results are yielded in the order of the items, and an exception of the function is raised at its item. A single
-        item is computed in this process.
-
-        Raises:
-            UserError: a process was killed, or is out of memory.
-        """
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """Yield function(item) in the order of the items; a single item is computed in this process."""
         remaining = iter(items)
         first_two = list(islice(remaining, 2))
         if len(first_two) < 2:
@@ -197,62 +187,3 @@ class Pool(ABC):
     @abstractmethod
     def bind(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
         """Send a function to the processes, and return a function that submits a packed item to `call_packed`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the processes without waiting for their tasks."""
-
-
-class Workers(Pool):
-    """Processes on this machine."""
-
-    _pool: ProcessPoolExecutor | None = None
-
-    def bind(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
-        pool = self._pool or self._start()
-        packed_function = pack(function)
-        return lambda item: pool.submit(call_packed, packed_function, item)
-
-    def close(self) -> None:
-        if self._pool is not None:
-            terminate_pool(self._pool)
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
-
-    def _start(self) -> ProcessPoolExecutor:
-        """Start all processes of the pool, each on a separate group of processors if these are exactly enough.
-
-        With own processors the threads of one process do not displace those of another.
-        """
-        context = make_process_context("halfmoon.runs.runner")
-        available = available_processors()
-        processor_groups = context.SimpleQueue()
-        # With more or fewer processors, fixed groups would leave some idle or overload others.
-        fits = self.number * self.threads == len(available)
-        for first in range(0, self.number * self.threads, self.threads):
-            group = available[first : first + self.threads]
-            processor_groups.put(tuple(group) if fits else ())
-        initial_arguments = (self.threads, processor_groups, sys.path)
-        pool = ProcessPoolExecutor(self.number, context, _initialize_process, initial_arguments)
-        # Each process would import the main program again, and so run a script without an `if __name__` guard twice:
-        # an empty module stands in for it while the processes start.
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            # The executor starts a process only when a task is submitted.
-            while len(pool._processes or {}) < self.number:
-                pool.submit(os.getpid)
-        finally:
-            sys.modules["__main__"] = main
-        self._pool = pool
-        return pool
-
-
-def _initialize_process(threads: int, processor_groups: Any, path: list[str]) -> None:
-    """Prepare a process: it ends with its parent, and prints to stderr, because results are printed to stdout."""
-    # Ctrl-C reaches the whole process group; the main process handles it and ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path += [folder for folder in path if folder not in sys.path]
-    os.dup2(2, 1)
-    exit_with_parent()
-    configure_process(threads, processor_groups.get())

@@ -1,0 +1,98 @@
+"""The runs of a sweep as tasks of an executor (`halfmoon.engine.executors`).
+
+A run is one `SweepTask`, which is only plain data, so it can be sent to another process or to a machine that shares
+the same folders. The progress of a worker that is killed is in the run's folder; the next worker resumes from there.
+"""
+
+import tomllib
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from halfmoon.config.schema import Config, resolve
+from halfmoon.core.errors import UserError
+from halfmoon.engine.driver import Diverged
+from halfmoon.runs import runner
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
+from halfmoon.storage.folder_writer import FolderInUse
+
+TRACEBACK_FILE = "defect.txt"
+"""End of the name of the file, next to a run's folder, with the traceback of an unexpected exception."""
+
+
+@dataclass(frozen=True)
+class SweepTask:
+    """One run of a sweep.
+
+    Attributes:
+        folder: The run's folder.
+        config_toml: The run's configuration as TOML text.
+        split_only: Make and write the split without training.
+    """
+
+    folder: Path
+    config_toml: str
+    split_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.name
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether the run trains on a GPU if its machine has one."""
+        return not self.split_only and tomllib.loads(self.config_toml).get("device", "auto") != "cpu"
+
+
+class TaskResult(NamedTuple):
+    """The outcome of a task.
+
+    Attributes:
+        summary: The run's summary, or None if it failed.
+        failed: The reason of a failure, one sentence.
+        busy: Another process is executing the run; the task has neither finished nor failed.
+    """
+
+    summary: dict[str, Any] | None
+    failed: str | None = None
+    busy: bool = False
+
+
+def run_task(task: SweepTask, callback: Callback = NULL_CALLBACK) -> TaskResult:
+    """Run one task in this process to its end, resuming from the state in its folder.
+
+    Expected errors become failed results, so that one failed run does not end the sweep.
+    """
+    try:
+        config = _parse_config(task)
+        if task.split_only:
+            return TaskResult(runner.write_split(config, task.folder))
+        return TaskResult(runner.run_in_folder(config, task.folder, callback))
+    except FolderInUse as error:
+        return TaskResult(summary=None, failed=str(error), busy=True)
+    except (UserError, Diverged) as error:
+        return TaskResult(summary=None, failed=str(error))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        reason = f"out of memory ({_first_line(error)}); use fewer --jobs, or a smaller scale."
+        return TaskResult(summary=None, failed=reason)
+    except Exception as error:  # a defect costs one cell, not a sweep of days
+        path = task.folder.with_name(f"{task.folder.name}-{TRACEBACK_FILE}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+        reason = f"{type(error).__name__}: {_first_line(error)}; the traceback is in {path}."
+        return TaskResult(summary=None, failed=reason)
+
+
+def _parse_config(task: SweepTask) -> Config:
+    """Parse the configuration of a task."""
+    return resolve(tomllib.loads(task.config_toml), {"run_dir": str(task.folder)}, task.folder / "config.toml")
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, without its full stop."""
+    lines = str(error).splitlines() or ["no message"]
+    return lines[0].removesuffix(".")
