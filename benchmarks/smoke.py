@@ -221,7 +221,7 @@ RESULTS: dict[str, Small] = {
     ),
     "mechanisms": ("run --seeds 9 --rounds 1 --only fedloke --runs {out}", {}),
     "regulator_auc": ("run --seeds 9 --rounds 1 --runs {out}", {}),
-    "regulator_signal": ("run --seeds 9 --rounds 1 --rows control confidence-halves --runs {out}", {}),
+    "regulator_signal": ("run --seeds 9 --rounds 1 --rows control prior-signal-halves --runs {out}", {}),
     "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1, "ROUNDS": 1}),
     "labels_curve": (
         "play cifar10 --seeds 9 --runs {out} --data-dir {data}",

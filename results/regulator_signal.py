@@ -5,8 +5,8 @@
 
 `run` trains in the folders RUNS/SET-ROW-SEED; finished runs are read, so that a stopped command goes on. `report` writes
 regulator_signal.csv from the finished runs, if RUNS is given, and then the tables of regulator_signal.md. A seed is that
-of training and of the split. F-reg's learning rate and the rows were chosen on seeds 100 and 101 of digits by the AUC,
-without test accuracies.
+of training and of the split. The rows, `signal_weight` and F-reg's learning
+rate were chosen on digits with seeds 100 and 101, by AUCs on the unlabeled images, without test accuracies.
 """
 
 import argparse
@@ -73,15 +73,21 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "control": ("fedavg-control", {"labels": "round"}),
     "feddure": ("feddure", FEDDURE),
     "confidence": ("feddure", {**SHARED_REGULATOR, "regulator_input": "confidence"}),
-    "confidence-halves": (
-        "feddure",
-        {**SHARED_REGULATOR, "regulator_input": "confidence", "signal_labels": "halves"},
-    ),
-    "prior": ("feddure", {**SHARED_REGULATOR, "regulator_prior": "confidence"}),
     "prior-fixed": ("feddure", {**FEDDURE, "regulator_prior": "confidence", "regulator_lr": 0.0}),
     "prior-signal": (
         "feddure",
         {**FEDDURE, "regulator_prior": "confidence", "regulator_lr": 0.0, "signal_weight": 2.0},
+    ),
+    "signal": ("feddure", {**FEDDURE, "regulator_lr": 0.0, "signal_weight": 2.0}),
+    "prior-signal-halves": (
+        "feddure",
+        {
+            **FEDDURE,
+            "regulator_prior": "confidence",
+            "regulator_lr": 0.0,
+            "signal_weight": 2.0,
+            "signal_labels": "halves",
+        },
     ),
 }
 """The method and its options of each row."""
@@ -89,14 +95,16 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 TITLES = {
     "control": "control: labels only",
     "feddure": "FedDure, `regulator_bias` 0",
-    "confidence": "F-reg's input is the confidence, shared F-reg",
-    "confidence-halves": "the same, and one half of the labels measures",
-    "prior": "F-reg starts at the confidence, shared F-reg",
-    "prior-fixed": "F-reg is fixed at the confidence",
-    "prior-signal": "the same, plus each image's mean signal",
+    "confidence": "F-reg learns from the confidence, shared",
+    "prior-fixed": "weights are the confidence",
+    "prior-signal": "confidence and mean signal",
+    "signal": "mean signal only",
+    "prior-signal-halves": "confidence and mean signal, halves",
 }
 
-COLUMNS = ("set", "row", "seed", "accuracy", "auc_weight", "auc_confidence")
+AUCS = ("auc_weight", "auc_confidence")
+
+COLUMNS = ("set", "row", "seed", "accuracy", *AUCS)
 
 
 def train(runs: Path, sets: Sequence[str], rows: Sequence[str], seeds: Sequence[int], options: dict[str, Any]) -> None:
@@ -148,7 +156,7 @@ def write_table(runs: Path) -> None:
                 rounds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
                 line: dict[str, Any] = {"set": data, "row": row, "seed": seed}
                 line["accuracy"] = f"{100 * summary['accuracy']['last']:.4f}"
-                for key in ("auc_weight", "auc_confidence"):
+                for key in AUCS:
                     thirds = mean_by_third(rounds, key)
                     known = not any(math.isnan(value) for value in thirds)
                     line[key] = " ".join(f"{value:.4f}" for value in thirds) if known else ""
@@ -179,6 +187,15 @@ def difference(ours: dict[int, float], base: dict[int, float]) -> str:
     return interval([ours[seed] - base[seed] for seed in common]) if common else ""
 
 
+def difference_lines(accuracy: dict[str, dict[int, float]]) -> list[str]:
+    """Word what the mean signal adds to weights by confidence, if a data set has both."""
+    if not accuracy.keys() >= {"prior-signal", "prior-fixed"}:
+        return []
+    gain = difference(accuracy["prior-signal"], accuracy["prior-fixed"])
+    count = len(accuracy["prior-signal"].keys() & accuracy["prior-fixed"].keys())
+    return ["", f"Confidence and mean signal, minus confidence only: {gain} points, over {count} seeds."]
+
+
 def make_tables(lines: Sequence[dict[str, str]]) -> list[str]:
     """Make the tables of a data set: accuracy with paired differences, and the AUCs by third of the rounds."""
     text: list[str] = []
@@ -199,13 +216,18 @@ def make_tables(lines: Sequence[dict[str, str]]) -> list[str]:
             over_feddure = difference(by_seed, accuracy.get("feddure", {})) if row not in ("control", "feddure") else ""
             mean = interval(list(by_seed.values()))
             text.append(f"| {TITLES[row]} | {mean} | {over_control} | {over_feddure} | {len(by_seed)} |")
+        text += difference_lines(accuracy)
         text += ["", "| | AUC of | first third | second third | last third | seeds |", "|---|---|---|---|---|--:|"]
         for row in found:
-            for key, title in (("auc_weight", "weights"), ("auc_confidence", "confidence")):
-                thirds = [[float(value) for value in line[key].split()] for line in found[row] if line[key]]
-                if thirds:
-                    cells = " | ".join(interval(values, 2) for values in zip(*thirds, strict=True))
-                    text.append(f"| {TITLES[row]} | {title} | {cells} | {len(thirds)} |")
+            known = [line for line in found[row] if line["auc_weight"]]
+            if not known:
+                continue
+            weights, confidence = ([[float(value) for value in line[key].split()] for line in known] for key in AUCS)
+            pairs = zip(weights, confidence, strict=True)
+            differences = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
+            for title, thirds in (("weights", weights), ("weights minus confidence", differences)):
+                cells = " | ".join(interval(values, 2) for values in zip(*thirds, strict=True))
+                text.append(f"| {TITLES[row]} | {title} | {cells} | {len(thirds)} |")
         text.append("")
     return text
 
