@@ -37,7 +37,14 @@ class UserError(ValueError):
         value: object = None,
         hint: str | None = None,
     ) -> None:
-        """Store `message`, `option`, `value` and `hint`; the text of the exception writes options as flags."""
+        """Create the error; its text, `str(error)`, writes options as flags of the command line.
+
+        Args:
+            message: what is wrong and where; "{clients}" or "{clients=2}" in it is written as the option `clients`.
+            option: the name of the option at fault, or of all options that the text mentions, that one first.
+            value: the refused value; with it, the text starts with the option and this value.
+            hint: what to do, appended after a semicolon.
+        """
         self.message = message
         self.options = (option,) if isinstance(option, str) else option or ()
         self.value = value
@@ -89,7 +96,12 @@ def as_keyword(option: str, value: str = "") -> str:
 
 
 def check_minimum(owner: object, minimum: int, *names: str) -> None:
-    """Check that attributes of `owner` are at least `minimum`.
+    """Check that attributes of an object, such as the options of a method, are at least `minimum`.
+
+    Args:
+        owner: the object.
+        minimum: the smallest valid value.
+        *names: the names of its attributes.
 
     Raises:
         UserError: for the first one of `names` whose value is smaller.

@@ -34,12 +34,12 @@ class Optimizer(Protocol):
         ...
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
-        """Take one step.
+        """Take one step of the optimizer.
 
         Args:
-            params: the parameters, which are not changed.
+            params: the parameters (nested dict of tensors), which are not changed.
             gradient: a tree like `params`.
-            state: the optimizer's state.
+            state: the optimizer's state, from `init` or the step before.
             consume: whether `gradient` and `state` may be overwritten or emptied, which saves a large model memory.
 
         Returns:
@@ -146,7 +146,7 @@ class Adam:
     def _step_all_leaves(
         self, params: Tree, gradient: Tree, state: Tree, terms: "BiasCorrection", lr: float
     ) -> tuple[Tree, Tree]:
-        """Take the step with one call for all leaves, because calls cost more than arithmetic in a small network."""
+        """Take Adam's step with one call for all leaves, because calls cost more than arithmetic in a small network."""
         param_leaves, gradient_leaves, first_leaves, second_leaves = _list_leaves(params, gradient, state)
         # The functions for lists of tensors, which torch.optim uses too, are not in PyTorch's type stubs.
         foreach: Any = torch
@@ -168,7 +168,7 @@ class Adam:
     def _step_in_place(
         self, params: Tree, gradient: Tree, state: Tree, terms: "BiasCorrection", lr: float
     ) -> tuple[Tree, Tree]:
-        """Take the step with the memory of one additional leaf: overwrite the moments, and free the gradient's leaves."""
+        """Take Adam's step with the memory of one more leaf: overwrite the moments, and free the gradient's leaves."""
         param_leaves, gradient_leaves, first_leaves, second_leaves = _list_leaves(params, gradient, state)
         # Drop the tree's references, so that popping a leaf from the list below frees it.
         gradient.clear()
@@ -265,7 +265,7 @@ class LayerwiseLearningRate(OptimizerWrapper):
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
         new, state = self.optimizer.step(params, gradient, state, consume)
-        return self._shorten_steps(params, new, ""), state
+        return self._shorten_steps(params, new, prefix=""), state
 
     def _shorten_steps(self, old: Tree, new: Tree, prefix: str) -> Tree:
         """Scale the step from old to new parameters by `self.factor` at `self.paths`: the backbone's lower learning rate.
@@ -281,7 +281,7 @@ class LayerwiseLearningRate(OptimizerWrapper):
         for key, value in new.items():
             path = f"{prefix}{key}"
             if isinstance(value, dict):
-                result[key] = self._shorten_steps(old[key], cast(Tree, value), f"{path}/")
+                result[key] = self._shorten_steps(old[key], cast(Tree, value), prefix=f"{path}/")
             else:
                 result[key] = torch.lerp(old[key], value, self.factor) if path in self.paths else value
         return result

@@ -168,10 +168,10 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
 
 
 def moving_average(average: Tree, model: Tree, round: int, keep: float) -> Tree:
-    """Update a moving average of models: keep * average + (1 - keep) * model.
+    """Update a moving average of models over rounds: keep * average + (1 - keep) * model.
 
     `keep` is limited to round / (round + 1), so that the first models have equal weights and the initial average has
-    none. Batch statistics are averaged with the weights of their parameters.
+    none. All leaves are averaged alike, the running means and variances of batch normalization too.
 
     Args:
         average: the average before this round.

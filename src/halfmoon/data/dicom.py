@@ -80,9 +80,10 @@ def read(data: BinaryIO, location: str) -> Image.Image:
 
     Returns:
         An RGB image of 8 bits, or a gray image of mode I;16 or F. The `info` has "frames", the number of frames, and
-        "modality". That of a gray image also has "rescale", the slope and intercept of value = slope * gray + intercept,
-        and "window", the values of black and white. If the file maps values to grays by a table or a sigmoid, these are
-        grays from 0 to 1, and "values" is the image before that, to which another window may be applied.
+        "modality". That of a gray image also has "rescale", the slope and intercept of value = slope * pixel +
+        intercept, and "window", the values of black and white. If the file maps values to grays by a table or a
+        sigmoid, the image has these grays, from 0 to 1, and "values" is a second image with the values before that, to
+        which another window may be applied.
 
     Raises:
         UserError: If the file has no image, or cannot be read.
@@ -173,7 +174,7 @@ def _check_pixel_attributes(file: Any, location: str) -> None:
 
 
 def _make_color_image(pixels: np.ndarray, bits: int) -> Image.Image:
-    """Create an RGB image of 8 bits.
+    """Create an RGB image of 8 bits from decoded pixels; of values with more bits, the highest 8 remain.
 
     Args:
         pixels: unsigned integers (H, W, 3 or 4); a fourth channel is ignored.
@@ -345,7 +346,9 @@ def _make_plain_image(
 def _presentation_values(
     file: Any, headers: Sequence[Any], pixels: np.ndarray, slope: float, intercept: float
 ) -> np.ndarray | None:
-    """Compute the grays of a file that maps its values by a sigmoid or a table, not a linear window (PS3.3 C.11.2).
+    """Compute the grays of a DICOM file that maps its values by a sigmoid or a table instead of a linear window.
+
+    Section C.11.2 of part PS3.3 of the standard defines these.
 
     Args:
         file: the header of the file.
@@ -368,7 +371,7 @@ def _presentation_values(
         return (1 / (1 + np.exp(exponents))).astype(np.float32)
     if has_window:
         return None
-    # A table has an entry for each integer value.
+    # A table has an entry for each integer value, so real values are rounded.
     real = np.rint(pixels * slope + intercept) if (slope, intercept) != (1, 0) else pixels
     table = _first_table(file, headers, "VOILUTSequence", signed=bool(real.min() < 0))
     if table is None:
@@ -485,7 +488,7 @@ def _read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
         gray = kind.startswith("MONOCHROME")
         syntax = file.file_meta.get("TransferSyntaxUID")
         compressed = bool(syntax and syntax.is_compressed)
-        # Peak memory of pydicom and its decoders for each pixel.
+        # Peak memory of pydicom and its decoders for each pixel; conversions of color spaces need the most.
         if gray:
             bytes_per_pixel = 20 if compressed else 8
         else:
@@ -498,9 +501,10 @@ def _read_header(path: Path, location: str) -> tuple[int, int, bool, int, int]:
 
 
 def find_patients(paths: Sequence[Path]) -> list[str] | None:
-    """Find the groups of DICOM files: patients, or studies if all files are of one patient.
+    """Find the groups of DICOM files that a split into train and test must not divide.
 
-    Identifiers are never written to a file.
+    These are patients, or studies (examinations) if all files are of one patient. Identifiers are never written to a
+    file.
 
     Returns:
         The identifier of each file, "" for a file without one or of another format; None if no file has one.
@@ -590,7 +594,10 @@ def _describe_cause(error: Exception) -> str:
 
 
 def _describe_failure(file: Any, location: str, error: Exception) -> UserError:
-    """Create the error for pixels that cannot be decoded. Raise it without its cause, which quotes the header."""
+    """Create the error for pixels that cannot be decoded.
+
+    Raise it `from None`: its cause quotes the header, which has the patient's name.
+    """
     reason = one_line(error)
     syntax = file.file_meta.get("TransferSyntaxUID")
     if "missing" in reason and "dependencies" in reason:

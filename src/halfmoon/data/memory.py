@@ -129,7 +129,10 @@ def register(data: MemoryData) -> str:
 
 @contextmanager
 def registered(data: MemoryData) -> Iterator[str]:
-    """Register a data set in a `with` block, and yield its name; after it the images can be freed."""
+    """Register a data set for a `with` block, and yield its name for the option `data`.
+
+    At the end the registration before it (of equal images) is restored, so that the images of this one can be freed.
+    """
     name = data.compute_name()
     before = _registered.get(name)
     _registered[name] = data
@@ -153,7 +156,7 @@ def is_training_data(name: str, collection: ImageCollection) -> bool:
 
 
 def find(name: str) -> MemoryData:
-    """Return the registered data set of a name.
+    """Return the data set that this process has registered under a name, which contains a digest of its images.
 
     Raises:
         UserError: this process has registered no data set with this digest.

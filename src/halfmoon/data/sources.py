@@ -249,7 +249,7 @@ def _detect_official(folder: Path, name: str) -> str | None:
         name: what the user calls the data set. The name of a public data set restricts the search to this one.
 
     Returns:
-        The name of the data set; None if the folder has no official files.
+        The name of the data set; None if the folder has none of the files in which these data sets were published.
     """
     candidates = [name] if name in DATASETS else ["cifar10", "cifar100", "tiny_imagenet"]
     for dataset in candidates:
@@ -274,6 +274,9 @@ def _read_folder(
         test: The name of the test part, such as "test" or "validation"; some formats have only one test part.
         cache: The folder for decoded images; None for the default one.
         preparation: The conversion of images.
+
+    Raises:
+        UserError: If no format fits, the data are damaged, or the format has no part `test`.
     """
     info = DATASETS.get(name)
     rgb = info is not None and info.gray  # some images of the data set are gray, and are converted to RGB
@@ -288,6 +291,7 @@ def _read_folder(
     if official == "tiny_imagenet":
         return tinyimagenet.read(folder, test, cache, preparation)
     if class_folders.find_part(folder, "train") is not None:
+        # Copies in a published data set remain as they are, so that results are comparable.
         return class_folders.read_folders(folder, test, cache, rgb, preparation, group_copies=info is None)
     binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or info is None])
     if info:
@@ -324,7 +328,11 @@ def _describe_missing_data(folder: Path, test: str) -> UserError:
 
 
 def _refuse_other_formats(folder: Path) -> None:
-    """Raise UserError, with instructions, for a folder that another program wrote or another command reads."""
+    """Raise UserError, with instructions, for a folder that another program wrote or another command reads.
+
+    These are a folder of Hugging Face's library datasets without a part train, and the folder of a site (for example a
+    hospital that trains with others), whose images have labels in a table or none.
+    """
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         raise UserError(
             f"{folder} was written by save_to_disk of the library datasets, but has no part train: save a DatasetDict "

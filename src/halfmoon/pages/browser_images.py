@@ -23,14 +23,14 @@ from halfmoon.data import dicom
 from halfmoon.data.preparation import MAX_PIXELS, estimate_window, to_eight_bits
 from halfmoon.data.readers.decode import (
     IGNORE_WARNINGS,
+    choose_windowed_image,
+    compute_stored_window,
     convert_channels,
-    is_deep,
+    has_over_8_bits,
     iterate_strips,
     load_pixels,
     open_upright,
     read_values,
-    select_values,
-    window_in_stored_values,
 )
 from halfmoon.data.readers.formats import HEAD_BYTES, find_formats
 from halfmoon.sites.folders.labels import STATE_FOLDER
@@ -114,10 +114,10 @@ def encode_for_browser(
             image = open_upright(file, name, load)
     except OSError as error:
         raise UserError(f"{name}: {atomic_io.error_reason(error)}.") from error
-    if is_deep(image):
+    if has_over_8_bits(image):
         pixels = read_values(image)
         stored_window = (
-            window_in_stored_values(image, window)
+            compute_stored_window(image, window)
             or image.info.get("extremes")  # the window that `_load_reduced` computed before it reduced the image
             or estimate_window([pixels], pixels.size)
         )
@@ -145,8 +145,8 @@ def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float]
     # JPEG files are decoded at a reduced size, which saves time and memory; other formats ignore this.
     image.draft(None, (max_side, max_side))
     # A window applies to the values that are stored in a DICOM file, before its table of grays.
-    image = select_values(load_pixels(image), window)
-    if is_deep(image) and max(image.size) > max_side:
+    image = choose_windowed_image(load_pixels(image), window)
+    if has_over_8_bits(image) and max(image.size) > max_side:
         reduced = Image.fromarray(shrink_by_mean(image, max_side))
         extremes = estimate_window(iterate_strips(image), image.width * image.height)
         reduced.info = image.info | {"extremes": extremes}

@@ -120,7 +120,7 @@ class Tail:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def read_lines(self) -> list[str]:
-        """Read the complete lines that were appended since the last call."""
+        """Read the complete lines that were appended to the followed file since the last call, or since the start."""
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:  # the file was truncated or replaced

@@ -227,7 +227,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 class HashedLog:
-    """An append-only file with a running hash of its expected content."""
+    """An append-only file with a running hash of its expected content, which shows whether someone else changed it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -194,11 +194,13 @@ def remove(path: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def write_copy(folder: Path, entry: ManifestEntry) -> ManifestEntry:
-    """Write the second copy of a flushed file; the copy is not flushed, because it only protects from later damage."""
-    with suppress(OSError):  # a commit is valid without copies
-        shutil.copyfile(folder / entry.file, folder / copy_of(entry.file))
-    return entry
+def write_second_copy(folder: Path, file: str) -> None:
+    """Copy a flushed file of a tree to `copy_of(file)`, from which `verify` repairs it if it is damaged later.
+
+    The copy itself is not flushed to disk, because a commit is valid without it.
+    """
+    with suppress(OSError):
+        shutil.copyfile(folder / file, folder / copy_of(file))
 
 
 def copy_of(file: str) -> str:

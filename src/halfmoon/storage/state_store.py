@@ -167,7 +167,8 @@ class TreeStore:
                 entry = self.disk.write_committed(
                     key, version, spilled=self._files.get(key), value=self._trees.get(key)
                 )
-                self._files[key] = manifest.write_copy(self.disk.current_folder(), entry)
+                manifest.write_second_copy(folder, entry.file)
+                self._files[key] = entry
         # The line of a key without a file records that its tree was discarded.
         lines = [manifest.format_line(version, key, self._files.get(key)) for key in keys]
         folder.mkdir(parents=True, exist_ok=True)

@@ -111,10 +111,10 @@ def _draw_without_copies(
     groups: Sequence[str] | None,
     sides: Sequence[tuple[Mapping[str, Sequence[Path]], Images]],
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]] | None:
-    """Divide the files into train and test again if images with equal pixels are in both.
+    """Divide the files into train and test once more if images with equal pixels are in both.
 
-    The first division is by files, because only decoded images show copies. In the second one, equal images are a
-    group, which is never divided.
+    Copies of training images in the test would make the accuracy too high. The first division is by files, because only
+    decoded images show copies. In the second one, equal images are a group, which is never divided.
 
     Args:
         classes: The files of each class.
@@ -127,7 +127,7 @@ def _draw_without_copies(
     hashes: dict[Path, bytes] = {}  # of the pixels of readable images
     side_hashes: list[set[bytes]] = []  # of train and of test
     for files, images in sides:
-        paths = [path for group in files.values() for path in group]
+        paths = [path for class_files in files.values() for path in class_files]
         new_hashes = hash_pixels(images.images)
         hashes |= dict(zip(remaining_paths(paths, images), new_hashes, strict=True))
         side_hashes.append(set(new_hashes))
@@ -359,12 +359,23 @@ def _hold_out(
 
 
 def list_classes(part: Path) -> dict[str, list[Path]]:
-    """List the image files of each class folder in `part`, both sorted by name; raise UserError if there are none."""
+    """List the image files of each class in a folder, both sorted by name.
+
+    Args:
+        part: The folder, such as "train": with a folder for each class, or with a table (labels.csv) of images and
+            classes, which has priority.
+
+    Returns:
+        The files by class name.
+
+    Raises:
+        UserError: If there are no classes, a class has no image, or names of classes are nearly equal.
+    """
     if not part.is_dir():
         raise UserError(f"{part}: there is no such folder; expected {part.name}/CLASS/*.png.")
-    table = read_paths_by_class(part)
-    if table is not None:
-        return table
+    paths_from_table = read_paths_by_class(part)
+    if paths_from_table is not None:
+        return paths_from_table
     folders = _list_folders(part)
     if not folders:
         raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
@@ -388,7 +399,10 @@ def list_classes(part: Path) -> dict[str, list[Path]]:
 
 
 def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
-    """Raise UserError for class folders whose names are nearly equal, unless a classes.txt names all of them."""
+    """Raise UserError for class folders whose names are nearly equal, unless a classes.txt names all of them.
+
+    Names such as "Cat" and "cat" are usually one class by mistake; the file confirms that they are different ones.
+    """
     groups = find_near_equal(names)
     if not groups:
         return

@@ -44,7 +44,7 @@ def decode_image(data: bytes, location: str) -> np.ndarray:
     """
     image = _open(data, location)
     if "rescale" in image.info:  # a gray DICOM image: `dicom.read` stores its slope and intercept
-        image = convert_channels(image, location, 1)
+        image = convert_channels(image, location, channels=1)
     if image.mode not in MODES:
         raise UserError(
             f"{location}: the image has mode {image.mode}; give {{channels=1}} (gray) or 3 (RGB), and all are converted.",
@@ -115,7 +115,7 @@ def prepare_image(image: Image.Image, location: str, preparation: Preparation) -
 def _convert(image: Image.Image, location: str, preparation: Preparation) -> np.ndarray:
     """Convert an upright image to 8-bit gray or RGB and resize it: uint8 (H, W, C)."""
     if image.mode not in MODES or preparation.channels is not None:
-        gray = ImageMode.getmode(image.mode).basemode == "L" or is_deep(image)
+        gray = ImageMode.getmode(image.mode).basemode == "L" or has_over_8_bits(image)
         image = convert_channels(image, location, preparation.channels or (1 if gray else 3), preparation.window)
     pixels = np.asarray(preparation.resize(image))
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
@@ -145,7 +145,8 @@ def open_upright(
     Args:
         data: The file or its content.
         location: The file (and row), for messages.
-        load: Loads the pixels of an opened image. It may reduce the image, because rotation doubles its memory.
+        load: Loads the pixels of an opened image. It may also reduce the image (for thumbnails), before rotation
+            doubles its memory.
     """
     image = _open(data, location, load)
     is_gray_dicom = "rescale" in image.info  # `dicom.read` stores slope and intercept; DICOM has no EXIF tag
@@ -163,7 +164,11 @@ def _apply_orientation(image: Image.Image) -> Image.Image:
 
 
 def read_header(path: Path) -> tuple[int, int, bool] | None:
-    """Read height, width (after rotation) and whether an image is gray, without decoding; None if it is no image."""
+    """Read height and width (rotated by the EXIF tag) of an image file, and whether it is gray, without decoding it.
+
+    Returns:
+        Height and width in pixels, and True if it is gray; None if the file is no image or cannot be read.
+    """
     try:
         if dicom.holds_image(path):
             height, width, gray = dicom.read_header(path, str(path))[:3]
@@ -199,21 +204,24 @@ def convert_channels(
 ) -> Image.Image:
     """Convert an image of any mode to 8-bit gray or RGB; its size remains.
 
+    A gray image of more than 8 bits is converted by a window: the values that become black and white. A DICOM file
+    stores integers, and a slope and intercept that give the real values, such as Hounsfield units. Instead of a window,
+    it may have a table or a sigmoid that maps the values to grays, which `dicom.read` has applied.
+
     Args:
         image: The image.
         location: The file (and row), for messages.
         channels: 1 for gray, 3 for RGB.
-        window: The values that become black and white in an image of more than 8 bits; None: the image's own window,
-            or an estimate. In a DICOM image these are real values, such as Hounsfield units.
+        window: The (real) values that become black and white; None: those of the file, or an estimate.
 
     Raises:
         UserError: If the mode cannot be converted, or the range of its values is unknown (32 bits).
     """
     mode = "L" if channels == 1 else "RGB"
-    # A given window replaces the table or sigmoid of a DICOM file, so it applies to the values before these.
-    image = select_values(image, window)
-    if is_deep(image):
-        stored_window = window_in_stored_values(image, window)
+    # A given window replaces the table or sigmoid, so it applies to the values before these, which are a second image.
+    image = choose_windowed_image(image, window)
+    if has_over_8_bits(image):
+        stored_window = compute_stored_window(image, window)
         image = Image.fromarray(to_eight_bits(read_values(image), stored_window, location))
     try:
         with IGNORE_WARNINGS:  # about transparency in palettes, which is ignored intentionally
@@ -241,12 +249,15 @@ def read_values(image: Image.Image) -> np.ndarray:
     return values
 
 
-def select_values(image: Image.Image, window: tuple[float, float] | None) -> Image.Image:
-    """Return the image to which a window applies: that of the values before a DICOM file's table or sigmoid."""
+def choose_windowed_image(image: Image.Image, window: tuple[float, float] | None) -> Image.Image:
+    """Return the image to which a window applies: that of the values before a DICOM file's table or sigmoid.
+
+    `dicom.read` keeps it in `info["values"]`. Without a given window, it is the image itself.
+    """
     return image if window is None else image.info.get("values", image)
 
 
-def window_in_stored_values(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:
+def compute_stored_window(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:
     """Convert the window of an image from real values, such as Hounsfield units, to the values stored in the image.
 
     A DICOM file defines value = slope * stored value + intercept, and may define a window.
@@ -266,7 +277,7 @@ def window_in_stored_values(image: Image.Image, window: tuple[float, float] | No
     return low, high
 
 
-def is_deep(image: Image.Image) -> bool:
+def has_over_8_bits(image: Image.Image) -> bool:
     """Check whether an image has more than 8 bits per value."""
     return image.mode == "F" or image.mode.startswith("I")
 
@@ -284,7 +295,7 @@ def decode_all(
         images: The content of each file, or the error that reading it raised, and its name for messages.
         count: The number of images.
         rgb: True to convert gray images to RGB: data sets such as Tiny ImageNet contain both.
-        preparation: The conversion.
+        preparation: The conversion: channels, size and window of gray values.
         into: A file that images are written to one by one; the result is then this file, mapped into memory.
 
     Returns:
@@ -305,7 +316,12 @@ def drop_skipped(values: np.ndarray, skipped: Sequence[SkippedImage]) -> np.ndar
 
 
 def check_skipped(skipped: Sequence[SkippedImage], count: int, preparation: Preparation) -> None:
-    """Check that few of `count` images were left out, or as many as the user permits.
+    """Check that few of `count` images were left out because they cannot be read, or that the user permits it.
+
+    Args:
+        skipped: The images that were left out, with the reasons.
+        count: The number of all images.
+        preparation: The preparation, whose option `skip_unreadable` permits any number but all.
 
     Raises:
         UserError: If more than `MAX_SKIPPED_SHARE` were left out without `skip_unreadable`, or all of them.
@@ -353,8 +369,7 @@ def _decode_same_shape(
         skipped: Images that cannot be read are appended to this list.
 
     Raises:
-        UserError: If no image can be read, or an image has another shape than the first one. Its {resize=N} becomes the
-            flag or the keyword of the option, depending on where the user reads it.
+        UserError: If no image can be read, or an image has another shape than the first one.
     """
     shape = None
     first = ""  # the location of the first readable image
@@ -375,6 +390,7 @@ def _decode_same_shape(
         if pixels.shape != shape:
             raise UserError(
                 f"{location}: the image is {_describe_shape(pixels.shape)}, but {first} is {_describe_shape(shape)}; "
+                # `option` makes {resize=N} a flag (--resize N) or a keyword (resize=N), as the user's interface needs.
                 "all images need one size and one mode: give them {resize=N}, {channels=1} or 3, or both.",
                 option=("channels", "resize"),
             )
@@ -386,9 +402,15 @@ def _decode_same_shape(
 def _open(
     data: bytes | BinaryIO, location: str, load: Callable[[Image.Image], Image.Image] = load_pixels
 ) -> Image.Image:
-    """Open an image and load all of its pixels; raise UserError if it is damaged, incomplete or too large.
+    """Open an image and load all of its pixels; a JPEG of up to twice the limit of pixels is decoded at half its size.
 
-    A JPEG of up to twice the limit of pixels is decoded at half its height and width.
+    Args:
+        data: The file or its content.
+        location: The file (and row), for messages.
+        load: Loads the pixels of an opened image, and returns it.
+
+    Raises:
+        UserError: If the image is damaged, incomplete or too large.
     """
     data = io.BytesIO(data) if isinstance(data, bytes) else data
     head = data.read(HEAD_BYTES)

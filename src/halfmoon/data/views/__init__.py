@@ -76,7 +76,7 @@ class Labeled:
         _check_cutout("Labeled", self.cutout)
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw the random numbers of n views of images of shape (C, H, W).
+        """Draw the random numbers of n labeled views of images of shape (C, H, W).
 
         Returns:
             "flip" (n,): True to mirror the image; "top", "left" (n,): the corner of the crop in the padded image;
@@ -141,10 +141,11 @@ class RandomOperations(ABC):
             raise UserError(f"{type(self).__name__}.operations is {self.operations}: choose 0 or more.")
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw the random numbers of n views of images of shape (C, H, W).
+        """Draw the random numbers of n strong views of images of shape (C, H, W).
 
         Returns:
-            "flip", "top", "left" (n,) of the mirrored crop, and the draws of `draw_operations`.
+            "flip" (n,): True to mirror the image; "top", "left" (n,): the corner of the crop in the padded image; and
+            the operations from `draw_operations`.
 
         Raises:
             UserError: If the pad is invalid, or images are neither gray (1 channel) nor RGB (3).
@@ -205,19 +206,25 @@ class Strong(RandomOperations):
         _check_cutout("Strong", self.cutout)
 
     def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw RandAugment's operations and one gray box for each of n images; `slots` is (n, operations per image).
+        """Draw FedDure's RandAugment operations and one gray box for each of n images.
+
+        Args:
+            slots: (n, operations per image).
+            shape: (C, H, W) of an image.
+            generator: The generator.
 
         Returns:
-            "operation", "level", "negative", all (n, operations): the number of each operation, its magnitude level, and
-            True for its opposite direction; "corner" (n, 2): first row and column of the gray box.
+            "operation", "level", "negative", all (n, operations): the number of each operation, its magnitude level,
+            and True for its opposite direction; "corner" (n, 2): first row and column of the gray box.
         """
         operation = _draw_operation_numbers(FEDDURE_POOL, slots, generator)
         operation = _replace_half_by_identity(operation, generator)
-        level = torch.randint(1, self.magnitude, slots, generator=generator)
+        # As in the released code, the levels end at magnitude - 1.
+        level = torch.randint(low=1, high=self.magnitude, size=slots, generator=generator)
         negative = torch.rand(slots, generator=generator) < 0.5
-        images = slots[:1]
-        box_side = _cutout_side(self.cutout, (0, *shape))  # it takes the shape of a batch; the 0 is not used
-        corner = _draw_corner(images, shape, box_side, generator)
+        n = slots[0]
+        box_side = _cutout_side(self.cutout, (n, *shape))
+        corner = _draw_corner((n,), shape, box_side, generator)
         return {"operation": operation, "level": level, "negative": negative, "corner": corner}
 
     def transform_pixels(self, views: Tensor, draws: Draws) -> Tensor:
@@ -237,10 +244,15 @@ class StrongSemiFL(RandomOperations):
     """
 
     def draw_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw RandAugment's operations for n images; `slots` is (n, operations per image).
+        """Draw SemiFL's RandAugment operations for n images.
 
         There is no magnitude to draw, because SemiFL's pool has a single level. A corner is drawn for every operation,
         so that the random numbers do not depend on which operations are Cutout.
+
+        Args:
+            slots: (n, operations per image).
+            shape: (C, H, W) of an image.
+            generator: The generator.
 
         Returns:
             "operation", "negative" (n, operations): the number of each operation, and True for its opposite direction;

@@ -14,7 +14,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import used_range_share
-from halfmoon.data.readers.decode import convert_channels, is_deep, open_upright
+from halfmoon.data.readers.decode import convert_channels, has_over_8_bits, open_upright
 from halfmoon.sites.folders.site_folder import (
     CLASSES_FILE,
     UNLABELED,
@@ -222,9 +222,8 @@ def _read_properties(folder: Path, name: str) -> _ImageProperties:
     # The size is part of the hash: images of 2x8 and of 4x4 pixels may have the same bytes.
     pixel_hash = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
     used_range = None
-    # is_deep: more than 8 bits a value. A DICOM file with a rescale has values in a physical unit, which need not fill
-    # their range.
-    if is_deep(image) and "rescale" not in image.info:
+    # A DICOM file with a rescale has values in a physical unit, which need not fill their range.
+    if has_over_8_bits(image) and "rescale" not in image.info:
         used_range = used_range_share(np.asarray(image))
     return _ImageProperties(
         size=(image.height, image.width, image.mode),
