@@ -180,7 +180,7 @@ def class_attribute(method_class: type, name: str) -> Any:
 
 
 def catalog_fields(method_class: type) -> dict[str, Any]:
-    """Collect the description of a method class for tables of methods.
+    """Collect the description of a method class (a training algorithm) for the table that lists all methods.
 
     Returns:
         "about" (the first line of the docstring), "title" and "paper" as texts, and of the flags "all_labels" (it

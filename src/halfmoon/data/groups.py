@@ -17,6 +17,8 @@ NO_GROUP_ON_BOTH_SIDES = "no patient or group is on both sides"
 def find_groups(paths: Sequence[Path], pattern: str | None = None) -> list[str] | None:
     """Find the group of each file: the match of a pattern, or by default the patient of DICOM files.
 
+    A split into train and test must not divide a group, because its images resemble one another.
+
     Args:
         paths: The image files.
         pattern: A regular expression with one group, searched in "FOLDER/NAME" of each file.

@@ -121,7 +121,7 @@ class Source:
         return {name: images for name, images in subsets.items() if images is not None}
 
     def __post_init__(self) -> None:
-        """Check that every label has a class, and that train and test images have the same shape."""
+        """Check that every label of the data set has a class, and that train and test images have the same shape."""
         for subset, images in self.parts.items():
             if not len(images):
                 raise UserError(f"{self.name}: the {subset} part has no images.")

@@ -74,7 +74,7 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
 
 
 def draw_labeled(labels: np.ndarray, counts: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Draw the labeled rows, bool (N,): the first counts[c] of a permutation of the rows of each class c."""
+    """Draw counts[c] random rows of each class c, for example those that keep their labels: a mask, bool (N,)."""
     labeled = np.zeros(len(labels), bool)
     for label, count in enumerate(counts):
         labeled[generator.permutation(np.flatnonzero(labels == label))[:count]] = True

@@ -24,6 +24,8 @@ from halfmoon.data.images import Images, SkippedImage, channel_statistics
 from halfmoon.storage import atomic_io
 
 Decoded = tuple[Images, tuple[str, ...] | None]
+"""Images, and their class names; None if the files do not contain names."""
+
 Reader = Callable[[Path | None], Decoded]
 """Decodes images into a file, or into memory if the argument is None."""
 
@@ -77,7 +79,11 @@ def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, cac
 def _remove_unless_private(path: Path) -> None:
     """Remove an entry of the user's cache that another user can have written, and close its folder to others.
 
-    In a folder that the user named, others may write on purpose.
+    Otherwise others could plant images. It is not called for a folder that the user named, where they may write on
+    purpose.
+
+    Args:
+        path: the entry's file of pixels, next to which are those of labels and metadata.
     """
     entry = [path, path.with_suffix(".labels.npy"), path.with_suffix(".json")]
     existing = [file for file in entry if file.is_symlink() or file.exists()]

@@ -237,7 +237,13 @@ def is_header(cells: Sequence[str]) -> bool:
 
 
 def read_paths_by_class(folder: Path) -> dict[str, list[Path]] | None:
-    """Read the images of each class from a folder's table, both sorted; None if there is no table.
+    """Read the images of each class from a folder's labels.csv, both sorted; None if there is no such file.
+
+    Args:
+        folder: The folder of the images, to which the paths in the file are relative.
+
+    Returns:
+        The image files by class name.
 
     Raises:
         UserError: The table has a fault, or an image has no label, two labels, or no file.
