@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 
 RegulatorInput = Literal["centered", "logits", "softmax", "confidence"]
@@ -220,7 +221,7 @@ class WeightedLoss:
             logit_tangent: Dz, the derivative of the logits z along the labeled gradient, (n, classes).
         """
         loss_tangent = (self.probability_error * logit_tangent).sum(-1)
-        signal = loss_tangent / self.probability_error.norm(dim=-1).clamp_min(MIN_NORM)
+        signal = loss_tangent / euclidean_norm(self.probability_error, dim=-1).clamp_min(MIN_NORM)
         # Padding rows are 0 and do not count.
         mean_square = signal.square().sum() / self.count
         return signal / mean_square.sqrt().clamp_min(MIN_NORM)
