@@ -21,7 +21,7 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_integrity as t  # noqa: E402
 from in_process_federation import (  # noqa: E402
-    SiteFolders,
+    LocalFederation,
     export_small_sites,
     select_eager_options,
     speed_up_rehearsals,
@@ -36,35 +36,40 @@ MEMORY = Path(".halfmoon", "federations")
 SAID = ("damaged", "missing", "was changed", "cannot be read")
 
 
-def logs(town: SiteFolders) -> list[Path]:
+def logs(federation: LocalFederation) -> list[Path]:
     """Return the sites' logs."""
-    return sorted(town.folder.glob("site-*/**/join.log"))
+    return sorted(federation.folder.glob("site-*/**/join.log"))
 
 
-def outcome(town: SiteFolders, file: Path, kept: Path, name: str, act: str, chance: random.Random) -> str:
+def outcome(federation: LocalFederation, file: Path, kept: Path, name: str, act: str, chance: random.Random) -> str:
     """Damage one file of a copy of the stopped federation, go on, and say what came of it."""
     client_app._open_client.cache_clear()
-    run = town.runs / "played"
-    for at, whole in ((run, kept / "run"), *((town.folder / site / MEMORY, kept / site) for site in town.names)):
+    run = federation.runs / "played"
+    for at, whole in (
+        (run, kept / "run"),
+        *((federation.folder / site / MEMORY, kept / site) for site in federation.names),
+    ):
         shutil.rmtree(at, ignore_errors=True)
         shutil.copytree(whole, at)
     first, _, rest = name.partition("/")
-    path = run / rest if first == "run" else town.folder / first / MEMORY / rest
+    path = run / rest if first == "run" else federation.folder / first / MEMORY / rest
     data = t.ACTS[act](path.read_bytes(), chance)
     path.unlink()
     if data is not None:
         path.write_bytes(data)
-    for log in logs(town):
+    for log in logs(federation):
         log.unlink()
     before = len((run / "serve.log").read_bytes()) if (run / "serve.log").exists() else 0
     try:
-        town.play(file, "played")
+        federation.run(file, "played")
     except UserError:
         return "refused"
-    whole = town.runs / "straight"
+    whole = federation.runs / "straight"
     if all((run / part).read_bytes() == (whole / part).read_bytes() for part in ("model.safetensors", "metrics.jsonl")):
         return "equal"
-    told = (run / "serve.log").read_text(errors="replace")[before:] + "".join(log.read_text() for log in logs(town))
+    told = (run / "serve.log").read_text(errors="replace")[before:] + "".join(
+        log.read_text() for log in logs(federation)
+    )
     assert any(word in told for word in SAID), f"{name}, {act}: other numbers, and nothing is said"
     return "said"
 
@@ -77,17 +82,19 @@ def main() -> None:
     given = parser.parse_args()
     rows = ["| folder | damage | places | equal | refused with a sentence | said, other numbers |", "| --- " * 6 + "|"]
     with tempfile.TemporaryDirectory() as place, speed_up_rehearsals():
-        town = export_small_sites("clients", Path(place))
-        file = town.write(METHOD, rounds=ROUNDS, steps=2, checkpoint_every=2, options=select_eager_options(METHOD))
-        town.forget()
-        town.play(file, "straight")
-        town.forget()
+        federation = export_small_sites("clients", Path(place))
+        file = federation.write_plan(
+            METHOD, rounds=ROUNDS, steps=2, checkpoint_every=2, options=select_eager_options(METHOD)
+        )
+        federation.delete_client_memory()
+        federation.run(file, "straight")
+        federation.delete_client_memory()
         with stop_server_at(AT, after=True):
-            town.play(file, "stopped")
+            federation.run(file, "stopped")
         kept = Path(place) / "kept"
-        shutil.copytree(town.runs / "stopped", kept / "run")
-        for site in town.names:
-            shutil.copytree(town.folder / site / MEMORY, kept / site)
+        shutil.copytree(federation.runs / "stopped", kept / "run")
+        for site in federation.names:
+            shutil.copytree(federation.folder / site / MEMORY, kept / site)
         names = t.names(kept)
         for folder, mine in (
             ("the federation's, at its server", [name for name in names if name.startswith("run/")]),
@@ -97,7 +104,7 @@ def main() -> None:
             for k in range(given.places):
                 act = list(t.ACTS)[k % 3]
                 name = chance.choice(mine)
-                result = outcome(town, file, kept, name, act, chance)
+                result = outcome(federation, file, kept, name, act, chance)
                 results[act, result] += 1
                 print(k, name, act, result, flush=True)
             for act in t.ACTS:

@@ -11,7 +11,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
-from test_failing_disks import REFUSALS, calls, outcome, played  # noqa: E402
+from test_failing_disks import REFUSALS, count_calls, run_and_read, run_with_failure  # noqa: E402
 
 
 def main() -> None:
@@ -24,10 +24,10 @@ def main() -> None:
     said: set[str] = set()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        wanted, count = outcome(folder / "straight"), calls(folder / "counted")
+        wanted, count = run_and_read(folder / "straight"), count_calls(folder / "counted")
         for name, number in zip(("EIO", "ENOSPC", "EMFILE", "loses its power"), (*REFUSALS, None), strict=True):
             points = range(0, count, given.every)
-            found = [played(folder / f"{name}-{at}", at, number, wanted) for at in points]
+            found = [run_with_failure(folder / f"{name}-{at}", at, number, wanted) for at in points]
             said |= {words.replace(place, "...") for words in found if words != "same"}
             same = found.count("same")
             rows.append(f"| {name} | {len(points)} | {same} | {len(points) - same} |")

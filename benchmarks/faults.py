@@ -83,10 +83,14 @@ def _killed(place: Path) -> Iterator[Trial]:
 @contextmanager
 def _failing(place: Path, number: int | None) -> Iterator[Trial]:
     """Each call that changes a run's folder fails once, or the power goes."""
-    wanted, count, serial = disks.outcome(place / "straight"), disks.calls(place / "counted"), iter(range(10**9))
+    wanted, count, serial = (
+        disks.run_and_read(place / "straight"),
+        disks.count_calls(place / "counted"),
+        iter(range(10**9)),
+    )
 
     def trial(chance: random.Random) -> str:
-        found = disks.played(place / f"run-{next(serial)}", chance.randrange(count), number, wanted)
+        found = disks.run_with_failure(place / f"run-{next(serial)}", chance.randrange(count), number, wanted)
         return SAME if found == "same" else REFUSED
 
     yield trial

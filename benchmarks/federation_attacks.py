@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 import attackers  # pyright: ignore[reportMissingImports]
 from attackers import (  # pyright: ignore[reportMissingImports]
     ATTACKS,
-    EXPORT,
+    EXPORT_COMMAND,
+    FEDERATION_OPTIONS,
     MALLORY,
     NGINX,
-    OPTIONS,
-    RULES,
+    RUN_OPTIONS,
     SITES,
     Attack,
-    Besieged,
-    Stuck,
+    AttackedFederation,
+    AttackNotRefused,
 )
 from federation_faults import machine
 from federation_parity import export
@@ -50,17 +50,17 @@ class Outcome:
 
     what: str
     said: list[tuple[str, str]]
-    log: list[str]
+    read_log: list[str]
     rounds: int
     weights: str
     together: int  # how many attacks the run had
     seconds: float
 
 
-def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
+def play(names: list[str], fed: AttackedFederation) -> dict[str, Outcome]:
     """Play a run with attacks; raise Stuck where it does not finish, or nobody says that they were refused."""
     attacks = {name: RUNS[name] for name in names}
-    fed.evil = " ".join(attack.evil for attack in attacks.values() if attack.evil)
+    fed.site_attack = " ".join(attack.site_attack for attack in attacks.values() if attack.site_attack)
     before = set(fed.running)
     began = time.monotonic()
     fed.serve(names[0] if len(names) == 1 else "at-once")
@@ -68,28 +68,28 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
         for who in SITES:
             if who not in fed.running or fed.running[who].poll() is not None:  # a site's program ends with a run
                 fed.join(who)
-        fed.until(lambda: "round 1 of" in fed.log("serve.log"), "the first round")
+        fed.wait_until(lambda: "round 1 of" in fed.read_log("serve.log"), "the first round")
         for attack in attacks.values():
-            attack.act(fed)
+            attack.run(fed)
         said = {
-            name: [(where, fed.says(where, pattern)) for where, pattern in attack.signs]
+            name: [(where, fed.wait_for_log(where, pattern)) for where, pattern in attack.log_patterns]
             for name, attack in attacks.items()
         }
-        fed.hold(False)
-        fed.until(lambda: fed.running["serve"].poll() == 0, "the end")
+        fed.hold_last_reply(False)
+        fed.wait_until(lambda: fed.running["serve"].poll() == 0, "the end")
     finally:
         for who in set(fed.running) - before - set(SITES):
             fed.stop(who)
         if MALLORY not in Access.open(fed.access).sites:
             make.add_site(fed.access, MALLORY)
-    if attackers.executed(fed):
-        raise Stuck("a pickle was executed")
-    log = [line.split("  ", 1)[-1].replace(str(fed.folder), "...") for line in fed.log("serve.log").splitlines()]
+    if attackers.list_executed_pickles(fed):
+        raise AttackNotRefused("a pickle was executed")
+    log = [line.split("  ", 1)[-1].replace(str(fed.folder), "...") for line in fed.read_log("serve.log").splitlines()]
     rounds = len(atomic_io.read_rows(fed.run / "metrics.jsonl"))
     weights = atomic_io.sha256((fed.run / "model.safetensors").read_bytes())
     seconds = round(time.monotonic() - began, 1)
     return {
-        name: Outcome(attack.what, said[name], log, rounds, weights, len(names), seconds)
+        name: Outcome(attack.description, said[name], log, rounds, weights, len(names), seconds)
         for name, attack in attacks.items()
     }
 
@@ -108,15 +108,15 @@ def table(outcomes: dict[str, Outcome]) -> str:
         words = shorten(words, 90, placeholder=" ...").replace("|", "\\|")
         place = WHERE.get(where, "the log of that site")
         same = "equal" if each.weights == calm.weights else "OTHERS"
-        lines.append(f"| {each.what} | `{words}` ({place}) | {each.rounds} of {OPTIONS['rounds']} | {same} |")
+        lines.append(f"| {each.what} | `{words}` ({place}) | {each.rounds} of {RUN_OPTIONS['rounds']} | {same} |")
     return "\n".join(lines)
 
 
-RULED = ", ".join(f"{key} = {value}" for key, value in RULES.items())
-NOTES = f"""Three sites with digits (`halfmoon {" ".join(EXPORT)}`) with a key each,
+RULED = ", ".join(f"{key} = {value}" for key, value in FEDERATION_OPTIONS.items())
+NOTES = f"""Three sites with digits (`halfmoon {" ".join(EXPORT_COMMAND)}`) with a key each,
 `halfmoon serve --access`, and nginx with the configuration of `halfmoon federation init` in front of it; everything on
 one machine, over TLS.
-{OPTIONS["rounds"]} rounds of FedAvg with {RULED}: a round without a usable answer of each site is
+{RUN_OPTIONS["rounds"]} rounds of FedAvg with {RULED}: a round without a usable answer of each site is
 played again. An attack begins when round 1 is over; the run ends by itself.
 
 - "Weights": the SHA-256 of `model.safetensors` beside that of the run that nobody attacks, `WEIGHTS`.
@@ -157,7 +157,7 @@ def groups(names: list[str], together: bool) -> list[list[str]]:
     alone = [[name] for name in names]
     if not together:
         return alone
-    attacks = sorted((name for name in names if name != UNDISTURBED), key=lambda name: name == attackers.LAST)
+    attacks = sorted((name for name in names if name != UNDISTURBED), key=lambda name: name == attackers.FINAL_ATTACK)
     return [each for each in ([UNDISTURBED] if UNDISTURBED in names else [], attacks) if each]
 
 
@@ -174,15 +174,15 @@ def main() -> None:
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="halfmoon-attacks-") as folder, interruptible():
         exported = Path(folder, "sites")
-        export(*EXPORT, out=exported)
-        attackers.write(exported)
-        fed = Besieged(Path(folder, "fed"), exported)
+        export(*EXPORT_COMMAND, out=exported)
+        attackers.write_federation_file(exported)
+        fed = AttackedFederation(Path(folder, "fed"), exported)
         try:
             fed.prepare()
             for names in groups(options.only, options.at_once):
                 try:
                     outcomes |= play(names, fed)
-                except Stuck as error:
+                except AttackNotRefused as error:
                     failed |= dict.fromkeys(names, str(error).replace(folder, "..."))
                 sys.stderr.write("".join(f"{name}: {failed.get(name) or outcomes[name]}\n" for name in names))
                 outcomes = {each: outcomes[each] for each in RUNS if each in outcomes}
@@ -192,7 +192,7 @@ def main() -> None:
                 file.write_text(json.dumps({**facts, "attacks": rows}, indent=1) + "\n")
                 written.write_text(page(facts, outcomes))
         finally:
-            fed.end()
+            fed.stop_all()
     calm = outcomes.get(UNDISTURBED)
     other = {name: "other weights" for name, each in outcomes.items() if calm and each.weights != calm.weights}
     failed = other | failed

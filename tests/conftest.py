@@ -1,6 +1,6 @@
-"""What all tests share: one thread, because the networks here are smaller than the cost of waking a second.
+"""Configure all tests: one thread per process, because the networks here are too small for several.
 
-Cores are used by running tests side by side instead (pytest-xdist).
+pytest-xdist runs tests in several processes instead.
 """
 
 import base64
@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Where nothing compiled is stored, each of hundreds of processes compiles PyTorch's and Flower's modules, in seconds,
+# Without stored bytecode each of hundreds of processes compiles the modules of PyTorch and Flower, which takes seconds,
 # and pytest rewrites the asserts of 6,000 tests.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -26,15 +26,15 @@ from halfmoon.report import curves  # noqa: E402
 draw_curves = curves.draw_curves
 
 WORKERS = 2
-"""How many processes share the whole suite: with more, files that share what is costly are torn apart; three took an
-eighth longer on two cores (11:15 for 9:57)."""
+"""Processes for the whole suite. With more, files whose tests share an expensive fixture are distributed over processes:
+three took 11:15 instead of 9:57 on two cores."""
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 """A PNG file of one pixel."""
 
 torch.set_num_threads(1)
 
-# How long an example takes, or is looked for, says more about who else computes than about halfmoon.
+# Without deadlines, because the time of an example depends on the load of the machine.
 # `nox -s slow` draws more examples, with the profile `nightly`.
 for name, examples in (("shared", 30), ("nightly", 300)):
     hypothesis.settings.register_profile(
@@ -44,17 +44,16 @@ hypothesis.settings.load_profile("shared")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _flush_nothing() -> Iterator[None]:
-    """Leave out what guards against a loss of power: no test can cause one, and each flush waits for a busy disk.
-    That files are flushed, and when, is seen by tests that put something else in its place."""
+def _disable_fsync() -> Iterator[None]:
+    """Replace `os.fsync`, which waits for a busy disk. Tests of flushing replace it by functions that record calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _draw_nothing() -> Iterator[None]:
-    """Write an empty picture of one pixel in the place of the curves, which take longer than a tiny run."""
+def _disable_curves() -> Iterator[None]:
+    """Write an image of one pixel instead of the learning curves, which take longer to draw than a tiny run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "draw_curves", lambda runs, path: path.write_bytes(PIXEL))
         yield
@@ -62,7 +61,7 @@ def _draw_nothing() -> Iterator[None]:
 
 @pytest.fixture
 def curves_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw the curves of runs in a test after all; tests/report draws them by itself."""
+    """Draw the learning curves in a test. tests/report always draws them."""
     monkeypatch.setattr(curves, "draw_curves", draw_curves)
 
 
@@ -75,7 +74,7 @@ def few_test_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect tests, whose modules are never garbage, without the garbage collector's looking through them."""
+    """Disable the garbage collector during the collection of tests, whose modules are never garbage."""
     gc.disable()
     yield
     gc.freeze()
@@ -84,8 +83,10 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return what `-n auto` of pyproject.toml means: `WORKERS`, but none for single files, which start faster alone.
-    `-n N` on the command line overrides it; `-n 0` is one process."""
-    whole = any(Path(name).is_dir() for name in config.args)
+    """Return the number of processes for `-n auto` in pyproject.toml: `WORKERS` for folders, 0 for single files.
+
+    Single files start faster without workers. `-n N` on the command line overrides this.
+    """
+    has_folder = any(Path(name).is_dir() for name in config.args)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return WORKERS if whole and cores >= WORKERS else 0
+    return WORKERS if has_folder and cores >= WORKERS else 0

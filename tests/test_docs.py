@@ -206,9 +206,9 @@ def commands(page: Path) -> list[Command | str]:
         if language == "console":
             for part in re.split(r"^\$ ", content, flags=re.MULTILINE)[1:]:
                 line, _, printed = part.partition("\n")
-                words = shlex.split(line)
-                assert words[0] == "halfmoon", line
-                found.append(Command(words[1:], printed))
+                arguments = shlex.split(line)
+                assert arguments[0] == "halfmoon", line
+                found.append(Command(arguments[1:], printed))
     return found
 
 
@@ -285,8 +285,8 @@ def test_pictures_are_small() -> None:
     assert pictures
     for path in pictures:
         assert path.stat().st_size < 150_000
-        with Image.open(path) as picture:
-            assert picture.format == "PNG"
+        with Image.open(path) as image:
+            assert image.format == "PNG"
 
 
 def test_readme_has_two_commands_and_the_check_takes_the_second() -> None:
@@ -347,8 +347,8 @@ def prose(page: Path) -> str:
 
 
 def said(page: Path) -> list[str]:
-    kept = [line for line in prose(page).splitlines() if not line.startswith("|")]
-    blocks_ = re.split(r"\n\s*\n|\n(?=\s*(?:[-*#]|\d+\.)\s)", "\n".join(kept))
+    stored = [line for line in prose(page).splitlines() if not line.startswith("|")]
+    blocks_ = re.split(r"\n\s*\n|\n(?=\s*(?:[-*#]|\d+\.)\s)", "\n".join(stored))
     sentences_ = []
     for block in blocks_:
         sentences_ += re.split(r"(?<=[.:?!;])\**[)\"]*\s+", re.sub(r"\s+", " ", block).strip())

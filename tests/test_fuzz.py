@@ -74,7 +74,7 @@ def test_the_corpus_is_of_known_targets() -> None:
 def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() -> None:
     """100,000 x 100,000 RGB is 30 GB; a checksum-true header says so in 57 bytes and more."""
     for side in (100_000, 2**14):
-        data = make_png(side, side, 8, 2, make_png_chunk(b"IDAT", bytes(8)))
+        data = make_png(side, side, 8, 2, [make_png_chunk(b"IDAT", bytes(8))])
         with limit_resources(), pytest.raises(UserError, match="too large to open safely"):
             decode_to_shape(data, "it", 8, 8, 3)
 
@@ -82,7 +82,7 @@ def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() ->
 def test_the_bound_on_pixels_does_not_hang_on_warnings() -> None:
     """Pillow only warns up to twice its limit, and another thread may have silenced warnings meanwhile."""
     assert MAX_PIXELS < 9_000 * 9_000
-    data = make_png(9_000, 9_000, 8, 0, make_png_chunk(b"IDAT", bytes(8)))
+    data = make_png(9_000, 9_000, 8, 0, [make_png_chunk(b"IDAT", bytes(8))])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(UserError, match="9000x9000 pixels, of 67,108,864 at most"):
@@ -118,32 +118,32 @@ def made(play: Callable[[CaseFolder], object]) -> tuple[Target, CaseFolder]:
     return target, target.make_folder(folder)
 
 
-def refuse(scene: CaseFolder) -> None:
-    scene.file.with_name("left").write_bytes(b"")
+def refuse(setup: CaseFolder) -> None:
+    setup.file.with_name("left").write_bytes(b"")
     raise UserError("no")
 
 
-def leave(scene: CaseFolder) -> None:
-    scene.file.with_name("x.partial").write_bytes(b"")
+def leave(setup: CaseFolder) -> None:
+    setup.file.with_name("x.partial").write_bytes(b"")
 
 
-def fill(scene: CaseFolder) -> None:
+def fill(setup: CaseFolder) -> None:
     # Not from the heap, which may hold as much from before.
     with mmap.mmap(-1, 200 * 2**20) as memory:
         memory.write(bytes(200 * 2**20))
 
 
-def spin(scene: CaseFolder) -> None:
+def spin(setup: CaseFolder) -> None:
     while True:
         pass
 
 
-def raise_key(scene: CaseFolder) -> None:
+def raise_key(setup: CaseFolder) -> None:
     raise KeyError("x")
 
 
 @pytest.mark.parametrize(
-    ("play", "said"),
+    ("play", "message"),
     [
         (refuse, "refused, but changed left"),
         (leave, "left x.partial"),
@@ -152,12 +152,12 @@ def raise_key(scene: CaseFolder) -> None:
         (fill, "memory grew"),
     ],
 )
-def test_the_judge_sees_what_must_not_be(play, said, monkeypatch):
+def test_the_judge_sees_what_must_not_be(play, message, monkeypatch):
     monkeypatch.setattr("fuzzing.CPU_SECONDS", 0.2 if play is spin else 10)
     monkeypatch.setattr("fuzzing.MEMORY_MEGABYTES", 100)
     if play is fill and not Path("/proc/self/clear_refs").exists():
         pytest.skip("memory is counted on Linux only")
-    with pytest.raises(RuleViolation, match=said):
+    with pytest.raises(RuleViolation, match=message):
         run_case(*made(play), b"it")
 
 

@@ -186,8 +186,8 @@ def test_what_flower_does_not_promise_is_touched_in_one_file():
         if name != "federation.transport.internals":
             used = {target for target in imported(name) if target.split(".")[0] == "flwr"}
             assert {target for target in used if ".".join(target.split(".")[:2]) not in promised} == set(), name
-            for words in ("flwr.super", "flwr.proto", "_runtime_client", "PullMessages", "TaskIdentity"):
-                assert words not in text_of(name), f"{name} touches {words}"
+            for message in ("flwr.super", "flwr.proto", "_runtime_client", "PullMessages", "TaskIdentity"):
+                assert message not in text_of(name), f"{name} touches {message}"
 
 
 def test_only_the_table_knows_methods():
@@ -343,11 +343,11 @@ def inherited() -> set[str]:
 def test_no_module_imports_what_developers_alone_install():
     """The extras `dev` and `docs` are not there where halfmoon is installed for use."""
     extras = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    theirs = {
+    expected = {
         re.split(r"\W", line.replace("-", "_"), maxsplit=1)[0] for name in ("dev", "docs") for line in extras[name]
     }
     modules_of = metadata.packages_distributions().items()
-    names = {top for top, places in modules_of if {each.replace("-", "_") for each in places} & theirs}
+    names = {top for top, places in modules_of if {each.replace("-", "_") for each in places} & expected}
     assert {"hypothesis", "pytest"} <= names
     assert {(name, each) for name in INSIDE for each in imported(name) if each.partition(".")[0] in names} == set()
 

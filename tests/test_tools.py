@@ -44,9 +44,9 @@ def test_the_lock_fits_what_the_package_asks_for() -> None:
     versions: dict[str, list[str]] = {}
     for each in locked():
         versions.setdefault(plain(each.name), []).append(next(iter(each.specifier)).version)
-    asked = load_script("tools/lock.py").wanted()
-    assert {"numpy", "pytest", "flwr"} <= {each.name for each in asked}
-    for each in asked:
+    requested = load_script("tools/lock.py").wanted()
+    assert {"numpy", "pytest", "flwr"} <= {each.name for each in requested}
+    for each in requested:
         found = versions.get(plain(each.name))
         assert found, f"{each.name} is not locked: run python tools/lock.py"
         assert all(each.specifier.contains(version) for version in found), each
@@ -96,8 +96,8 @@ def test_a_signature_is_of_these_checksums_and_this_key(tmp_path: Path) -> None:
 
     def verified(key: Path) -> bool:
         (tmp_path / "signers").write_text(f"maintainer {key.with_suffix('.pub').read_text()}")
-        (words,) = re.findall(r"^\$ (ssh-keygen -Y verify .*)$", (ROOT / "docs" / "security.md").read_text(), re.M)
-        return not subprocess.run(words, cwd=tmp_path, shell=True, capture_output=True, check=False).returncode
+        (message,) = re.findall(r"^\$ (ssh-keygen -Y verify .*)$", (ROOT / "docs" / "security.md").read_text(), re.M)
+        return not subprocess.run(message, cwd=tmp_path, shell=True, capture_output=True, check=False).returncode
 
     for done in (sign(), sign("release")):
         assert done.returncode == 1
@@ -112,7 +112,7 @@ def test_a_signature_is_of_these_checksums_and_this_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "flags", "code", "words"),
+    ("found", "flags", "code", "message"),
     [
         ([{"name": "a", "skip_reason": "not on PyPI"}] * 3, "", 1, "skipped: .* knows none of 3 packages"),
         ([{"name": "a", "skip_reason": "not on PyPI"}], "--allow-skipped", 0, "skipped: .* knows none of 1 packages"),
@@ -138,7 +138,7 @@ def test_a_signature_is_of_these_checksums_and_this_key(tmp_path: Path) -> None:
     ],
 )
 def test_an_audit_counts_what_was_compared(
-    tmp_path: Path, found: list[dict], flags: str, code: int, words: str
+    tmp_path: Path, found: list[dict], flags: str, code: int, message: str
 ) -> None:
     """An index that is a mirror knows no package: no vulnerability found there means nothing, and is not said."""
     program = tmp_path / "pip-audit"
@@ -149,13 +149,13 @@ def test_an_audit_counts_what_was_compared(
         [ROOT / ".ci" / "audit", *flags.split()], env={"PATH": path}, capture_output=True, text=True, check=False
     )
     assert done.returncode == code
-    assert re.search(words, done.stdout)
+    assert re.search(message, done.stdout)
 
 
 def test_an_audit_compares_versions_without_their_local_part(tmp_path: Path) -> None:
     program = tmp_path / "pip-audit"
-    said = json.dumps({"dependencies": [{"name": "torch", "version": "2.9.0", "vulns": []}]})
-    program.write_text(f"#!/bin/sh\ncat \"$8\" > {tmp_path}/seen\necho '{said}'\n")
+    output = json.dumps({"dependencies": [{"name": "torch", "version": "2.9.0", "vulns": []}]})
+    program.write_text(f"#!/bin/sh\ncat \"$8\" > {tmp_path}/seen\necho '{output}'\n")
     program.chmod(0o755)
     (tmp_path / "locked.txt").write_text("torch==2.9.0+cpu\nflwr==1.20.0\n")
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -177,9 +177,9 @@ def test_a_release_has_the_committed_files_and_no_others(tmp_path: Path) -> None
     shutil.copy(ROOT / ".ci" / "source", repository / ".ci" / "source")
     (repository / "module.py").write_text("committed\n")
 
-    def git(*words: str) -> None:
+    def git(*message: str) -> None:
         who = ("-c", "user.name=t", "-c", "user.email=t@t")
-        subprocess.run(["git", *who, *words], cwd=repository, check=True, capture_output=True)
+        subprocess.run(["git", *who, *message], cwd=repository, check=True, capture_output=True)
 
     git("init", "-q")
     git("add", "-A")
@@ -218,13 +218,13 @@ def test_links_of_the_repository_hold_on_the_site() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "words"), [("semifl", "fine_tune"), ("mixmatch", "Beta(concentration, concentration)")]
+    ("page", "message"), [("semifl", "fine_tune"), ("mixmatch", "Beta(concentration, concentration)")]
 )
-def test_a_method_s_page_has_the_departures_of_its_file(page: str, words: str) -> None:
+def test_a_method_s_page_has_the_departures_of_its_file(page: str, message: str) -> None:
     """On the site they stand in place of the link to the file, which readers of the repository follow."""
     text = (ROOT / "docs" / "methods" / f"{page}.md").read_text()
-    assert words not in text.split("## Departures")[1]
-    assert words in load_script("tools/docs_site.py").departures(text).split("## Departures")[1]
+    assert message not in text.split("## Departures")[1]
+    assert message in load_script("tools/docs_site.py").departures(text).split("## Departures")[1]
 
 
 def test_the_site_has_every_page() -> None:
@@ -280,8 +280,8 @@ def test_git_ignores_nothing_of_the_package() -> None:
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no clone")
     modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")]
-    words = ["git", "check-ignore", "--no-index", *modules]
-    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    arguments = ["git", "check-ignore", "--no-index", *modules]
+    found = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (found.stdout, found.returncode) == ("", 1)
 
 

@@ -48,9 +48,9 @@ class Recorder(Aggregator):
         return {"questions": len(self.seen)}
 
 
-def mean_for_all(asked: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-    change = tree.weighted_mean(compute_update(upload, asked), upload.weight)
-    return range(len(asked.clients)), replace_update(upload, asked, change)
+def mean_for_all(requested: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    change = tree.weighted_mean(compute_update(upload, requested), upload.weight)
+    return range(len(requested.clients)), replace_update(upload, requested, change)
 
 
 def test_an_update_is_what_a_client_changed_and_nothing_else():
@@ -62,19 +62,19 @@ def test_an_update_is_what_a_client_changed_and_nothing_else():
         "round": torch.tensor([4, 4]),
     }
     upload = Upload(parts, torch.tensor([2.0, 3.0]), {"beside": torch.ones(2, 3)})
-    asked = AggregationContext(0, 0, 0, "train", broadcast, each, (4, 7), 2, True)
-    change = compute_update(upload, asked)
+    requested = AggregationContext(0, 0, 0, "train", broadcast, each, (4, 7), 2, True)
+    change = compute_update(upload, requested)
     assert {path: leaf.tolist() for path, leaf in change.items()} == {
         "params/w": [[0.5, 0.0], [-1.0, 0.0]],
         "own": [[1.0], [-1.0]],
     }
-    again = replace_update(upload, asked, change)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again.tree), tree.leaves(upload.tree), strict=True))
-    one = replace_update(upload, asked, {"params/w": torch.tensor([5.0, 5.0])})
+    repeated = replace_update(upload, requested, change)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(repeated.tree), tree.leaves(upload.tree), strict=True))
+    one = replace_update(upload, requested, {"params/w": torch.tensor([5.0, 5.0])})
     assert one.update["params"]["w"].tolist() == [[6.0, 7.0], [6.0, 7.0]]
     assert one.weight.tolist() == [2.0, 3.0]
-    assert downloaded_values(asked.only([1]))["own"].tolist() == [[20.0]]
-    assert asked.only([1]).clients == (7,)
+    assert downloaded_values(requested.only([1]))["own"].tolist() == [[20.0]]
+    assert requested.only([1]).clients == (7,)
 
 
 def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
@@ -86,27 +86,27 @@ def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
     for one, two in zip(*rounds, strict=True):
         assert max_difference(two.server, one.server) == 0
         assert two.report.cohort == one.report.cohort
-    assert [asked[:4] for asked in aggregator.seen] == [(k, 0, 0, "train") for k in ROUNDS]
+    assert [requested[:4] for requested in aggregator.seen] == [(k, 0, 0, "train") for k in ROUNDS]
     assert list(aggregator.seen[-1].clients) == two.report.cohort
     assert aggregator.seen[-1].cohort == baselines.size
-    assert all(asked.random_cohort for asked in aggregator.seen)
+    assert all(requested.random_cohort for requested in aggregator.seen)
     assert two.report.aggregator == {"questions": 3}
 
 
 def test_whom_a_guard_leaves_out_has_not_answered():
     """The cohort and the average are without it; where nobody is left, the round has too few."""
 
-    def first_only(asked: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def first_only(requested: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         return [0], upload.map(lambda leaf: leaf[:1])
 
-    made, _, alone = scene("fedavg", "both", aggregators=[Recorder(first_only)])
-    shared = alone.base
-    (played,) = run_rounds(made, alone, start_server(made, shared), [0])
-    alone.open(0)
-    first = int(alone.cohort[0])
-    assert played.report.cohort == [first]
-    upload = alone.query("train", start_server(made, shared), clients=torch.tensor([first]))
-    assert max_difference(played.server, upload.at(0).update) < 1e-12
+    made, _, single = scene("fedavg", "both", aggregators=[Recorder(first_only)])
+    shared = single.base
+    (result,) = run_rounds(made, single, start_server(made, shared), [0])
+    single.open(0)
+    first = int(single.cohort[0])
+    assert result.report.cohort == [first]
+    upload = single.query("train", start_server(made, shared), clients=torch.tensor([first]))
+    assert max_difference(result.server, upload.at(0).update) < 1e-12
     _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, upload: ([], upload))])
     with pytest.raises(TooFewReplies, match=r"round 1, query 1 \(train\) has no usable upload"):
         run_rounds(made, empty, start_server(made, shared), [0])
@@ -134,12 +134,12 @@ def test_what_a_client_update_does_not_declare_is_refused() -> None:
     broadcast = {"params": {"w": torch.zeros(2)}}
     one = torch.ones(())
     UploadSpec().check(Upload({"params": {"w": torch.ones(2)}, "stats": {}}, one), broadcast, "Mine")
-    for upload, said in (
+    for upload, text in (
         (Upload({"more": {}}, one), "Mine sends update 'more', which it does not declare"),
         (Upload({}, one, {"appu": one}), "Mine sends aux 'appu', which it does not declare"),
         (Upload({"params": {"w": torch.ones(3)}}, one), "Mine sends 'params/w' as an update, but the broadcast has no"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=text):
             UploadSpec().check(upload, broadcast, "Mine")
 
 
@@ -167,7 +167,7 @@ def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
     one = run_rounds(made, plain, start_server(made, shared), ROUNDS)
     two = run_rounds(made, summed, start_server(made, shared), ROUNDS)
     assert max_difference(two[-1].server, one[-1].server) < 1e-9
-    assert {asked.client_update for asked in recorder.seen} == {"train"}
+    assert {requested.client_update for requested in recorder.seen} == {"train"}
     config = Config(method="semifl", labels_at="server", secure_aggregation=True, options={"sbn": "server"})
     assert build_method(config)
     assert build_method(replace(config, options={}, norm="group"))
@@ -183,15 +183,15 @@ def test_the_servers_own_training_is_not_clipped():
     shared = make_task(rounds=1)
     first = start_server(made, shared)
     clipped = make_simulation(ClippedMethod(made, 1e-12), shared, make_dataset(place="server"))
-    (played,) = run_rounds(ClippedMethod(made, 1e-12), clipped, first, range(1))
-    moved = max_difference(played.server["params"], first["params"])
-    alone = make_simulation(made, shared, make_dataset(place="server"))
-    alone.open(0)
-    alone.query_server("census", first)  # each trip of a round has random numbers of its own
-    alone.query("train", first)
-    tuned = alone.query_server("fine-tune", {"params": first["params"], "stats": played.server["stats"]})
+    (result,) = run_rounds(ClippedMethod(made, 1e-12), clipped, first, range(1))
+    moved = max_difference(result.server["params"], first["params"])
+    single = make_simulation(made, shared, make_dataset(place="server"))
+    single.open(0)
+    single.query_server("census", first)  # each trip of a round has random numbers of its own
+    single.query("train", first)
+    tuned = single.query_server("fine-tune", {"params": first["params"], "stats": result.server["stats"]})
     assert moved > 1e-3
-    assert max_difference(played.server["params"], tuned.update["params"]) < 1e-9
+    assert max_difference(result.server["params"], tuned.update["params"]) < 1e-9
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def test_a_try_stays_inside_the_bounds_of_a_server(search: Any, number: int) -> 
     context, upload = make_round(number=8)
     sent = search.apply_attack(attack, HOSTILE, context, upload)
     honest = upload.map(lambda leaf: leaf[HOSTILE:])
-    kept = sent.map(lambda leaf: leaf[HOSTILE:])
-    pairs = zip(tree.leaves(kept.tree), tree.leaves(honest.tree), strict=True)
+    stored = sent.map(lambda leaf: leaf[HOSTILE:])
+    pairs = zip(tree.leaves(stored.tree), tree.leaves(honest.tree), strict=True)
     assert all(torch.equal(new, old) for new, old in pairs)
     for part in ("params", "stats"):
         norms = flatten_updates(context, sent, part).norm(dim=1)

@@ -95,8 +95,8 @@ def test_noise_is_ten_times_as_long_as_the_update_and_always_another():
     broadcast, upload, new = attacked("noise")
     drawn = change(new, broadcast, 1) - change(upload, broadcast, 1)
     assert float(drawn.norm()) == pytest.approx(10 * float(change(upload, broadcast, 1).norm()), rel=1e-5)
-    _, _, again = attacked("noise")
-    assert trees_equal(again.tree, new.tree)
+    _, _, repeated = attacked("noise")
+    assert trees_equal(repeated.tree, new.tree)
     others = [attacked("noise", 1), attacked("noise", 0, 1), attacked("noise", seed=8), attacked("noise", bad=(5, 3))]
     for number, (_, _, other) in enumerate(others):
         assert torch.equal(other.update["params"]["w"][1], new.update["params"]["w"][1]) == (number == 3)
@@ -143,10 +143,10 @@ def test_liars_call_class_c_the_class_as_far_from_the_other_end():
     honest = make_dataset()
     lying = FederatedDataset(honest.train, honest.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
     for client in range(len(SIZES)):
-        (data, hidden), (told, true) = honest.client_data(client), lying.client_data(client)
-        assert told.y.tolist() == [(3 - label if client in (1, 3) else label) for label in data.y.tolist()]
-        assert torch.equal(told.x, data.x)
-        assert torch.equal(told.u, data.u)
+        (data, hidden), (message, true) = honest.client_data(client), lying.client_data(client)
+        assert message.y.tolist() == [(3 - label if client in (1, 3) else label) for label in data.y.tolist()]
+        assert torch.equal(message.x, data.x)
+        assert torch.equal(message.u, data.u)
         assert torch.equal(true, hidden)
     served = make_dataset(place="server")
     lying = FederatedDataset(served.train, served.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
@@ -174,13 +174,13 @@ def test_a_liar_trains_on_what_it_says():
 
 @pytest.mark.parametrize("attack", ["sign-flip", "noise", "stale"])
 def test_loop_equals_vmap_under_attack(attack: Attack):
-    played = []
+    results = []
     for executor in ("loop", "vmap"):
         made, shared, simulation = scene(
             "fedavg-fixmatch", "both", executor, aggregators=[HostileClients(attack, [1, 2], 3)]
         )
-        played.append(run_rounds(made, simulation, start_server(made, shared), range(3)))
-    for one, many in zip(*played, strict=True):
+        results.append(run_rounds(made, simulation, start_server(made, shared), range(3)))
+    for one, many in zip(*results, strict=True):
         assert max_difference(many.server, one.server) < 1e-9
         assert one.report.aggregator == many.report.aggregator
         assert one.report.aggregator["hostile"] == [k for k in (1, 2) if k in one.report.cohort]
@@ -210,9 +210,9 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
         return shares[0] * leaf[0] + shares[1] * old + shares[2] * leaf[2]
 
     _, _, held = scene("fedavg-fixmatch", "both", aggregators=[HostileClients("stale", [bad], 0)])
-    (played,) = run_rounds(made, held, server, range(1))
+    (result,) = run_rounds(made, held, server, range(1))
     mean = {name: tree.map(wanted, upload.update[name], server[name]) for name in server}
-    assert max_difference(played.server, mean) < 1e-12
+    assert max_difference(result.server, mean) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum"])
@@ -229,31 +229,31 @@ def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
 
 
 @pytest.mark.parametrize(
-    ("rule", "least", "most"),
+    ("rule", "minimum", "maximum"),
     [
         ("mean", 0.0, 0.2),
         ("cosine-trimmed", 0.7, 1.0),
         pytest.param("cosine-nnm", 0.7, 1.0, marks=pytest.mark.nightly),
     ],
 )
-def test_one_of_five_that_flips_its_signs_does_not_decide(rule: Any, least: float, most: float, tmp_path: Path):
+def test_one_of_five_that_flips_its_signs_does_not_decide(rule: Any, minimum: float, maximum: float, tmp_path: Path):
     """Four times its update with the sign turned destroys the mean's model in 10 rounds, and not the default's."""
     config = Config(
         method="fedavg-soft-labels", data="digits", clients=5, cohort=5, steps=6, rounds=10, labels_per_class=1.0,
         attack="sign-flip", attackers=0.2, attack_factor=4.0, aggregation=rule, weight_cap=2.0, evaluate_every=10,
         threads=1, device="cpu",
     )  # fmt: skip
-    assert least <= runner.run_in_folder(config, tmp_path / "run")["accuracy"]["last"] <= most
+    assert minimum <= runner.run_in_folder(config, tmp_path / "run")["accuracy"]["last"] <= maximum
 
 
 def test_a_mean_of_no_numbers_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = "run --method fedavg --rounds 2 --clients 5 --cohort 5 --steps 1 --width 2 --threads 1 --device cpu"
-    words += f" --attack nan --attackers 0.2 --run-dir {tmp_path / 'run'}"
+    message = "run --method fedavg --rounds 2 --clients 5 --cohort 5 --steps 1 --width 2 --threads 1 --device cpu"
+    message += f" --attack nan --attackers 0.2 --run-dir {tmp_path / 'run'}"
     (bad,) = draw_hostile_clients(5, 0.2, 0)
-    assert cli.main(words.split()) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"the upload of client {bad} in round 1 (train) is not finite" in said
-    assert "--aggregation cosine-trimmed, cosine-nnm, cosine, clip, median, trimmed or krum" in said
+    assert cli.main(message.split()) == 2
+    text = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"the upload of client {bad} in round 1 (train) is not finite" in text
+    assert "--aggregation cosine-trimmed, cosine-nnm, cosine, clip, median, trimmed or krum" in text
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 

@@ -82,18 +82,18 @@ def test_the_stream_is_aes_in_counter_mode_from_zero() -> None:
         "cea7403d4d606b6e074ec5d3baf39d18"
     )  # fmt: skip
     assert csprng.generate_keystream(bytes(32), 6).tobytes().hex() == blocks
-    words = np.frombuffer(bytes.fromhex(blocks), "<u8")
-    uniform = [(2 * (int(word) >> 12) + 1) / 2**53 for word in words]
+    text = np.frombuffer(bytes.fromhex(blocks), "<u8")
+    uniform = [(2 * (int(word) >> 12) + 1) / 2**53 for word in text]
     assert csprng.generate_gaussians(bytes(32), 6) == pytest.approx(scipy.stats.norm.ppf(uniform), abs=1e-12)
 
 
 def test_a_subkey_depends_on_every_fact_and_its_place() -> None:
     """HMAC-SHA256 of the facts, each after its length: no two lists of facts run together."""
-    said = b"\x00" * 7 + b"\x05" + b"noise" + b"\x00" * 7 + b"\x02" + b"12"
-    assert csprng.derive_subkey(b"k", "noise", 12) == hmac.new(b"k", said, sha256).digest()
+    text = b"\x00" * 7 + b"\x05" + b"noise" + b"\x00" * 7 + b"\x02" + b"12"
+    assert csprng.derive_subkey(b"k", "noise", 12) == hmac.new(b"k", text, sha256).digest()
     keys = {
-        csprng.derive_subkey(b"k", *facts)
-        for facts in (("a", "bc"), ("ab", "c"), ("abc",), ("a", "bc", ""), ("bc", "a"))
+        csprng.derive_subkey(b"k", *metadata)
+        for metadata in (("a", "bc"), ("ab", "c"), ("abc",), ("a", "bc", ""), ("bc", "a"))
     }
     assert len(keys) == 5
 
@@ -129,9 +129,9 @@ def test_an_update_is_scaled_down_to_the_bound(dtype: torch.dtype, size: float) 
         leaves = {path: (there[path].double() - old.double()).numpy() for path, old in tree.flatten(broadcast).items()}
         return leaves, math.sqrt(math.fsum(float((leaf**2).sum()) for leaf in leaves.values()))
 
-    (moved, length), (ours, sent_length) = change(upload), change(got)
+    (moved, length), (actual, sent_length) = change(upload), change(got)
     assert sent_length <= 1.0
-    for path, leaf in ours.items():
+    for path, leaf in actual.items():
         # What is rounded away of weights of about 3, or was left room for.
         assert leaf == pytest.approx(moved[path] * min(1.0, 1.0 / length), abs=40 * torch.finfo(dtype).eps)
     if length <= 1.0:
@@ -201,8 +201,8 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
         )
         assert places == ([0, 1, 2, 3, 4] if bool(other.isfinite().all()) else [0, 1, 2, 3])
         sums.append(total["params/w"])
-    apart = [float((a - b).norm()) for a in sums for b in sums]
-    assert 0.9 < max(apart) <= 1.0 + 1e-12
+    distance = [float((a - b).norm()) for a in sums for b in sums]
+    assert 0.9 < max(distance) <= 1.0 + 1e-12
 
 
 def test_the_mean_is_over_those_asked_and_whoever_is_missing_is_zero(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
     all_of_them = [noise(), noise(secret=b"b"), noise(value=1e-9), noise(round=1), noise(attempt=1), noise(query=1)]
     for each in all_of_them:
         assert scipy.stats.kstest(each / (3.0 * 0.25 / 5), "norm").pvalue > 0.001
-    apart = np.abs(np.corrcoef(all_of_them)[np.triu_indices(6, 1)])
-    assert apart.max() < 5 / math.sqrt(20_000)
+    distance = np.abs(np.corrcoef(all_of_them)[np.triu_indices(6, 1)])
+    assert distance.max() < 5 / math.sqrt(20_000)
     assert noise() == pytest.approx(all_of_them[0], abs=0)
 
 
@@ -452,8 +452,8 @@ def test_cohorts_are_drawn_as_the_accountant_is_told(where: str) -> None:
     expected = DRAWS * COHORT * (COHORT - 1) / (CLIENTS * (CLIENTS - 1))
     assert scipy.stats.chi2.sf(((pairs - expected) ** 2 / expected).sum(), len(pairs) - 1) > 0.001
     # One round tells nothing of the next.
-    again = np.mean([len(set(a) & set(b)) for a, b in pairwise(drawn)])
-    assert again == pytest.approx(COHORT * COHORT / CLIENTS, abs=0.06)
+    repeated = np.mean([len(set(a) & set(b)) for a, b in pairwise(drawn)])
+    assert repeated == pytest.approx(COHORT * COHORT / CLIENTS, abs=0.06)
 
 
 def test_sites_cannot_know_the_cohorts_of_a_private_federation() -> None:
@@ -532,8 +532,8 @@ def test_a_ledger_that_lost_lines_is_no_new_beginning(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines[:1] + lines[2:]))
     with pytest.raises(UserError, match="line 2"):
         Ledger(path)
-    for kept, missing in ((3, 4), (0, 1)):
-        path.write_bytes(b"".join(lines[:kept]))
+    for stored, missing in ((3, 4), (0, 1)):
+        path.write_bytes(b"".join(lines[:stored]))
         with pytest.raises(UserError, match=f"has no line of round {missing}, but the run has completed 4"):
             private(tmp_path).stop_reason(4)
     path.write_bytes(whole[:-20])  # a kill while round 4 was written down: nobody has seen that round
@@ -552,13 +552,13 @@ def test_a_ledger_that_cannot_be_written_stops_the_release(tmp_path: Path) -> No
 def test_the_same_sum_is_counted_once_and_another_one_again(tmp_path: Path) -> None:
     aggregator = private(tmp_path)
     _, first = aggregator.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
-    again = private(tmp_path)  # a server that was killed before its checkpoint
-    _, second = again.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
+    repeated = private(tmp_path)  # a server that was killed before its checkpoint
+    _, second = repeated.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
     assert torch.equal(second.update["params"]["w"], first.update["params"]["w"])
-    assert len(again.ledger.releases) == 1
-    again.uploads(make_context(ORIGIN, 1, 2), vector([0.0, 1.0]))
-    assert len(again.ledger.releases) == 2
-    assert again.row()["epsilon"] > aggregator.row()["epsilon"]
+    assert len(repeated.ledger.releases) == 1
+    repeated.uploads(make_context(ORIGIN, 1, 2), vector([0.0, 1.0]))
+    assert len(repeated.ledger.releases) == 2
+    assert repeated.row()["epsilon"] > aggregator.row()["epsilon"]
 
 
 def test_the_ledger_tells_nothing_of_a_sum_without_the_secret(tmp_path: Path) -> None:
@@ -582,9 +582,9 @@ def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) ->
         assert aggregator.stop_reason(number) is None
         aggregator.uploads(make_context(ORIGIN, 3, round=number), vector([1.0, number], [0, 1.0], [1.0, 1.0]))
         assert aggregator.stop_reason(number) is None  # played already: paid
-    said = aggregator.stop_reason(2)
-    assert said.startswith(f"the privacy budget is spent: epsilon is {costs[1]:.4g} after round 2")
-    assert f"{costs[2]:.4g}" in said
+    text = aggregator.stop_reason(2)
+    assert text.startswith(f"the privacy budget is spent: epsilon is {costs[1]:.4g} after round 2")
+    assert f"{costs[2]:.4g}" in text
     with pytest.raises(UserError, match="the privacy budget is spent: round 3 would make epsilon"):
         aggregator.uploads(make_context(ORIGIN, 3, round=2), vector([1.0, 9], [0, 1.0], [1.0, 1.0]))
     assert len(aggregator.ledger.releases) == 2
@@ -596,19 +596,19 @@ def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) ->
 def test_a_run_ends_at_its_budget_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`halfmoon run`: as many rounds as the budget allows, epsilon in every row, the reason in summary and log."""
     clients = "--clients 12 --cohort 2 --dp-clip 0.5 --dp-noise 6 --dp-delta 1e-5"
-    words = f"run --method fedavg --norm group --rounds 9 --steps 1 --width 4 --threads 1 {clients}"
+    message = f"run --method fedavg --norm group --rounds 9 --steps 1 --width 4 --threads 1 {clients}"
     costs = [accounting.compute_planned_epsilon(2, 12, rounds, 6.0, 1e-5) for rounds in range(1, 5)]
-    assert cli.main([*words.split(), "--dp-epsilon", f"{costs[2] + 1e-6}", "--run-dir", str(tmp_path / "run")]) == 0
+    assert cli.main([*message.split(), "--dp-epsilon", f"{costs[2] + 1e-6}", "--run-dir", str(tmp_path / "run")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["aggregation"]["epsilon"] for row in rows] == pytest.approx(costs[:3])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["ended"].startswith("the privacy budget is spent")
     assert summary["aggregation"] == {"epsilon": pytest.approx(costs[2]), "delta": 1e-5}
-    said = capsys.readouterr().err
-    assert "dp_clip 0.5, dp_noise 6.0" in said
-    assert f"epsilon {costs[2]:.4g}" in said
-    assert summary["ended"] in said
-    assert cli.main([*words.split(), "--dp-epsilon", f"{costs[0] / 2}", "--run-dir", str(tmp_path / "none")]) == 2
+    text = capsys.readouterr().err
+    assert "dp_clip 0.5, dp_noise 6.0" in text
+    assert f"epsilon {costs[2]:.4g}" in text
+    assert summary["ended"] in text
+    assert cli.main([*message.split(), "--dp-epsilon", f"{costs[0] / 2}", "--run-dir", str(tmp_path / "none")]) == 2
     assert f"the first round alone costs {costs[0]:.4g}" in capsys.readouterr().err
 
 
@@ -621,8 +621,8 @@ def run(path: Path, promise: PrivacyPlan = PROMISE, rounds: int = 2, every: int 
         store = TreeStore()
         there = make_simulation(method, shared, aggregators=[private(path, promise)], store=store, client_dropout=0.3)
         made = Experiment(method, shared, there, None, 3, checkpoint_every=every)
-        played = loop.run_rounds(made, folder, loaded, lambda row: None)
-        folder.finish(played["model"], {}, {"aggregation": played["aggregation"]})
+        result = loop.run_rounds(made, folder, loaded, lambda row: None)
+        folder.finish(result["model"], {}, {"aggregation": result["aggregation"]})
 
 
 def left(path: Path) -> dict[str, bytes]:
@@ -681,19 +681,19 @@ def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str
         there.append(self)
         original(self, round)
 
-    file = flower.write(method, norm="group", cohort=3, dp_clip=0.3, dp_noise=0.5, dp_delta=1e-4)
+    file = flower.write_plan(method, norm="group", cohort=3, dp_clip=0.3, dp_noise=0.5, dp_delta=1e-4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RemoteRuntime, "open", opened)
-        run = flower.play(file)
+        run = flower.run(file)
     simulated = flower.runs / f"{method}-simulated"
     runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
     assert in_process_federation.read_model_bytes(run) == in_process_federation.read_model_bytes(simulated)
     assert (run / LEDGER).read_bytes() == (simulated / LEDGER).read_bytes()
-    ours = in_process_federation.read_metrics(run)
-    theirs = in_process_federation.read_metrics(simulated)
+    actual = in_process_federation.read_metrics(run)
+    expected_value = in_process_federation.read_metrics(simulated)
     for key in ("train", "cohort", "aggregation"):
-        assert [row[key] for row in ours] == [row[key] for row in theirs]
-    assert f"epsilon {ours[-1]['aggregation']['epsilon']:.4g}" in (run / "serve.log").read_text()
+        assert [row[key] for row in actual] == [row[key] for row in expected_value]
+    assert f"epsilon {actual[-1]['aggregation']['epsilon']:.4g}" in (run / "serve.log").read_text()
     # What one site sends must not decide whether another one counts.
     assert there[0].calls.rules.norm_bound == 0
 
@@ -702,12 +702,12 @@ def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
     """After the sites have trained, before it has taken their answers; cohorts of two of three, from the secret."""
     import in_process_federation
 
-    file = flower.write("fedavg", norm="group", cohort=2, rounds=3, dp_clip=0.3, dp_noise=0.5)
-    straight = flower.play(file, "straight")
-    flower.forget()
+    file = flower.write_plan("fedavg", norm="group", cohort=2, rounds=3, dp_clip=0.3, dp_noise=0.5)
+    straight = flower.run(file, "straight")
+    flower.delete_client_memory()
     with in_process_federation.stop_server_at((1, 0), after=True):
-        flower.play(file, "stopped")
-    stopped = flower.play(file, "stopped")
+        flower.run(file, "stopped")
+    stopped = flower.run(file, "stopped")
     for name in ("model.safetensors", "metrics.jsonl", LEDGER):
         assert (stopped / name).read_bytes() == (straight / name).read_bytes()
     assert [each.sampled for each in Ledger(straight / LEDGER).releases] == [CohortDraw(2, 3)] * 3
@@ -738,12 +738,12 @@ def test_epsilon_is_told() -> None:
 def test_the_command_says_what_a_plan_costs(capsys: pytest.CaptureFixture[str]) -> None:
     plan = "privacy --clients 100 --cohort 10 --rounds 20 --json"
     assert cli.main([*plan.split(), "--noise", "5", "--delta", "1e-6"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["epsilon"] == accounting.compute_planned_epsilon(10, 100, 20, 5.0, 1e-6)
+    text = json.loads(capsys.readouterr().out)
+    assert text["epsilon"] == accounting.compute_planned_epsilon(10, 100, 20, 5.0, 1e-6)
     assert cli.main([*plan.split(), "--epsilon", "3"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["noise"] == accounting.find_noise(3.0, 10, 100, 20, 1e-5)
-    assert said["epsilon"] <= 3
+    text = json.loads(capsys.readouterr().out)
+    assert text["noise"] == accounting.find_noise(3.0, 10, 100, 20, 1e-5)
+    assert text["epsilon"] <= 3
     wrong = {
         "--noise 5 --epsilon 3": "give one of --noise and --epsilon",
         "": "give one of --noise and --epsilon",
@@ -752,8 +752,8 @@ def test_the_command_says_what_a_plan_costs(capsys: pytest.CaptureFixture[str]) 
         "--noise 5 --delta 1": "--delta is 1: it must be above 0 and below 1",
         "--noise 5 --rounds x": "--rounds is",
     }
-    for words, sentence in wrong.items():
-        assert cli.main([*plan.split(), *words.split()]) == 2
+    for message, sentence in wrong.items():
+        assert cli.main([*plan.split(), *message.split()]) == 2
         assert sentence in capsys.readouterr().err
     assert cli.main(["privacy", "--clients", "5"]) == 2
     assert "--cohort is missing" in capsys.readouterr().err

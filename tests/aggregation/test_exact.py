@@ -31,9 +31,9 @@ def test_it_is_what_a_pld_accountant_approximates(noise: float, count: int, delt
 
     accountant = PLDAccountant()
     accountant.compose(dp_event.GaussianDpEvent(noise / 2), count)
-    theirs = accountant.get_epsilon(delta)
-    assert compute_exact_epsilon([noise] * count, delta) == pytest.approx(theirs, rel=2e-3)
-    assert compute_exact_epsilon([noise] * count, delta) <= theirs * 1.0005
+    expected = accountant.get_epsilon(delta)
+    assert compute_exact_epsilon([noise] * count, delta) == pytest.approx(expected, rel=2e-3)
+    assert compute_exact_epsilon([noise] * count, delta) <= expected * 1.0005
 
 
 def test_sums_compose_by_their_precisions():

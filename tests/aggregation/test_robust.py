@@ -502,18 +502,18 @@ PLAYED: dict[Rule, tuple[str, ...]] = {
 @pytest.mark.parametrize(("rule", "name"), [(rule, name) for rule in RULES for name in PLAYED[rule]])
 def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
     """Three clients of unequal size in float64: the same server, to rounding, and the same row."""
-    played = []
+    results = []
     for executor in ("loop", "vmap"):
         made, shared, simulation = scene(name, "both", executor, aggregators=[RobustAggregator(rule, 0.34)])
-        played.append(run_rounds(made, simulation, start_server(made, shared), ROUNDS))
-    for one, many in zip(*played, strict=True):
+        results.append(run_rounds(made, simulation, start_server(made, shared), ROUNDS))
+    for one, many in zip(*results, strict=True):
         assert max_difference(many.server, one.server) < 1e-9
         assert one.report.aggregator.keys() == many.report.aggregator.keys()
         assert one.report.aggregator.get("chosen") == many.report.aggregator.get("chosen")
     _, _, plain = scene(name, "both")
     (first, *_) = run_rounds(made, plain, start_server(made, shared), range(1))
     if not rule.startswith("cosine"):  # of three clients it leaves out nobody, and none of these is long
-        assert max_difference(played[0][0].server, first.server) > 1e-6  # the rule has done something
+        assert max_difference(results[0][0].server, first.server) > 1e-6  # the rule has done something
 
 
 def test_a_history_goes_on_where_a_run_was_stopped(tmp_path: Path):

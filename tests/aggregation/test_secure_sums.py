@@ -145,9 +145,9 @@ def test_a_contribution_is_hand_made_numbers() -> None:
 
 def test_what_would_not_fit_is_refused() -> None:
     """The sum over k clients has to stay below 2^62; no number that is not finite passes."""
-    most = 2.0**62 / SCALE / 4
-    encode_contribution({"a": torch.tensor([np.nextafter(most, 0.0)], dtype=torch.float64)}, 1.0, 4)
-    for value in (most, -most, float("inf"), float("nan")):
+    maximum = 2.0**62 / SCALE / 4
+    encode_contribution({"a": torch.tensor([np.nextafter(maximum, 0.0)], dtype=torch.float64)}, 1.0, 4)
+    for value in (maximum, -maximum, float("inf"), float("nan")):
         with pytest.raises(TooLarge, match="too large for a sum of 4"):
             encode_contribution({"a": torch.tensor([value], dtype=torch.float64)}, 1.0, 4)
     with pytest.raises(TooLarge):
@@ -219,11 +219,11 @@ def test_the_mean_of_a_sum_does_for_a_method(name: str) -> None:
 
 def test_lifted_clients_have_the_same_sum_to_rounding() -> None:
     """Loop and vmap differ in the last digits of float64; a unit of 2^-24 may turn with them, of 3 clients."""
-    played = []
+    results = []
     for executor in ("loop", "vmap"):
         made, shared, runtime = scene("fedavg", "both", executor=executor, aggregators=[FixedPointMean(False)])
-        played.append(run_rounds(made, runtime, start_server(made, shared), range(1))[0])
-    loop, lifted = played
+        results.append(run_rounds(made, runtime, start_server(made, shared), range(1))[0])
+    loop, lifted = results
     weights = sum(sum(SIZES[k]) for k in loop.report.cohort)
     assert max_difference(lifted.server, loop.server) <= 3 * 2**-24 / weights + 1e-12
     assert lifted.report.aggregator == loop.report.aggregator == {"summed": 3}
@@ -375,21 +375,21 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
     """What six of ten tell is refused; taken all the same, it gives another key than the one that is looked for."""
     village = Village(tmp_path, 10, {MASK_UPDATE: {9}})
     sum = village.sum()
-    told = {}
+    message = {}
     replies = village.trained(sum)
     village.drops = {REVEAL_SHARES: {6, 7, 8}}
     with pytest.raises(TooFewReplies, match="a sum needs 7"):
         sum.total(replies)
-    answers = [read_message(data, Reply) for data in village.seen[-12:][1::2]]
+    responses = [read_message(data, Reply) for data in village.seen[-12:][1::2]]
     masking = sum._masking
     assert masking is not None
-    for k, said in enumerate(answers):
-        told[k] = {j: int.from_bytes(row.numpy().tobytes(), "big") for j, row in enumerate(said.upload["shares"])}
+    for k, output in enumerate(responses):
+        message[k] = {j: int.from_bytes(row.numpy().tobytes(), "big") for j, row in enumerate(output.upload["shares"])}
     vectors = {k: replies[f"site-{k}"].upload["sum"].numpy().view(np.uint64) for k in range(9)}
     with pytest.raises(UnreadableShare, match="6 sites remained until its end, and 7 are needed"):
-        unmask(masking, vectors, told)
+        unmask(masking, vectors, message)
     party = Party(village.secret(9), 9, masking.cohort)
-    assert reconstruct({k + 1: shares[9] for k, shares in told.items()}) != int.from_bytes(party.private, "big")
+    assert reconstruct({k + 1: shares[9] for k, shares in message.items()}) != int.from_bytes(party.private, "big")
 
 
 def spread_of(vector: np.ndarray) -> float:
@@ -469,8 +469,8 @@ def test_shares_are_told_for_one_set_of_sites_also_in_a_sum_that_is_begun_anew(t
     """A server that was killed after the last answer plays all again: the same sum, or none."""
     village = Village(tmp_path, 5)
     reveal = stages(village)[REVEAL_SHARES]
-    answer = village.answer(0, write_message(reveal))
-    assert answer in village.seen
+    response = village.answer(0, write_message(reveal))
+    assert response in village.seen
     for survived in (numbers(0, 1, 2, 3), numbers(0, 2, 3, 4)):
         with pytest.raises(RefusalError, match="already replied for that round"):
             village.answer(0, write_message(altered(reveal, REVEAL_SHARES, survived=survived)))
@@ -490,10 +490,10 @@ def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None
 
 
 def cohort_of(deal: Request, session: str) -> Cohort:
-    told = deal.masks[DEAL_SHARES]
-    asked, sites = (tuple(told[name].tolist()) for name in ("asked", "sites"))
-    keys = tuple(row.numpy().tobytes() for row in told["keys"])
-    return Cohort(SumId(FEDERATION, RUN, deal.round, 0, 0, session), asked, sites, keys)
+    message = deal.masks[DEAL_SHARES]
+    requested, sites = (tuple(message[name].tolist()) for name in ("asked", "sites"))
+    keys = tuple(row.numpy().tobytes() for row in message["keys"])
+    return Cohort(SumId(FEDERATION, RUN, deal.round, 0, 0, session), requested, sites, keys)
 
 
 def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> None:
@@ -504,14 +504,14 @@ def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> Non
     secrets = [village.secret(k) for k in range(7)]  # before they are erased
     sum.total(replies)
     first = sent(village)
-    said = read_message(village.answer(0, write_message(first[REVEAL_SHARES])), Reply).upload["shares"]
+    output = read_message(village.answer(0, write_message(first[REVEAL_SHARES])), Reply).upload["shares"]
     cohort = sum._masking.cohort
     for k in range(7):
         party = Party(secrets[k], k, cohort)
         for purpose, held, mine in (("seed", party.seed, k != 6), ("private", party.private, k == 6)):
             key = derive_key(party.secret, f"shares of the {purpose}", cohort.digest, k)
             (share,) = split_secret(int.from_bytes(held, "big"), 5, [1], draw_coefficients(key, 4))
-            assert (said[k].numpy().tobytes() == share.to_bytes(33, "big")) is mine
+            assert (output[k].numpy().tobytes() == share.to_bytes(33, "big")) is mine
 
 
 def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
@@ -521,8 +521,8 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
     village.round = 1
     village.seen.clear()
 
-    def refused(request: Request, words: str) -> None:
-        with pytest.raises(RefusalError, match=words):
+    def refused(request: Request, message: str) -> None:
+        with pytest.raises(RefusalError, match=message):
             village.answer(0, write_message(request))
 
     refused(replace(old[DEAL_SHARES], round=1), "has not begun")
@@ -533,11 +533,11 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
     refused(replace(old[MASK_UPDATE], round=1, masks={}), "the terms allow secure sums only")
     refused(replace(old[MASK_UPDATE], round=1), "has dealt no shares")
     deal = first[DEAL_SHARES]
-    told = first[DEAL_SHARES].masks[DEAL_SHARES]
+    message = first[DEAL_SHARES].masks[DEAL_SHARES]
 
     def of(*sites: int) -> dict[str, torch.Tensor]:
-        kept = [each % 5 for each in sites]
-        return {"sites": numbers(*sites), **{n: told[n][kept] for n in ("keys", "signatures", "lasting")}}
+        stored = [each % 5 for each in sites]
+        return {"sites": numbers(*sites), **{n: message[n][stored] for n in ("keys", "signatures", "lasting")}}
 
     two = numbers(0, 1)
     three = numbers(0, 1, 2)
@@ -550,7 +550,8 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
     refused(altered(deal, DEAL_SHARES, **of(0, 2, 1)), "in the order of their numbers")
     refused(altered(deal, DEAL_SHARES, **of(1, 2, 3, 4)), "that does not include it")
     refused(
-        altered(deal, DEAL_SHARES, **of(*range(5)) | {"keys": told["keys"][[1, 1, 2, 3, 4]]}), "other keys of this site"
+        altered(deal, DEAL_SHARES, **of(*range(5)) | {"keys": message["keys"][[1, 1, 2, 3, 4]]}),
+        "other keys of this site",
     )
     village.answer(0, write_message(deal))
     mask = replace(old[MASK_UPDATE], round=1)
@@ -587,10 +588,10 @@ def bad_key(village: Village, site: int) -> Callable[..., dict[str, Reply]]:
         if ANNOUNCE_KEYS in one.masks:
             session = one.masks[ANNOUNCE_KEYS]["session"].numpy().tobytes().hex()
             text = announcement(SumId(FEDERATION, RUN, village.round, 0, 0, session), site, bytes(64))
-            said = signing.sign(KeyFiles().load(village.folder / f"home-{site}"), text)
+            output = signing.sign(KeyFiles().load(village.folder / f"home-{site}"), text)
             upload = {
                 "keys": torch.zeros(64, dtype=torch.uint8),
-                "signature": torch.frombuffer(bytearray(said), dtype=torch.uint8),
+                "signature": torch.frombuffer(bytearray(output), dtype=torch.uint8),
             }
             replies[f"site-{site}"] = replace(replies[f"site-{site}"], upload=upload)
         return replies
@@ -693,11 +694,11 @@ def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
     village = Village(tmp_path, 5)
     village.part(1)
     mine = village.key(1).hex()
-    said = {
+    output = {
         f"site-{k}": Acceptance(FEDERATION, VERSION, f"site-{k}", 1, 1, 0, key=key)
         for k, key in enumerate(["", mine, mine.upper(), mine[:-2], "zz" * 49, "ff" * 49])
     }
-    assert lasting_keys(said) == {"site-1": bytes.fromhex(mine)}
+    assert lasting_keys(output) == {"site-1": bytes.fromhex(mine)}
     sum = village.sum()
     sum.keys = {name: key for name, key in sum.keys.items() if name in ("site-1", "site-3")}
     with pytest.raises(TooFewReplies, match="has 2 sites of 5 that could be asked, and a sum needs 4"):
@@ -745,8 +746,8 @@ def forging(village: Village, lasting: bool) -> Forging:
     forged.sign = made.__getitem__
     original = Forging._collect_keys
 
-    def announced_then_shown(self: Forging, asked: Any) -> Any:
-        found = original(self, asked)
+    def announced_then_shown(self: Forging, requested: Any) -> Any:
+        found = original(self, requested)
         self.keys = {**self.keys, **shown}
         return found
 
@@ -774,10 +775,10 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
         # Site 1 sees that another is shown as its own.
         with pytest.raises(RefusalError, match="other keys of this site"):
             forging(village, lasting=True).start()
-        assert [words for words in village.said if words.startswith("from now on the key of site-1 is SHA256:")]
+        assert [message for message in village.said if message.startswith("from now on the key of site-1 is SHA256:")]
         return
-    words = "than the file of keys has" if known == "handed out" else "than before"
-    with pytest.raises(RefusalError, match=f"different key of site-1 .SHA256:.{{43}}. {words}"):
+    message = "than the file of keys has" if known == "handed out" else "than before"
+    with pytest.raises(RefusalError, match=f"different key of site-1 .SHA256:.{{43}}. {message}"):
         forging(village, lasting=True).start()
 
 
@@ -799,15 +800,15 @@ def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> No
     for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()):
         key = ec.generate_private_key(curve)
         mine = signing.encode_public_key(key.public_key())
-        said = signing.sign(key, text)
-        assert signing.verify(mine, text, said)
+        output = signing.sign(key, text)
+        assert signing.verify(mine, text, output)
         assert len(mine) <= signing.POINT_BYTES
         others = [(replace(sum_id, session="b" * 64), 1), (replace(sum_id, round=4), 1), (sum_id, 2)]
-        assert not [each for each in others if signing.verify(mine, announcement(*each, bytes(64)), said)]
-        assert not signing.verify(mine, announcement(sum_id, 1, b"x" * 64), said)
-        for wrong in (bytes(132), b"", said[:-1] + bytes([said[-1] ^ 1])):
+        assert not [each for each in others if signing.verify(mine, announcement(*each, bytes(64)), output)]
+        assert not signing.verify(mine, announcement(sum_id, 1, b"x" * 64), output)
+        for wrong in (bytes(132), b"", output[:-1] + bytes([output[-1] ^ 1])):
             assert not signing.verify(mine, text, wrong)
-    assert not signing.verify(b"\x02" + bytes(48), text, said)
+    assert not signing.verify(b"\x02" + bytes(48), text, output)
     odd = ec.generate_private_key(ec.SECP256K1())
     data = odd.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
     with pytest.raises(ValueError, match="curve that Flower takes"):
@@ -845,11 +846,11 @@ def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) ->
             texts = [bytes.fromhex(word) for word in re.findall("[0-9a-f]{64}", data.decode("utf-8", "replace"))]
             stolen |= set(texts)
     assert not stolen & set(during.values())
-    theirs = [key[:32] for key in masking.cohort.keys]
+    expected = [key[:32] for key in masking.cohort.keys]
     assert not [
         each
         for each in stolen
-        if compute_public_key(each) in theirs or compute_public_key(derive_key(each, "channel")) in theirs
+        if compute_public_key(each) in expected or compute_public_key(derive_key(each, "channel")) in expected
     ]
     assert not list(tmp_path.rglob(SECRET_FILE))
 

@@ -50,8 +50,8 @@ def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, W
     method = registry.make("fedavg")
     shared = make_task(network, torch.float32, upload_precision=precision)
     remote, wire = make_remote_runtime(make_simulation(method, shared, cohort=4), Batching(4, 4))
-    most = Amount(99, 99, 99, 99), 99
-    remote.calls.inspection = Inspection(UploadProbe(shared, Views(), (1, 8, 8), 0), lambda *_: most, lambda _: 0)
+    maximum = Amount(99, 99, 99, 99), 99
+    remote.calls.inspection = Inspection(UploadProbe(shared, Views(), (1, 8, 8), 0), lambda *_: maximum, lambda _: 0)
     return method, shared, remote, wire
 
 
@@ -229,15 +229,15 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
     honest = wire.exchange
 
     def exchange(requests: Any, what: str) -> Any:
-        answers = dict(honest(requests, what))
-        reply = read_message(answers["site-0"].data, Reply)
+        replies = dict(honest(requests, what))
+        reply = read_message(replies["site-0"].data, Reply)
         packed = reply.upload["update"]["params"]["head"]["weight"]
         if spoiled == "scale":
             packed["scale"].fill_(3e38)
             packed["levels"].fill_(127)
         else:
             del packed["scale"]
-        return answers | {"site-0": SiteResponse(write_message(reply))}
+        return replies | {"site-0": SiteResponse(write_message(reply))}
 
     wire.exchange = exchange
     remote.calls.rules = Rules(norm_bound=0.0)

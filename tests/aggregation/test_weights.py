@@ -71,11 +71,11 @@ def test_honest_weights_keep_their_bits_and_counts_of_sums_scale_with_their_sums
 
 def test_a_share_over_one_half_is_told_once_by_name():
     """Of 3 and 4 images the second has 57 %; a third time it is not said."""
-    heard: list[tuple[int, float]] = []
-    cap = WeightCap(2.0, warn=lambda client, share: heard.append((client, round(share, 3))))
+    messages: list[tuple[int, float]] = []
+    cap = WeightCap(2.0, warn=lambda client, share: messages.append((client, round(share, 3))))
     for _ in range(3):
         cap.uploads(make_context(DOWN, 2), uploads([3.0, 4.0], [1.0, 1.0]))
-    assert heard == [(1, 0.571)]
+    assert messages == [(1, 0.571)]
     assert cap.row() == {"largest_share": 0.5714}
 
 

@@ -71,11 +71,11 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize(("words", "sentence"), SENTENCES.items())
-def test_the_exact_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("message", "sentence"), SENTENCES.items())
+def test_the_exact_sentence(message: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("unknown.toml").write_text("roundz = 3\n")
     before = listing()
-    assert cli.main(words.split()) == 2
+    assert cli.main(message.split()) == 2
     assert capsys.readouterr() == ("", f"halfmoon: {sentence}\n")
     assert listing() == before
 
@@ -83,15 +83,15 @@ def test_the_exact_sentence(words: str, sentence: str, capsys: pytest.CaptureFix
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--device", "cuda"]) == 2
-    said = "halfmoon: device is 'cuda', but this PyTorch sees no GPU; use device = 'auto' or 'cpu'.\n"
-    assert capsys.readouterr().err == said
+    text = "halfmoon: device is 'cuda', but this PyTorch sees no GPU; use device = 'auto' or 'cpu'.\n"
+    assert capsys.readouterr().err == text
     assert listing() == {}
 
 
 def test_a_smallest_size_that_no_draw_meets(capsys: pytest.CaptureFixture[str]) -> None:
     """Nine clients share 90 labeled images, so each needs exactly ten of whole classes: the drawing ends."""
-    words = "run --setting dir-dir --clients 9 --labels-per-class 1 --min-size 10 --dirichlet-alpha 0.001"
-    assert cli.main(words.split()) == 2
+    text = "run --setting dir-dir --clients 9 --labels-per-class 1 --min-size 10 --dirichlet-alpha 0.001"
+    assert cli.main(text.split()) == 2
     assert capsys.readouterr().err == (
         "halfmoon: in 100 draws no split with dirichlet_alpha 0.001 gave each of 9 clients 10 labeled images; the best "
         "minimum was 1, and 3 or more had fewer. Ask for 4 clients, or set min_size to 1 or less.\n"
@@ -112,29 +112,32 @@ def save_split(client: np.ndarray, labeled: np.ndarray, source: str, mark: str) 
 def test_a_client_without_labels(capsys: pytest.CaptureFixture[str]) -> None:
     save_split(CLIENT, LABELED & (CLIENT != 2), "digits", hash_labels(LABELS))
     before = listing()
-    words = "run --split s.parquet --cohort 2 --rounds 1 --method"
-    assert cli.main(f"{words} feddure".split()) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(
+    message = "run --split s.parquet --cohort 2 --rounds 1 --method"
+    assert cli.main(f"{message} feddure".split()) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(
         "halfmoon: client 2 (1 of 4 in all) has no labeled image, but feddure needs some at every client; "
         "ask for more labels or a larger min_size, or choose one of: fedavg, "
     )
-    assert said.count("\n") == 1
+    assert text.count("\n") == 1
     assert listing() == before
     # FixMatch learns there from its own guesses; the upper bound trains on all rows with all labels.
     for method in ("fedavg-fixmatch", "fedavg-sl"):
-        assert cli.main(f"{words} {method} --steps 1 --width 4 --threads 1".split()) == 0
+        assert cli.main(f"{message} {method} --steps 1 --width 4 --threads 1".split()) == 0
 
 
 def test_labels_where_a_method_cannot_use_them(capsys: pytest.CaptureFixture[str]) -> None:
     """By the option, before any data is read, and by a saved split: the reason, and the methods that can."""
     before = listing()
     reason = "halfmoon: method feddure needs labels at every client, but they are at the server; "
-    for words in ("run --method feddure --labels-at server", "run --method feddure --labels-at server --data nowhere"):
-        assert cli.main(words.split()) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"{reason}choose another labels_at, or one of: semifl, ")
-        assert said.count("\n") == 1
+    for message in (
+        "run --method feddure --labels-at server",
+        "run --method feddure --labels-at server --data nowhere",
+    ):
+        assert cli.main(message.split()) == 2
+        text = capsys.readouterr().err
+        assert text.startswith(f"{reason}choose another labels_at, or one of: semifl, ")
+        assert text.count("\n") == 1
     assert listing() == before
     assert cli.main(["data", "digits", "--labels-at", "server", "--clients", "4", "--save", "s.parquet"]) == 0
     capsys.readouterr()
@@ -175,53 +178,53 @@ def test_a_folder_of_another_configuration(capsys: pytest.CaptureFixture[str]) -
     before = listing()
     capsys.readouterr()
     assert cli.main(f"run --method fedavg {TINY} --run-dir r --seed 1".split()) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"halfmoon: {Path('r').absolute()} holds a run of another configuration (")
-    assert said.endswith(f"or `halfmoon resume {Path('r').absolute()}` to go on with that one.\n")
-    assert said.count("\n") == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"halfmoon: {Path('r').absolute()} holds a run of another configuration (")
+    assert text.endswith(f"or `halfmoon resume {Path('r').absolute()}` to go on with that one.\n")
+    assert text.count("\n") == 1
     assert listing() == before
 
 
-@pytest.mark.parametrize("words", ["--clients 2 --protocol few-labels", "--split s.parquet"])
-def test_the_default_cohort_is_never_larger_than_the_clients(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("message", ["--clients 2 --protocol few-labels", "--split s.parquet"])
+def test_the_default_cohort_is_never_larger_than_the_clients(message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "--clients", "2", "--labels-per-class", "5", "--save", "s.parquet"]) == 0
     capsys.readouterr()
     short = "--rounds 1 --steps 1 --network small --width 4 --threads 1 --method fedavg"
-    labels = "" if "split" in words else "--labels-per-class 5"
-    assert cli.main(f"run {short} {words} {labels} --json".split()) == 0
+    labels = "" if "split" in message else "--labels-per-class 5"
+    assert cli.main(f"run {short} {message} {labels} --json".split()) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["rounds"] == 1
 
 
 def test_one_client_is_a_federation(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "run --method feddure --clients 1 --rounds 1 --steps 2 --width 4 --threads 1 --labels-per-class 5 --json"
-    assert cli.main(words.split()) == 0
+    text = "run --method feddure --clients 1 --rounds 1 --steps 2 --width 4 --threads 1 --labels-per-class 5 --json"
+    assert cli.main(text.split()) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["cost"]["labeled_steps"] == 2
 
 
 def test_fewer_labels_than_a_batch_are_noticed_and_repeat(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"run --method fedavg-fixmatch {TINY} --setting iid-iid --labels-per-class 0.5"
-    assert cli.main(words.split()) == 0
+    text = f"run --method fedavg-fixmatch {TINY} --setting iid-iid --labels-per-class 0.5"
+    assert cli.main(text.split()) == 0
     assert capsys.readouterr().err.splitlines()[0] == (
         "halfmoon: 4 of 4 clients have fewer labeled images than a batch of 10: their images repeat within a batch."
     )
 
 
 def test_an_option_of_federations_is_reported_as_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"run --method protofssl {TINY} --labels-per-class 5"
-    assert cli.main(words.split()) == 0
+    text = f"run --method protofssl {TINY} --labels-per-class 5"
+    assert cli.main(text.split()) == 0
     assert "min_class_images" not in capsys.readouterr().err
     Path("run.toml").write_text("[options]\nmin_class_images = 2\n")
-    assert cli.main(f"{words} --config run.toml".split()) == 0
+    assert cli.main(f"{text} --config run.toml".split()) == 0
     assert "min_class_images of protofssl has no effect in a simulation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("capability", "remarks"), [("AVX2", 1), ("AVX512", 0)])
 def test_a_processor_without_bfloat16_is_noticed(capability, remarks, capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    words = f"run --method fedavg {TINY} --precision bf16 --device cpu"
-    assert cli.main(words.split()) == 0
+    text = f"run --method fedavg {TINY} --precision bf16 --device cpu"
+    assert cli.main(text.split()) == 0
     assert capsys.readouterr().err.count("has no bfloat16") == remarks
 
 
@@ -232,8 +235,8 @@ def test_resnet9_pads_digits_to_16() -> None:
 
 
 def test_every_method_runs_batched(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"compare --methods {' '.join(registry.names())} {TINY} --executor vmap --run-dir c --json"
-    assert cli.main(words.split()) == 0
+    text = f"compare --methods {' '.join(registry.names())} {TINY} --executor vmap --run-dir c --json"
+    assert cli.main(text.split()) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["method"] for run in runs] == registry.names()
     assert all(run["finished"] for run in runs)

@@ -81,11 +81,11 @@ def test_a_method_or_a_file_runs_alone(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_flags_reach_the_configuration_with_their_types(fake: Fake, tmp_path: Path) -> None:
-    words = "run --no-flip --unlabeled-batch rest --label-ratio 0.1 --run-dir a --width none --executor vmap --lr 1"
-    words += " --option coarse_lr=1 --option fine=false --option sign=new-old --option fedavg-fixmatch.threshold=0.9"
-    words += " --nesterov --momentum 0.9 --optimizer sgd --no-reuse-labeled --labeled-batch all"
-    words += " --pixel-mean 0.5 0.4 0.3 --pixel-std 0.2 --window 0 100"
-    assert cli.main(words.split()) == 0
+    text = "run --no-flip --unlabeled-batch rest --label-ratio 0.1 --run-dir a --width none --executor vmap --lr 1"
+    text += " --option coarse_lr=1 --option fine=false --option sign=new-old --option fedavg-fixmatch.threshold=0.9"
+    text += " --nesterov --momentum 0.9 --optimizer sgd --no-reuse-labeled --labeled-batch all"
+    text += " --pixel-mean 0.5 0.4 0.3 --pixel-std 0.2 --window 0 100"
+    assert cli.main(text.split()) == 0
     chosen = fake.config
     assert (chosen.flip, chosen.unlabeled_batch, chosen.width, chosen.lr) == (False, "rest", None, 1.0)
     assert (chosen.label_ratio, chosen.labels_per_class, chosen.executor) == (0.1, None, "vmap")
@@ -128,8 +128,8 @@ def test_other_data_take_the_recipe_for_few_labels(fake: Fake) -> None:
 
 def test_compare_names_methods_seeds_and_a_free_folder(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "runs" / "digits-compare-seed0-1").mkdir(parents=True)
-    words = "compare --methods feddure fedavg --seeds 0 2 --budget forwards --option feddure.hidden=8"
-    assert cli.main(words.split()) == 0
+    text = "compare --methods feddure fedavg --seeds 0 2 --budget forwards --option feddure.hidden=8"
+    assert cli.main(text.split()) == 0
     assert fake.rest == (["feddure", "fedavg"], [0, 2])
     assert (fake.config.method, fake.config.baselines, fake.config.budget) == ("feddure", (), "forwards")
     assert fake.config.run_dir == tmp_path / "runs" / "digits-compare-seed0-2"
@@ -137,8 +137,8 @@ def test_compare_names_methods_seeds_and_a_free_folder(fake: Fake, tmp_path: Pat
 
 def test_every_option_is_a_flag_of_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--help-all"]) == 0
-    said = capsys.readouterr().out
-    missing = [name for name in config.option_types() if f"--{name.replace('_', '-')}" not in said]
+    text = capsys.readouterr().out
+    missing = [name for name in config.option_types() if f"--{name.replace('_', '-')}" not in text]
     assert missing == []
 
 
@@ -185,12 +185,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("words", "sentence"), MISTAKES.items())
-def test_a_mistake_is_one_sentence_and_code_2(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words.split()) == 2
-    out, said = capsys.readouterr()
-    assert said.startswith(f"halfmoon: {sentence}")
-    assert said.count("\n") == 1
+@pytest.mark.parametrize(("message", "sentence"), MISTAKES.items())
+def test_a_mistake_is_one_sentence_and_code_2(message: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(message.split()) == 2
+    out, text = capsys.readouterr()
+    assert text.startswith(f"halfmoon: {sentence}")
+    assert text.count("\n") == 1
     assert out == ""
     assert not Path("runs").exists()
 
@@ -210,9 +210,9 @@ def raising(error: BaseException) -> Callable[[Any], None]:
 def test_a_failed_run_ends_with_code_1(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     fake.act = raising(Diverged(11, 3, 4, float("nan")))
     assert cli.main(["run", "--run-dir", "r"]) == 1
-    said = capsys.readouterr().err
-    assert "The loss became nan in round 12 at client 3, step 5" in said
-    assert said.rstrip().endswith(f"The run folder is {Path('r').absolute()}.")
+    text = capsys.readouterr().err
+    assert "The loss became nan in round 12 at client 3, step 5" in text
+    assert text.rstrip().endswith(f"The run folder is {Path('r').absolute()}.")
     full = UserError("r: the disk is full.")
     full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     fake.act = raising(full)
@@ -270,23 +270,25 @@ def test_remarks_on_what_one_may_not_expect(fake: Fake, capsys: pytest.CaptureFi
         in (capsys.readouterr().err)
     )
     assert cli.main(["run", "--method", "fedavg", "--protocol", "few-labels", "--rounds", "200"]) == 0
-    said = "protocol few-labels sets server_ema, but not together with rounds; to use its value, add --server-ema 0.9."
-    assert said in capsys.readouterr().err
-    words = "run --method fedavg --protocol few-labels --rounds 200 --server-ema 0.9"
-    assert cli.main(words.split()) == 0
+    text = "protocol few-labels sets server_ema, but not together with rounds; to use its value, add --server-ema 0.9."
+    assert text in capsys.readouterr().err
+    message = "run --method fedavg --protocol few-labels --rounds 200 --server-ema 0.9"
+    assert cli.main(message.split()) == 0
     assert (fake.config.server_ema, capsys.readouterr().err.count("keeps it")) == (0.9, 0)
 
 
 def test_data_takes_the_image_options_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "data --resize 12 --channels 3 --shrink 2 --image-size 9 --labels 40 --json"
-    assert cli.main(words.split()) == 0
+    text = "data --resize 12 --channels 3 --shrink 2 --image-size 9 --labels 40 --json"
+    assert cli.main(text.split()) == 0
     assert json.loads(capsys.readouterr().out)["data"][0]["shape"] == [9, 9, 3]
 
 
 @pytest.mark.usefixtures("curves_are_drawn")
 def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "run --method fedavg --baselines fedavg-sl --rounds 2 --clients 4 --cohort 2 --run-dir r --threads 1 --json"
-    assert cli.main(words.split()) == 0
+    message = (
+        "run --method fedavg --baselines fedavg-sl --rounds 2 --clients 4 --cohort 2 --run-dir r --threads 1 --json"
+    )
+    assert cli.main(message.split()) == 0
     out = json.loads(capsys.readouterr().out)
     assert [each["method"] for each in out["runs"]] == ["fedavg", "fedavg-sl"]
     folders = [str(Path(each["folder"]).relative_to(out["folder"])) for each in out["runs"]]
@@ -295,20 +297,20 @@ def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.Capture
     assert all(Path(path).stat().st_size for path in out["tables"])
     assert [each["method"] for each in out["comparison"]] == [each["title"] for each in out["runs"]]
     assert cli.main(["resume", "r"]) == 0
-    table, said = capsys.readouterr()
-    assert said.splitlines()[-1] == "halfmoon: r is finished already; these are its results."
+    table, text = capsys.readouterr()
+    assert text.splitlines()[-1] == "halfmoon: r is finished already; these are its results."
     assert table.splitlines()[0].split()[:3] == ["method", "last", "%"]
     percent = f"{100 * out['runs'][0]['accuracy']['last']:.2f}"
     assert table.splitlines()[1].startswith(f"{out['runs'][0]['title']}  ")
     assert percent in table.splitlines()[1]
     assert table.splitlines()[-2:] == ["curves: r/curves.png", "run folder: r"]
-    assert cli.main([*words.split(), "--rounds", "3"]) == 2
+    assert cli.main([*message.split(), "--rounds", "3"]) == 2
     assert "choose another --run-dir" in capsys.readouterr().err
 
 
 def test_compare_plays_every_method_and_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "compare --methods fedavg fedavg-fixmatch --seeds 0 1 --rounds 1 --clients 4 --cohort 1 --run-dir c"
-    assert cli.main(f"{words} --budget labeled-steps --threads 1".split()) == 0
+    text = "compare --methods fedavg fedavg-fixmatch --seeds 0 1 --rounds 1 --clients 4 --cohort 1 --run-dir c"
+    assert cli.main(f"{text} --budget labeled-steps --threads 1".split()) == 0
     table, lines = capsys.readouterr()
     names = {f"{method}-seed{seed}" for method in ("fedavg", "fedavg-fixmatch") for seed in (0, 1)}
     assert {path.parent.name for path in Path("c").glob("*/summary.json")} == names
@@ -319,8 +321,8 @@ def test_compare_plays_every_method_and_seed(capsys: pytest.CaptureFixture[str])
 
 
 def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "data --clients 6 --labels-per-class 2 --setting iid-iid --json --save s.parquet --png b.png"
-    assert cli.main(words.split()) == 0
+    text = "data --clients 6 --labels-per-class 2 --setting iid-iid --json --save s.parquet --png b.png"
+    assert cli.main(text.split()) == 0
     (facts,) = json.loads(capsys.readouterr().out)["data"]
     both = np.array(facts["train_classes"]) + facts["test_classes"]
     assert both.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # what is published of the digits
@@ -328,11 +330,11 @@ def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixtur
     # Stratified labels: two of each of ten classes for each of six clients.
     assert [client["labeled_classes"] for client in facts["split"]["each"]] == [[2] * 10] * 6
     assert Path("b.png").read_bytes().startswith(b"\x89PNG")
-    kept = Split.load(Path("s.parquet"))
-    assert (kept.clients, int(kept.labeled.sum())) == (6, 120)
+    stored = Split.load(Path("s.parquet"))
+    assert (stored.clients, int(stored.labeled.sum())) == (6, 120)
     assert cli.main(["data", "--split", "s.parquet", "--json"]) == 0
-    (again,) = json.loads(capsys.readouterr().out)["data"]
-    assert again["split"] == facts["split"]
+    (repeated,) = json.loads(capsys.readouterr().out)["data"]
+    assert repeated["split"] == facts["split"]
     assert cli.main(["data", "--split", "s.parquet"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "digits: 1,437 training and 360 test images, 8x8, 1 channel(s), 10 classes"
@@ -359,16 +361,16 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize(("words", "line"), SPLITS.items())
-def test_a_split_is_described_in_a_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("message", "line"), SPLITS.items())
+def test_a_split_is_described_in_a_line(message: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """20 clients on 1,437 digits of which 100 (0.5 * 20 of each class) are labeled; 1,437 - 20 * 71 = 17 are over."""
-    assert cli.main(["data", "digits", *words.split()]) == 0
+    assert cli.main(["data", "digits", *message.split()]) == 0
     assert f"split: {line}" in capsys.readouterr().out.splitlines()
 
 
 def test_the_labels_of_a_server_have_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "data digits --labels-at server --labels 30 --clients 3 --setting semifl-iid --png b.png"
-    assert cli.main(words.split()) == 0
+    text = "data digits --labels-at server --labels 30 --clients 3 --setting semifl-iid --png b.png"
+    assert cli.main(text.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     heading = next(n for n, line in enumerate(lines) if line.startswith("client"))
     server, *clients = (line.split() for line in lines[heading + 1 : -1])
@@ -513,9 +515,9 @@ def test_what_looks_like_a_picture_stays_as_it_is_written() -> None:
     assert all(word in file.getvalue() for word in ("runs/:cat:", ":dog:", "12:CD:34"))
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
-def test_durations(seconds: float | None, words: str) -> None:
-    assert console.duration(seconds) == words
+@pytest.mark.parametrize(("seconds", "message"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
+def test_durations(seconds: float | None, message: str) -> None:
+    assert console.duration(seconds) == message
 
 
 def test_json_on_a_pipe_shows_no_progress() -> None:
@@ -533,8 +535,8 @@ def test_json_on_a_pipe_shows_no_progress() -> None:
 def test_what_each_of_many_runs_would_say_is_said_once(terminal: bool) -> None:
     file = io.StringIO()
     with console.make_progress(Console(file=file, force_terminal=terminal, width=80)) as watch:
-        for words in ("batches repeat", "batches repeat", "another", "batches repeat"):
-            watch.say(words)
+        for text in ("batches repeat", "batches repeat", "another", "batches repeat"):
+            watch.say(text)
     assert (file.getvalue().count("batches repeat"), file.getvalue().count("another")) == (1, 1)
 
 
@@ -565,10 +567,10 @@ def test_methods_break_between_words_on_a_terminal(width: int) -> None:
         each.name: "confidence_threshold = 0.95, another_long_option = false, the_last_one = 12" for each in entries
     }
     methods.print_methods(Console(file=file, width=width, force_terminal=True, color_system=None), entries, options)
-    words = file.getvalue().replace("\n", " ")
+    text = file.getvalue().replace("\n", " ")
     for each in entries:
         for word in f"{each.name} {each.title} {each.paper} {each.labels} {options[each.name]}".split():
-            assert re.search(rf"(^|\s){re.escape(word)}(\s|$)", words), word
+            assert re.search(rf"(^|\s){re.escape(word)}(\s|$)", text), word
     tables = [line for line in file.getvalue().splitlines() if not re.match(r"[a-z-]+: ", line)]
     assert max(map(len, tables)) <= width
 

@@ -82,10 +82,10 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
         patch.setattr(ServerRuntime, "close", closing)
         patch.setattr(ServerRuntime, "_train_responders", asking)
         assert main([*RUN.split(), str(tmp_path / "run")]) == 1
-    said = capsys.readouterr().err
-    assert "the memory of this machine is used up" in said
-    assert f"go on with: halfmoon resume {tmp_path / 'run'}" in said
-    assert "Traceback" not in said
+    text = capsys.readouterr().err
+    assert "the memory of this machine is used up" in text
+    assert f"go on with: halfmoon resume {tmp_path / 'run'}" in text
+    assert "Traceback" not in text
     assert gone_on(tmp_path / "run") == straight
 
 

@@ -125,9 +125,9 @@ def method_options(draw: st.DrawFn) -> dict[str, Any]:
 def test_text_loads_as_the_same_configuration(tmp_path_factory: pytest.TempPathFactory, drawn: Config) -> None:
     path = tmp_path_factory.mktemp("run") / "config.toml"
     path.write_text(config.to_toml(drawn), encoding="utf-8")
-    again = config.resolve(config.load_file(path), {}, path)
-    assert again == dataclasses.replace(drawn, run_dir=None)
-    assert config.identity(again, "feddure") == config.identity(drawn, "feddure")
+    repeated = config.resolve(config.load_file(path), {}, path)
+    assert repeated == dataclasses.replace(drawn, run_dir=None)
+    assert config.identity(repeated, "feddure") == config.identity(drawn, "feddure")
 
 
 def test_defaults_are_a_valid_configuration_and_the_template_states_them() -> None:
@@ -226,15 +226,15 @@ def test_a_wrong_key_type_or_choice_is_one_sentence(values: dict[str, Any], sent
     ],
 )
 def test_ranges_and_impossible_combinations_are_one_sentence(values: dict[str, Any], sentence: str) -> None:
-    said = refused(values)
-    assert said.startswith(sentence)
-    assert said.endswith(".")
-    assert "\n" not in said
+    text = refused(values)
+    assert text.startswith(sentence)
+    assert text.endswith(".")
+    assert "\n" not in text
 
 
 def test_flags_are_named_as_they_are_typed() -> None:
-    said = "unknown option '--labels-per-clas': did you mean '--labels-per-class'?"
-    assert refused({}, {"labels_per_clas": 3}) == said
+    text = "unknown option '--labels-per-clas': did you mean '--labels-per-class'?"
+    assert refused({}, {"labels_per_clas": 3}) == text
     assert refused({}, {"split_seed": "x"}) == '--split-seed is "x": it must be a whole number.'
 
 

@@ -56,8 +56,8 @@ def test_command_prints_layers_and_trains_nothing(capsys, tmp_path):
     file = tmp_path / "study.toml"
     file.write_text("rounds = 3\n")
     folder = tmp_path / "run"
-    words = ["--config", str(file), "--clients", "4", "--run-dir", str(folder), "--explain", "--json"]
-    assert main(["run", *words]) == 0
+    arguments = ["--config", str(file), "--clients", "4", "--run-dir", str(folder), "--explain", "--json"]
+    assert main(["run", *arguments]) == 0
     layers = {row["option"]: row["layer"] for row in json.loads(capsys.readouterr().out)["options"]}
     assert (layers["rounds"], layers["clients"], layers["cohort"]) == (f"file {file}", "flag", "computed")
     assert not folder.exists()

@@ -28,8 +28,8 @@ def test_preset_of_a_paper_gives_way_to_what_is_said():
     assert method_options(config, "fedavg") == {}
     few = resolve({}, {"preset": "paper", "labels": 30})
     assert (few.labels, few.labels_per_class) == (30, None)
-    again = resolve(tomllib.loads(to_toml(few)), {})
-    assert again == few
+    repeated = resolve(tomllib.loads(to_toml(few)), {})
+    assert repeated == few
 
 
 def test_preset_of_a_method_without_one_is_refused():
@@ -39,8 +39,8 @@ def test_preset_of_a_method_without_one_is_refused():
 
 def test_preset_marks_a_run_as_its_options_do():
     preset = resolve({}, {"preset": "paper"})
-    said = {name: value for name, value in method_options(preset, "feddure").items() if value is not None}
-    plain = replace(preset, preset="none", options={**said, "regulator_lr": preset.lr})
+    text = {name: value for name, value in method_options(preset, "feddure").items() if value is not None}
+    plain = replace(preset, preset="none", options={**text, "regulator_lr": preset.lr})
     assert identity(preset, "feddure") != identity(replace(preset, preset="none"), "feddure")
     assert identity(replace(preset, options={"regulator_lr": preset.lr}), "feddure") == identity(plain, "feddure")
 

@@ -22,7 +22,7 @@ def _removed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("message", "sentence"),
     [
         ("run --warp 3", "option '--warp' was removed: use lr."),
         ("run --silent 0.1", "option '--silent' is called --client-dropout since version 0.2: rename it."),
@@ -32,8 +32,10 @@ def _removed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("site check FOLDER --warp 3", "option '--warp' of site check was removed: use --size."),
     ],
 )
-def test_the_command_line_names_the_replacement(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words.split()) == 2
+def test_the_command_line_names_the_replacement(
+    message: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(message.split()) == 2
     assert capsys.readouterr().err == f"halfmoon: {sentence}\n"
 
 
@@ -82,8 +84,8 @@ def test_a_configuration_of_an_earlier_version_equals_todays_text() -> None:
     old = text.replace("\nexecutor", '\ncompile = false\nseeds_together = false\nstart = "none"\nexecutor', 1)
     assert old != text
     assert retired.strip_ignored_lines(old) == text
-    for kept in ("compile = true\n", "[options]\ncompile = false\n"):
-        assert retired.strip_ignored_lines(kept) == kept
+    for stored in ("compile = true\n", "[options]\ncompile = false\n"):
+        assert retired.strip_ignored_lines(stored) == stored
 
 
 def test_run_folders_of_earlier_versions_keep_their_identity() -> None:

@@ -44,15 +44,15 @@ def test_a_gradient_is_that_of_torch_func(quiet: bool):
     """Gradient, loss and aside have the same bits, with or without no_grad; nothing keeps a graph, inputs stay."""
     params, x = scene()
     with torch.set_grad_enabled(not quiet):
-        ours, value, aside = grad_and_value(loss, params, x)
-        theirs, (expected, baselines) = torch.func.grad_and_value(loss, has_aux=True)(params, x)
-    assert trees_equal(ours, theirs)
+        actual, value, aside = grad_and_value(loss, params, x)
+        expected_value, (expected, baselines) = torch.func.grad_and_value(loss, has_aux=True)(params, x)
+    assert trees_equal(actual, expected_value)
     assert torch.equal(value, expected)
     assert torch.equal(aside["logits"], baselines["logits"])
     assert trees_equal(aside["moments"][0], baselines["moments"][0])
     assert aside["none"] == ()
-    assert not ours["idle"]["weight"].any()
-    found = [*tree.leaves(ours), value, aside["logits"], *tree.leaves(params)]
+    assert not actual["idle"]["weight"].any()
+    found = [*tree.leaves(actual), value, aside["logits"], *tree.leaves(params)]
     assert not any(leaf.requires_grad for leaf in found)
 
 
@@ -70,11 +70,11 @@ def test_pulls_are_those_of_torch_func():
     ]
     with torch.no_grad():
         outputs, pull, aside = vjp(lambda p: parts(p, x), params)
-        expected, theirs, baselines = cast(Any, torch.func.vjp(lambda p: parts(p, x), params, has_aux=True))
+        expected, expected_value, baselines = cast(Any, torch.func.vjp(lambda p: parts(p, x), params, has_aux=True))
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
         assert torch.equal(aside, baselines)
-        assert trees_equal(pull(cotangents[0], True), theirs(cotangents[0])[0])
-        assert trees_equal(pull(cotangents[1], False), theirs(cotangents[1])[0])
+        assert trees_equal(pull(cotangents[0], True), expected_value(cotangents[0])[0])
+        assert trees_equal(pull(cotangents[1], False), expected_value(cotangents[1])[0])
     assert not outputs[0].requires_grad
     assert not aside.requires_grad
 
@@ -94,9 +94,9 @@ def test_both_work_inside_other_transforms():
     assert not inside_transform()
     for k, (p, images) in enumerate(scenes):
         (logits, _), pull, _ = vjp(lambda q, images=images: parts(q, images), p)
-        alone = grad_and_value(loss, p, images)[0], pull((torch.ones_like(logits), torch.ones(5).double()), False)
-        for ours, theirs in zip(many, alone, strict=True):
-            for a, b in zip(tree.leaves(ours), tree.leaves(theirs), strict=True):
+        single = grad_and_value(loss, p, images)[0], pull((torch.ones_like(logits), torch.ones(5).double()), False)
+        for actual, expected_value in zip(many, single, strict=True):
+            for a, b in zip(tree.leaves(actual), tree.leaves(expected_value), strict=True):
                 torch.testing.assert_close(a[k], b, rtol=1e-11, atol=1e-12)
     cube = torch.func.grad(lambda z: grad_and_value(lambda p: (p["z"] ** 3, ()), {"z": z})[0]["z"])
     assert float(cube(torch.tensor(2.0))) == 12
@@ -111,14 +111,14 @@ def test_a_lifted_program_is_that_of_vmap():
         return {"first": carry, "nothing": {}}, StepMetrics(sample.total + sample.count, {"m": sample}, (pseudo,))
 
     carry = {"a": {"b": base, "c": {}}, "d": base[:, 0]}
-    (state, notes), (expected, theirs) = vmap_clients(one)(carry, sample), torch.func.vmap(one)(carry, sample)
+    (state, notes), (expected, expected_value) = vmap_clients(one)(carry, sample), torch.func.vmap(one)(carry, sample)
     assert trees_equal(state, expected)
     assert list(state) == ["first", "nothing"]
     assert state["first"]["a"]["c"] == {}
     assert isinstance(notes, StepMetrics)
     assert isinstance(notes.samples["m"], WeightedMetric)
-    assert torch.equal(notes.loss, theirs.loss)
-    assert all(torch.equal(a, b) for a, b in zip(notes.pseudo[0], theirs.pseudo[0], strict=True))
+    assert torch.equal(notes.loss, expected_value.loss)
+    assert all(torch.equal(a, b) for a, b in zip(notes.pseudo[0], expected_value.pseudo[0], strict=True))
     assert vmap_clients(lambda carry: {})(carry) == {}
 
 
@@ -127,10 +127,10 @@ def test_a_lifted_cross_entropy_is_pytorchs(reduction: Literal["mean", "none"]) 
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5, 4, generator=g, dtype=torch.float64)
     labels = torch.randint(4, (3, 5), generator=g)
-    alone = [F.cross_entropy(z, y, reduction=reduction) for z, y in zip(logits, labels, strict=True)]
+    single = [F.cross_entropy(z, y, reduction=reduction) for z, y in zip(logits, labels, strict=True)]
     many = torch.func.vmap(lambda z, y: cross_entropy(z, y, reduction))(logits, labels)
-    assert torch.allclose(many, torch.stack(alone), rtol=0, atol=1e-14)
-    assert torch.equal(cross_entropy(logits[0], labels[0], reduction), alone[0])
+    assert torch.allclose(many, torch.stack(single), rtol=0, atol=1e-14)
+    assert torch.equal(cross_entropy(logits[0], labels[0], reduction), single[0])
 
 
 STEP = """

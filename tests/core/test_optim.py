@@ -50,11 +50,11 @@ def scene(seed: int = 0):
     return params, gradients
 
 
-def follow(ours, theirs, options, close: float, clip=lambda twins: None) -> None:
+def follow(ours, expected, options, close: float, clip=lambda twins: None) -> None:
     """Take steps with an optimizer and with torch's, which are to be equal; torch clips its gradients by `clip`."""
     params, gradients = scene()
     twins = [leaf.clone() for leaf in tree.leaves(params)]
-    oracle = theirs(twins, **options)
+    oracle = expected(twins, **options)
     state = ours.init(params)
     for gradient in gradients:
         params, state = ours.step(params, gradient, state)
@@ -74,19 +74,19 @@ def test_steps_equal_torch_optim(ours, theirs, options):
 
 @EVERY
 def test_lifted_steps_equal_single_ones(ours, theirs, options):
-    alone = []
+    single = []
     for seed in range(3):
         params, gradients = scene(seed)
         state = ours.init(params)
         for gradient in gradients[:3]:
             params, state = ours.step(params, gradient, state)
-        alone.append((params, state))
+        single.append((params, state))
     scenes = [scene(seed) for seed in range(3)]
     params = tree.stack([params for params, _ in scenes])
     state = vmap(ours.init)(params)
     for step in range(3):
         params, state = vmap(ours.step)(params, tree.stack([g[step] for _, g in scenes]), state)
-    for k, (one, memory) in enumerate(alone):
+    for k, (one, memory) in enumerate(single):
         for a, b in zip(tree.leaves(tree.index(params, k)), tree.leaves(one), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         for a, b in zip(tree.leaves(tree.index(state, k)), tree.leaves(memory), strict=True):
@@ -167,13 +167,13 @@ def test_clipping_equals_torchs(norm, value):
 
 
 def test_a_clipped_optimizer_changes_its_rate_like_the_one_inside():
-    ours = GradientClipping(Adam(0.1), 1.0, 2.0)
-    assert ours.with_lr(0.3) == GradientClipping(Adam(0.3), 1.0, 2.0)
-    assert ours.with_lr(0.3).lr == 0.3
+    actual = GradientClipping(Adam(0.1), 1.0, 2.0)
+    assert actual.with_lr(0.3) == GradientClipping(Adam(0.3), 1.0, 2.0)
+    assert actual.with_lr(0.3).lr == 0.3
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("actual", "expected"),
     [
         (ConstantSchedule(), lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
         (CosineSchedule(), lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)),
@@ -185,11 +185,11 @@ def test_a_clipped_optimizer_changes_its_rate_like_the_one_inside():
         (StepSchedule((0.25,), 0.5), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [10], 0.5)),
     ],
 )
-def test_schedules_equal_torchs(ours, theirs):
+def test_schedules_equal_torchs(actual, expected):
     """The learning rate of each of 40 rounds, set from the task of the run or from that of the round before."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.2)
-    scheduler = theirs(optimizer)
-    run = Task(NETWORK, SGD(0.2, momentum=0.9), None, rounds=40, schedule=ours)
+    scheduler = expected(optimizer)
+    run = Task(NETWORK, SGD(0.2, momentum=0.9), None, rounds=40, schedule=actual)
     before = run
     for number in range(40):
         now = run.at(number)
@@ -210,19 +210,19 @@ def test_a_slower_group_is_torchs_parameter_group(kind: str) -> None:
     twins = {name: torch.nn.Parameter(part["w"].clone()) for name, part in params.items()}
     groups = [{"params": [twins["deep"]], "lr": 0.01}, {"params": [twins["head"]], "lr": 0.1}]
     if kind == "sgd":
-        theirs = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+        expected = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
         inner = SGD(0.05, 0.9, 0.01)
     else:
-        theirs = torch.optim.Adam(groups, lr=0.1, weight_decay=0.01)
+        expected = torch.optim.Adam(groups, lr=0.1, weight_decay=0.01)
         inner = Adam(0.05, weight_decay=0.01)
-    ours = LayerwiseLearningRate(inner, 0.1, frozenset({"deep/w"})).with_lr(0.1)
-    state = ours.init(params)
+    actual = LayerwiseLearningRate(inner, 0.1, frozenset({"deep/w"})).with_lr(0.1)
+    state = actual.init(params)
     for _ in range(3):
         gradient = {name: {"w": torch.randn(part["w"].shape, generator=g)} for name, part in params.items()}
         for name, twin in twins.items():
             twin.grad = gradient[name]["w"].clone()
-        theirs.step()
-        params, state = ours.step(params, gradient, state)
+        expected.step()
+        params, state = actual.step(params, gradient, state)
     for name, twin in twins.items():
         torch.testing.assert_close(params[name]["w"], twin.data)
 
@@ -232,15 +232,15 @@ def test_adam_of_one_client_is_that_of_a_lifted_one_whatever_the_order_of_its_st
     g = torch.Generator().manual_seed(0)
     params, gradient = ({"b": {"w": torch.randn(4, 3, generator=g)}, "a": torch.randn(4, generator=g)} for _ in "pg")
     optimizer = Adam(0.1, weight_decay=0.01)
-    alone = (params, optimizer.init(params))
+    single = (params, optimizer.init(params))
     lifted = vmap(lambda p: (p, optimizer.init(p)))(tree.stack([params]))
     for _ in range(3):
-        shuffled = {k: {n: v[n] for n in reversed(v)} if isinstance(v, dict) else v for k, v in alone[1].items()}
-        alone = optimizer.step(alone[0], gradient, shuffled)
+        shuffled = {k: {n: v[n] for n in reversed(v)} if isinstance(v, dict) else v for k, v in single[1].items()}
+        single = optimizer.step(single[0], gradient, shuffled)
         lifted = vmap(optimizer.step)(lifted[0], tree.stack([gradient]), lifted[1])
-    for ours, theirs in zip(alone, lifted, strict=True):
-        for name, leaf in tree.flatten(ours).items():
-            assert torch.equal(leaf, tree.flatten(theirs)[name][0]), name
+    for actual, expected in zip(single, lifted, strict=True):
+        for name, leaf in tree.flatten(actual).items():
+            assert torch.equal(leaf, tree.flatten(expected)[name][0]), name
 
 
 def test_a_large_model_moves_as_its_leaves_do_alone():

@@ -22,9 +22,9 @@ TREES = st.recursive(
 @given(TREES)
 def test_unflatten_undoes_flatten(one):
     flat = tree.flatten(one)
-    again = tree.unflatten(flat)
-    assert [id(leaf) for leaf in tree.leaves(again)] == [id(leaf) for leaf in tree.leaves(one)]
-    assert list(tree.flatten(again)) == list(flat)
+    repeated = tree.unflatten(flat)
+    assert [id(leaf) for leaf in tree.leaves(repeated)] == [id(leaf) for leaf in tree.leaves(one)]
+    assert list(tree.flatten(repeated)) == list(flat)
     assert len(flat) == len(list(tree.leaves(one)))
 
 

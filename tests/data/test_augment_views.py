@@ -150,9 +150,9 @@ def test_every_row_has_its_own_draw(view: View) -> None:
 
 @pytest.mark.parametrize("view", [Labeled(), Weak(), Strong(), StrongSemiFL(), StrongFedLoKe()], ids=repr)
 def test_draws_follow_the_generator_alone(view: View) -> None:
-    first, again, other = (view.draw(50, (3, 32, 32), seeded(seed)) for seed in (7, 7, 8))
+    first, repeated, other = (view.draw(50, (3, 32, 32), seeded(seed)) for seed in (7, 7, 8))
     torch.manual_seed(0)  # the global generator has no part in it
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
@@ -282,12 +282,12 @@ def test_shared_draws_once_for_the_rows_of_a_step() -> None:
     """Row i has draw i // 4 of the view itself, the last group cut short."""
     view = StrongSemiFL()
     shared = Shared(view, 4).draw(10, (3, 32, 32), seeded(6))
-    alone = view.draw(3, (3, 32, 32), seeded(6))
-    assert set(shared) == set(alone)
+    single = view.draw(3, (3, 32, 32), seeded(6))
+    assert set(shared) == set(single)
     for name, leaf in shared.items():
         assert leaf.shape[0] == 10
         for row in range(10):
-            assert torch.equal(leaf[row], alone[name][row // 4])
+            assert torch.equal(leaf[row], single[name][row // 4])
     assert Shared(view, 4).draw(0, (3, 32, 32), seeded())["corner"].shape == (0, 2, 2)
 
 

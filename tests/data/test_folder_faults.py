@@ -137,12 +137,12 @@ def test_at_a_terminal_the_command_asks(tmp_path: Path, monkeypatch: pytest.Monk
     write_classes(tmp_path / "in", 8)
     (tmp_path / "in" / "cat" / "bad.png").write_bytes(b"")
     command = ["data", str(tmp_path / "in"), "--clients", "2", "--labels", "4", "--setting", "iid-iid"]
-    for answer, code in (("n\n", 2), ("y\n", 0)):
-        asked = Terminal()
-        monkeypatch.setattr(sys, "stdin", Terminal(answer))
-        monkeypatch.setattr(sys, "stderr", asked)
+    for reply, code in (("n\n", 2), ("y\n", 0)):
+        requested = Terminal()
+        monkeypatch.setattr(sys, "stdin", Terminal(reply))
+        monkeypatch.setattr(sys, "stderr", requested)
         assert main(command) == code
-        assert asked.getvalue().count("Leave them out and continue? [y/N]") == 1
+        assert requested.getvalue().count("Leave them out and continue? [y/N]") == 1
 
 
 def test_images_in_subfolders_of_a_class_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

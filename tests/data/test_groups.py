@@ -32,8 +32,8 @@ def test_a_pattern_finds_the_group_in_folder_and_name() -> None:
     assert find_groups(paths, PATTERN) == ["p1", "p22"]
     with pytest.raises(UserError, match=r"b\.png: its folder and name do not fit"):
         find_groups([*paths, Path("p3_/a/b.png")], PATTERN)
-    for wrong, words in (("p[0-9", "no regular expression"), ("p[0-9]+", "needs one group")):
-        with pytest.raises(UserError, match=words):
+    for wrong, text in (("p[0-9", "no regular expression"), ("p[0-9]+", "needs one group")):
+        with pytest.raises(UserError, match=text):
             find_groups(paths, wrong)
 
 

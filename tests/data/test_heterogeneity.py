@@ -70,31 +70,31 @@ def test_summary_by_hand() -> None:
     All labeled rows: (3, 1, 1) / 5. Against it: client 0 |2/3-3/5| + |1/3-1/5| + 1/5 = 2/5, TV 1/5;
     client 1: 3/5 + 1/5 + 4/5, TV 4/5; client 2: 2/5 + 1/5 + 1/5, TV 2/5; mean 7/15.
     All unlabeled rows: (1, 2, 3) / 6. Client 0: 1/6 + 4/6 + 3/6, TV 2/3; client 1: 1/12 + 4/12 + 3/12, TV 1/3."""
-    facts = summarize(SPLIT, LABELS, ("a", "b", "c"))
-    assert facts["counts"] == {
+    metadata = summarize(SPLIT, LABELS, ("a", "b", "c"))
+    assert metadata["counts"] == {
         "images": 12, "labeled": 5, "unlabeled": 6, "nobody": 1, "clients": 3, "classes": ["a", "b", "c"],
     }  # fmt: skip
-    assert [client["tv"] for client in facts["each"]] == [pytest.approx(2 / 3), pytest.approx(1 / 4), None]
-    assert [client["labeled_classes"] for client in facts["each"]] == [[2, 1, 0], [0, 0, 1], [1, 0, 0]]
-    assert [client["unlabeled_classes"] for client in facts["each"]] == [[0, 2, 0], [1, 0, 3], [0, 0, 0]]
-    assert (facts["each"][1]["labeled"], facts["each"][1]["unlabeled"]) == (1, 4)
-    assert facts["each"][2]["js"] is None
-    assert facts["internal"] == pytest.approx({"mean": 11 / 24, "min": 1 / 4, "max": 2 / 3})
-    assert facts["external"]["labeled"] == pytest.approx({"mean": 7 / 15, "min": 1 / 5, "max": 4 / 5})
-    assert facts["external"]["unlabeled"] == pytest.approx({"mean": 1 / 2, "min": 1 / 3, "max": 2 / 3})
-    assert facts["sizes"] == {
+    assert [client["tv"] for client in metadata["each"]] == [pytest.approx(2 / 3), pytest.approx(1 / 4), None]
+    assert [client["labeled_classes"] for client in metadata["each"]] == [[2, 1, 0], [0, 0, 1], [1, 0, 0]]
+    assert [client["unlabeled_classes"] for client in metadata["each"]] == [[0, 2, 0], [1, 0, 3], [0, 0, 0]]
+    assert (metadata["each"][1]["labeled"], metadata["each"][1]["unlabeled"]) == (1, 4)
+    assert metadata["each"][2]["js"] is None
+    assert metadata["internal"] == pytest.approx({"mean": 11 / 24, "min": 1 / 4, "max": 2 / 3})
+    assert metadata["external"]["labeled"] == pytest.approx({"mean": 7 / 15, "min": 1 / 5, "max": 4 / 5})
+    assert metadata["external"]["unlabeled"] == pytest.approx({"mean": 1 / 2, "min": 1 / 3, "max": 2 / 3})
+    assert metadata["sizes"] == {
         "labeled": {"min": 1, "median": 1.0, "max": 3},
         "unlabeled": {"min": 0, "median": 2.0, "max": 4},
     }
-    assert facts["present"] == {"labeled": pytest.approx(4 / 3), "unlabeled": 1.0}
-    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert metadata["present"] == {"labeled": pytest.approx(4 / 3), "unlabeled": 1.0}
+    assert json.loads(json.dumps(metadata, allow_nan=False)) == metadata
 
 
 def test_a_split_without_unlabeled_rows_has_no_distances() -> None:
-    facts = summarize(Split(np.zeros(3, np.int64), np.ones(3, bool), 1), np.array([0, 1, 1]), ("a", "b"))
+    metadata = summarize(Split(np.zeros(3, np.int64), np.ones(3, bool), 1), np.array([0, 1, 1]), ("a", "b"))
     nothing = {"mean": None, "min": None, "max": None}
-    assert facts["internal"] == facts["internal_js"] == facts["external"]["unlabeled"] == nothing
-    assert facts["external"]["labeled"] == {"mean": 0.0, "min": 0.0, "max": 0.0}
+    assert metadata["internal"] == metadata["internal_js"] == metadata["external"]["unlabeled"] == nothing
+    assert metadata["external"]["labeled"] == {"mean": 0.0, "min": 0.0, "max": 0.0}
 
 
 def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
@@ -103,22 +103,22 @@ def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
     client = np.array([SERVER, SERVER, SERVER, 0, 0, 1, 1, -1])
     labels = np.array([0, 0, 1, 1, 1, 0, 2, 2])
     split = Split(client, client == SERVER, 2, stage=np.array([0, 0, 0, 0, 1, 1, 1, 2]))
-    facts = summarize(split, labels, ("a", "b", "c"))
-    assert {**facts["server"], "js": 0} == {
+    metadata = summarize(split, labels, ("a", "b", "c"))
+    assert {**metadata["server"], "js": 0} == {
         "labeled": 3, "labeled_classes": [2, 1, 0], "tv": pytest.approx(5 / 12), "js": 0,
     }  # fmt: skip
     p = np.array([2, 1, 0]) / 3
     q = np.array([1, 2, 1]) / 4
-    assert facts["server"]["js"] == pytest.approx(jensen_shannon(p, q))
-    numbers = {name: facts["counts"][name] for name in ("images", "labeled", "unlabeled", "nobody")}
+    assert metadata["server"]["js"] == pytest.approx(jensen_shannon(p, q))
+    numbers = {name: metadata["counts"][name] for name in ("images", "labeled", "unlabeled", "nobody")}
     assert numbers == {"images": 8, "labeled": 3, "unlabeled": 4, "nobody": 1}
-    assert facts["stages"] == [1, 3, 0]
+    assert metadata["stages"] == [1, 3, 0]
     nothing = {"mean": None, "min": None, "max": None}
-    assert facts["internal"] == facts["external"]["labeled"] == nothing
+    assert metadata["internal"] == metadata["external"]["labeled"] == nothing
     # Unlabeled: (0, 1, 0) and (1/2, 0, 1/2) against (1/4, 1/2, 1/4): both a half.
-    assert facts["external"]["unlabeled"] == pytest.approx({"mean": 1 / 2, "min": 1 / 2, "max": 1 / 2})
-    assert facts["sizes"]["labeled"] == {"min": 0, "median": 0.0, "max": 0}
-    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert metadata["external"]["unlabeled"] == pytest.approx({"mean": 1 / 2, "min": 1 / 2, "max": 1 / 2})
+    assert metadata["sizes"]["labeled"] == {"min": 0, "median": 0.0, "max": 0}
+    assert json.loads(json.dumps(metadata, allow_nan=False)) == metadata
     assert summarize(SPLIT, LABELS, ("a", "b", "c"))["server"] is None
     assert summarize(SPLIT, LABELS, ("a", "b", "c"))["stages"] == [6]
 

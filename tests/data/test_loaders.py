@@ -337,10 +337,10 @@ def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
     folder = tiny(tmp_path / "tiny_imagenet")
     load("tiny_imagenet", tmp_path, cache=tmp_path / "cache")
     annotate(folder, lambda lines: [lines[0].replace(CROC, FISH), *lines[1:]])
-    again = load("tiny_imagenet", tmp_path, cache=tmp_path / "cache")
+    repeated = load("tiny_imagenet", tmp_path, cache=tmp_path / "cache")
     assert len(list((tmp_path / "cache").glob("images-????????????????.npy"))) == 2
-    assert again.test.labels.tolist() == [0, 0, 2, 1]
-    np.testing.assert_array_equal(again.test.images[1], pillow_rgb(folder / "val" / "images" / "val_1.JPEG"))
+    assert repeated.test.labels.tolist() == [0, 0, 2, 1]
+    np.testing.assert_array_equal(repeated.test.images[1], pillow_rgb(folder / "val" / "images" / "val_1.JPEG"))
 
 
 def test_cifar100_parquet_prefers_the_fine_label(tmp_path: Path) -> None:
@@ -400,21 +400,21 @@ def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
 )
 def test_names_resolve_to_hub_repositories(monkeypatch, name, image, repository, config, held):
     """Repository, configuration and parts as the hub has them; CIFAR-100 has a coarse label too, which is not taken."""
-    asked = []
+    requests = []
     labels = {"coarse_label": [0, 1], "fine_label": [49, 4]} if name == "cifar100" else {"label": [9, 4]}
     size = DATASETS[name].shape[0]
     second = make_noise_images(1, size, 1 if DATASETS[name].gray else 3, seed=1)[0]
 
     def load_dataset(path: str, config: str | None, split: str) -> FakeHubDataset:
-        asked.append((path, config, split))
+        requests.append((path, config, split))
         return FakeHubDataset([make_noise_images(1, size)[0], second], image, **labels)
 
     install_fake_hub(monkeypatch, load_dataset)
     source = load(name)
-    assert asked == [(repository, config, "train"), (repository, config, held)]
+    assert requests == [(repository, config, "train"), (repository, config, held)]
     np.testing.assert_array_equal(source.train.images[1], np.broadcast_to(second, DATASETS[name].shape))
     assert source.test.labels.tolist()[1] == 4
     assert source.test.labels.tolist()[0] == (49 if name == "cifar100" else 9)
     assert source.classes == DATASETS[name].classes
     load(name, test="validation")
-    assert asked[-1] == (repository, config, "validation")
+    assert requests[-1] == (repository, config, "validation")

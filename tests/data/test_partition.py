@@ -33,8 +33,8 @@ def mixed(count: int, classes: int, seed: int = 0) -> np.ndarray:
 
 
 def test_streams_depend_on_every_word_and_nothing_else() -> None:
-    def first(*words: str, seed: int = 0) -> int:
-        return int(named_generator(seed, *words).integers(2**62))
+    def first(*text: str, seed: int = 0) -> int:
+        return int(named_generator(seed, *text).integers(2**62))
 
     numbers = [first(), first("a"), first("b"), first("a", "b"), first("ab"), first("b", "a"), first("a", seed=1)]
     assert len(set(numbers)) == len(numbers)
@@ -175,9 +175,9 @@ def test_thousands_of_clients_are_told_at_once_what_would_succeed() -> None:
     draw = named_generator(0, "many")
     with pytest.raises(UserError, match="in 3 draws no split") as caught:
         spread_by_dirichlet(labels, 5000, 0.5, draw, min_size=1)
-    said = re.search(r"Raise dirichlet_alpha to ([\d.]+), or ask for (\d+) clients", str(caught.value))
-    assert said
-    for clients, alpha in ((5000, float(said[1])), (int(said[2]), 0.5)):
+    text = re.search(r"Raise dirichlet_alpha to ([\d.]+), or ask for (\d+) clients", str(caught.value))
+    assert text
+    for clients, alpha in ((5000, float(text[1])), (int(text[2]), 0.5)):
         assert (
             np.bincount(
                 spread_by_dirichlet(labels, clients, alpha, named_generator(1, "many"), min_size=1), minlength=clients
@@ -231,14 +231,14 @@ def test_a_saved_split_comes_back_with_its_origin(tmp_path: Path, scenario: Scen
     split = scenario.split(source.train.labels, source.classes, source.name)
     path = tmp_path / "run" / "split.parquet"
     split.save(path)
-    again = Split.load(path)
-    np.testing.assert_array_equal(again.client, split.client)
-    np.testing.assert_array_equal(again.labeled, split.labeled)
-    np.testing.assert_array_equal(again.stage, split.stage)
-    assert (again.clients, again.origin) == (7, split.origin)
-    assert Scenario(**again.origin.scenario) == scenario
-    assert again.origin.labels_sha256 == hash_labels(source.train.labels)
-    again.check(source)
+    repeated = Split.load(path)
+    np.testing.assert_array_equal(repeated.client, split.client)
+    np.testing.assert_array_equal(repeated.labeled, split.labeled)
+    np.testing.assert_array_equal(repeated.stage, split.stage)
+    assert (repeated.clients, repeated.origin) == (7, split.origin)
+    assert Scenario(**repeated.origin.scenario) == scenario
+    assert repeated.origin.labels_sha256 == hash_labels(source.train.labels)
+    repeated.check(source)
     table = pq.read_table(path)
     assert table.column_names == ["row", "client", "labeled", *more]
     assert table.column("row").to_pylist() == list(range(1437))
@@ -269,7 +269,7 @@ def test_a_split_of_other_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "metadata", "words"),
+    ("change", "metadata", "message"),
     [
         (lambda table: table, {}, "has no metadata about the data set"),
         (lambda table: table, {b"halfmoon": b"{"}, "has no metadata about the data set"),
@@ -283,13 +283,13 @@ def test_a_split_of_other_data_is_refused() -> None:
         ),
     ],
 )
-def test_a_changed_split_is_named(tmp_path: Path, change, metadata, words: str) -> None:
+def test_a_changed_split_is_named(tmp_path: Path, change, metadata, message: str) -> None:
     path = tmp_path / "split.parquet"
     Scenario(clients=3).split(mixed(90, 3), 3).save(path)
     table = pq.read_table(path)
     facts = table.schema.metadata if metadata is None else metadata
     pq.write_table(change(table).replace_schema_metadata(facts), path)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         Split.load(path)
 
 
@@ -332,6 +332,6 @@ def test_a_saved_split_asks_pandas_nothing(tmp_path: Path) -> None:
         "read = Split.load(Path(sys.argv[1]))\n"
         "assert (read.client == made.client).all() and (read.labeled == made.labeled).all()"
     )
-    words = [sys.executable, "-c", code, str(tmp_path / "split.parquet")]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    arguments = [sys.executable, "-c", code, str(tmp_path / "split.parquet")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -159,8 +159,8 @@ def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkey
     plain = load(folder, preparation=how)
     first = load(folder, cache=cache, preparation=how)
     monkeypatch.setattr("halfmoon.data.sources.channel_statistics", lambda _: pytest.fail("pixels were read"))
-    again = load(folder, cache=cache, preparation=how)
-    for found in (first, again):
+    repeated = load(folder, cache=cache, preparation=how)
+    for found in (first, repeated):
         assert isinstance(found.train.images, np.memmap)
         assert np.array_equal(found.train.images, plain.train.images)
         assert (found.mean, found.std) == (plain.mean, plain.std)
@@ -311,12 +311,12 @@ def test_one_bright_spot_leaves_the_rest_visible() -> None:
 def test_dicom_that_holds_no_image_says_so(tmp_path: Path) -> None:
     """What is damaged, too large or without pixels is one sentence, before anything is decoded."""
     frames = np.zeros((2, 3))
-    for data, words in (
+    for data, text in (
         (dicom(tmp_path / "a.dcm", frames)[:200], "a: "),
         (dicom(tmp_path / "a.dcm", frames, Rows=60_000, Columns=60_000), "of 67,108,864 at most"),
         (dicom(tmp_path / "a.dcm", frames, Rows=None), "without an image"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=text):
             decode_to_shape(data, "a", 1, 1, 1)
     assert read_header(tmp_path / "a.dcm") is None  # else gray images beside it would be taken for colored ones
 

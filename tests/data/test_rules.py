@@ -124,14 +124,14 @@ def test_filling_in_turn_equals_the_routine_in_words(seed: int, dirichlet_alpha:
 def test_top_ups_begin_where_the_notes_found_them(dirichlet_alpha: float, first: int, share: float) -> None:
     """The notes simulated CIFAR-10 and 50 clients: top-ups begin near client 25, 31, 38 and are 20, 15, 7 % of the
     rows. A tenth of the rows has the same shares."""
-    began = []
+    start_time = []
     part = []
     for seed in range(8):
         _, _, extra = in_words(mixed(5000, 10), 10, 50, dirichlet_alpha, named_generator(seed, "x"))
-        began.append(next(k for k, more in enumerate(extra) if more))
+        start_time.append(next(k for k, more in enumerate(extra) if more))
         # The last client draws no mix here; the notes' one asks for what is left of a single class at best.
         part.append(sum(extra[:-1]) / 5000)
-    assert abs(np.mean(began) - first) < 4
+    assert abs(np.mean(start_time) - first) < 4
     assert abs(np.mean(part) - share) < 0.03
 
 
@@ -311,5 +311,5 @@ def test_thinning_keeps_a_share_of_each_clients_unlabeled_rows() -> None:
     assert set(thin[~labeled]) == {-1, 0, 1, 2}
     more = rules.reduce_unlabeled(client, labeled, 0.5, named_generator(0, "thin"))
     assert ((thin == -1) | (more == client)).all(), "the smaller share is inside the larger one"
-    least = rules.reduce_unlabeled(client, labeled, 0.001, named_generator(0, "thin"))
-    assert [int((least[~labeled] == k).sum()) for k in range(3)] == [1, 1, 1]
+    minimum = rules.reduce_unlabeled(client, labeled, 0.001, named_generator(0, "thin"))
+    assert [int((minimum[~labeled] == k).sum()) for k in range(3)] == [1, 1, 1]

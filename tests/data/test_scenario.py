@@ -321,8 +321,8 @@ def test_unknown_classes_replace_a_share_of_each_clients_unlabeled_rows() -> Non
     scenario = Scenario("iid-dir", 6, labels_per_class=2, seed=3)
     closed = scenario.split_open_set(hidden, ["a", "b", "c"])
     assert (closed.client[hidden < 0] == -1).all()
-    alone = scenario.split(labels[:300], 3)
-    assert (closed.client[:300] == alone.client).all()
+    single = scenario.split(labels[:300], 3)
+    assert (closed.client[:300] == single.client).all()
     shares = {}
     for share in (0.1, 0.3, 0.5):
         split = replace(scenario, unknown_share=share).split_open_set(hidden, ["a", "b", "c"])

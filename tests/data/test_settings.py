@@ -75,7 +75,7 @@ def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
     """Measured in the notes, min / median / max and classes: CIFAR-10 with 4,000 labels 18 / 406 / 1876 and 4.2 at
     gamma 0.1, 101 / 470 / 1070 and 7.1 at 0.3; CIFAR-100 with 10,000 189 / 408 / 594 and 31 at 0.1."""
     scenario = Scenario("semifl-dir", dirichlet_alpha=0.1, labels=4000, labels_at="server", seed=seed)
-    for dirichlet_alpha, middle, most, present in (
+    for dirichlet_alpha, middle, maximum, present in (
         (0.1, (340, 440), (1500, 2400), (3.8, 4.6)),
         (0.3, (440, 500), (900, 1400), (6.7, 7.5)),
     ):
@@ -83,7 +83,7 @@ def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
         smallest, median, largest = three_numbers(held.sum(1))
         assert 10 <= smallest < 150
         assert middle[0] < median < middle[1]
-        assert most[0] < largest < most[1]
+        assert maximum[0] < largest < maximum[1]
         assert present[0] < (held > 0).sum(1).mean() < present[1]
     _, held = count_rows(replace(scenario, labels=10_000).split(CIFAR100, 100), CIFAR100, 100)
     smallest, median, largest = three_numbers(held.sum(1))
@@ -94,17 +94,17 @@ def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dirichlet_alpha", "median", "most", "present"),
+    ("dirichlet_alpha", "median", "maximum", "present"),
     [(0.1, (30, 42), (110, 260), 3.0), (0.3, (36, 44), (70, 130), 5.4)],
 )
-def test_feddb_spreads_its_labels_down_to_one(dirichlet_alpha, median, most, present):
+def test_feddb_spreads_its_labels_down_to_one(dirichlet_alpha, median, maximum, present):
     """Measured in the notes for 4,000 labels of CIFAR-10: 1 / 36 / 173 and 3.0 classes, 6 / 40 / 100 and 5.4."""
     split = Scenario("feddb-dir", dirichlet_alpha=dirichlet_alpha, labels=4000).split(CIFAR, 10)
     labeled, unlabeled = count_rows(split, CIFAR, 10)
     smallest, middle, largest = three_numbers(labeled.sum(1))
     assert 1 <= smallest < 20
     assert median[0] < middle < median[1]
-    assert most[0] < largest < most[1]
+    assert maximum[0] < largest < maximum[1]
     assert abs((labeled > 0).sum(1).mean() - present) < 0.4
     assert labeled.sum() == 4000
     # Two draws: labels say nothing about the unlabeled rows of a client.
@@ -245,9 +245,9 @@ def test_every_setting_holds_its_promises(setting: str, place: LabelLocation, se
     labels = np.random.default_rng(seed).permutation(np.arange(600) % 6)
     scenario = scenario_of(setting, place, seed, clients)
     split = scenario.split(labels, 6)
-    again = scenario.split(labels, 6)
-    np.testing.assert_array_equal(split.client, again.client)
-    np.testing.assert_array_equal(split.labeled, again.labeled)
+    repeated = scenario.split(labels, 6)
+    np.testing.assert_array_equal(split.client, repeated.client)
+    np.testing.assert_array_equal(split.labeled, repeated.labeled)
     holders = [SERVER, -1, *range(clients)]
     rows = [split.rows(k, labeled) for k in holders for labeled in (True, False)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(600))
@@ -315,9 +315,9 @@ def test_a_file_from_before_stages_is_read(tmp_path: Path) -> None:
     older = {name: value for name, value in asdict(scenario).items() if name not in newer}
     assert len(older) == 9
     replace(split, origin=replace(split.origin, scenario=older)).save(tmp_path / "old.parquet")
-    again = Split.load(tmp_path / "old.parquet")
-    assert again.stage is None
-    assert Scenario(**again.origin.scenario) == scenario
+    repeated = Split.load(tmp_path / "old.parquet")
+    assert repeated.stage is None
+    assert Scenario(**repeated.origin.scenario) == scenario
     assert pq.read_table(tmp_path / "old.parquet").column_names == ["row", "client", "labeled"]
 
 

@@ -86,12 +86,12 @@ def test_images_refuse_other_types_and_shapes(images: np.ndarray, kind: type, wo
 
 def test_a_source_refuses_parts_that_disagree() -> None:
     good = Images(make_noise_images(2), np.array([0, 1]))
-    for test, words in (
+    for test, text in (
         (Images(make_noise_images(2), np.array([0, 2])), r"row 1 of test has label 2"),
         (Images(make_noise_images(2, 5, 1), np.array([0, 1])), "6x6 with 3 channels, test images 5x5 with 1 channel;"),
         (Images(make_noise_images(0), np.zeros(0, np.int64)), "test part has no images"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=text):
             Source("tiny", good, test, ("a", "b"), True, (0.5,) * 3, (0.2,) * 3)
 
 
@@ -162,8 +162,8 @@ def test_digits_are_scikit_learns_with_a_fixed_stratified_test() -> None:
         for x, y in zip(part.images, part.labels, strict=True)
     ]
     assert sorted(both) == wanted
-    again = load("digits")
-    np.testing.assert_array_equal(source.test.images, again.test.images)
+    repeated = load("digits")
+    np.testing.assert_array_equal(source.test.images, repeated.test.images)
     assert_load_refused("no part 'validation'", "digits", test="validation")
 
 
@@ -392,9 +392,9 @@ def test_of_class_folders_alone_a_part_is_held_out(tmp_path: Path) -> None:
         (tmp_path / ("ant" if row < 10 else "bee")).mkdir(exist_ok=True)
         (tmp_path / ("ant" if row < 10 else "bee") / f"{row:02}.png").write_bytes(encode_image(image))
     source = load(str(tmp_path))
-    again = load(str(tmp_path))
+    repeated = load(str(tmp_path))
     assert np.bincount(source.test.labels).tolist() == [2, 1]
-    assert source.test.images.tobytes() == again.test.images.tobytes()
+    assert source.test.images.tobytes() == repeated.test.images.tobytes()
     both = np.concatenate([source.train.images, source.test.images])
     assert sorted(image.tobytes() for image in both) == sorted(image.tobytes() for image in pixels)
     assert "20% of the images of every class, 3 in all, are held out as the test" in source.selection_note
@@ -485,20 +485,20 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
         class_folders(folder)
     plain = load(str(folder))
     load(str(folder), cache=cache)
-    kept = sorted(cache.glob("images-????????????????.npy"))
-    assert len(kept) == 2
-    assert len(list(cache.iterdir())) == 3 * len(kept)  # pixels, labels, and what is asked at every start
+    stored = sorted(cache.glob("images-????????????????.npy"))
+    assert len(stored) == 2
+    assert len(list(cache.iterdir())) == 3 * len(stored)  # pixels, labels, and what is asked at every start
     assert not [path for path in folder.rglob("*") if path.suffix in (".npz", ".part")]
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", lambda *_: pytest.fail("decoded again"))
-        again = load(str(folder), cache=cache)
-    np.testing.assert_array_equal(again.train.images, plain.train.images)
-    np.testing.assert_array_equal(again.test.labels, plain.test.labels)
-    assert again.classes == plain.classes
-    for path in kept:
+        repeated = load(str(folder), cache=cache)
+    np.testing.assert_array_equal(repeated.train.images, plain.train.images)
+    np.testing.assert_array_equal(repeated.test.labels, plain.test.labels)
+    assert repeated.classes == plain.classes
+    for path in stored:
         path.write_bytes(path.read_bytes()[:100])
     np.testing.assert_array_equal(load(str(folder), cache=cache).train.images, plain.train.images)
-    assert all(path.stat().st_size > 100 for path in kept)
+    assert all(path.stat().st_size > 100 for path in stored)
     changed = encode_image(np.zeros((6, 6, 3), np.uint8))
     if layout == "parquet":
         write_parquet(folder / "train.parquet", [changed, changed], [0, 1])
@@ -559,12 +559,12 @@ def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeyp
 
 
 def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requests = []
     pixels = make_noise_images(3, 32)
 
     def load_dataset(repository: str, config: str | None, split: str) -> FakeHubDataset:
         assert config is None
-        asked.append((repository, split))
+        requests.append((repository, split))
         return FakeHubDataset(pixels, "img", ["x", "y", "z"], label=[2, 0, 1])
 
     install_fake_hub(monkeypatch, load_dataset)
@@ -572,9 +572,9 @@ def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_array_equal(source.train.images, pixels)
     assert source.train.labels.tolist() == [2, 0, 1]
     assert source.classes == ("x", "y", "z")
-    assert asked == [("someone/things", "train"), ("someone/things", "test")]
+    assert requests == [("someone/things", "train"), ("someone/things", "test")]
     load("someone/things", test="validation")
-    assert asked[-1] == ("someone/things", "validation")
+    assert requests[-1] == ("someone/things", "validation")
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ def test_equal_forwards_by_hand():
 def test_equal_labeled_steps_by_hand():
     """Labels alone take 5 steps by themselves, all labels 50, and 45 at FedDure's budget."""
     budget = Budget("labeled-steps", client_update("feddure"))
-    for name, alone in (("fedavg", 5), ("fedavg-sl", 50)):
+    for name, single in (("fedavg", 5), ("fedavg-sl", 50)):
         own = holding(name, CLIENT)
-        assert batch_rule_amount(TEN, client_update(name), own).steps == alone
+        assert batch_rule_amount(TEN, client_update(name), own).steps == single
         assert budget.amount(TEN, client_update(name), own, CLIENT) == Amount(45, 10, 0)
 
 
@@ -115,10 +115,10 @@ def test_the_reference_keeps_its_own_rule(batching, client, name):
 def test_played_rounds_keep_to_the_budget(name):
     """What the runs count: the labeled steps of FedDure at "labeled-steps", its images within half a step a client."""
 
-    def used(played: str, budget: Budget) -> dict[str, int]:
-        method = registry.make(played)
+    def used(result: str, budget: Budget) -> dict[str, int]:
+        method = registry.make(result)
         shared = make_task()
-        held = make_dataset(all_labels=registry.entry(played).all_labels)
+        held = make_dataset(all_labels=registry.entry(result).all_labels)
         simulation = make_simulation(method, shared, held, batching=Batching(2, "rest"), budget=budget, cohort=4)
         return run_rounds(method, simulation, start_server(method, shared), range(1))[-1].report.cost
 

@@ -62,16 +62,16 @@ def test_a_tally_equals_a_count(batch):
     made = result.row()
     logits = spoken(test.images)
     labels = test.labels.numpy()
-    said = logits.argmax(1)
-    right = said == labels
-    cells = [[int(((labels == row) & (said == column)).sum()) for column in range(CLASSES)] for row in range(CLASSES)]
+    text = logits.argmax(1)
+    right = text == labels
+    cells = [[int(((labels == row) & (text == column)).sum()) for column in range(CLASSES)] for row in range(CLASSES)]
     assert result.confusion.tolist() == cells
     assert result.confusion.T.tolist() != cells
     chance = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     assert made["accuracy"] == right.mean()
     assert made["loss"] == pytest.approx(-np.log(chance[np.arange(50), labels]).mean(), rel=1e-10)
     assert made["per_class"] == [round(right[labels == k].mean(), 6) for k in range(CLASSES)]
-    assert len(set(said)) == CLASSES
+    assert len(set(text)) == CLASSES
     assert 0 < made["accuracy"] < 1
 
 
@@ -80,9 +80,9 @@ def test_a_mean_prediction_equals_a_mean(batch):
     """The mean softmax over 50 images, however they are cut; a head 300 times as large says 300 times as much."""
     images = make_examples(50, seed=8).images
     shared = make_task()
-    sure = model()
-    sure["params"]["head"] = tree.map(lambda leaf: 300 * leaf, sure["params"]["head"])
-    made = compute_mean_prediction(shared.network, sure, shared.normalize, images, batch)
+    confident = model()
+    confident["params"]["head"] = tree.map(lambda leaf: 300 * leaf, confident["params"]["head"])
+    made = compute_mean_prediction(shared.network, confident, shared.normalize, images, batch)
     power = np.exp(300 * spoken(images))
     assert made == pytest.approx((power / power.sum(1, keepdims=True)).mean(0), rel=1e-6)
     assert made.sum() == pytest.approx(1, abs=1e-12)
@@ -249,9 +249,9 @@ def test_images_tested_under_their_own_statistics():
     oracle = load_weights(TorchSmall(1, CLASSES, shared.network.width), model()).train()
     with torch.no_grad():
         parts = [oracle(part.double() / 127.5 - 1) for part in (test.images[:250], test.images[250:])]
-    said = evaluate_model(shared.network, model(), shared.normalize, test, statistics="batch")
-    assert said.row()["accuracy"] == (torch.cat(parts).argmax(1) == test.labels).double().mean().item()
-    assert said.loss != evaluate_model(shared.network, model(), shared.normalize, test).loss
+    text = evaluate_model(shared.network, model(), shared.normalize, test, statistics="batch")
+    assert text.row()["accuracy"] == (torch.cat(parts).argmax(1) == test.labels).double().mean().item()
+    assert text.loss != evaluate_model(shared.network, model(), shared.normalize, test).loss
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_a_cpu_sends_few_images_through_the_network_in_one_pass(monkeypatch: pyt
         return predict(self, params, stats, x)
 
     monkeypatch.setattr(SmallCNN, "predict", counted)
-    said = evaluate_model(network, model, normalize, test)
+    text = evaluate_model(network, model, normalize, test)
     assert counts == [64, 64, 22]
     loss = torch.nn.functional.cross_entropy(logits, test.labels, reduction="sum")
-    assert said.loss == float(loss.double()) / 150
-    assert torch.equal(torch.from_numpy(said.correct), logits.argmax(-1) == test.labels)
+    assert text.loss == float(loss.double()) / 150
+    assert torch.equal(torch.from_numpy(text.correct), logits.argmax(-1) == test.labels)
 
 
 def test_balanced_accuracy_leaves_out_classes_without_images():

@@ -39,8 +39,8 @@ def run(path: Path, method: Method, rounds: int, watch: Any = lambda row: None, 
 def confusion(model: Tree) -> list[list[int]]:
     module = load_weights(TorchSmall(1, CLASSES, 4), model).double().eval()
     with torch.no_grad():
-        said = module(TEST.images.double() / 127.5 - 1).argmax(-1)
-    return [[int(((TEST.labels == i) & (said == j)).sum()) for j in range(CLASSES)] for i in range(CLASSES)]
+        text = module(TEST.images.double() / 127.5 - 1).argmax(-1)
+    return [[int(((TEST.labels == i) & (text == j)).sum()) for j in range(CLASSES)] for i in range(CLASSES)]
 
 
 @pytest.fixture
@@ -98,27 +98,27 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
     outcome = runner.start(config)
     data = load_source_for_network(config)
     split = Split.load(outcome.folder / "split.parquet")
-    facts = json.loads((outcome.folder / "split.json").read_text())
-    assert facts == summarize(split, data.train.labels, data.classes)
-    assert len(facts["each"]) == 4
+    metadata = json.loads((outcome.folder / "split.json").read_text())
+    assert metadata == summarize(split, data.train.labels, data.classes)
+    assert len(metadata["each"]) == 4
     done = json.loads((outcome.folder / "summary.json").read_text())
     assert done["classes"] == list(data.classes)
-    said = np.array(done["confusion"])
-    assert said.sum(1).tolist() == np.bincount(data.test.labels).tolist()
-    assert np.trace(said) / said.sum() == done["accuracy"]["last"]
+    text = np.array(done["confusion"])
+    assert text.sum(1).tolist() == np.bincount(data.test.labels).tolist()
+    assert np.trace(text) / text.sum() == done["accuracy"]["last"]
     rows = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
-    per_class = [round(share, 6) for share in (said.diagonal() / said.sum(1)).tolist()]
+    per_class = [round(share, 6) for share in (text.diagonal() / text.sum(1)).tolist()]
     assert rows[-1]["test"]["per_class"] == pytest.approx(per_class, abs=2e-6)
 
 
-@pytest.mark.parametrize(("said", "best"), [((0.5, 0.7, 0.6, 0.6), 2), ((0.5, 0.7, 0.6, 0.8), 4), ((0.7, 0.7), 2)])
-def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, best):
+@pytest.mark.parametrize(("message", "best"), [((0.5, 0.7, 0.6, 0.6), 2), ((0.5, 0.7, 0.6, 0.8), 4), ((0.7, 0.7), 2)])
+def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, message, best):
     """A round's answers are about the model that it started from, and those after the end about the last one."""
     method = FedAvg(FixMatch())
-    shared = make_task(dtype=torch.float32, rounds=len(said))
+    shared = make_task(dtype=torch.float32, rounds=len(message))
     runtime = make_simulation(method, shared)
     close = runtime.close
-    verdicts = list(said)
+    verdicts = list(message)
     brought = list[Tree]()
 
     def told(round: int) -> Any:
@@ -130,13 +130,13 @@ def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, 
 
     runtime.close = closed
     runtime.evaluate_next_round = brought.append
-    runtime.final_evaluation = lambda model: (None, told(len(said)))
+    runtime.final_evaluation = lambda model: (None, told(len(message)))
     with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
         made = run_rounds(Experiment(method, shared, runtime, TEST, 3), folder, None, lambda row: None)
-    expected = models(len(said))
+    expected = models(len(message))
     assert all(trees_equal(*pair) for pair in zip(brought, expected, strict=False))
     assert trees_equal(made["model"], expected[best - 1])
-    assert made["chosen"] == {"round": best, "accuracy": max(said)}
+    assert made["chosen"] == {"round": best, "accuracy": max(message)}
     assert made["accuracy"]["chosen_round"] == best
     assert made["confusion"] == confusion(made["model"])
 
@@ -172,9 +172,9 @@ def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_pa
     made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 5, validation=held)
     assert [set(row) >= {"test", "validation"} for row in rows] == [True] * 5
     shared = make_task(dtype=torch.float32)
-    said = [evaluate_model(shared.network, model, shared.normalize, held).row() for model in models(5)]
-    assert [row["validation"] for row in rows] == said
-    place = max(range(5), key=lambda k: (said[k]["accuracy"], -said[k]["loss"]))
+    messages = [evaluate_model(shared.network, model, shared.normalize, held).row() for model in models(5)]
+    assert [row["validation"] for row in rows] == messages
+    place = max(range(5), key=lambda k: (messages[k]["accuracy"], -messages[k]["loss"]))
     assert trees_equal(made["model"], models(5)[place])
     assert made["accuracy"]["last"] == rows[-1]["test"]["accuracy"]
     assert made["accuracy"]["chosen"] == rows[place]["test"]["accuracy"]
@@ -192,7 +192,7 @@ def test_average_and_choice_survive_a_kill(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", FedAvg(FixMatch()), 5, stop, **options)
-    again, rows = run(tmp_path / "cut", FedAvg(FixMatch()), 5, **options)
+    repeated, rows = run(tmp_path / "cut", FedAvg(FixMatch()), 5, **options)
     assert len(rows) == 5
-    assert trees_equal(again["model"], whole["model"])
-    assert again["accuracy"] == whole["accuracy"]
+    assert trees_equal(repeated["model"], whole["model"])
+    assert repeated["accuracy"] == whole["accuracy"]

@@ -114,12 +114,12 @@ def sizes_of(name: str) -> tuple[tuple[int, int], ...]:
     Divided by their mean, its own prediction, its classes are equally likely; an L1 norm has a kink at the weights that
     it alone does not move; and FedCon's predictor normalizes over its two views."""
     debias_logits = registry.options(name).get("debias")
-    alone = (
+    single = (
         name.startswith("fedmatch")
         or name in ("feddb", "fedcon")
         or (debias_logits is not None and debias_logits.default)
     )
-    return tuple((labeled, unlabeled + (alone and unlabeled == 1)) for labeled, unlabeled in UNEQUAL)
+    return tuple((labeled, unlabeled + (single and unlabeled == 1)) for labeled, unlabeled in UNEQUAL)
 
 
 @pytest.mark.parametrize(
@@ -373,9 +373,9 @@ def test_masked_chunks_are_the_chunks_of_the_real_rows(size):
     for count in range(16):
         real = torch.arange(15) < count
         rows, there, places = index_chunks(real, size)
-        ours = [part[mask].tolist() for part, mask in zip(rows, there, strict=True)]
-        theirs = [part.tolist() for part in split_into_chunks(torch.arange(count), size)] if count else []
-        assert [part for part in ours if part] == theirs
+        actual = [part[mask].tolist() for part, mask in zip(rows, there, strict=True)]
+        expected = [part.tolist() for part in split_into_chunks(torch.arange(count), size)] if count else []
+        assert [part for part in actual if part] == expected
         assert torch.equal(rows.flatten()[places][:count], torch.arange(count))
 
 
@@ -398,12 +398,12 @@ def test_a_masked_pass_and_its_tangent_are_those_of_the_real_rows(network):
         tangent = network.tangent(params, x, tape, along, mask)
         return {"moments": moments, "logits": logits, "tangent": tangent}
 
-    alone = passed(x[real], None)
+    single = passed(x[real], None)
     many = passed(x, real)
     lifted = tree.index(vmap(passed)(x[None], real[None]), 0)
     for each in (many, lifted):
         each = {**each, "logits": each["logits"][real], "tangent": each["tangent"][real]}
-        assert max_difference(each, alone) < CLOSE
+        assert max_difference(each, single) < CLOSE
 
 
 def test_every_work_of_the_catalog_masks():

@@ -66,11 +66,11 @@ def test_labeled_batches_do_not_depend_on_the_views(seed):
     """Labeled rows and draws are the same with and without unlabeled views, weak draws with and without strong."""
     client = local(7, 23)
     path = ("visit", seed)
-    alone = visit(client, Amount(5, 4, 0), (), path=path)
+    single = visit(client, Amount(5, 4, 0), (), path=path)
     both = visit(client, Amount(5, 4, 6), path=path)
     weak = visit(client, Amount(5, 4, 6), ("weak",), path=path)
-    assert torch.equal(alone.x_rows, both.x_rows)
-    assert same_draws(alone.x_draws, both.x_draws)
+    assert torch.equal(single.x_rows, both.x_rows)
+    assert same_draws(single.x_draws, both.x_draws)
     assert torch.equal(weak.u_rows, both.u_rows)
     assert same_draws(weak.u_draws["weak"], both.u_draws["weak"])
     assert not torch.equal(both.u_draws["weak"]["top"], both.u_draws["strong"]["top"])
@@ -85,12 +85,16 @@ def test_labeled_and_unlabeled_rows_have_orders_of_their_own():
 
 def test_a_path_of_its_own_draws_its_own():
     client = local(30, 90)
-    visits = [
+    updates = [
         draw(Amount(6, 5, 10), client, Views(), UpdateRequirements(("weak",)), None, seed, *path)
         for seed, path in [(0, (0, 0, 0)), (1, (0, 0, 0)), (0, (1, 0, 0)), (0, (0, 1, 0)), (0, (0, 0, 1))]
     ]
-    for drawn in ([v.x_rows for v in visits], [v.u_rows for v in visits], [v.u_draws["weak"]["top"] for v in visits]):
-        assert len({tuple(each.tolist()) for each in drawn}) == len(visits)
+    for drawn in (
+        [v.x_rows for v in updates],
+        [v.u_rows for v in updates],
+        [v.u_draws["weak"]["top"] for v in updates],
+    ):
+        assert len({tuple(each.tolist()) for each in drawn}) == len(updates)
 
 
 def test_a_batch_holds_the_rows_it_names():
@@ -116,11 +120,11 @@ def listed(steps) -> list[torch.Tensor]:
 def test_chunking_changes_nothing(rows):
     """However many images have their views made in one call: the same bits, for clients of unequal visits."""
     clients = [local(7, 23), local(3, 9, 50)]
-    visits = [
+    updates = [
         visit(c, Amount(n, 4, 5), path=("visit", k)) for k, (c, n) in enumerate(zip(clients, (5, 3), strict=True))
     ]
-    whole = listed(batches(clients, visits, Views(), PIXELS, 10**6))
-    parts = listed(batches(clients, visits, Views(), PIXELS, rows))
+    whole = listed(batches(clients, updates, Views(), PIXELS, 10**6))
+    parts = listed(batches(clients, updates, Views(), PIXELS, rows))
     assert len(whole) == len(parts) == 5 * 6
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
@@ -130,17 +134,17 @@ def test_company_changes_nothing():
     that may draw nothing has no step and stops nobody."""
     clients = [local(7, 23), local(3, 9, 50), local(5, 9)]
     keep = [None, None, torch.zeros(9, dtype=torch.bool)]
-    visits = [
+    updates = [
         visit(client, Amount(steps, 4, 5), keep=keep[k], path=("visit", k))
         for k, (client, steps) in enumerate(zip(clients, (5, 3, 2), strict=True))
     ]
-    together = list(batches(clients, visits, Views(), PIXELS, 512))
+    together = list(batches(clients, updates, Views(), PIXELS, 512))
     assert len(together) == 5
     for k, steps in ((0, 5), (1, 3)):
-        alone = list(batches([clients[k]], [visits[k]], Views(), PIXELS, 512))
-        assert len(alone) == steps
+        single = list(batches([clients[k]], [updates[k]], Views(), PIXELS, 512))
+        assert len(single) == steps
         for t in range(5):
-            one = alone[min(t, steps - 1)]
+            one = single[min(t, steps - 1)]
             many = together[t]
             assert torch.equal(one.x[0], many.x[k])
             assert torch.equal(one.u["strong"][0], many.u["strong"][k])
@@ -225,7 +229,7 @@ def test_a_client_that_may_draw_nothing_takes_no_step():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "message"),
     [
         ({"labeled": 0}, "labeled is 0"),
         ({"unlabeled": 0}, "unlabeled is 0"),
@@ -235,8 +239,8 @@ def test_a_client_that_may_draw_nothing_takes_no_step():
         ({"unlabeled": "rest", "epoch": "unlabeled"}, "rest"),
     ],
 )
-def test_impossible_batch_rules_are_refused(wrong, words):
-    with pytest.raises(UserError, match=words):
+def test_impossible_batch_rules_are_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
         Batching(**wrong)
 
 
@@ -247,21 +251,23 @@ def test_labeled_images_have_the_views_that_are_asked_for():
     """`x_views` shows the very rows of `x`: the plain one is `x` itself, the others are that name's recipe on it.
     Neither the rows, nor the labeled view, nor the unlabeled views depend on them; "weak2" is one more draw."""
     clients = [local(7, 23), local(3, 9, 50)]
-    asked = UpdateRequirements(("weak", "strong"), labeled_views=("plain", "strong", "weak", "weak2"))
-    visits = [draw(Amount(n, 4, 5), c, SHOWN, asked, None, 0, "visit", n) for c, n in zip(clients, (3, 2), strict=True)]
+    requested = UpdateRequirements(("weak", "strong"), labeled_views=("plain", "strong", "weak", "weak2"))
+    updates = [
+        draw(Amount(n, 4, 5), c, SHOWN, requested, None, 0, "visit", n) for c, n in zip(clients, (3, 2), strict=True)
+    ]
     without = [visit(c, Amount(n, 4, 5), views=SHOWN, path=("visit", n)) for c, n in zip(clients, (3, 2), strict=True)]
-    steps = list(batches(clients, visits, SHOWN, PIXELS, 9))
-    for t, (ours, theirs) in enumerate(zip(steps, batches(clients, without, SHOWN, PIXELS, 512), strict=True)):
-        assert theirs.x_views == {}
-        assert all(torch.equal(a, b) for a, b in zip(listed([ours]), listed([theirs]), strict=True))
-        assert torch.equal(ours.x_views["plain"], ours.x)
+    steps = list(batches(clients, updates, SHOWN, PIXELS, 9))
+    for t, (actual, expected) in enumerate(zip(steps, batches(clients, without, SHOWN, PIXELS, 512), strict=True)):
+        assert expected.x_views == {}
+        assert all(torch.equal(a, b) for a, b in zip(listed([actual]), listed([expected]), strict=True))
+        assert torch.equal(actual.x_views["plain"], actual.x)
         for k, n in enumerate((3, 2)):
             at = min(t, n - 1)
             for name in ("strong", "weak", "weak2"):
-                drawn = {key: leaf[4 * at : 4 * at + 4] for key, leaf in visits[k].x_view_draws[name].items()}
-                made = SHOWN.unlabeled[name.rstrip("2")].apply(clients[k].x[ours.x_rows[k]], drawn, PIXELS)
-                assert torch.equal(ours.x_views[name][k], made)
-    first = visits[0]
+                drawn = {key: leaf[4 * at : 4 * at + 4] for key, leaf in updates[k].x_view_draws[name].items()}
+                made = SHOWN.unlabeled[name.rstrip("2")].apply(clients[k].x[actual.x_rows[k]], drawn, PIXELS)
+                assert torch.equal(actual.x_views[name][k], made)
+    first = updates[0]
     assert not torch.equal(first.x_view_draws["weak"]["top"], first.x_view_draws["weak2"]["top"])
     assert not torch.equal(first.x_view_draws["weak"]["top"], first.u_draws["weak"]["top"][:12])
 
@@ -269,8 +275,8 @@ def test_labeled_images_have_the_views_that_are_asked_for():
 def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
     """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its own draw."""
     views = Views(Plain(), {"weak": Shared(Weak(), 5)})
-    asked = UpdateRequirements(("weak",), labeled_views=("weak",))
-    drawn = draw(Amount(3, 4, 5), local(7, 23), views, asked, None, 0).x_view_draws["weak"]
+    requested = UpdateRequirements(("weak",), labeled_views=("weak",))
+    drawn = draw(Amount(3, 4, 5), local(7, 23), views, requested, None, 0).x_view_draws["weak"]
     rows = torch.stack([drawn["flip"], drawn["top"], drawn["left"]], 1).view(3, 4, 3)
     assert (rows == rows[:, :1]).all()
     assert len({tuple(each) for each in rows[:, 0].tolist()}) > 1
@@ -336,8 +342,8 @@ def test_the_second_minibatch_is_drawn_with_replacement_from_all_rows():
     assert torch.equal(first.second_batch["plain"][0], PIXELS(client.u[made.second_rows[:5]]))
 
 
-@pytest.mark.parametrize(("kept", "steps"), [(0, 0), (1, 2), (4, 2), (5, 4), (30, 16)])
-def test_an_epoch_passes_over_the_kept_rows(kept, steps):
+@pytest.mark.parametrize(("stored", "steps"), [(0, 0), (1, 2), (4, 2), (5, 4), (30, 16)])
+def test_an_epoch_passes_over_the_kept_rows(stored, steps):
     """Two epochs over `kept` of 30 rows in batches of 4: 2 * ceil(kept / 4) steps, by hand; none without a row."""
     client = local(6, 30)
     made = draw(
@@ -345,23 +351,25 @@ def test_an_epoch_passes_over_the_kept_rows(kept, steps):
         client,
         PLAIN,
         UpdateRequirements(("plain",)),
-        torch.arange(30) < kept,
+        torch.arange(30) < stored,
         0,
         "visit",
         0,
     )
     assert made.amount.steps == steps
     assert len(made.u_rows) == 4 * steps
-    fixed = draw(Amount(7, 3, 4), client, PLAIN, UpdateRequirements(("plain",)), torch.arange(30) < kept, 0, "visit", 0)
-    assert fixed.amount.steps == (7 if kept else 0)
+    fixed = draw(
+        Amount(7, 3, 4), client, PLAIN, UpdateRequirements(("plain",)), torch.arange(30) < stored, 0, "visit", 0
+    )
+    assert fixed.amount.steps == (7 if stored else 0)
 
 
 def test_a_client_without_labels_has_empty_labeled_batches():
     """The batches hold no labeled image in any view, and the unlabeled ones are those of a client that has labels."""
     client = local(6, 30)
-    asked = UpdateRequirements(("plain",), labeled_views=("weak",))
+    requested = UpdateRequirements(("plain",), labeled_views=("weak",))
     bare = client._replace(x=client.x[:0], y=client.y[:0], labeled=torch.tensor(0))
-    made = [draw(Amount(3, n, 4), c, PLAIN, asked, None, 0, "v") for c, n in ((client, 2), (bare, 0))]
+    made = [draw(Amount(3, n, 4), c, PLAIN, requested, None, 0, "v") for c, n in ((client, 2), (bare, 0))]
     assert torch.equal(made[0].u_rows, made[1].u_rows)
     for batch in batches([bare], [made[1]], PLAIN, PIXELS, 512):
         assert batch.x.shape == batch.x_views["weak"].shape == (1, 0, *client.x.shape[1:])

@@ -118,10 +118,15 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
 def test_methods_of_a_seed_see_the_same_labeled_batches():
     seen = []
     for method in (FedAvg(), FedAvg(FixMatch()), FedDure()):
-        spy = RecordingMethod(method)
+        recording = RecordingMethod(method)
         shared = make_task()
-        run_rounds(spy, make_simulation(spy, shared, batching=Batching(2, "rest")), start_server(spy, shared), range(2))
-        seen.append([batch for _, _, batch in spy.of("step")])
+        run_rounds(
+            recording,
+            make_simulation(recording, shared, batching=Batching(2, "rest")),
+            start_server(recording, shared),
+            range(2),
+        )
+        seen.append([batch for _, _, batch in recording.list_calls("step")])
     assert len(seen[0]) == len(seen[1]) == len(seen[2]) > 4
     for one, two, three in zip(*seen, strict=True):
         assert torch.equal(one.x_rows, two.x_rows)
@@ -138,16 +143,16 @@ def test_memories_belong_to_their_clients(executor):
     method = CountingMethod(queries=1)
     shared = make_task()
     simulation = make_simulation(method, shared, executor=executor, cohort=2)
-    visits = dict.fromkeys(range(4), 0)
+    updates = dict.fromkeys(range(4), 0)
     server = start_server(method, shared)
     for number in range(5):
         (played,) = run_rounds(method, simulation, server, range(number, number + 1))
         server = played.server
-        for place, client in enumerate(played.report.cohort):
-            assert float(server["ups"]["trip0"]["visits"][place]) == visits[client]
-            visits[client] += 1
-        assert {int(k): float(m["visits"]) for k, m in played.state["client"].items()} == {
-            k: n for k, n in visits.items() if n
+        for index, client in enumerate(played.report.cohort):
+            assert float(server["uploads"]["query0"]["updates"][index]) == updates[client]
+            updates[client] += 1
+        assert {int(k): float(m["updates"]) for k, m in played.state["client"].items()} == {
+            k: n for k, n in updates.items() if n
         }
 
 
@@ -164,9 +169,14 @@ def test_the_regulator_of_each_client_goes_on_where_it_stopped():
         assert counted == {k: n for k, n in steps.items() if n}
     firsts = []
     for seed in (0, 1):
-        spy = RecordingMethod(method)
-        run_rounds(spy, make_simulation(spy, shared, cohort=4, seed=seed), start_server(spy, shared), range(1))
-        first = [memory["regulator"]["params"] for _, memory, _ in spy.of("begin")]
+        recording = RecordingMethod(method)
+        run_rounds(
+            recording,
+            make_simulation(recording, shared, cohort=4, seed=seed),
+            start_server(recording, shared),
+            range(1),
+        )
+        first = [memory["regulator"]["params"] for _, memory, _ in recording.list_calls("begin")]
         assert len(first) == 4
         assert all(trees_equal(first[0], other) for other in first)
         firsts.append(first[0])
@@ -181,14 +191,14 @@ def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
     (played,) = run_rounds(
         method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
     )
-    ups = played.server["ups"]
+    uploads = played.server["uploads"]
     cohort = played.report.cohort
-    for query in ("trip0", "trip1"):
-        assert ups[query]["mark"].tolist() == [100.0 + k for k in cohort]
-        assert ups[query]["labeled"].tolist() == [SIZES[k][0] for k in cohort]
-        assert ups[query]["unlabeled"].tolist() == [SIZES[k][1] for k in cohort]
-        assert ups[query]["steps"].tolist() == [-(-SIZES[k][1] // 4) for k in cohort]
-    assert not torch.equal(ups["trip0"]["pixels"], ups["trip1"]["pixels"])
+    for query in ("query0", "query1"):
+        assert uploads[query]["tag"].tolist() == [100.0 + k for k in cohort]
+        assert uploads[query]["labeled"].tolist() == [SIZES[k][0] for k in cohort]
+        assert uploads[query]["unlabeled"].tolist() == [SIZES[k][1] for k in cohort]
+        assert uploads[query]["steps"].tolist() == [-(-SIZES[k][1] // 4) for k in cohort]
+    assert not torch.equal(uploads["query0"]["pixels"], uploads["query1"]["pixels"])
 
 
 @pytest.mark.parametrize("views", [(), ("weak",), ("plain", "strong")])
@@ -205,11 +215,11 @@ def test_both_executors_draw_the_same(views, batching):
         )[-1]
         for e in ("loop", "vmap")
     )
-    for query in ("trip0", "trip1"):
-        for name in ("steps", "rows", "mark", "visits"):
-            assert torch.equal(one.server["ups"][query][name], many.server["ups"][query][name])
+    for query in ("query0", "query1"):
+        for name in ("steps", "rows", "tag", "updates"):
+            assert torch.equal(one.server["uploads"][query][name], many.server["uploads"][query][name])
         torch.testing.assert_close(
-            one.server["ups"][query]["pixels"], many.server["ups"][query]["pixels"], rtol=1e-12, atol=1e-9
+            one.server["uploads"][query]["pixels"], many.server["uploads"][query]["pixels"], rtol=1e-12, atol=1e-9
         )
     assert one.report.cost == many.report.cost
 
@@ -218,7 +228,7 @@ def test_both_executors_draw_the_same(views, batching):
 def test_a_client_that_may_draw_nothing_takes_no_step(executor):
     """It comes back as it went, costs nothing but bytes, and the others train as they do in other company."""
     shared = make_task()
-    some = CountingMethod(idle=102)
+    some = CountingMethod(idle_tag=102)
     every = CountingMethod()
     held = make_dataset()
     idle, busy = (
@@ -227,12 +237,14 @@ def test_a_client_that_may_draw_nothing_takes_no_step(executor):
         ]
         for m in (some, every)
     )
-    for query in ("trip0", "trip1"):
-        steps = idle.server["ups"][query]["steps"].tolist()
+    for query in ("query0", "query1"):
+        steps = idle.server["uploads"][query]["steps"].tolist()
         assert steps == [3, 2, 0, 3]
         for k in (0, 1, 3):
-            assert float(idle.server["ups"][query]["pixels"][k]) == float(busy.server["ups"][query]["pixels"][k])
-        assert float(idle.server["ups"][query]["pixels"][2]) == 0
+            assert float(idle.server["uploads"][query]["pixels"][k]) == float(
+                busy.server["uploads"][query]["pixels"][k]
+            )
+        assert float(idle.server["uploads"][query]["pixels"][2]) == 0
     assert idle.report.cost["labeled_steps"] == 2 * 8
     assert busy.report.cost["labeled_steps"] == 2 * 12
 
@@ -311,8 +323,8 @@ def passing_cases() -> list[Any]:
     for number, name in enumerate(registry.names()):
         pair = PAIRS[number % 2]
         quick = pair if name in DISTINCT else pair[number // 2 % 2 :][:1]
-        for place, rule in enumerate(RULES):
-            cases.append(pytest.param(name, *rule, marks=[] if place in quick else [pytest.mark.nightly]))
+        for index, rule in enumerate(RULES):
+            cases.append(pytest.param(name, *rule, marks=[] if index in quick else [pytest.mark.nightly]))
     return cases
 
 
@@ -335,11 +347,11 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
     weights = [leaf.shape for path, leaf in params.items() if path.endswith("conv/weight")]
     assert weights.count(weights[0]) == 1
     counter = Passing(weights[0], weights[-1])
-    visit = simulation._client_rounds
+    update_index = simulation._client_rounds
 
     def watched(*given):
         with counter:
-            return iter(list(visit(*given)))
+            return iter(list(update_index(*given)))
 
     simulation._client_rounds = watched  # the server's own computing, an embedding say, is nobody's visit
     (_, last) = run_rounds(method, simulation, start_server(method, shared), range(2))
@@ -367,11 +379,15 @@ def test_hidden_labels_change_nothing(name):
     hidden = torch.from_numpy(~held.split.labeled)
     for shift in (0, 1):
         labels = torch.where(hidden, (held.train.labels + shift) % CLASSES, held.train.labels)
-        spy = RecordingMethod(registry.make(name))
+        recording = RecordingMethod(registry.make(name))
         changed = replace(held, train=Examples(held.train.images, labels))
-        runs.append(run_rounds(spy, make_simulation(spy, shared, changed), start_server(spy, shared), range(2)))
-        kinds = ("begin", "keep", "step", "finish")
-        given.append([leaf for kind in kinds for what in spy.of(kind) for leaf in collect_tensors(what)])
+        runs.append(
+            run_rounds(
+                recording, make_simulation(recording, shared, changed), start_server(recording, shared), range(2)
+            )
+        )
+        kinds = ("begin", "drawable_rows", "step", "finish")
+        given.append([leaf for kind in kinds for what in recording.list_calls(kind) for leaf in collect_tensors(what)])
     for a, b in zip(*runs, strict=True):
         assert trees_equal(a.server, b.server)
         assert trees_equal(a.state, b.state)
@@ -390,19 +406,22 @@ def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
     """The row of a round is that of its pseudo-labels, with unlabeled images known again by their pixels."""
     held = make_dataset()
     shared = make_task()
-    spy = RecordingMethod(some(name))
+    recording = RecordingMethod(some(name))
     (played,) = run_rounds(
-        spy, make_simulation(spy, shared, held, confidence_threshold=0.39), start_server(spy, shared), range(1)
+        recording,
+        make_simulation(recording, shared, held, confidence_threshold=0.39),
+        start_server(recording, shared),
+        range(1),
     )
     known = {image.numpy().tobytes(): int(label) for image, label in zip(*held.train, strict=True)}
     quality = Quality(CLASSES, 0.39, torch.device("cpu"))
     counted = 0
-    for kind, what in spy.seen:
+    for kind, what in recording.calls:
         if kind == "begin":
             _, _, client = what
         elif kind == "step":
             rows = what[2].u_rows
-        elif kind == "notes":
+        elif kind == "metrics":
             hidden = [known[client.u[row].contiguous().numpy().tobytes()] for row in rows]
             quality.add(what.pseudo[0], torch.tensor(hidden))
             counted += len(hidden)
@@ -422,9 +441,9 @@ def test_samples_add_over_steps_and_clients(executor):
     )
     loss = played.report.samples["loss"]
     assert float(loss.count) == sum(-(-SIZES[k][1] // 4) for k in played.report.cohort)
-    spy = RecordingMethod(method)
-    run_rounds(spy, make_simulation(spy, shared), start_server(spy, shared), range(1))
-    losses = [float(notes.loss) for notes in spy.of("notes")]
+    recording = RecordingMethod(method)
+    run_rounds(recording, make_simulation(recording, shared), start_server(recording, shared), range(1))
+    losses = [float(notes.loss) for notes in recording.list_calls("metrics")]
     assert float(loss.total) == pytest.approx(sum(losses), rel=1e-9)
     assert float(loss.squares) == pytest.approx(sum(value * value for value in losses), rel=1e-9)
 
@@ -434,26 +453,26 @@ def test_samples_add_over_steps_and_clients(executor):
 def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
     """The run stops with round, client and step (counted from 1 in words); the client's memory stays what it was.
     Those before it may have put theirs down: no checkpoint of that round will name it."""
-    method = CountingMethod(queries=1, doomed=client, when=1, fuse=step)
+    method = CountingMethod(queries=1, failing_client=client, failing_round=1, failing_step=step)
     shared = make_task()
     simulation = make_simulation(method, shared, executor=executor, cohort=4)
     (played,) = run_rounds(method, simulation, start_server(method, shared), range(1))
     with pytest.raises(Diverged, match=f"nan in round 2 at client {client}, step {step}:") as caught:
         run_rounds(method, simulation, played.server, range(1, 2))
     assert (caught.value.round, caught.value.client, caught.value.step) == (1, client, step - 1)
-    kept, before = (each["client"][str(client)] for each in (simulation.state(), played.state))
-    assert trees_equal(kept, before)
+    stored, before = (each["client"][str(client)] for each in (simulation.state(), played.state))
+    assert trees_equal(stored, before)
 
 
 @BOTH
 def test_a_frozen_client_cannot_diverge(executor):
     """A loss that would be NaN after a client's last step, while others still train, is not the client's."""
-    method = CountingMethod(queries=1, doomed=1, fuse=3)
+    method = CountingMethod(queries=1, failing_client=1, failing_step=3)
     shared = make_task()
     (played,) = run_rounds(
         method, make_simulation(method, shared, executor=executor, cohort=4), start_server(method, shared), range(1)
     )
-    assert played.server["ups"]["trip0"]["steps"].tolist() == [3, 2, 4, 3]
+    assert played.server["uploads"]["query0"]["steps"].tolist() == [3, 2, 4, 3]
 
 
 @BOTH
@@ -543,9 +562,9 @@ def test_a_remembered_client_does_not_hold_its_group():
     shared = make_task()
     simulation = make_simulation(method, shared, executor="vmap", cohort=4)
     run_rounds(method, simulation, start_server(method, shared), range(1))
-    kept = simulation.store.get("client/0")
-    assert kept
-    for leaf in tree.leaves(kept):
+    stored = simulation.store.get("client/0")
+    assert stored
+    for leaf in tree.leaves(stored):
         assert leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
 
 
@@ -554,18 +573,18 @@ def test_who_is_silent_leaves_the_cohort():
     Over 200 rounds 3 * 0.6 = 1.8 answer on average (plus 0.4^3 rounds in which one has to): 1.864 +- 0.06."""
     simulation = make_simulation(CountingMethod(), make_task(rounds=200), client_dropout=0.4)
     server = start_server(CountingMethod(), make_task())
-    heard = []
+    messages = []
     for played in run_rounds(CountingMethod(), simulation, server, range(12)):
-        heard.append(len(played.report.cohort))
-        for query in ("trip0", "trip1"):
-            assert len(played.server["ups"][query]["mark"]) == heard[-1]
-            assert (played.server["ups"][query]["mark"] - 100).tolist() == played.report.cohort
+        messages.append(len(played.report.cohort))
+        for query in ("query0", "query1"):
+            assert len(played.server["uploads"][query]["tag"]) == messages[-1]
+            assert (played.server["uploads"][query]["tag"] - 100).tolist() == played.report.cohort
     for number in range(12, 200):
         simulation.open(number)
-        heard.append(len(sample_responders(simulation.cohort, 0.4, simulation.seed, number)))
-    assert min(heard) == 1
-    assert max(heard) == 3
-    assert abs(np.mean(heard) - 1.864) < 4 * 0.06
+        messages.append(len(sample_responders(simulation.cohort, 0.4, simulation.seed, number)))
+    assert min(messages) == 1
+    assert max(messages) == 3
+    assert abs(np.mean(messages) - 1.864) < 4 * 0.06
     everybody = make_simulation(CountingMethod(), make_task())
     assert all(len(played.report.cohort) == 3 for played in run_rounds(CountingMethod(), everybody, server, range(4)))
 
@@ -576,11 +595,11 @@ def test_others_than_the_cohort_can_be_asked():
     simulation.open(0)
     cohort = simulation.cohort
     to = torch.tensor([2, 0, 3, 1])
-    each = {"mark": to.double(), "fuse": torch.full((4,), -1)}
+    each = {"tag": to.double(), "failing_step": torch.full((4,), -1)}
     upload = simulation.query("count", {"base": torch.tensor(0.0)}, each, to)
     assert simulation.responders.tolist() == [2, 0, 3, 1]
     assert torch.equal(simulation.cohort, cohort)
-    assert upload.aux["mark"].tolist() == [2, 0, 3, 1]
+    assert upload.aux["tag"].tolist() == [2, 0, 3, 1]
     assert upload.aux["labeled"].tolist() == [SIZES[k][0] for k in (2, 0, 3, 1)]
     assert simulation.clients == 4
 
@@ -605,11 +624,11 @@ def test_the_server_trains_on_its_own_rows(executor):
         server_batching=Batching(5, epochs=2),
         budget=Budget(),
     )
-    broadcast = {"base": torch.tensor(0.0), "mark": torch.tensor(1.0).double(), "fuse": torch.tensor(-1)}
-    for visit in range(2):
-        simulation.open(visit)
+    broadcast = {"base": torch.tensor(0.0), "tag": torch.tensor(1.0).double(), "failing_step": torch.tensor(-1)}
+    for update_index in range(2):
+        simulation.open(update_index)
         upload = simulation.query_server("count", broadcast)
-        assert float(upload.aux["visits"]) == visit
+        assert float(upload.aux["updates"]) == update_index
         assert int(upload.aux["labeled"]) == sum(a for a, _ in SIZES)
         assert int(upload.aux["unlabeled"]) == 0
         assert float(upload.aux["steps"]) == 2 * round(18 / 5)
@@ -643,10 +662,10 @@ def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor
     assert trees_equal(tree.index(upload.update["params"], 1), server["params"])
     (played,) = run_rounds(method, make_simulation(method, shared, held, executor=executor, cohort=4), server, range(1))
     assert max_difference(played.server["params"], tree.weighted_mean(upload.update["params"], upload.weight)) == 0
-    alone = make_simulation(
+    single = make_simulation(
         method, shared, make_dataset(((0, 6), (0, 9)), place="clients"), executor=executor, cohort=2
     )
-    (played,) = run_rounds(method, alone, server, range(1))
+    (played,) = run_rounds(method, single, server, range(1))
     assert trees_equal(played.server, server)
 
 
@@ -682,13 +701,13 @@ def test_a_stream_shows_each_stage_in_its_rounds():
     stage = np.where(held.split.labeled, 0, rows % 3).astype(np.int64)
     held = replace(held, split=Split(held.split.client, held.split.labeled, 2, stage=stage))
     assert [held.stage(number, 6) for number in range(6)] == [0, 0, 1, 1, 2, 2]
-    spy = RecordingMethod(FedAvg(FixMatch()))
+    recording = RecordingMethod(FedAvg(FixMatch()))
     shared = make_task(rounds=6)
-    run_rounds(spy, make_simulation(spy, shared, held, cohort=2), start_server(spy, shared), range(6))
-    seen = [data for _, _, data in spy.of("begin")]
+    run_rounds(recording, make_simulation(recording, shared, held, cohort=2), start_server(recording, shared), range(6))
+    seen = [data for _, _, data in recording.list_calls("begin")]
     assert len(seen) == 12
-    for place, data in enumerate(seen):
-        number, client = divmod(place, 2)
+    for index, data in enumerate(seen):
+        number, client = divmod(index, 2)
         mine = rows[(held.split.client == client) & ~held.split.labeled & (stage == number // 2)]
         assert torch.equal(data.u, held.train.images[torch.from_numpy(mine)])
         assert int(data.unlabeled) == len(mine)
@@ -785,11 +804,11 @@ def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
     labels = make_dataset().train.labels.numpy()
     seen = []
 
-    def spy(network, model, normalize, images, executor):
+    def record_call(network, model, normalize, images, executor):
         seen.append({image.numpy().tobytes() for image in images})
         return compute_mean_prediction(network, model, normalize, images)
 
-    monkeypatch.setattr(simulation_module, "compute_mean_prediction", spy)
+    monkeypatch.setattr(simulation_module, "compute_mean_prediction", record_call)
     monkeypatch.setattr(simulation_module, "MAX_BIAS_IMAGES", 12)
     for number in (0, 1, 0):
         _, _, row = leanings(held, cohort=1, number=number)
@@ -825,8 +844,8 @@ def test_the_models_of_single_clients_are_measured(count):
     for client, local, each in zip(clients, tested, row["each"], strict=True):
         images = federation.dataset.train.images[federation.dataset.rows(client, False)]
         for name, made, accuracy in (("local", local, [0.0, 0.0, 0.5, 0.5]), ("global", model, [0.5, 0.25, 0.25, 0.0])):
-            said = shared.network.predict(made["params"], made["stats"], shared.normalize(images)).softmax(-1).mean(0)
-            assert each[name]["app_u"] == pytest.approx(said.tolist(), abs=1e-5)
+            text = shared.network.predict(made["params"], made["stats"], shared.normalize(images)).softmax(-1).mean(0)
+            assert each[name]["app_u"] == pytest.approx(text.tolist(), abs=1e-5)
             assert each[name]["accuracy"] == pytest.approx(accuracy)
     values = [each["local"]["js_labeled"] for each in row["each"]]
     assert (row["local_js_labeled_low"], row["local_js_labeled_high"]) == (min(values), max(values))

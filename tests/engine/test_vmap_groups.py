@@ -95,7 +95,7 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
     sizes = ((2, 4), (2, 40), (2, 5), (2, 4), (2, 5))
     method = FedAvg(FixMatch(threshold=0.3))
     shared = make_task()
-    played = []
+    results = []
     for executor in ("loop", "vmap"):
         simulation = make_simulation(
             method, shared, make_dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5
@@ -103,9 +103,9 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
         if executor == "vmap":
             training = replace(simulation.local_clients.training, executor=VmapExecutor(max_padding=MAX_PADDING))
             simulation.local_clients.training = training
-        played.append(run_rounds(method, simulation, start_server(method, shared), range(1))[0])
+        results.append(run_rounds(method, simulation, start_server(method, shared), range(1))[0])
     assert programs == [[0, 2, 3, 4]]
-    assert compare_executors(*([one] for one in played)) < 1e-12
+    assert compare_executors(*([one] for one in results)) < 1e-12
 
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")

@@ -32,108 +32,113 @@ from halfmoon.storage.events import EventTail
 
 
 @pytest.fixture
-def street() -> FakeTransport:
+def transport() -> FakeTransport:
     made = FakeTransport({31: make_node("west"), 7: make_node("north"), 99: make_node("south")})
-    made.keys = {31: NodeIdentity("west", "1"), 7: NodeIdentity("north", "1"), 99: NodeIdentity("south", "1")}
+    made.identities = {31: NodeIdentity("west", "1"), 7: NodeIdentity("north", "1"), 99: NodeIdentity("south", "1")}
     return made
 
 
 @pytest.fixture
-def manager(street: FakeTransport) -> ClientManager:
-    made = street.manager()
+def manager(transport: FakeTransport) -> ClientManager:
+    made = transport.make_manager()
     made.wait_for_sites(3, 60.0)
     return made
 
 
-def restart(street: FakeTransport, number: int, there: FakeNode) -> None:
+def restart(transport: FakeTransport, number: int, there: FakeNode) -> None:
     """Let a site start again under the number that its key has; nobody tells of what its first process had got."""
-    assert street.keys is not None
-    street.nodes_[number] = there
-    street.keys[number] = NodeIdentity(street.keys[number].name, "2")
-    street._under_way.clear()
+    assert transport.identities is not None
+    transport.fake_nodes[number] = there
+    transport.identities[number] = NodeIdentity(transport.identities[number].name, "2")
+    transport._pending.clear()
 
 
-def test_a_site_that_starts_again_under_the_same_number_is_asked_again(street: FakeTransport, manager: ClientManager):
+def test_a_site_that_starts_again_under_the_same_number_is_asked_again(
+    transport: FakeTransport, manager: ClientManager
+):
     """North starts again after 10 of 1000 s, in less time than a look takes: what it was asked is sent once more."""
-    street.nodes_[7] = FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [])
-    street.at(street.time + 10, lambda: restart(street, 7, make_node("north", 5.0, b"new")))
-    patient = street.manager(timeout=1000.0)
+    transport.fake_nodes[7] = FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [])
+    transport.schedule(transport.time + 10, lambda: restart(transport, 7, make_node("north", 5.0, b"new")))
+    patient = transport.make_manager(timeout=1000.0)
     patient.wait_for_sites(3, 60.0)
-    began = street.time
+    start_time = transport.time
     assert exchange_messages(patient, "north")["north"] == SiteResponse(b"new")
-    assert street.time - began < 20
-    offers = [time for time, number in street.offers if number == 7 and time > began]
+    assert transport.time - start_time < 20
+    offers = [time for time, number in transport.offers if number == 7 and time > start_time]
     assert len(offers) == 1, "it may say something else now, so it is asked to join once more"
 
 
-def test_a_site_whose_process_is_the_same_is_asked_once(street: FakeTransport, manager: ClientManager):
-    street.nodes_[7] = make_node("north", 50.0)
+def test_a_site_whose_process_is_the_same_is_asked_once(transport: FakeTransport, manager: ClientManager):
+    transport.fake_nodes[7] = make_node("north", 50.0)
     assert exchange_messages(manager)["north"].data
-    assert len(street.requests) == 3
+    assert len(transport.requests) == 3
 
 
-def test_a_name_is_bound_to_its_key(street: FakeTransport):
+def test_a_name_is_bound_to_its_key(transport: FakeTransport):
     """The node with north's key says that it is south: it has no part, under neither name, and the log says why."""
-    street.nodes_[7] = make_node("south", said=b"stolen")
-    del street.nodes_[99]
-    manager = street.manager()
+    transport.fake_nodes[7] = make_node("south", reply=b"stolen")
+    del transport.fake_nodes[99]
+    manager = transport.make_manager()
     manager.wait_for_sites(1, 60.0, 5.0)
     assert manager.connected_sites == ["west"]
     assert "south" not in manager.acceptances
-    words = "the site with the key of north calls itself 'south': it does not join under a name that is not its key's"
-    assert street.said.count(words) == 1
+    message = "the site with the key of north calls itself 'south': it does not join under a name that is not its key's"
+    assert transport.log.count(message) == 1
     assert exchange_messages(manager, "south")["south"].data is None
-    assert not [number for _, number, _ in street.requests if number == 7]
+    assert not [number for _, number, _ in transport.requests if number == 7]
 
 
-def test_the_owner_of_a_name_keeps_it(street: FakeTransport, manager: ClientManager):
+def test_the_owner_of_a_name_keeps_it(transport: FakeTransport, manager: ClientManager):
     """Without keys who comes last under a name has it; with keys the one with the key has."""
-    street.nodes_[8] = make_node("south", said=b"stolen")
-    street.keys[8] = NodeIdentity("east")
-    street.sleep(10.0)
+    transport.fake_nodes[8] = make_node("south", reply=b"stolen")
+    transport.identities[8] = NodeIdentity("east")
+    transport.sleep(10.0)
     assert exchange_messages(manager)["south"].data == b"south:do"
-    assert street.heard("calls itself 'south'") == 1
-    street.keys = None
-    assert exchange_messages(street.manager(), "south")["south"].data is not None
+    assert transport.count_logged("calls itself 'south'") == 1
+    transport.identities = None
+    assert exchange_messages(transport.make_manager(), "south")["south"].data is not None
 
 
-def test_a_node_without_a_key_is_not_even_asked_to_join(street: FakeTransport, manager: ClientManager):
-    street.nodes_[8] = make_node("south", said=b"stolen")
-    street.sleep(10.0)
+def test_a_node_without_a_key_is_not_even_asked_to_join(transport: FakeTransport, manager: ClientManager):
+    transport.fake_nodes[8] = make_node("south", reply=b"stolen")
+    transport.sleep(10.0)
     assert exchange_messages(manager)["south"].data == b"south:do"
-    assert 8 not in [number for _, number in street.offers]
-    assert street.heard("node 8 has no key of a site that may come in: it is not asked to join") == 1
+    assert 8 not in [number for _, number in transport.offers]
+    assert transport.count_logged("node 8 has no key of a site that may come in: it is not asked to join") == 1
 
 
-def test_what_a_removed_site_answers_does_not_count(street: FakeTransport, manager: ClientManager):
+def test_what_a_removed_site_answers_does_not_count(transport: FakeTransport, manager: ClientManager):
     """North's key is removed while it works, and in the same instant its answer comes: nobody waits for it any more."""
-    keys = dict(street.keys or {})
-    street.nodes_[7] = make_node("north", 5.0)
-    street.nodes_[31] = make_node("west", 8.0)
+    keys = dict(transport.identities or {})
+    transport.fake_nodes[7] = make_node("north", 5.0)
+    transport.fake_nodes[31] = make_node("west", 8.0)
 
     def remove() -> None:
-        del street.keys[7]
+        del transport.identities[7]
 
-    street.at(street.time + 4.95, remove)
-    began = street.time
-    answers = exchange_messages(manager)
-    assert answers["north"] == SiteResponse(None, NO_KEY)
-    assert answers["west"].data == b"west:do"
-    assert street.time - began < 9, "absence is 20 s"
-    began = street.time
+    transport.schedule(transport.time + 4.95, remove)
+    start_time = transport.time
+    replies = exchange_messages(manager)
+    assert replies["north"] == SiteResponse(None, NO_KEY)
+    assert replies["west"].data == b"west:do"
+    assert transport.time - start_time < 9, "absence is 20 s"
+    start_time = transport.time
     assert exchange_messages(manager)["north"] == SiteResponse(None, NO_KEY)
-    assert street.time - began < 9, "a site without a key is not waited for"
+    assert transport.time - start_time < 9, "a site without a key is not waited for"
     assert manager.connected_sites == ["south", "west"]
-    street.keys = keys
-    street.sleep(40.0)
+    transport.identities = keys
+    transport.sleep(40.0)
     assert exchange_messages(manager)["north"].data == b"north:do", "one that may come in again does"
 
 
-def test_a_site_with_a_new_key_has_its_name(street: FakeTransport, manager: ClientManager):
+def test_a_site_with_a_new_key_has_its_name(transport: FakeTransport, manager: ClientManager):
     """North's key is replaced: its old node is forgotten, and the one with the new key is north."""
-    street.keys = {**{number: who for number, who in street.keys.items() if number != 7}, 8: NodeIdentity("north", "1")}
-    street.nodes_[8] = make_node("north", said=b"new")
-    street.nodes_[7] = make_node("north", said=b"old")
+    transport.identities = {
+        **{number: who for number, who in transport.identities.items() if number != 7},
+        8: NodeIdentity("north", "1"),
+    }
+    transport.fake_nodes[8] = make_node("north", reply=b"new")
+    transport.fake_nodes[7] = make_node("north", reply=b"old")
     assert exchange_messages(manager)["north"].data == b"new"
     assert list(manager.connected_sites) == list(SITES)
 
@@ -279,7 +284,7 @@ def test_what_fails_is_said_once_and_tried_again(door: Door):
     door.look(made)
     door.look(made)
     assert door.key_owners() == before
-    assert sum("who may come in stays as it was" in words for words in door.said) == 1
+    assert sum("who may come in stays as it was" in message for message in door.said) == 1
     record.write_bytes(text)
     make.remove_site(door.folder, "south")
     door.look(made)
@@ -291,16 +296,16 @@ def test_a_folder_that_vanishes_does_not_end_the_server(door: Door):
     door.folder.rename(door.folder.with_name("moved"))
     door.look(made, 4000.0)
     assert sorted(door.key_owners()) == ["north", "south"]
-    assert [words for words in door.said if "who may come in stays as it was" in words]
+    assert [message for message in door.said if "who may come in stays as it was" in message]
 
 
 def test_a_key_that_this_run_has_put_out_needs_a_new_one(door: Door):
     door.book.gone.add(door.key("north"))
     door.open()
     assert list(door.key_owners()) == ["south"]
-    (words,) = (words for words in door.said if "north" in words)
-    assert words.startswith("north cannot come in: its key was removed from this run earlier")
-    assert words.endswith(f"halfmoon federation rotate {door.folder} --site north")
+    (message,) = (message for message in door.said if "north" in message)
+    assert message.startswith("north cannot come in: its key was removed from this run earlier")
+    assert message.endswith(f"halfmoon federation rotate {door.folder} --site north")
 
 
 def test_sites_of_the_federation_without_a_key_are_named(door: Door):
@@ -313,10 +318,10 @@ def test_what_runs_out_is_said_at_the_start_and_once_a_day(tmp_path: Path):
     make.create_keys(tmp_path / "access", ["north"], days=365, now=long_ago)
     door = Door(tmp_path / "access", tmp_path / "keys.json")
     made = door.open(["north"])
-    (words,) = (words for words in door.said if "runs out" in words)
-    assert words.startswith("the server's certificate runs out in 2")
+    (message,) = (message for message in door.said if "runs out" in message)
+    assert message.startswith("the server's certificate runs out in 2")
     door.look(made, 4000.0)
-    assert sum("runs out" in words for words in door.said) == 1
+    assert sum("runs out" in message for message in door.said) == 1
 
 
 def test_a_superlink_that_does_not_answer_at_the_start_stops_it(door: Door):
@@ -333,10 +338,10 @@ def test_a_damaged_file_lets_nobody_in(tmp_path: Path):
 
 def test_a_guarded_server_listens_here_alone_and_wants_keys(door: Door, tmp_path: Path):
     server = ServerOptions.with_access(tmp_path / "f.toml", tmp_path / "run", Access.open(door.folder), ["north"], 5)
-    words = superlink_arguments(server)
-    assert words[:4] == ["--host", "127.0.0.1", "--port", "7001"]
-    assert words[-1] == "--enable-supernode-auth"
-    assert words[words.index("--ssl-certfile") + 1] == str(door.folder / "server" / "server.crt")
+    message = superlink_arguments(server)
+    assert message[:4] == ["--host", "127.0.0.1", "--port", "7001"]
+    assert message[-1] == "--enable-supernode-auth"
+    assert message[message.index("--ssl-certfile") + 1] == str(door.folder / "server" / "server.crt")
     config = tomllib.loads(render_run_config(server))
     assert config["keys"] == str(tmp_path / "run" / "flower" / "keys.json")
     plain = ServerOptions(tmp_path / "f.toml", tmp_path / "run")
@@ -361,9 +366,9 @@ def test_contradictions_are_refused_in_a_sentence(door, tmp_path, capsys, words,
     (tmp_path / "f.toml").write_text(f'method = "fedavg"\nnetwork = "small"\n[federation]\n{site_options}')
     command = ["serve", str(tmp_path / "f.toml"), "--run-dir", str(tmp_path / "run"), "--access", str(door.folder)]
     assert cli.main([*command, *words]) == 2
-    heard = capsys.readouterr().err
-    assert said in heard
-    assert len(heard.splitlines()) == 1
+    message = capsys.readouterr().err
+    assert said in message
+    assert len(message.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -394,9 +399,9 @@ def supernode_saying(said, folder, monkeypatch, shown, seconds=600.0):
 def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An answer 500 of the server ends a node, and the site joins again.
     Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back."""
-    said = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
+    output = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
     shown: list[str] = []
-    with supernode_saying(said, tmp_path, monkeypatch, shown, seconds=0.1) as (member, _):
+    with supernode_saying(output, tmp_path, monkeypatch, shown, seconds=0.1) as (member, _):
         member._run_node()
         assert "the connection ended: the server's Flower failed over a call" in shown[-1]
 
@@ -432,7 +437,7 @@ def test_a_site_goes_as_soon_as_its_last_answer_is_sent(tmp_path, monkeypatch, l
     monkeypatch.setattr(site_process, "POLL_SECONDS", 0.02)
     with supernode_saying("\n".join(lines), tmp_path, monkeypatch, []) as (member, _):
         consent.save_end(member.site.state_folder, 0, "finished: the model is here")
-        began = time.monotonic()
+        start_time = time.monotonic()
         with pytest.raises(site_process.SiteFinished, match="finished: the model is here"):
             member._run_node()
-        assert 0.2 < time.monotonic() - began < 300
+        assert 0.2 < time.monotonic() - start_time < 300

@@ -1,4 +1,4 @@
-"""Everybody attacks at once: each is refused with a reason, and the model is the one that nobody has disturbed."""
+"""Run many attacks at once: each is refused with a reason, and the model equals that of a run without attacks."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,17 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from attackers import ATTACKS, EXPORT, FILE, LAST, NGINX, SITES, Besieged, executed, write
+from attackers import (
+    ATTACKS,
+    EXPORT_COMMAND,
+    FEDERATION_FILE,
+    FINAL_ATTACK,
+    NGINX,
+    SITES,
+    AttackedFederation,
+    list_executed_pickles,
+    write_federation_file,
+)
 from safetensors.numpy import load_file
 
 from halfmoon.cli.main import main
@@ -21,62 +31,65 @@ pytestmark = [
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
 ]
 
-SLOW = {"unknown-key", "no-key", "same-key", "large", "garbage", "expired", "other-host"}
-"""Attacks that the benchmark alone plays: they are like others, but need one more SuperNode, or hundreds of MB.
+BENCHMARK_ONLY = {"unknown-key", "no-key", "same-key", "large", "garbage", "expired", "other-host"}
+"""Attacks that only the benchmark runs: they resemble others, but need another SuperNode, or hundreds of MB.
 
-A certificate that has run out and one of another host are refused in test_pki.py.
+test_pki.py tests expired certificates and those of another host.
 """
 ROUNDS = 2
-"""One whose answer can be replayed in the next, which is the last and waits; each is played twice, spoiled at first."""
+"""The reply of the first round can be replayed in the second, which is delayed. Each round is repeated once."""
 NAMES = SITES[:2]
-"""An honest site, and one that attacks: a third would do what the first does."""
-ANSWERS = {
+"""An honest site and an attacking one: a third would do the same as the first."""
+REPLY_ATTACKS = {
     "pickle": ("pickle:0", f"refused in round 1: the answer of {NAMES[-1]}: a message"),
     "replay": ("replay:1", f"refused in round 2: the answer of {NAMES[-1]}: it answers round 1"),
 }
-"""Attacks that are answers: in which round, and what the log says."""
-SWIFT = {name: attack for name, attack in ATTACKS.items() if name not in SLOW}
-SWIFT |= {name: replace(SWIFT[name], evil=evil, signs=(("serve.log", sign),)) for name, (evil, sign) in ANSWERS.items()}
+"""Attacks by replies: their rounds, and the patterns of their log lines."""
+FAST_ATTACKS = {name: attack for name, attack in ATTACKS.items() if name not in BENCHMARK_ONLY}
+FAST_ATTACKS |= {
+    name: replace(FAST_ATTACKS[name], site_attack=site_attack, log_patterns=(("serve.log", sign),))
+    for name, (site_attack, sign) in REPLY_ATTACKS.items()
+}
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folders of the sites, with the file of a federation; beside them is its simulation."""
+    """Return the folder of the sites and of the federation's file, with a simulation of it next to it."""
     folder = tmp_path_factory.mktemp("attacked") / "sites"
-    assert main([*EXPORT, "--sites", str(len(NAMES)), "--out", str(folder)]) == 0
-    write(folder, ROUNDS, len(NAMES))
-    assert main(["run", "--config", str(folder / FILE), "--run-dir", str(folder.parent / "simulated")]) == 0
+    assert main([*EXPORT_COMMAND, "--sites", str(len(NAMES)), "--out", str(folder)]) == 0
+    write_federation_file(folder, ROUNDS, len(NAMES))
+    assert main(["run", "--config", str(folder / FEDERATION_FILE), "--run-dir", str(folder.parent / "simulated")]) == 0
     return folder
 
 
 @pytest.fixture
-def fed(tmp_path: Path, exported: Path) -> Iterator[Besieged]:
-    evil = " ".join(attack.evil for attack in SWIFT.values() if attack.evil)
-    made = Besieged(tmp_path, exported, evil, ROUNDS, NAMES)
+def fed(tmp_path: Path, exported: Path) -> Iterator[AttackedFederation]:
+    site_attack = " ".join(attack.site_attack for attack in FAST_ATTACKS.values() if attack.site_attack)
+    made = AttackedFederation(tmp_path, exported, site_attack, ROUNDS, NAMES)
     try:
         yield made
     finally:
-        made.end()
+        made.stop_all()
 
 
-def test_all_attacks_at_once_change_nothing(fed: Besieged, exported: Path):
-    """Each attack leaves its sentence where its name says; no pickle is executed; the weights are the simulator's."""
-    fed.begin()
-    fed.until(lambda: "is there" in fed.log("serve.log"), "the first site")
-    for name, attack in SWIFT.items():
-        if name != LAST:
-            attack.act(fed)
-    SWIFT[LAST].act(fed)
-    for name, attack in SWIFT.items():
-        if name != "replay":  # the last round's, which is held
-            for where, pattern in attack.signs:
-                fed.says(where, pattern)
-    fed.stop(LAST)  # it would try again for ever
-    fed.hold(False)
-    for where, pattern in SWIFT["replay"].signs:
-        fed.says(where, pattern)
-    fed.until(lambda: fed.running["serve"].poll() == 0, "the end")
-    assert not executed(fed), "somebody has unpickled something"
+def test_all_attacks_at_once_change_nothing(fed: AttackedFederation, exported: Path):
+    """Each attack logs its refusal, no pickle is executed, and the weights equal those of the simulation."""
+    fed.start_all()
+    fed.wait_until(lambda: "is there" in fed.read_log("serve.log"), "the first site")
+    for name, attack in FAST_ATTACKS.items():
+        if name != FINAL_ATTACK:
+            attack.run(fed)
+    FAST_ATTACKS[FINAL_ATTACK].run(fed)
+    for name, attack in FAST_ATTACKS.items():
+        if name != "replay":  # an attack of the last round, which is still delayed
+            for where, pattern in attack.log_patterns:
+                fed.wait_for_log(where, pattern)
+    fed.stop(FINAL_ATTACK)  # it would retry forever
+    fed.hold_last_reply(False)
+    for where, pattern in FAST_ATTACKS["replay"].log_patterns:
+        fed.wait_for_log(where, pattern)
+    fed.wait_until(lambda: fed.running["serve"].poll() == 0, "the end")
+    assert not list_executed_pickles(fed), "a pickle was executed"
     served = load_file(fed.run / "model.safetensors")
     simulated = load_file(exported.parent / "simulated" / "model.safetensors")
     assert served.keys() == simulated.keys()
@@ -84,14 +97,14 @@ def test_all_attacks_at_once_change_nothing(fed: Besieged, exported: Path):
         assert np.array_equal(leaf.view(np.uint8), simulated[name].view(np.uint8)), name
     rows = (fed.run / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == ROUNDS
-    assert f"the answer of {NAMES[-1]}" in fed.log("serve.log")
+    assert f"the answer of {NAMES[-1]}" in fed.read_log("serve.log")
 
 
-def test_a_pickle_that_is_executed_is_seen(fed: Besieged):
-    """What the attacks send does what it says where somebody is careless: the test above could fail."""
+def test_an_executed_pickle_is_detected(fed: AttackedFederation):
+    """Unpickling an attack creates the file that the test above looks for."""
     import pickle
 
-    from attacking.sitecustomize import Creates
+    from attacking.sitecustomize import CreateFileOnUnpickle
 
-    pickle.loads(pickle.dumps(Creates(fed.folder / "pwned"))).close()
-    assert executed(fed) == [fed.folder / "pwned"]
+    pickle.loads(pickle.dumps(CreateFileOnUnpickle(fed.folder / "pwned"))).close()
+    assert list_executed_pickles(fed) == [fed.folder / "pwned"]

@@ -35,8 +35,8 @@ OURS = {bundle.PROJECT_FILE: bundle.render_project(), bundle.CONTENT_FILE: "-"}
 def test_a_bundle_is_judged_by_what_it_says_not_by_how_it_is_packed():
     """Flower writes the file anew: the order of its lines, and how it is compressed, are not part of the program."""
     bundle.check_bundle(zipped(OURS))
-    words = bundle.render_project().replace('serverapp = "', 'zz = 1\nserverapp = "').replace("zz = 1\n", "")
-    bundle.check_bundle(zipped({bundle.CONTENT_FILE: "other", bundle.PROJECT_FILE: "# a comment\n" + words}))
+    text = bundle.render_project().replace('serverapp = "', 'zz = 1\nserverapp = "').replace("zz = 1\n", "")
+    bundle.check_bundle(zipped({bundle.CONTENT_FILE: "other", bundle.PROJECT_FILE: "# a comment\n" + text}))
     bundle.check_bundle(zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), TOYS)
     assert bundle.expected_digest() != bundle.expected_digest(TOYS)
 
@@ -154,9 +154,9 @@ def test_no_module_is_imported_because_a_server_names_it(tmp_path: Path):
     site = SiteClient.from_folder(tmp_path, "north", tmp_path / "home")
     sys.path.insert(0, str(tmp_path))
     try:
-        said = read_message(site.reply_to(write_message(Offer(site.version, json.dumps(facts)))), Refusal)
+        text = read_message(site.reply_to(write_message(Offer(site.version, json.dumps(facts)))), Refusal)
     finally:
         sys.path.remove(str(tmp_path))
-    assert isinstance(said, Refusal)
-    assert "which is not loaded because a file or a server names it" in said.reason
+    assert isinstance(text, Refusal)
+    assert "which is not loaded because a file or a server names it" in text.reason
     assert "evil_of_a_server" not in sys.modules

@@ -106,8 +106,8 @@ def test_work_for_terms_that_are_not_agreed_to_any_more_is_refused(ward: Path, t
 
 def test_a_method_that_is_not_accepted_is_refused_with_the_list(ward: Path, tmp_path: Path):
     site = member(ward, tmp_path / "home", "any", ("fedavg", "feddure"))
-    said = told(site.reply_to(offer()))
-    assert (said.kind, said.reason) == (UNFIT, "this site accepts the method fedavg or feddure, but not fedloke.")
+    text = told(site.reply_to(offer()))
+    assert (text.kind, text.reason) == (UNFIT, "this site accepts the method fedavg or feddure, but not fedloke.")
     assert consent.load_offer(site.state_folder) is None
     wide = member(ward, tmp_path / "home", "any", ("fedavg", "fedloke"))
     assert isinstance(read_message(wide.reply_to(offer()), Acceptance, Refusal), Acceptance)
@@ -221,25 +221,25 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
     from halfmoon.federation.transport.contact import Address
     from halfmoon.federation.transport.site_process import SiteOptions, node_options
 
-    heard: list[tuple[str, tuple[str, ...]]] = []
+    messages: list[tuple[str, tuple[str, ...]]] = []
 
     def note(**options: Any) -> Any:
         made = SiteClient.from_folder(**options)
-        heard.append((made.consent.terms, made.consent.methods))
+        messages.append((made.consent.terms, made.consent.methods))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(from_folder=note))
     monkeypatch.setattr(client_app, "_rehearsal_options", lambda *_: {"name": "north", "folder": "x", "terms": "any"})
     site = SiteOptions(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, state_folder=tmp_path)
-    told = replace(site, terms="0123abcd", methods=("fedavg", "feddure"))
-    configs = [node_options(each)["config"] for each in (site, told)] + [{"partition-id": 0}]
+    message = replace(site, terms="0123abcd", methods=("fedavg", "feddure"))
+    configs = [node_options(each)["config"] for each in (site, message)] + [{"partition-id": 0}]
     for config in configs:
         run = {"federation": "f", "sites": "s"}
         with pytest.raises(KeyboardInterrupt):
             client_app.handle_message(
                 SimpleNamespace(content=None), SimpleNamespace(node_config=config, run_config=run)
             )
-    assert heard == [("", ()), ("0123abcd", ("fedavg", "feddure")), ("any", ())]
+    assert messages == [("", ()), ("0123abcd", ("fedavg", "feddure")), ("any", ())]
 
 
 def test_a_few_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
@@ -268,8 +268,8 @@ def test_a_hash_that_is_none_is_refused(tmp_path: Path, terms: str):
 
 
 def test_a_method_that_nobody_knows_is_refused(ward: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["site", "join", "--server", "127.0.0.1:9", "--site", str(ward), "--name", "n", "--accept", "feddur"]
-    assert cli.main(words) == 2
+    arguments = ["site", "join", "--server", "127.0.0.1:9", "--site", str(ward), "--name", "n", "--accept", "feddur"]
+    assert cli.main(arguments) == 2
     assert "--accept names the unknown method 'feddur': did you mean 'feddure'?" in capsys.readouterr().err
 
 
@@ -292,9 +292,9 @@ def test_a_file_shows_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_text(FILE)
     terms = load_plan(path).terms
     assert cli.main(["site", "terms", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert terms.sentence() in said.replace("\n", " ")
-    assert f"hash: {terms.hash}" in said
+    text = capsys.readouterr().out
+    assert terms.sentence() in text.replace("\n", " ")
+    assert f"hash: {terms.hash}" in text
     assert cli.main(["site", "terms", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["hash"] == terms.hash
@@ -305,14 +305,14 @@ def test_a_file_shows_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_server_asks_again_until_a_site_has_agreed():
     """North says yes after a while: it is named once as not there yet, and joins at the next question."""
-    answers = [make_refusal(UNFIT, NOT_AGREED)] * 2 + [make_acceptance("north")]
-    there = FakeNode(lambda: [(0.3, answers.pop(0) if len(answers) > 1 else answers[0])], lambda data: [])
-    street = FakeTransport({1: there, 2: make_node("south"), 3: make_node("west")})
-    manager = street.manager()
+    replies = [make_refusal(UNFIT, NOT_AGREED)] * 2 + [make_acceptance("north")]
+    there = FakeNode(lambda: [(0.3, replies.pop(0) if len(replies) > 1 else replies[0])], lambda data: [])
+    transport = FakeTransport({1: there, 2: make_node("south"), 3: make_node("west")})
+    manager = transport.make_manager()
     manager.wait_for_sites(3, 10 * RETRY_SECONDS)
     assert manager.connected_sites == ["north", "south", "west"]
-    assert 2 * RETRY_SECONDS <= street.time < 3 * RETRY_SECONDS
-    assert street.heard(f"a site does not join: {NOT_AGREED}") == 1
+    assert 2 * RETRY_SECONDS <= transport.time < 3 * RETRY_SECONDS
+    assert transport.count_logged(f"a site does not join: {NOT_AGREED}") == 1
 
 
 def test_an_offer_survives_its_file(tmp_path: Path):

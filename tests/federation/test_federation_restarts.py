@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from in_process_federation import (
-    SiteFolders,
+    LocalFederation,
     call_before_each_message,
     export_small_sites,
     read_model_bytes,
@@ -55,7 +55,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SiteFolders]:
+def federations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LocalFederation]:
     folder = tmp_path_factory.mktemp("federations")
     return cache(lambda place: export_small_sites(place, folder))
 
@@ -63,35 +63,38 @@ def towns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SiteFolde
 class Straight:
     """A federation that was never stopped: its run, what its sites then remember, and the trips of each round."""
 
-    def __init__(self, town: SiteFolders, file: Path) -> None:
-        self.town = town
+    def __init__(self, federation: LocalFederation, file: Path) -> None:
+        self.federation = federation
         self.file = file
-        town.forget()
-        with record_exchanges() as letters:
-            self.run = town.play(file)
-        self.memories = memories(town)
-        asked = [letter.asked for letter in letters]
-        visits = {(a.round, a.query) for a in asked if isinstance(a, Request)}
-        self.queries = [[query for at, query in sorted(visits) if at == round] for round in range(ROUNDS)]
+        federation.delete_client_memory()
+        with record_exchanges() as exchanges:
+            self.run = federation.run(file)
+        self.memories = memories(federation)
+        requests = [exchange.request for exchange in exchanges]
+        updates = {(a.round, a.query) for a in requests if isinstance(a, Request)}
+        self.queries = [[query for at, query in sorted(updates) if at == round] for round in range(ROUNDS)]
 
 
-def memories(town: SiteFolders) -> dict[str, tuple[str, dict[str, bytes]]]:
+def memories(federation: LocalFederation) -> dict[str, tuple[str, dict[str, bytes]]]:
     """Return the newest thing that each site remembers: its file's name, and its tensors' bytes."""
     newest = {}
-    for name in town.names:
-        files = sorted((town.folder / name / ".halfmoon" / "federations").glob("*/*/memory-*.safetensors"))
+    for name in federation.names:
+        files = sorted((federation.folder / name / ".halfmoon" / "federations").glob("*/*/memory-*.safetensors"))
         if files:
             newest[name] = files[-1].name, {key: leaf.tobytes() for key, leaf in load_file(files[-1]).items()}
     return newest
 
 
 @pytest.fixture(scope="module")
-def straight(towns: Callable[[str], SiteFolders]) -> Callable[[str], Straight]:
+def straight(federations: Callable[[str], LocalFederation]) -> Callable[[str], Straight]:
     @cache
     def played(method: str) -> Straight:
-        town = towns(METHODS[method])
+        federation = federations(METHODS[method])
         return Straight(
-            town, town.write(method, rounds=ROUNDS, steps=2, checkpoint_every=2, options=select_eager_options(method))
+            federation,
+            federation.write_plan(
+                method, rounds=ROUNDS, steps=2, checkpoint_every=2, options=select_eager_options(method)
+            ),
         )
 
     return played
@@ -105,7 +108,7 @@ def stopped(straight: Callable[[str], Straight], tmp_path_factory: pytest.TempPa
     @cache
     def kept(method: str) -> Path:
         there = straight(method)
-        there.town.forget()
+        there.federation.delete_client_memory()
         queries = there.queries
         stops = [
             ((0, queries[0][0]), True),
@@ -113,22 +116,22 @@ def stopped(straight: Callable[[str], Straight], tmp_path_factory: pytest.TempPa
             ((3, queries[3][0]), False),
             ((4, queries[4][-1]), True),
         ]
-        for visit, after in stops:
-            with stop_server_at(visit, after):
-                there.town.play(there.file, f"{method}-stopped")
+        for update_index, after in stops:
+            with stop_server_at(update_index, after):
+                there.federation.run(there.file, f"{method}-stopped")
             client_app._open_client.cache_clear()
         folder = tmp_path_factory.mktemp(method)
-        for name in there.town.names:
-            shutil.copytree(there.town.folder / name / MEMORY, folder / name)
+        for name in there.federation.names:
+            shutil.copytree(there.federation.folder / name / MEMORY, folder / name)
         return folder
 
     def back(method: str, name: str) -> str:
-        town = straight(method).town
+        federation = straight(method).federation
         folder = kept(method)
-        town.forget()
-        for site in town.names:
-            shutil.copytree(folder / site, town.folder / site / MEMORY)
-        shutil.copytree(town.runs / f"{method}-stopped", town.runs / name)
+        federation.delete_client_memory()
+        for site in federation.names:
+            shutil.copytree(folder / site, federation.folder / site / MEMORY)
+        shutil.copytree(federation.runs / f"{method}-stopped", federation.runs / name)
         return name
 
     return back
@@ -138,7 +141,7 @@ def equal(there: Straight, run: Path) -> None:
     """Fail where a run, or what its sites remember, is another than that of the federation that was not stopped."""
     assert (run / "model.safetensors").read_bytes() == (there.run / "model.safetensors").read_bytes()
     assert (run / "metrics.jsonl").read_bytes() == (there.run / "metrics.jsonl").read_bytes()
-    assert memories(there.town) == there.memories
+    assert memories(there.federation) == there.memories
 
 
 @pytest.mark.parametrize("method", EACH_KIND)
@@ -146,14 +149,14 @@ def test_what_is_remembered_matters(method: str, straight: Callable[[str], Strai
     """Sites that lose their memory end elsewhere: the tests below could fail."""
     there = straight(method)
     assert len(there.memories) == 3
-    there.town.forget()
+    there.federation.delete_client_memory()
 
     def lose() -> None:
-        for path in there.town.folder.glob("site-*/.halfmoon/federations/*/*/memory-*"):
+        for path in there.federation.folder.glob("site-*/.halfmoon/federations/*/*/memory-*"):
             path.unlink()
 
     with call_before_each_message(lose):
-        run = there.town.play(there.file, f"{method}-forgetful")
+        run = there.federation.run(there.file, f"{method}-forgetful")
     assert read_model_bytes(run) != read_model_bytes(there.run)
 
 
@@ -162,7 +165,7 @@ def test_a_server_that_is_stopped_goes_on(method, straight, stopped):
     """Every second round has a checkpoint. So it goes on from the beginning twice, from round 2 and from round 4; sites
     have done some of these rounds already."""
     there = straight(method)
-    equal(there, there.town.play(there.file, stopped(method, f"{method}-again")))
+    equal(there, there.federation.run(there.file, stopped(method, f"{method}-again")))
 
 
 @pytest.mark.parametrize(
@@ -174,55 +177,55 @@ def test_a_damaged_checkpoint_is_done_without(method, name, straight, stopped):
     One method of each kind: it remembers at the sites, at the server, on the server's shelf."""
     there = straight(method)
     run = stopped(method, f"{method}-damaged-{name}")
-    folder = there.town.runs / run
+    folder = there.federation.runs / run
     assert sorted(path.stem for path in folder.glob("checkpoint-*.json")) == ["checkpoint-000002", "checkpoint-000004"]
     file = folder / f"checkpoint-000004.{name}"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     before = (folder / "serve.log").read_text()
-    equal(there, there.town.play(there.file, run))
-    told = (folder / "serve.log").read_text().removeprefix(before)
-    assert "checkpoint-000004 is damaged" in told
-    assert "going on after round 2" in told
-    assert "going on after round 4" not in told
+    equal(there, there.federation.run(there.file, run))
+    message = (folder / "serve.log").read_text().removeprefix(before)
+    assert "checkpoint-000004 is damaged" in message
+    assert "going on after round 2" in message
+    assert "going on after round 4" not in message
 
 
 def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, straight):
     """With another number sites would take it for another run, and start without their memories."""
     there = straight("fedloke")
     run = stopped("fedloke", "fedloke-number")
-    path = there.town.runs / run / "number"
+    path = there.federation.runs / run / "number"
     held = path.read_bytes()
     flipped = bytes([held[0] ^ 1]) + held[1:]
-    for data, said in ((flipped, "is damaged"), (held[:7], "is damaged"), (b"", "is damaged"), (None, "is missing")):
+    for data, text in ((flipped, "is damaged"), (held[:7], "is damaged"), (b"", "is damaged"), (None, "is missing")):
         path.unlink()
         if data is not None:
             path.write_bytes(data)
-        with pytest.raises(UserError, match=rf"number {said}.*put it back from a backup"):
-            there.town.play(there.file, run)
-        assert f"stopped: {path} {said}" in (path.parent / "serve.log").read_text()
+        with pytest.raises(UserError, match=rf"number {text}.*put it back from a backup"):
+            there.federation.run(there.file, run)
+        assert f"stopped: {path} {text}" in (path.parent / "serve.log").read_text()
         path.write_bytes(held)
-    for downs in there.town.folder.rglob("downs.json"):
+    for downs in there.federation.folder.rglob("downs.json"):
         data = downs.read_bytes()
         downs.write_bytes(data.replace(b"params", b"paramz", 1))
         assert downs.read_bytes() != data
     client_app._open_client.cache_clear()  # sites start anew
-    equal(there, there.town.play(there.file, run))
+    equal(there, there.federation.run(there.file, run))
 
 
 def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(stopped, straight):
     """Without a word in the log `halfmoon serve` would start its program again and again."""
     there = straight("fedloke")
     run = stopped("fedloke", "fedloke-folder")
-    tests = there.town.folder / "test"
+    tests = there.federation.folder / "test"
     tests.rename(tests.with_name("gone"))
     try:
         with pytest.raises(UserError, match="there is no such folder"):
-            there.town.play(there.file, run)
+            there.federation.run(there.file, run)
     finally:
         tests.with_name("gone").rename(tests)
-    (line,) = (there.town.runs / run / "serve.log").read_text().splitlines()[-1:]
+    (line,) = (there.federation.runs / run / "serve.log").read_text().splitlines()[-1:]
     assert f"stopped: {tests}: there is no such folder" in line
 
 
@@ -231,6 +234,6 @@ def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(s
 )
 def test_a_site_that_starts_anew_for_each_message_changes_nothing(method, straight):
     there = straight(method)
-    there.town.forget()
+    there.federation.delete_client_memory()
     with call_before_each_message(client_app._open_client.cache_clear):
-        equal(there, there.town.play(there.file, f"{method}-anew"))
+        equal(there, there.federation.run(there.file, f"{method}-anew"))

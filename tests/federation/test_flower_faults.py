@@ -48,14 +48,14 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
 
 
 class Brief(FakeTransport):
-    """A street on which a message lives as long as it was sent for, as in Flower: later answers are thrown away."""
+    """A transport on which a message lives as long as it was sent for, as in Flower: later answers are thrown away."""
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
         message_ids = super().send(mail, seconds, asks)
         end = self.time + seconds
-        self._under_way = [
+        self._pending = [
             each if each[0] <= end or each[1] not in message_ids.values() else (end, each[1], None)
-            for each in self._under_way
+            for each in self._pending
         ]
         return message_ids
 
@@ -63,13 +63,13 @@ class Brief(FakeTransport):
 def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
     """North takes 130 s of 100. Where the request dies with its time, nobody hears that the site did answer, and that
     it only needs more time."""
-    street = Brief({7: make_node("north", 130.0), 31: make_node("west"), 99: make_node("south")})
-    manager = street.manager(timeout=100.0)
+    transport = Brief({7: make_node("north", 130.0), 31: make_node("west"), 99: make_node("south")})
+    manager = transport.make_manager(timeout=100.0)
     manager.wait_for_sites(3, 60.0)
     assert exchange_messages(manager)["north"].data is None
-    street.nodes_[7] = make_node("north", 50.0)
-    assert exchange_messages(manager, "north", what="round 2")["north"].data
-    assert [said for said in street.said if "too late" in said] == ["north answered round 1 30 s too late: discarded"]
+    transport.fake_nodes[7] = make_node("north", 50.0)
+    assert exchange_messages(manager, "north", purpose="round 2")["north"].data
+    assert [text for text in transport.log if "too late" in text] == ["north answered round 1 30 s too late: discarded"]
 
 
 def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(tmp_path, monkeypatch):
@@ -80,8 +80,8 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(tmp_path
 
     monkeypatch.setattr(SiteClient, "_handle", full)
     member = SiteClient.from_folder(tmp_path, "site-00", tmp_path / "home")
-    said = read_message(member.reply_to(write_message(Offer("0.1.0", "{}"))), Refusal)
-    assert said.reason == "its disk: No space left on device."
+    text = read_message(member.reply_to(write_message(Offer("0.1.0", "{}"))), Refusal)
+    assert text.reason == "its disk: No space left on device."
     assert f"not done: {tmp_path / 'home'}: No space left on device." in member.log.path.read_text()
 
 
@@ -113,7 +113,7 @@ def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch:
 
 
 class Patient(FakeTransport):
-    """A street whose post waits three minutes for what a node has announced and does not send, as in Flower."""
+    """A transport whose post waits three minutes for what a node has announced and does not send, as in Flower."""
 
     def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
         replies = super().collect(message_ids)
@@ -125,11 +125,11 @@ class Patient(FakeTransport):
 def test_the_time_that_the_post_waits_is_no_absence_of_a_site():
     """North dies over sending its answer and is there again after 10 s. `absence` is 20 s; the post tells of the loss
     after 180, and from then on north is waited for, and asked again."""
-    street = Patient(
+    transport = Patient(
         {7: FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [(5.0, None)]), 31: make_node("west")}
     )
-    street.nodes_[99] = make_node("south")
-    manager = street.manager(timeout=1000.0)
+    transport.fake_nodes[99] = make_node("south")
+    manager = transport.make_manager(timeout=1000.0)
     manager.wait_for_sites(3, 60.0)
-    street.at(street.time + 15, lambda: street.move(7, 8, make_node("north", said=b"again")))
+    transport.schedule(transport.time + 15, lambda: transport.restart_node(7, 8, make_node("north", reply=b"again")))
     assert exchange_messages(manager, "north", "south")["north"].data == b"again"

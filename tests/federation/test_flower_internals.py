@@ -47,11 +47,11 @@ def known(thing: Any) -> set[str]:
 def test_what_flower_does_not_promise_is_there(name: str):
     """A version that fails here is not admitted in pyproject.toml before internals.py knows its other name."""
     module, _, attribute = name.partition(":")
-    said = f"Flower {VERSION} has no {{}}; it was there in {' and '.join(VERSIONS)}: change internals.py"
+    text = f"Flower {VERSION} has no {{}}; it was there in {' and '.join(VERSIONS)}: change internals.py"
     thing = getattr(importlib.import_module(module), attribute, None)
-    assert thing is not None, said.format(name)
+    assert thing is not None, text.format(name)
     missing = [each for each in NAMES[name] if each not in known(thing)]
-    assert missing == [], said.format(f"{name} with {', '.join(missing)}")
+    assert missing == [], text.format(f"{name} with {', '.join(missing)}")
 
 
 def test_a_version_that_was_not_tried_is_seen():
@@ -167,9 +167,9 @@ class Slow(BaseHTTPRequestHandler):
         self.rfile.read(size)
         self.calls.append(self.path)
         time.sleep(size / 2**20)
-        answers = {"/v1/fleet/push-object": PushObjectResponse(stored=True)}
+        responses = {"/v1/fleet/push-object": PushObjectResponse(stored=True)}
         self.send_response(200)
-        body = answers.get(self.path, RegisterNodeFleetResponse(node_id=7)).SerializeToString()
+        body = responses.get(self.path, RegisterNodeFleetResponse(node_id=7)).SerializeToString()
         self.send_header("content-length", str(len(body)))
         self.send_header("content-type", "application/protobuf")
         self.end_headers()

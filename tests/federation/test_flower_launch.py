@@ -543,20 +543,20 @@ def test_a_federation_survives_kills_and_leaves_no_process(scene: Stage):
     serving.kill()
     serving.wait()
     wait(lambda: not scene.family("run"), 5)
-    again = scene.serve("s2")
-    assert again.wait(90) == 0, scene.said("s2")
+    repeated = scene.serve("s2")
+    assert repeated.wait(90) == 0, scene.said("s2")
     rows = [json.loads(line) for line in (scene.run / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"round": number, "site": "site-00"} for number in range(3)]
     assert is_finished(scene.run)
     site.send_signal(signal.SIGTERM)
     site.wait(20)
     assert scene.family() == []
-    said = scene.said("j")
-    assert f"site-00 (3 images, 2 labeled) joins 127.0.0.1:{scene.port}" in said
+    text = scene.said("j")
+    assert f"site-00 (3 images, 2 labeled) joins 127.0.0.1:{scene.port}" in text
     # Each loss is said once, however often Flower tries; the last one may be of the server that has finished.
-    assert said.count(": waiting for it") - said.count("answers\n") in (0, 1)
-    assert said.count(": waiting for it") <= 5
-    assert "asked for 2" in said
+    assert text.count(": waiting for it") - text.count("answers\n") in (0, 1)
+    assert text.count(": waiting for it") <= 5
+    assert "asked for 2" in text
 
 
 def test_what_the_log_calls_stopped_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -71,9 +71,9 @@ def single(name: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
     for site in wire.sites.values():
         site.task = shared
     remote.base = shared
-    most = Amount(10**6, 10**6, 10**6, 10**6), 10**6
+    maximum = Amount(10**6, 10**6, 10**6, 10**6), 10**6
     remote.calls.inspection = Inspection(
-        UploadProbe(shared, Views(), IMAGE, SEED), lambda client_update, site: most, lambda _: 0
+        UploadProbe(shared, Views(), IMAGE, SEED), lambda client_update, site: maximum, lambda _: 0
     )
     return method, shared, remote, wire
 
@@ -201,10 +201,10 @@ def test_a_message_beyond_a_bound_is_refused_at_once(name: str):
     data, why = ABOVE[name]
     data = data() if callable(data) else data
     tracemalloc.start()
-    began = time.process_time()
+    start_time = time.process_time()
     with pytest.raises(MalformedMessage, match=why):
         read_message(data, Request)
-    spent, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    spent, (_, peak) = time.process_time() - start_time, tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert spent < 5
     assert peak < 64 * len(data) + 2**20, "JSON of small things takes some times its bytes, and no more"
@@ -367,20 +367,20 @@ def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, b
 def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str, bytes]):
     """In place of an answer to an offer, and of a reply: named, and the round goes on without."""
     for name, data in pickles.items():
-        street = FakeTransport({1: make_silent_node(data), 2: make_node("south")})
-        manager = street.manager()
+        transport = FakeTransport({1: make_silent_node(data), 2: make_node("south")})
+        manager = transport.make_manager()
         manager.wait_for_sites(1, 60.0)
         assert manager.connected_sites == ["south"]
-        assert street.heard("a site sent a reply that cannot be read: ") == 1, name
+        assert transport.count_logged("a site sent a reply that cannot be read: ") == 1, name
         method, shared, remote, wire = single("fedavg")
-        heard: list[str] = []
+        messages: list[str] = []
         remote.calls.link = Bad(wire, lambda _, data=data: SiteResponse(data))
-        remote.calls.log = TextLog(heard)
+        remote.calls.log = TextLog(messages)
         remote.open(0)
         drawn = remote.cohort.tolist()
         method.round(remote.task, start_server(method, shared), remote)
         assert remote.close().cohort == drawn[1:]
-        assert any("refused in round 1" in words for words in heard), name
+        assert any("refused in round 1" in words for words in messages), name
     harmless(tmp_path)
 
 
@@ -388,21 +388,23 @@ def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str,
 def test_a_reply_is_weighed_before_it_is_read(beyond: int):
     """At the bound its tensors are looked at, and refused for their names; one byte more, and nothing is read."""
     method, shared, remote, wire = single("fedavg")
-    heard: list[str] = []
+    messages: list[str] = []
     weighed: list[int] = []
 
     def change(data: bytes) -> SiteResponse:
         upload = read_message(data, Reply).upload
-        most = limits.max_message_bytes([make_tree_spec(upload)])
-        weighed.append(most)
-        more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
-        return SiteResponse(weighing(most + beyond, replace(read_message(data, Reply), upload={**upload, "x": more})))
+        maximum = limits.max_message_bytes([make_tree_spec(upload)])
+        weighed.append(maximum)
+        more = torch.zeros(maximum - len(data) - 4096, dtype=torch.uint8)
+        return SiteResponse(
+            weighing(maximum + beyond, replace(read_message(data, Reply), upload={**upload, "x": more}))
+        )
 
     remote.calls.link = Bad(wire, change)
-    remote.calls.log = TextLog(heard)
+    remote.calls.log = TextLog(messages)
     remote.open(0)
     method.round(remote.task, start_server(method, shared), remote)
-    (words,) = [each for each in heard if "refused" in each]
+    (words,) = [each for each in messages if "refused" in each]
     if beyond:
         assert "a message has 1.1 MB; the limit is 1.1 MB" in words
     else:
@@ -431,11 +433,11 @@ def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: 
     downlinks = DownloadSpecs.from_trial(method, shared, Views(), IMAGE, SEED, len(remote.names))
     assert DownloadSpecs.from_json(json.loads(json.dumps(downlinks.to_json())), len(remote.names)) == downlinks
     seen = [scan_message(data, Request, Reply) for data in wire.messages]
-    asked = [
+    requests = [
         (each.message.client_update, each.tree_spec("download")) for each in seen if isinstance(each.message, Request)
     ]
-    assert {client_update for client_update, _ in asked} == set(downlinks.specs)
-    for client_update, pattern in asked:
+    assert {client_update for client_update, _ in requests} == set(downlinks.specs)
+    for client_update, pattern in requests:
         assert downlinks.find_mismatch(client_update, pattern) is None
         path, (shape, dtype) = next((path, kind) for path, kind in pattern.items() if kind and kind[0])
         assert "that the terms imply" in str(
@@ -471,17 +473,17 @@ def test_a_count_of_other_sites_may_be_any():
 
 @pytest.mark.parametrize("name", limits.MAX_RUN_OPTIONS)
 def test_terms_are_bounded(name: str):
-    most = limits.MAX_RUN_OPTIONS[name]
+    maximum = limits.MAX_RUN_OPTIONS[name]
     more = {"unlabeled_batch": {}, "epochs": {}}.get(name, {})
     if name == "width":
         with pytest.raises(
             UserError, match=r"the network has .* parameters; the limit is 268,435,456: choose a smaller"
         ):
-            make_terms(**{name: most})
+            make_terms(**{name: maximum})
     else:
-        assert getattr(make_terms(**{name: most}, **more).config, name) == most
-    with pytest.raises(UserError, match=f"{name} is [0-9,m].*: a federation has {most:,} at most"):
-        make_terms(**{name: most + 1}, **more)
+        assert getattr(make_terms(**{name: maximum}, **more).config, name) == maximum
+    with pytest.raises(UserError, match=f"{name} is [0-9,m].*: a federation has {maximum:,} at most"):
+        make_terms(**{name: maximum + 1}, **more)
     with pytest.raises(UserError, match=f"{name} is more than 10.18: "):
         make_terms(**{name: 10**30}, **more)
 
@@ -533,11 +535,11 @@ def test_names_and_sizes_are_bounded(below: dict[str, Any], above: dict[str, Any
 
 def test_options_of_methods_are_bounded():
     assert make_terms(method="feddure", options={"hidden": 10**6})
-    for options, said in (
+    for options, output in (
         ({"hidden": 10**6 + 1}, "the option hidden is 1,000,001: a federation has 1,000,000 at most"),
         ({"threshold": math.inf}, "option threshold of feddure is inf: it must be from 0 to 1"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=output):
             make_terms(method="feddure", options=options)
     with pytest.raises(UserError, match="the option rates is"):
         make_terms(method="heterofl", options={"rates": "-".join(["1"] * 51)})
@@ -548,24 +550,24 @@ def test_options_of_methods_are_bounded():
 def test_a_step_and_a_round_have_an_end(beyond: int):
     """Images of a step by their values, those of a round by their number."""
     client_update = FedAvg(FixMatch()).client_updates(build_task(make_terms().config, make_terms().image_spec))["train"]
-    most = limits.MAX_STEP_VALUES // 64
-    for amount, said in (
-        (Amount(1, most + beyond, 0), "a step has 2,097,153 images with 1 channel"),
-        (Amount(1, 2 + beyond, (most - 2) // 2), "a step has 2,097,153 images"),
+    maximum = limits.MAX_STEP_VALUES // 64
+    for amount, output in (
+        (Amount(1, maximum + beyond, 0), "a step has 2,097,153 images with 1 channel"),
+        (Amount(1, 2 + beyond, (maximum - 2) // 2), "a step has 2,097,153 images"),
         (Amount(limits.MAX_UPDATE_IMAGES // 10 + beyond, 2, 4), "a round has 1,000,001 steps of 10 images"),
     ):
         fault = limits.find_update_fault(client_update, amount, (1, 8, 8))
-        assert (fault is not None and said in fault) if beyond else fault is None
-    size = most + beyond
+        assert (fault is not None and output in fault) if beyond else fault is None
+    size = maximum + beyond
     if size <= limits.MAX_RUN_OPTIONS["labeled_batch"]:
         return
     form = replace(make_terms().image_spec, image=(3, 512, 512), mean=(0.5,) * 3, std=(0.25,) * 3)
     fits = limits.MAX_STEP_VALUES // (3 * 512 * 512)
     if beyond:
         with pytest.raises(UserError, match=r"labeled_batch is 171 with 3 channel.* a step has 170 of these at most"):
-            make_terms(form=form, labeled_batch=fits + 1)
+            make_terms(image_spec=form, labeled_batch=fits + 1)
     else:
-        assert make_terms(form=form, labeled_batch=fits)
+        assert make_terms(image_spec=form, labeled_batch=fits)
 
 
 def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
@@ -576,8 +578,8 @@ def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
         read_message(member.reply_to(offer(made("fedavg-fixmatch", steps=10**6))), Acceptance, Refusal), Acceptance
     )
     long = made("fedavg-fixmatch", steps=10**6, labeled_batch=10, unlabeled_batch=10)
-    said = told(member.reply_to(offer(long)))
-    assert (said.kind, said.reason.split(":")[1]) == (UNFIT, " a site trains on 10,000,000 at most.")
+    output = told(member.reply_to(offer(long)))
+    assert (output.kind, output.reason.split(":")[1]) == (UNFIT, " a site trains on 10,000,000 at most.")
 
 
 VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
@@ -596,11 +598,11 @@ def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkey
     """A server's configuration of transformers takes neither memory nor time of a site that agreed to nothing."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(hubs, "MAX_LAYERS", 64)
-    facts = json.loads(make_terms().text)
-    facts["config"]["network"] = "transformers:" + json.dumps(VIT | more)
+    metadata = json.loads(make_terms().text)
+    metadata["config"]["network"] = "transformers:" + json.dumps(VIT | more)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=words):
-        Terms.parse(json.dumps(facts))
+        Terms.parse(json.dumps(metadata))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000, "kilobytes"
 
 
@@ -612,9 +614,9 @@ def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatc
     made: list[str] = []
     make = modules.make_named
 
-    def noted(name: str, **facts: Any) -> Any:
+    def noted(name: str, **metadata: Any) -> Any:
         made.append(name)
-        return make(name, **facts)
+        return make(name, **metadata)
 
     monkeypatch.setattr(modules, "make_named", noted)
     site = SiteClient.from_folder(
@@ -666,11 +668,11 @@ def test_a_full_disk_takes_no_more_memories_and_no_images(tmp_path: Path, monkey
         )
         assert not list(home.glob("*.npy"))
     ((request, reply),) = play(SiteClient.from_folder(ward, "north", home), TERMS, 1)
-    again = SiteClient.from_folder(ward, "north", home)
+    repeated = SiteClient.from_folder(ward, "north", home)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: Disk(10**12, 10**12, 0))
-        assert told(again.reply_to(request)).reason == "its disk: No space left on device."
-    assert again.reply_to(request) == reply
+        assert told(repeated.reply_to(request)).reason == "its disk: No space left on device."
+    assert repeated.reply_to(request) == reply
 
 
 def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -687,11 +689,11 @@ def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
     pytest.importorskip("flwr")
     from halfmoon.federation.transport.grid import UNREADABLE, GridTransport
 
-    asked: list[list[str]] = []
+    requests: list[list[str]] = []
 
     class Broken:
         def pull_messages(self, message_ids: list[str]) -> list[Any]:
-            asked.append(message_ids)
+            requests.append(message_ids)
             if message_ids == ["a"]:
                 raise KeyError("arraychunk_ids")
             return []
@@ -699,36 +701,36 @@ def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
     assert [(p.message_id, p.data, p.problem) for p in GridTransport(Broken()).collect(["a", "b"])] == [
         ("a", None, UNREADABLE)
     ]
-    assert asked == [["a"], ["b"]]
+    assert requests == [["a"], ["b"]]
 
 
 class Fetched(Exception):
     """A piece of a message was asked for."""
 
 
-def street(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
+def transport(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
     """Return a Grid of Flower's for whose tickets answers of so many pieces have come, and what its client is asked."""
     from flwr.proto import message_pb2
     from flwr.proto.runtime_pb2 import PullAppMessagesResponse
     from flwr.supercore.run import Run
     from flwr.superlink.grid.http_grid import HttpGrid
 
-    asked: list[list[str]] = []
+    requests: list[list[str]] = []
 
     class Client:
         def PullMessages(self, request: Any) -> PullAppMessagesResponse:
-            asked.append(list(request.message_ids))
-            said = PullAppMessagesResponse()
+            requests.append(list(request.message_ids))
+            output = PullAppMessagesResponse()
             for message_id in (each for each in request.message_ids if each in pieces):
                 leaves = [
                     message_pb2.ObjectTree(object_id=f"{message_id} {each}") for each in range(pieces[message_id])
                 ]
                 tree = message_pb2.ObjectTree(object_id=message_id, children=[message_pb2.ObjectTree(children=leaves)])
-                said.message_object_trees.append(tree)
-                said.messages_list.append(
+                output.message_object_trees.append(tree)
+                output.messages_list.append(
                     message_pb2.Message(metadata=message_pb2.Metadata(reply_to_message_id=message_id))
                 )
-            return said
+            return output
 
         def PullObject(self, request: Any) -> NoReturn:
             raise Fetched(request.object_id)
@@ -736,7 +738,7 @@ def street(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
     grid = HttpGrid(token="t")
     grid.set_run(Run.create_empty(1))
     grid._client = Client()
-    return grid, asked
+    return grid, requests
 
 
 def test_an_answer_of_too_many_pieces_is_not_fetched():
@@ -744,12 +746,12 @@ def test_an_answer_of_too_many_pieces_is_not_fetched():
     pytest.importorskip("flwr")
     from halfmoon.federation.transport.grid import OVERSIZED, GridTransport
 
-    post = GridTransport(street({"a": 30, "b": 30})[0], max_reply_bytes=50_000_000)
+    post = GridTransport(transport({"a": 30, "b": 30})[0], max_reply_bytes=50_000_000)
     assert list(post.collect(["a", "b"])) == [("a", b"", OVERSIZED), ("b", b"", OVERSIZED)]
     with pytest.raises(Fetched):
-        list(GridTransport(street({"a": 20})[0], max_reply_bytes=50_000_000).collect(["a"]))
+        list(GridTransport(transport({"a": 20})[0], max_reply_bytes=50_000_000).collect(["a"]))
     with pytest.raises(Fetched):
-        list(GridTransport(street({"a": 30})[0]).collect(["a"]))
+        list(GridTransport(transport({"a": 30})[0]).collect(["a"]))
 
 
 def test_a_server_asks_once_for_all_tickets():
@@ -758,16 +760,16 @@ def test_a_server_asks_once_for_all_tickets():
     from halfmoon.federation.transport.grid import GridTransport
 
     come: dict[str, int] = {}
-    grid, asked = street(come)
+    grid, requested = transport(come)
     post = GridTransport(grid)
     names = [f"t{each}" for each in range(100)]
     assert [list(post.collect(names)) for _ in range(3)] == [[], [], []]
-    assert asked == 3 * [names]
+    assert requested == 3 * [names]
     assert list(post.collect([])) == []
     come["t7"] = 1
     with pytest.raises(Fetched, match="t7"):
         list(post.collect(names))
-    assert asked == 4 * [names]
-    grid._client = street({"u": 1})[0]._client  # it has connected anew
+    assert requested == 4 * [names]
+    grid._client = transport({"u": 1})[0]._client  # it has connected anew
     with pytest.raises(Fetched, match="u"):
         list(post.collect(["u"]))

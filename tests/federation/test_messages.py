@@ -46,13 +46,13 @@ def test_nothing_but_numbers_travels() -> None:
     for number in range(ROUNDS):
         remote.open(number)
         server = method.round(remote.task, server, remote)
-    said = b"".join(wire.messages)
-    assert len(said) > 100_000
+    text = b"".join(wire.messages)
+    assert len(text) > 100_000
     for site in wire.sites.values():
         images = site.local_clients.dataset.train.images
         for image in images:
-            assert image[0, 0].numpy().tobytes() not in said
-            assert (image.double() / 255).numpy().tobytes()[:64] not in said
+            assert image[0, 0].numpy().tobytes() not in text
+            assert (image.double() / 255).numpy().tobytes()[:64] not in text
     replies = [read_message(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
     assert {tuple(sorted(Upload.from_tree(reply.upload).parts)) for reply in replies} == {("params", "stats", "weight")}
 
@@ -64,10 +64,10 @@ def test_a_site_remembers_and_its_memory_stays() -> None:
         remote.open(number)
         server = method.round(remote.task, server, remote)
     last = straight("fedloke", "both")[-1]
-    kept = {k: wire.sites[f"site-{k}"].local_clients.memories.get(str(k)) for k in range(4)}
-    assert {str(k): memory for k, memory in kept.items() if memory}.keys() == last.state["client"].keys()
+    stored = {k: wire.sites[f"site-{k}"].local_clients.memories.get(str(k)) for k in range(4)}
+    assert {str(k): memory for k, memory in stored.items() if memory}.keys() == last.state["client"].keys()
     for k, memory in last.state["client"].items():
-        assert trees_equal(kept[int(k)] or {}, memory)
+        assert trees_equal(stored[int(k)] or {}, memory)
 
 
 WHOLE = write_message(replace(REQUEST, download={"a": torch.ones(3)}))
@@ -128,9 +128,9 @@ class Bad:
         self.change = change
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
-        answers = dict(self.wire.exchange(requests, what))
+        responses = dict(self.wire.exchange(requests, what))
         name = next(iter(requests))
-        return {**answers, name: self.change(answers[name].data or b"")}
+        return {**responses, name: self.change(responses[name].data or b"")}
 
 
 def other(data: bytes, **changes: Any) -> SiteResponse:
@@ -160,11 +160,11 @@ def other(data: bytes, **changes: Any) -> SiteResponse:
 )
 def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, said: str) -> None:
     method, shared, remote, wire = federation("fedavg", "both")
-    heard: list[str] = []
+    messages: list[str] = []
     remote.calls.link = Bad(wire, change)
-    remote.calls.log = TextLog(heard)
+    remote.calls.log = TextLog(messages)
     remote.open(0)
     drawn = remote.cohort.tolist()
     method.round(remote.task, start_server(method, shared), remote)
     assert remote.close().cohort == drawn[1:]
-    assert any(re.search(said, words) for words in heard), heard
+    assert any(re.search(said, text) for text in messages), messages

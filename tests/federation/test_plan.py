@@ -126,19 +126,19 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), MISTAKES)
-def test_a_mistake_is_one_sentence(plan: Write, changes: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), MISTAKES)
+def test_a_mistake_is_one_sentence(plan: Write, changes: dict[str, Any], message: str) -> None:
     """What is wrong, where, and what to do: one line, with the name of the option."""
     with pytest.raises(UserError) as caught:
         plan(**changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value)[-1] in ".?"
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "clinics.toml has no table [federation]: write one with sites, classes and image."),
         ("federation = 3\n", "clinics.toml has no table [federation]"),
@@ -153,17 +153,17 @@ def test_a_mistake_is_one_sentence(plan: Write, changes: dict[str, Any], said: s
         (words() + "[options]\nmu = [3]\n", "mu is [3]: it must be a number, text, true or false."),
     ],
 )
-def test_a_broken_file_is_one_sentence(plan: Write, text: str, said: str) -> None:
+def test_a_broken_file_is_one_sentence(plan: Write, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         plan(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"[federation]\nname = '\xe9'\n")
-    for name, said in (("none.toml", "cannot be read"), ("latin.toml", "is not UTF-8"), ("", "cannot be read")):
-        with pytest.raises(UserError, match=said):
+    for name, output in (("none.toml", "cannot be read"), ("latin.toml", "is not UTF-8"), ("", "cannot be read")):
+        with pytest.raises(UserError, match=output):
             load_plan(tmp_path / name)
 
 
@@ -303,8 +303,8 @@ def test_terms_that_are_none_are_refused_with_a_sentence(text: str) -> None:
 
 def test_rules() -> None:
     """Half of those who were asked, rounded up, or as many as `min_replies`, never more than were asked or none."""
-    assert [Rules().quorum(asked) for asked in (0, 1, 2, 3, 4, 5)] == [1, 1, 1, 2, 2, 3]
-    assert [Rules(min_replies=3).quorum(asked) for asked in (1, 2, 3, 9)] == [1, 2, 3, 3]
+    assert [Rules().quorum(requested) for requested in (0, 1, 2, 3, 4, 5)] == [1, 1, 1, 2, 2, 3]
+    assert [Rules(min_replies=3).quorum(requested) for requested in (1, 2, 3, 9)] == [1, 2, 3, 3]
 
 
 def test_every_option_of_the_table_is_explained() -> None:
@@ -313,10 +313,10 @@ def test_every_option_of_the_table_is_explained() -> None:
 
 
 def test_the_sentence_for_people_has_no_option_of_the_machine() -> None:
-    said = TERMS.sentence()
-    assert said.startswith(f"federation test ({TERMS.hash[:8]}): ")
-    assert "2 of 3 sites a round" in said
-    assert str(SITES[0]) not in said
+    output = TERMS.sentence()
+    assert output.startswith(f"federation test ({TERMS.hash[:8]}): ")
+    assert "2 of 3 sites a round" in output
+    assert str(SITES[0]) not in output
 
 
 SEVEN = """
@@ -330,7 +330,7 @@ image = [1, 16, 16]
 
 
 @pytest.mark.parametrize(
-    ("text", "rule", "words"),
+    ("text", "rule", "message"),
     [
         (SEVEN, "cosine-trimmed", None),
         ("cohort = 5\n" + SEVEN, "cosine-trimmed", None),
@@ -353,7 +353,7 @@ image = [1, 16, 16]
         ),
     ],
 )
-def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str, words: str | None, tmp_path: Path):
+def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str, message: str | None, tmp_path: Path):
     """Where none can, the server says so at its start, and how to go on; a simulation of the file has the same rule."""
     path = tmp_path / "wards.toml"
     path.write_text(text)
@@ -361,11 +361,11 @@ def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str,
     assert terms.config.aggregation == rule
     assert settings.load_file(path)["aggregation"] == rule
     warning = defense_warning(terms.config)
-    assert warning is None if words is None else words in (warning or "")
+    assert warning is None if message is None else message in (warning or "")
 
 
 def test_the_log_names_who_was_left_out():
     fact = {"client": 1, "site": "west", "part": "parameters", "cosine": -0.54, "others": 0.04}
     row = {"round": 2, "cohort": [0, 1, 2], "train": {}, "aggregation": {"outside": [fact]}}
-    words = "west was left out: its parameters point against the others (cosine -0.540, median 0.040)"
-    assert words in describe_round(row, 3)
+    message = "west was left out: its parameters point against the others (cosine -0.540, median 0.040)"
+    assert message in describe_round(row, 3)

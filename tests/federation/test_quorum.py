@@ -99,11 +99,11 @@ def stage(tmp_path: Path) -> Make:
             simulation.method = method = replace(method, sbn="cohort")
         remote, wire = make_remote_runtime(simulation, BATCHINGS["both"])
         link = Link(wire.sites, tmp_path / str(len(count)), fate)
-        heard = list[str]()
+        messages = list[str]()
         identity = RunIdentity(HASH, VERSION, run)
-        remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), log=TextLog(heard))
+        remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), log=TextLog(messages))
         remote.cohorts.quarantine = remote.calls.quarantine
-        return Stage(method, start_server(method, shared), remote, link, heard)
+        return Stage(method, start_server(method, shared), remote, link, messages)
 
     return made
 
@@ -148,7 +148,7 @@ def forced(stage: Stage, number: int, server: Tree, cohort: list[int]) -> Tree:
 def cohorts(cohort: int) -> list[list[int]]:
     method, shared, simulation = scene("fedavg", "both", cohort=cohort)
     return [
-        played.report.cohort for played in run_rounds(method, simulation, start_server(method, shared), range(ROUNDS))
+        result.report.cohort for result in run_rounds(method, simulation, start_server(method, shared), range(ROUNDS))
     ]
 
 
@@ -179,14 +179,14 @@ def test_a_round_below_quorum_is_played_again_with_others(stage: Make, how: str)
     scenery = stage(fate=failing(1, 1, how))
     server, _ = turn(scenery, 0, scenery.server)
     server, second = turn(scenery, 1, server)
-    (_, _, _, first), (_, attempt, _, again) = scenery.link.asked[1:]
+    (_, _, _, first), (_, attempt, _, repeated) = scenery.link.asked[1:]
     assert first == tuple(f"site-{k}" for k in cohorts(2)[1]), "the first attempt is the simulation's"
     failed = first[-1]  # answered last to first
     assert attempt == 1
-    assert failed not in again
-    assert [f"site-{k}" for k in second] == list(again)
-    said = "round 2 is played again, attempt 2: round 2, query 1 (train) has 1 usable replies of 2, and 2 are needed."
-    assert said in scenery.heard
+    assert failed not in repeated
+    assert [f"site-{k}" for k in second] == list(repeated)
+    text = "round 2 is played again, attempt 2: round 2, query 1 (train) has 1 usable replies of 2, and 2 are needed."
+    assert text in scenery.heard
     _, third = turn(scenery, 2, server)
     assert third == cohorts(2)[2], "what comes after is drawn as if nothing had happened"
 
@@ -195,11 +195,11 @@ def test_who_has_failed_is_asked_again_where_the_others_are_too_few(stage: Make)
     """Of four sites three play; two fail at first, then there are two others and one of these. Cohorts are sorted."""
     scenery = stage(fate=failing(0, 1, GONE, 2), cohort=3, rules=Rules(min_replies=3))
     _, cohort = turn(scenery, 0, scenery.server)
-    (_, _, _, first), (_, _, _, again) = scenery.link.asked
+    (_, _, _, first), (_, _, _, repeated) = scenery.link.asked
     failed = set(first[-2:])
     others = {f"site-{k}" for k in range(4)} - failed
-    assert others < set(again)
-    assert len(set(again) & failed) == 1
+    assert others < set(repeated)
+    assert len(set(repeated) & failed) == 1
     assert cohort == sorted(cohort)
 
 
@@ -323,7 +323,7 @@ def test_strikes_set_a_site_aside(stage: Make) -> None:
     assert [sites for _, _, _, sites in scenery.link.asked] == [whole, whole, ("site-0", "site-1", "site-3")]
     rows = {row.name: (row.count, row.quarantined) for row in scenery.remote.calls.quarantine.refusals()}
     assert rows == {"site-0": (0, False), "site-1": (0, False), "site-2": (2, True), "site-3": (0, False)}
-    assert sum("site-2 is set aside after 2 unusable answers" in said for said in scenery.heard) == 1
+    assert sum("site-2 is set aside after 2 unusable answers" in text for text in scenery.heard) == 1
 
 
 def test_the_others_are_drawn_as_before_where_one_is_aside(stage: Make) -> None:
@@ -377,9 +377,9 @@ def test_what_a_failed_attempt_reports_is_gone(stage: Make) -> None:
     calm.remote.open(0)
     calm.remote.cohort = torch.tensor(report.cohort)
     calm.method.round(calm.remote.task, calm.server, calm.remote)
-    theirs = calm.remote.close()
+    expected = calm.remote.close()
     assert {name: float(each.total) for name, each in report.samples.items()} == {
-        name: float(each.total) for name, each in theirs.samples.items()
+        name: float(each.total) for name, each in expected.samples.items()
     }
 
 
@@ -388,15 +388,15 @@ def test_what_a_failed_attempt_reports_is_gone(stage: Make) -> None:
 def test_statistics_of_all_sites_are_taken_without_one(stage: Make, how: str, rules: Rules) -> None:
     """SemiFL asks all sites a cohort's number at a time, 3 + 1 here: a group of one may have nobody in it."""
     away = GONE if how == "away" else ""
-    played = stage("semifl", lambda site, request: away if site == "site-3" else "", cohort=3, rules=rules)
-    method = replace(played.method, sbn="all")
-    played.remote.method = method
+    result = stage("semifl", lambda site, request: away if site == "site-3" else "", cohort=3, rules=rules)
+    method = replace(result.method, sbn="all")
+    result.remote.method = method
     if how == "aside":
-        played.remote.calls.quarantine.count_refusal("site-3", 0, "noise")
-    assert not [cohort for cohort in rounds(played._replace(method=method))[1] if 3 in cohort]
+        result.remote.calls.quarantine.count_refusal("site-3", 0, "noise")
+    assert not [cohort for cohort in rounds(result._replace(method=method))[1] if 3 in cohort]
 
 
 def test_a_rate_whose_sites_are_all_away_is_left_out(stage: Make) -> None:
     """HeteroFL asks the sites of each rate apart."""
-    played = stage("heterofl", lambda site, request: GONE if site == "site-3" else "", cohort=4, rules=Rules())
-    assert rounds(played)[1] == [[0, 1, 2]] * ROUNDS
+    result = stage("heterofl", lambda site, request: GONE if site == "site-3" else "", cohort=4, rules=Rules())
+    assert rounds(result)[1] == [[0, 1, 2]] * ROUNDS

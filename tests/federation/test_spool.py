@@ -68,15 +68,15 @@ class Desk:
             )
 
     def answer(self, number: int, data: bytes) -> bytes:
-        asked = read_message(data, Request)
+        requested = read_message(data, Request)
         g = rng.generator(number, "site")
-        moved = tree.map(lambda leaf: leaf + 0.01 * torch.randn(leaf.shape, generator=g), asked.download["params"])
+        moved = tree.map(lambda leaf: leaf + 0.01 * torch.randn(leaf.shape, generator=g), requested.download["params"])
         weight = torch.tensor(self.upload.get(ABOUT.sites[number], 4.0 + number), dtype=torch.float64)
         upload = Upload({"params": moved, "stats": {}}, weight)
         one = torch.tensor(1.0)
         samples = {"loss": WeightedMetric(one, one, one)}
         return write_message(
-            Reply.from_result(asked, VERSION, ClientResult(upload, {}, samples, Amount(1, 1, 0), (0, 0)))
+            Reply.from_result(requested, VERSION, ClientResult(upload, {}, samples, Amount(1, 1, 0), (0, 0)))
         )
 
 

@@ -64,21 +64,21 @@ class Trip(NamedTuple):
 def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, list[Trip]]:
     """Return all questions of two rounds of a method in a simulation."""
     method, shared, simulation = scene(name, "both", place=place, **options)
-    asked: list[Trip] = []
+    requests: list[Trip] = []
     local_clients = simulation.local_clients
-    visit = local_clients.update
+    update_index = local_clients.update
     held = local_clients.dataset
 
     def spied(context, clients, stage, broadcast, each, quality):
-        outcomes = list(visit(context, clients, stage, broadcast, each, quality))
+        outcomes = list(update_index(context, clients, stage, broadcast, each, quality))
         if list(clients) != [SERVER]:
             downlinks = [{**broadcast, **tree.index(each, k)} for k in range(len(clients))]
             own = [(held.training_size(k), held.split_size(k)) for k in clients]
-            most = [
+            maximum = [
                 Budget().amount(local_clients.training.batching, context.client_update, *holding) for holding in own
             ]
             images = [int((held.split.client == k).sum()) for k in clients]
-            asked.append(Trip(context, clients, downlinks, outcomes, most, images))
+            requests.append(Trip(context, clients, downlinks, outcomes, maximum, images))
         return outcomes
 
     simulation.local_clients.update = spied
@@ -86,7 +86,7 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
     for number in range(2):
         simulation.open(number)
         server = method.round(simulation.task, server, simulation)
-    return shared, asked
+    return shared, requests
 
 
 def answer(outcome: ClientResult, **changes: Any) -> Reply:
@@ -103,10 +103,10 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
     without labels where labels lie at some or at the server: no shape depends on the client.
 
     What the sites answered passes every other check, too."""
-    shared, asked = queries(name, place)
+    shared, requested = queries(name, place)
     known = patterns(shared)
-    assert asked
-    for query in asked:
+    assert requested
+    for query in requested:
         upload_spec = query.context.client_update.requirements.upload_spec
         for k, outcome in enumerate(query.outcomes):
             pattern = known.find_spec(query.context, query.downlinks[k])
@@ -139,16 +139,16 @@ def test_rows_that_count_twice_are_plausible() -> None:
         for k in range(4)
     )
     assert heaviest > 0
-    _, asked = queries("feddb")
-    outcome = asked[0].outcomes[0]._replace(upload=Upload({}, torch.tensor(21.0)), traffic=(0, 0))
+    _, requested = queries("feddb")
+    outcome = requested[0].outcomes[0]._replace(upload=Upload({}, torch.tensor(21.0)), traffic=(0, 0))
     assert check_counts(answer(outcome), outcome.amount, 16, UPDATE_ONLY) is None
     assert "weight" in str(check_counts(answer(outcome), outcome.amount, 10, UPDATE_ONLY))
 
 
 def test_a_made_up_visit_disturbs_nothing() -> None:
     """Global generators stand where they stood, what came down is as it was, and the same asked again is the same."""
-    shared, asked = queries("feddure")
-    query = asked[0]
+    shared, requested = queries("feddure")
+    query = requested[0]
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
     broadcast = tree.map(torch.clone, query.downlinks[0])
     first = patterns(shared).find_spec(query.context, query.downlinks[0])
@@ -191,10 +191,10 @@ def context(client_update: ClientUpdate, round: int = 0) -> ClientContext:
 
 def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
     """The round and its learning rate do not count; the work's own fields, and shapes and dtypes of `broadcast`, do."""
-    begun: list[int] = []
+    started: list[int] = []
 
     def log() -> None:
-        begun.append(1)
+        started.append(1)
 
     known = patterns()
     shared = make_task()
@@ -203,7 +203,7 @@ def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
     for round in range(3):
         pattern = known.find_spec(context(Echo(shared.at(round), log=log), round), small)
         assert pattern == {**weighed, "aux/seen": ((1, 3), torch.float32), "aux/none": None}
-    assert len(begun) == 1
+    assert len(started) == 1
 
     def seen(broadcast: Tree, **options: Any) -> Any:
         return (known.find_spec(context(Echo(shared, log=log, **options)), broadcast) or {})["aux/seen"]
@@ -211,13 +211,13 @@ def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
     assert seen(small, times=2) == ((2, 3), torch.float32)
     assert seen({"w": torch.ones(5)}) == ((1, 5), torch.float32)
     assert seen({"w": torch.ones(3, dtype=F64)}) == ((1, 3), F64)
-    assert len(begun) == 4
+    assert len(started) == 4
 
 
 def test_a_pattern_does_not_hang_on_weights() -> None:
     """A server's model of NaN has the pattern of any other; a loss that is none even at zero leaves it unknown."""
-    shared, asked = queries("fedavg-fixmatch")
-    query = asked[0]
+    shared, requested = queries("fedavg-fixmatch")
+    query = requested[0]
     spoiled = tree.map(lambda leaf: torch.full_like(leaf, math.nan), query.downlinks[0])
     known = patterns(shared)
     assert known.find_spec(query.context, spoiled) == make_tree_spec(query.outcomes[0].upload.tree)
@@ -248,7 +248,7 @@ LINE = torch.ones(3)
 
 
 @pytest.mark.parametrize(
-    ("upload", "said"),
+    ("upload", "message"),
     [
         (upload(params={"a": torch.ones(2, 3)}), "'params/b' is missing"),
         (upload(params=LINE), "'params/a' is missing"),
@@ -270,8 +270,8 @@ LINE = torch.ones(3)
         (LINE, "it is not a tree of tensors"),
     ],
 )
-def test_the_first_fault_of_an_upload_is_named(pattern: TreeSpec, upload: Tree, said: str) -> None:
-    assert check_schema(upload, {}, pattern) == said
+def test_the_first_fault_of_an_upload_is_named(pattern: TreeSpec, upload: Tree, message: str) -> None:
+    assert check_schema(upload, {}, pattern) == message
 
 
 def test_without_a_pattern_values_are_judged_all_the_same() -> None:
@@ -290,16 +290,16 @@ def test_a_variance_is_not_negative() -> None:
     for part, name in (("update", "stats"), ("aux", "moments")):
         up = {"update": {}, "weight": torch.ones(())}
         assert check_schema({**up, part: {name: stats}}, {}, None, upload_spec) is None
-        said = check_schema({**up, part: {name: worse}}, {}, None, upload_spec)
-        assert said == f"'{part}/{name}/conv1/var' has a variance below 0"
+        output = check_schema({**up, part: {name: worse}}, {}, None, upload_spec)
+        assert output == f"'{part}/{name}/conv1/var' has a variance below 0"
 
 
 def test_what_an_upload_says_is_quoted_short_and_escaped() -> None:
     """A name of an upload ends up in a log: no line break, no terminal code, no page of text."""
-    said = check_schema({"\x1b[2J\n" + "x" * 5000: LINE / 0}, {}, None)
-    assert said.isprintable()
-    assert said.startswith(r"'\x1b[2J\nxxx")
-    assert len(said) < 130
+    output = check_schema({"\x1b[2J\n" + "x" * 5000: LINE / 0}, {}, None)
+    assert output.isprintable()
+    assert output.startswith(r"'\x1b[2J\nxxx")
+    assert len(output) < 130
 
 
 def one(total: float = 1.0, squares: float = 2.0, count: float = 3.0) -> Tree:
@@ -307,7 +307,7 @@ def one(total: float = 1.0, squares: float = 2.0, count: float = 3.0) -> Tree:
 
 
 @pytest.mark.parametrize(
-    ("samples", "said"),
+    ("samples", "message"),
     [
         ({"loss": one()}, None),
         ({"loss": one(-1.0, 0.0, 1.0)}, None),
@@ -323,8 +323,8 @@ def one(total: float = 1.0, squares: float = 2.0, count: float = 3.0) -> Tree:
         (LINE, "it is not a tree of tensors"),
     ],
 )
-def test_a_sample_is_three_sound_numbers(pattern: TreeSpec, samples: Any, said: str | None) -> None:
-    assert check_schema(upload(), samples, pattern) == said
+def test_a_sample_is_three_sound_numbers(pattern: TreeSpec, samples: Any, message: str | None) -> None:
+    assert check_schema(upload(), samples, pattern) == message
 
 
 MOST = Amount(4, 10, 30, 0)
@@ -345,7 +345,7 @@ MARKED = UploadSpec(("x",), (), aux={"labels": Aux(values="mark"), "changed": Au
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "message"),
     [
         (counted(), None),
         (counted(amount=[0, 0, 0, 0]), None),
@@ -377,8 +377,8 @@ MARKED = UploadSpec(("x",), (), aux={"labels": Aux(values="mark"), "changed": Au
         ),
     ],
 )
-def test_counts_are_those_that_a_site_can_have(reply: Reply, said: str | None) -> None:
-    assert check_counts(reply, MOST, 12, MARKED) == said
+def test_counts_are_those_that_a_site_can_have(reply: Reply, message: str | None) -> None:
+    assert check_counts(reply, MOST, 12, MARKED) == message
 
 
 def test_a_client_that_weighs_one_may_not_weigh_its_images() -> None:
@@ -389,7 +389,7 @@ def test_a_client_that_weighs_one_may_not_weigh_its_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("upload", "said"),
+    ("upload", "message"),
     [
         ({"update": {"params": {}}, "weight": torch.ones(())}, None),
         ({"update": {"more": LINE}, "weight": torch.ones(())}, "'update/more' was not requested"),
@@ -399,9 +399,9 @@ def test_a_client_that_weighs_one_may_not_weigh_its_images() -> None:
         ({"update": {}, "weight": torch.ones(()), "note": LINE}, "'note' was not requested"),
     ],
 )
-def test_what_a_work_does_not_declare_is_refused(upload: Tree, said: str | None) -> None:
+def test_what_a_work_does_not_declare_is_refused(upload: Tree, message: str | None) -> None:
     """Also where no pattern of its uploads could be found out."""
-    assert check_schema(upload, {}, None, UPDATE_ONLY) == said
+    assert check_schema(upload, {}, None, UPDATE_ONLY) == message
 
 
 def test_a_site_without_images_weighs_one_at_most() -> None:

@@ -73,17 +73,17 @@ def test_the_mean_of_two_clients_by_hand():
         return [client_update.finish(broadcast, client_update.begin(broadcast, {}, held[k]), held[k])[0] for k in who]
 
     server = {"params": make_one_weight_params(3.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
-    told = ScriptedFederation({"census": bn_statistics}, clients=3, cohort=torch.tensor([1]))
-    both = estimate_statistics(told, server, "all")["pixel"]
+    message = ScriptedFederation({"census": bn_statistics}, clients=3, cohort=torch.tensor([1]))
+    both = estimate_statistics(message, server, "all")["pixel"]
     assert [float(both["mean"]), float(both["var"])] == pytest.approx([6.25, 2.0])
-    clients = estimate_statistics(told, server, "all", serving=False)["pixel"]
+    clients = estimate_statistics(message, server, "all", serving=False)["pixel"]
     assert [float(clients["mean"]), float(clients["var"])] == pytest.approx([6.4, 0.8])
-    some = estimate_statistics(told, server, "cohort")["pixel"]
+    some = estimate_statistics(message, server, "cohort")["pixel"]
     assert [float(some["mean"]), float(some["var"])] == pytest.approx([48 / 6, 12 / 6])
-    own = estimate_statistics(told, server, "server")["pixel"]
+    own = estimate_statistics(message, server, "server")["pixel"]
     assert [float(own["mean"]), float(own["var"])] == pytest.approx([6, 4])
-    alone = [[0], [1], [2]]  # a cohort of one: asked one by one
-    assert [who for _, who in told.asked] == [*alone, [SERVER], *alone, [1], [SERVER], [SERVER]]
+    single = [[0], [1], [2]]  # a cohort of one: asked one by one
+    assert [who for _, who in message.queries] == [*single, [SERVER], *single, [1], [SERVER], [SERVER]]
 
 
 def test_without_any_row_it_says_what_to_do():
@@ -97,10 +97,10 @@ def test_without_any_row_it_says_what_to_do():
 def test_a_network_without_statistics_asks_nobody(norm):
     """Nothing is sent and nothing comes back, also where the empty tree has got lost on the way through a file."""
     model = start_server(SemiFL(), make_task(SmallCNN(1, CLASSES, 4, norm)))
-    told = ScriptedFederation({})
-    assert estimate_statistics(told, model, "all") == {}
-    assert estimate_statistics(told, {"params": model["params"]}, "all") == {}
-    assert told.asked == []
+    message = ScriptedFederation({})
+    assert estimate_statistics(message, model, "all") == {}
+    assert estimate_statistics(message, {"params": model["params"]}, "all") == {}
+    assert message.queries == []
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
@@ -115,9 +115,9 @@ def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
     simulation.open(0)
     clients = {"all": range(5), "cohort": simulation.cohort.tolist(), "server": []}[over]
     assert len(clients) in (5, 3, 0)
-    ours = estimate_statistics(simulation, model, over)
+    actual = estimate_statistics(simulation, model, over)
     holders = [held.client_data(k)[0].u for k in clients if k != 3] + [held.client_data(SERVER)[0].x]
-    assert max_difference(ours, counted(model, holders)) < 1e-12
+    assert max_difference(actual, counted(model, holders)) < 1e-12
     rows = sum(len(images) for images in holders)
     cost = simulation.cost
     assert (cost.forward, cost.backward, cost.labeled_steps) == (rows, 0, 0)
@@ -134,6 +134,6 @@ def test_labeled_and_unlabeled_rows_are_cut_into_equal_batches():
     model = start_server(method, shared)
     simulation.open(0)
     data = held.client_data(0)[0]
-    ours = estimate_statistics(simulation, model, "all", serving=False)
-    assert max_difference(ours, counted(model, [torch.cat([data.x, data.u])], parts=2)) < 1e-12
-    assert max_difference(ours, counted(model, [torch.cat([data.x, data.u])])) > 1e-6
+    actual = estimate_statistics(simulation, model, "all", serving=False)
+    assert max_difference(actual, counted(model, [torch.cat([data.x, data.u])], parts=2)) < 1e-12
+    assert max_difference(actual, counted(model, [torch.cat([data.x, data.u])])) > 1e-6

@@ -23,8 +23,8 @@ def test_thresholds_by_hand():
     all alike, 0.1 + 0.84; a class of share 0.07 has r = 0.028 and is in the tail.
     """
     share = torch.tensor([0.55, *[0.05] * 9], dtype=torch.float64)
-    least, tail = CBAFed().thresholds(share)
-    assert least.tolist() == pytest.approx([0.95, *[0.74] * 9], rel=1e-12)
+    minimum, tail = CBAFed().thresholds(share)
+    assert minimum.tolist() == pytest.approx([0.95, *[0.74] * 9], rel=1e-12)
     assert not tail.any()
     assert CBAFed().thresholds(torch.full((4,), 0.25))[0].tolist() == pytest.approx([0.94] * 4)
     tails = CBAFed().thresholds(torch.tensor([0.07, 0.08, 0.4, 0.45]))[1]
@@ -123,12 +123,12 @@ def test_shares_are_those_of_all_labels_together():
 def test_the_server_goes_back():
     """Every second round by a quarter of the way to what it kept: the model it began with, then the one of round 2."""
     shared = make_task(rounds=4)
-    played = {}
+    result = {}
     for share in (0.0, 0.25):
         method = CBAFed(residual=share, residual_every=2, threshold=0.3, warmup=0.0)
-        played[share] = simulate_rounds(method, shared, make_dataset(place="some"), rounds=4)
-    plain = played[0.0]
-    slow = played[0.25]
+        result[share] = simulate_rounds(method, shared, make_dataset(place="some"), rounds=4)
+    plain = result[0.0]
+    slow = result[0.25]
     first = start_server(CBAFed(), shared)
     assert trees_equal(plain[0].server["params"], slow[0].server["params"])
     wanted = blend_with_saved({"params": plain[1].server["params"]}, {"params": first["params"]}, 0.25)

@@ -30,26 +30,26 @@ def visits(method: Method, all_labels: bool, place: str = "clients") -> tuple[di
     SGD with Nesterov momentum and weight decay, on a cosine schedule: all that could be forgotten between rounds.
     """
     shared = make_task(optimizer=SGD(0.05, 0.9, 1e-2, nesterov=True), schedule=CosineSchedule(), rounds=ROUNDS)
-    spy = RecordingMethod(method)
+    recording = RecordingMethod(method)
     held = make_dataset(all_labels=all_labels, pooled=True, place=place)
-    simulation = make_simulation(spy, shared, held, batching=Batching(6, 8))
+    simulation = make_simulation(recording, shared, held, batching=Batching(6, 8))
     server = start_server(method, shared)
     rounds = []
     last = server
     for number in range(ROUNDS):
-        before = len(spy.of("step"))
-        (played,) = run_rounds(spy, simulation, last, range(number, number + 1))
-        last = played.server
-        rounds.append([batch for _, _, batch in spy.of("step")[before:]])
+        before = len(recording.list_calls("step"))
+        (result,) = run_rounds(recording, simulation, last, range(number, number + 1))
+        last = result.server
+        rounds.append([batch for _, _, batch in recording.list_calls("step")[before:]])
     return server, last, rounds, shared
 
 
 def compare(server: dict, module: torch.nn.Module) -> None:
     """Compare parameters and running statistics with a module's."""
-    theirs = module.state_dict()
+    expected = module.state_dict()
     for name, leaf in make_state_dict(server).items():
         if not name.endswith("num_batches_tracked"):
-            torch.testing.assert_close(leaf, theirs[name], rtol=1e-9, atol=1e-11, msg=name)
+            torch.testing.assert_close(leaf, expected[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
 def loop(server: dict) -> tuple[Any, torch.optim.Optimizer, Any]:
@@ -123,8 +123,8 @@ def test_fixmatch_is_a_plain_loop():
             optimizer.zero_grad()
             sizes = [len(batch.x), len(batch.u["strong"]), len(batch.u["weak"])]
             x, strong, weak = module(torch.cat([batch.x, batch.u["strong"], batch.u["weak"]])).split(sizes)
-            sure, label = F.softmax(weak.detach(), -1).max(-1)
-            mask = (sure >= 0.5).double()
+            confident, label = F.softmax(weak.detach(), -1).max(-1)
+            mask = (confident >= 0.5).double()
             through.append(float(mask.mean()))
             (F.cross_entropy(x, batch.y) + (F.cross_entropy(strong, label, reduction="none") * mask).mean()).backward()
             optimizer.step()

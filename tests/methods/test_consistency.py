@@ -85,30 +85,30 @@ def test_pseudo_labels_of_the_round_and_debiased():
 
     Row 0 says (0.75, 0.25): over the prior (0.8333, 2.5), normalized (1/4, 3/4), class 1 with 3/4.
     """
-    guess = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
-    cached = {"round_logits": guess, "prior": torch.tensor([0.9, 0.1], dtype=torch.float64)}
+    prediction = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
+    cached = {"round_logits": prediction, "prior": torch.tensor([0.9, 0.1], dtype=torch.float64)}
     given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))
     shared = make_task(Line(1))
     params = {"w": torch.tensor(W, dtype=torch.float64)}
-    for debias, labels, sure in ((False, [0, 0], [0.99, 0.75]), (True, [0, 1], [11 / 12, 0.75])):
+    for debias, labels, confident in ((False, [0, 0], [0.99, 0.75]), (True, [0, 1], [11 / 12, 0.75])):
         objective = PseudoLabel(0.7, ramp=0, labels="round", debias=debias)
         loss, seen = objective(shared, params, {}, given, {}, cached)
         assert seen.pseudo[0].label.tolist() == labels
-        assert seen.pseudo[0].confidence.tolist() == pytest.approx(sure, rel=1e-12)
+        assert seen.pseudo[0].confidence.tolist() == pytest.approx(confident, rel=1e-12)
         second = log(4) if labels[1] == 0 else log(4 / 3)  # x = -1 is class 0 with 1/4
         assert float(loss) == pytest.approx(log(4 / 3) + (log(10 / 9) + second) / 2, rel=1e-12)
 
 
 def test_guesses_debiased_over_the_step():
     """(0.99, 0.01) and (0.75, 0.25) have the mean (0.87, 0.13), over which they are (0.9367, .) and (., 0.6905)."""
-    guess = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
+    prediction = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
     given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))
     objective = PseudoLabel(0.0, ramp=0, labels="round", debias=True, debias_over="step")
     params = {"w": torch.tensor(W, dtype=torch.float64)}
-    _, seen = objective(make_task(Line(1)), params, {}, given, {}, {"round_logits": guess})
+    _, seen = objective(make_task(Line(1)), params, {}, given, {}, {"round_logits": prediction})
     assert seen.pseudo[0].label.tolist() == [0, 1]
-    sure = [0.99 / 0.87 / (0.99 / 0.87 + 0.01 / 0.13), 0.25 / 0.13 / (0.25 / 0.13 + 0.75 / 0.87)]
-    assert seen.pseudo[0].confidence.tolist() == pytest.approx(sure, rel=1e-12)
+    confident = [0.99 / 0.87 / (0.99 / 0.87 + 0.01 / 0.13), 0.25 / 0.13 / (0.25 / 0.13 + 0.75 / 0.87)]
+    assert seen.pseudo[0].confidence.tolist() == pytest.approx(confident, rel=1e-12)
     assert FixMatch(debias=True, debias_over="step").requirements.precomputed_views == ()
     assert FixMatch(debias=True).requirements.precomputed_views == ("weak",)
 
@@ -131,9 +131,9 @@ def check(ours: tuple[float, dict, dict], module: torch.nn.Module, loss: torch.T
         for name, leaf in stats.items():
             torch.testing.assert_close(leaf, module.get_buffer(f"{layer}.norm.running_{name}"), rtol=1e-9, atol=1e-11)
     assert ours[0] == pytest.approx(float(loss.detach()), rel=1e-10)
-    theirs = torch.autograd.grad(loss, list(module.parameters()))
-    assert max(float(g.abs().max()) for g in theirs) > 1e-3
-    for mine, g in zip(tree.leaves(ours[1]), theirs, strict=True):
+    expected = torch.autograd.grad(loss, list(module.parameters()))
+    assert max(float(g.abs().max()) for g in expected) > 1e-3
+    for mine, g in zip(tree.leaves(ours[1]), expected, strict=True):
         torch.testing.assert_close(mine, g, rtol=1e-8, atol=1e-11)
 
 
@@ -144,20 +144,20 @@ def test_gradients_are_autograds(statistics, labeling, labeled):
     shared = make_task(NETWORK, statistics=statistics, labeling=labeling)
     model = start_server(FedAvg(), shared)
     given = make_batch(labeled, 6, ("weak", "weak2"))
-    ours = learned(PiModel(7.0, ramp=0), given, model, shared)
+    actual = learned(PiModel(7.0, ramp=0), given, model, shared)
     book = ReferenceModel(make_module(model), statistics, labeling)
-    check(ours, book.module, textbook.pi_model(book, given, 7.0))
+    check(actual, book.module, textbook.pi_model(book, given, 7.0))
     teacher = start_server(FedAvg(), shared, seed=1)
     aux = {"teacher": teacher["params"], "teacher_stats": model["stats"]}  # the textbook has one set for both
-    ours = learned(MeanTeacher(9.0, ramp=0), given, model, shared, aux)
+    actual = learned(MeanTeacher(9.0, ramp=0), given, model, shared, aux)
     book = ReferenceModel(make_module(model), statistics, labeling)
-    check(ours, book.module, textbook.mean_teacher(book, make_module(teacher), given, 9.0))
+    check(actual, book.module, textbook.mean_teacher(book, make_module(teacher), given, 9.0))
     given = given._replace(u={"weak": given.u["weak"]})
     _, seen = PseudoLabel(0.0, ramp=0)(shared, model["params"], model["stats"], given)
     for threshold in (0.0, float(seen.pseudo[0].confidence.median())):  # all six images, and some
-        ours = learned(PseudoLabel(threshold, 3.0, ramp=0), given, model, shared)
+        actual = learned(PseudoLabel(threshold, 3.0, ramp=0), given, model, shared)
         book = ReferenceModel(make_module(model), statistics, labeling)
-        check(ours, book.module, textbook.pseudo_label(book, given, 3.0, threshold))
+        check(actual, book.module, textbook.pseudo_label(book, given, 3.0, threshold))
 
 
 def test_ramps_by_hand():
@@ -209,12 +209,12 @@ def test_a_teacher_that_only_evaluates_changes_no_step(objective):
     shared = make_task(rounds=3)
     runs = []
     for method in (FedAvg(objective), FedAvg(replace(objective, decay=0.9))):
-        played = simulate_rounds(method, shared, rounds=2)[-1]
-        runs.append((played.server, method.solution(shared, played.server)))
-    (plain, evaluated), (taught, average) = runs
-    assert trees_equal({"params": plain["params"]}, {"params": taught["params"]})
+        result = simulate_rounds(method, shared, rounds=2)[-1]
+        runs.append((result.server, method.solution(shared, result.server)))
+    (plain, evaluated), (trained, average) = runs
+    assert trees_equal({"params": plain["params"]}, {"params": trained["params"]})
     assert trees_equal({"params": evaluated["params"]}, {"params": plain["params"]})
-    assert trees_equal(average, {"params": taught["teacher"], "stats": taught["teacher_stats"]})
+    assert trees_equal(average, {"params": trained["teacher"], "stats": trained["teacher_stats"]})
     assert 1e-3 < max_difference(average["params"], evaluated["params"]) < 1
 
 
@@ -238,5 +238,5 @@ def test_a_client_without_unlabeled_rows_has_a_uniform_prior():
     shared = make_task()
     held = make_dataset(((5, 11), (3, 0), (6, 14)))
     method = FedAvg(FixMatch(0.39, labels="round", debias=True))
-    played = simulate_rounds(method, shared, held)[-1]
-    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(played.server))
+    result = simulate_rounds(method, shared, held)[-1]
+    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(result.server))

@@ -105,13 +105,13 @@ def test_every_place_for_labels_works_in_both_executors(name, place):
     Of the clients that were asked, those who are silent in a round leave its cohort. At the first place of several,
     where all answer, the methods play in the test above.
     """
-    played = []
+    results = []
     for executor in ("loop", "vmap"):
         method, shared, simulation = scene(name, "both", executor, place, client_dropout=0.4)
-        played.append(run_rounds(method, simulation, start_server(method, shared), range(2)))
-    checks.compare_executors(*played)
-    assert all(finite(one.server) for one in played[0])
-    sizes = {len(one.report.cohort) for one in played[0]}
+        results.append(run_rounds(method, simulation, start_server(method, shared), range(2)))
+    checks.compare_executors(*results)
+    assert all(finite(one.server) for one in results[0])
+    sizes = {len(one.report.cohort) for one in results[0]}
     assert sizes == {1} if registry.entry(name).pooled else min(sizes) < 3
 
 
@@ -168,9 +168,9 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
         assert last.report.pseudo is not None
         assert last.report.pseudo["share_used"] > 0
         used = min(one.report.pseudo["share_used"] for one in straight(name, "both") if one.report.pseudo)
-        kept = [one.report.samples["kept"] for one in straight(name, "both") if "kept" in one.report.samples]
-        if kept:  # only rows that it is sure of are drawn, and it says how many these are
-            used = float(sum(each.total for each in kept) / sum(each.count for each in kept))
+        stored = [one.report.samples["kept"] for one in straight(name, "both") if "kept" in one.report.samples]
+        if stored:  # only rows that it is sure of are drawn, and it says how many these are
+            used = float(sum(each.total for each in stored) / sum(each.count for each in stored))
         options = registry.options(name)
         weighed = "fine" in options and options["fine"].default  # by F-reg, in place of a threshold
         assert used < 1 or weighed or "threshold" not in options
@@ -268,10 +268,10 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "words"), IMPOSSIBLE)
-def test_impossible_options_are_refused(name, options, words):
+@pytest.mark.parametrize(("name", "options", "message"), IMPOSSIBLE)
+def test_impossible_options_are_refused(name, options, message):
     """In a sentence that names the option."""
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         registry.make(name, options)
 
 

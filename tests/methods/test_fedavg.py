@@ -76,10 +76,10 @@ def test_the_server_averages_its_cohort_by_all_rows():
     upload = simulation.query("train", server)
     weights = [held.split_size(int(k)).labeled + held.split_size(int(k)).unlabeled for k in simulation.cohort]
     assert upload.weight.tolist() == weights
-    (played,) = run_rounds(method, make_simulation(method, shared, held), server, range(1))
+    (result,) = run_rounds(method, make_simulation(method, shared, held), server, range(1))
     for path, leaf in tree.flatten({"params": upload.update["params"], "stats": upload.update["stats"]}).items():
         expected = sum(w / sum(weights) * each for w, each in zip(weights, leaf, strict=True))
-        torch.testing.assert_close(tree.flatten(played.server)[path], expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(tree.flatten(result.server)[path], expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("pair", [("fedavg-sl", "fedprox-sl"), ("fedavg-uda", "fedprox-uda")])
@@ -135,42 +135,42 @@ def test_every_visit_starts_with_a_fresh_optimizer_from_what_came_down():
         broadcast, client_update.begin(broadcast, {}, make_client_data()), make_batches(("weak", "strong"), 1)[0]
     )
     assert any(leaf.any() for leaf in tree.leaves(carry["optimizer"]))
-    again = client_update.begin(broadcast, {}, make_client_data())
-    assert not any(leaf.any() for leaf in tree.leaves(again["optimizer"]))
-    assert again["params"] is broadcast["params"]
+    repeated = client_update.begin(broadcast, {}, make_client_data())
+    assert not any(leaf.any() for leaf in tree.leaves(repeated["optimizer"]))
+    assert repeated["params"] is broadcast["params"]
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "options"),
+    ("actual", "expected_value", "options"),
     [
         (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
         (Adam, torch.optim.Adam, {"lr": 1e-2, "eps": 1e-3}),
     ],
 )
-def test_one_client_with_everything_is_centralized_training(ours, theirs, options):
+def test_one_client_with_everything_is_centralized_training(actual, expected_value, options):
     """A round of one client that holds all rows, whole-batch steps: the same as a module, its optimizer and a loop.
 
     Two epochs of one step each on all 20 images without augmentation. The rows come in another order each time, which
     changes a mean by rounding only. Parameters and running statistics agree.
     """
     held = make_dataset(((20, 0),), all_labels=True)
-    shared = make_task(optimizer=ours(**options))
+    shared = make_task(optimizer=actual(**options))
     views = Views(labeled=Plain())
     method = FedAvg()
     server = start_server(method, shared)
     simulation = make_simulation(method, shared, held, views=views, batching=Batching(20, epochs=2), cohort=1)
-    (played,) = run_rounds(method, simulation, server, range(1))
-    assert played.report.cost["labeled_steps"] == 2
+    (result,) = run_rounds(method, simulation, server, range(1))
+    assert result.report.cost["labeled_steps"] == 2
 
     oracle = make_torch_module(server)
-    optimizer = theirs(oracle.parameters(), **options)
+    optimizer = expected_value(oracle.parameters(), **options)
     images = held.train.images.double() / 255 * 2 - 1
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(oracle(images), held.train.labels).backward()
         optimizer.step()
-    assert_params_match(played.server["params"], oracle, rtol=1e-9)
-    for path, leaf in tree.flatten(played.server["stats"]).items():
+    assert_params_match(result.server["params"], oracle, rtol=1e-9)
+    for path, leaf in tree.flatten(result.server["stats"]).items():
         layer, name = path.split("/")
         torch.testing.assert_close(leaf, oracle.get_buffer(f"{layer}.norm.running_{name}"), rtol=1e-9, atol=1e-10)
 
@@ -229,12 +229,12 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
     }.items():
         method = FedAvg(objective(threshold=0.3, labels=labels, **options))
         runs[name] = simulate_rounds(method, shared, held, rounds=4)
-    ends = {name: [each.server["params"] for each in played] for name, played in runs.items()}
+    ends = {name: [each.server["params"] for each in result] for name, result in runs.items()}
     for number in range(4):
         assert trees_equal(ends["newest"][number], ends["received"][number])
         assert number > 1 or trees_equal(ends["average"][number], ends["received"][number])
     assert not trees_equal(ends["average"][-1], ends["received"][-1])
-    sent = [played[-1].report.cost for played in (runs["average"], runs["received"])]
+    sent = [result[-1].report.cost for result in (runs["average"], runs["received"])]
     assert sent[0]["bytes_up"] == sent[1]["bytes_up"]
     assert sent[0]["bytes_down"] == 2 * sent[1]["bytes_down"]
 

@@ -59,11 +59,11 @@ def test_two_steps_of_the_server():
         one, two = model(torch.cat([x, weak])).split(6)
         with torch.no_grad():
             slow = target(torch.cat([x, weak])).softmax(-1).split(6)
-        apart = F.kl_div(one.log_softmax(-1), slow[1], reduction="batchmean")
-        apart = apart + F.kl_div(two.log_softmax(-1), slow[0], reduction="batchmean")
-        loss = F.cross_entropy(one, y) / 2 + F.cross_entropy(two, y) / 2 + math.exp(-5 * 0.75**2) * apart
+        distance = F.kl_div(one.log_softmax(-1), slow[1], reduction="batchmean")
+        distance = distance + F.kl_div(two.log_softmax(-1), slow[0], reduction="batchmean")
+        loss = F.cross_entropy(one, y) / 2 + F.cross_entropy(two, y) / 2 + math.exp(-5 * 0.75**2) * distance
         assert float(notes.loss) == pytest.approx(loss.item(), rel=1e-12)
-        assert apart.item() > 1e-3
+        assert distance.item() > 1e-3
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -110,10 +110,10 @@ def test_two_steps_of_a_client(labeled: int):
         u = {"weak": make_random_images(5, number), "weak2": make_random_images(5, number + 10)}
         carry, notes = update.step(broadcast, carry, Batch(x, y, torch.arange(labeled), u, torch.arange(5)))
         loss = F.cross_entropy(model(x), y) if labeled else 0.0
-        guess = head(torch.cat([model.features(u["weak"]), model.features(u["weak2"])]))
+        prediction = head(torch.cat([model.features(u["weak"]), model.features(u["weak2"])]))
         with torch.no_grad():
             slow = torch.cat([target.features(u["weak2"]), target.features(u["weak"])])
-        for a, b in zip(guess, slow, strict=True):
+        for a, b in zip(prediction, slow, strict=True):
             loss = loss - a @ b / (a.norm() * b.norm()) / 10
         assert float(notes.loss) == pytest.approx(loss.item(), rel=1e-10)
         optimizer.zero_grad()
@@ -130,8 +130,8 @@ def test_two_steps_of_a_client(labeled: int):
         torch.testing.assert_close(own, p.detach(), rtol=1e-8, atol=1e-10)
     assert trees_equal(upload.update["params"]["head"], broadcast["params"]["head"]) == (not labeled)
     own = {name: part for name, part in upload.update["params"].items() if name != "head"}
-    theirs = {name: p.detach() for name, p in model.named_parameters() if not name.startswith("head")}
-    for (name, p), leaf in zip(theirs.items(), tree.leaves(own), strict=True):
+    expected = {name: p.detach() for name, p in model.named_parameters() if not name.startswith("head")}
+    for (name, p), leaf in zip(expected.items(), tree.leaves(own), strict=True):
         torch.testing.assert_close(leaf, p, rtol=1e-8, atol=1e-10, msg=name)
     assert float(upload.weight) == 1
 
@@ -141,12 +141,12 @@ def test_the_server_trains_before_the_first_round_and_last_in_each():
     shared = make_task(rounds=3)
     method = FedCon()
     start = start_server(method, shared)
-    played = simulate_rounds(method, shared, make_dataset(place="server"), rounds=2)
-    heads = [each["params"]["head"] for each in (start, *(one.server for one in played))]
+    result = simulate_rounds(method, shared, make_dataset(place="server"), rounds=2)
+    heads = [each["params"]["head"] for each in (start, *(one.server for one in result))]
     assert all(max_difference(after, before) > 0 for before, after in itertools.pairwise(heads))
-    assert all(one.report.pseudo is None for one in played)
-    steps = [float(leaf) for path, leaf in tree.flatten(played[-1].state).items() if path.endswith("teacher_steps")]
-    once = [float(leaf) for path, leaf in tree.flatten(played[0].state).items() if path.endswith("teacher_steps")]
+    assert all(one.report.pseudo is None for one in result)
+    steps = [float(leaf) for path, leaf in tree.flatten(result[-1].state).items() if path.endswith("teacher_steps")]
+    once = [float(leaf) for path, leaf in tree.flatten(result[0].state).items() if path.endswith("teacher_steps")]
     assert (steps[0] + 1) / (once[0] + 1) == 1.5
 
 

@@ -307,8 +307,8 @@ def test_the_server_by_hand(dma, momentum):
         mean = average_uploads(upload._replace(weight=weights))
         v = tree.map(lambda v, p, m: momentum * v + p - m, v, params, mean["params"])
         params = tree.map(torch.sub, params, v)
-        (played,) = run_rounds(method, simulation, server, range(number, number + 1))
-        server = played.server
+        (result,) = run_rounds(method, simulation, server, range(number, number + 1))
+        server = result.server
         assert max_difference(server["params"], params) < 1e-12
         assert max_difference(server["stats"], mean["stats"]) < 1e-12
 

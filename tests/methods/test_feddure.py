@@ -84,26 +84,26 @@ def textbook(
         lr,
         joint=statistics == "joint",
         product=options.through_weights == "product",
-        seen=options.regulator_input,
+        regulator_input=options.regulator_input,
         coarse=options.coarse,
         threshold=options.threshold,
         running_labels=labeling == "running",
-        running_judge=options.judging == "running",
+        running_labeled_loss=options.judging == "running",
         plain_student=options.coarse_step == "plain",
-        judge_shift=carry.get("label_log_shares"),
+        label_log_shares=carry.get("label_log_shares"),
     )
 
 
-def distance(ours, theirs) -> float:
+def distance(ours, expected_value) -> float:
     """Return ||ours - theirs|| / ||theirs|| over all tensors."""
     a = torch.cat([leaf.detach().flatten() for leaf in ours])
-    b = torch.cat([leaf.detach().flatten() for leaf in theirs])
+    b = torch.cat([leaf.detach().flatten() for leaf in expected_value])
     return float((a - b).norm() / b.norm())
 
 
-def apart(ours, theirs) -> float:
+def apart(ours, expected_value) -> float:
     """Return the distance of two trees."""
-    return distance(tree.leaves(ours), tree.leaves(theirs))
+    return distance(tree.leaves(ours), tree.leaves(expected_value))
 
 
 def parameters(params) -> list[torch.Tensor]:
@@ -120,11 +120,11 @@ def compare(network, options, dtype, optimizer, torch_optimizer, lr, bound, step
     oracle = textbook(network, model, carry, options, torch_optimizer, lr, **rules)
     for batch in batches[:steps]:
         carry, notes = client_update.step(broadcast, carry, batch)
-        said = oracle.step(batch.x, batch.y, batch.u["weak"], batch.u["strong"])
+        text = oracle.step(batch.x, batch.y, batch.u["weak"], batch.u["strong"])
         # d is a difference of two losses: rounding is relative to them
-        assert abs(float(notes.samples["d"].total - said["d"])) < bound * float(said["loss"])
-        assert distance([notes.samples["m"].total / len(batch.u_rows)], [said["m"]]) < bound
-        assert distance([notes.loss], [said["loss"]]) < bound
+        assert abs(float(notes.samples["d"].total - text["d"])) < bound * float(text["loss"])
+        assert distance([notes.samples["m"].total / len(batch.u_rows)], [text["m"]]) < bound
+        assert distance([notes.loss], [text["loss"]]) < bound
     assert distance(parameters(carry["params"]), list(oracle.local.parameters())) < bound
     stats = [s for name, s in oracle.local.named_buffers() if "num_batches" not in name]
     assert distance(list(tree.leaves(carry["stats"])), stats) < bound
@@ -236,10 +236,10 @@ def test_warmup_trains_on_labels_alone():
     client_update, carry, broadcast, batches, _ = scene(statistics="separate")
     new, _ = client_update.step({**broadcast, "gate": torch.zeros(())}, carry, batches[0])
     labels = registry.make("fedavg").client_updates(client_update.task)["train"]
-    alone, _ = labels.step(
+    single, _ = labels.step(
         broadcast, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}, batches[0]
     )
-    assert apart(new["params"], alone["params"]) < 1e-12
+    assert apart(new["params"], single["params"]) < 1e-12
 
 
 @pytest.mark.parametrize(("seen", "moves"), [("centered", False), ("softmax", False), ("logits", True)])
@@ -252,15 +252,15 @@ def test_a_number_added_to_all_logits(seen, moves):
     network = SmallCNN(1, 10, 4)
     client_update = options.client_updates(Task(network, SGD(0.1), NORMALIZE))["train"]
     model = tree.to(network.init(torch.Generator()), dtype=torch.float64)
-    answers = []
+    replies = []
     for seed in range(10):
         regulator = client_update.initial_memory(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
         at, shifted = (compute_instance_weights(regulator, z - offset, seen) for offset in (0.0, 37.0))
         assert float(at.mean()) == pytest.approx(0.02, abs=0.02)
         if not moves:
             torch.testing.assert_close(at, shifted, rtol=1e-9, atol=0)
-        answers.append(float(shifted.mean()))
-    assert (max(answers) > 0.5 and min(answers) < 0.005) == moves
+        replies.append(float(shifted.mean()))
+    assert (max(replies) > 0.5 and min(replies) < 0.005) == moves
 
 
 def test_log_shares_count_the_clients_own_labels():
@@ -279,9 +279,9 @@ def test_judge_pays_nothing_for_the_class_mix():
     """
     y = torch.tensor([0, 0, 0, 1])
     shares = compute_log_shares(make_client_data(4, 0, y), 2)
-    answers = torch.zeros(2), torch.tensor([0.75, 0.25]).log()
-    plain = [float(F.cross_entropy(each.expand(4, 2), y)) for each in answers]
-    judged = [float(F.cross_entropy((each + shares).expand(4, 2), y)) for each in answers]
+    replies = torch.zeros(2), torch.tensor([0.75, 0.25]).log()
+    plain = [float(F.cross_entropy(each.expand(4, 2), y)) for each in replies]
+    judged = [float(F.cross_entropy((each + shares).expand(4, 2), y)) for each in replies]
     assert plain == pytest.approx([0.693147, 0.562335], abs=1e-5)
     assert judged == pytest.approx([0.562335, 0.654667], abs=1e-5)
 
@@ -325,8 +325,8 @@ def test_the_mean_of_rewards_stays_at_the_client():
     data = make_client_data(1, 4, torch.tensor([0]))
     _, memory = client_update.finish(broadcast, carry, data)
     assert float(memory["baseline"]["mean"]) == pytest.approx(sum(ds) / 2, rel=1e-12)
-    again = client_update.begin(broadcast, memory, data)
-    carry, notes = client_update.step(broadcast, again, batches[2])
+    repeated = client_update.begin(broadcast, memory, data)
+    carry, notes = client_update.step(broadcast, repeated, batches[2])
     weight = notes.pseudo[0].weight.mean() - notes.samples["m"].total / len(batches[2].u_rows)
     assert float(weight) == pytest.approx(float(notes.samples["d"].total) - sum(ds) / 2, rel=1e-9)
     assert float(carry["baseline"]["count"]) == 3
@@ -336,15 +336,15 @@ def test_labeled_first_steps_learn_from_labels_and_leave_the_regulators():
     """Of three steps with labeled_first=2 two equal labels-only steps; the third is FedDure's from there."""
     options = FedDure(labeled_first=2)
     client_update, carry, broadcast, batches, _ = scene(options, statistics="separate")
-    begun = carry
+    started = carry
     labels = registry.make("fedavg").client_updates(client_update.task)["train"]
-    alone = {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}
+    single = {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}
     for batch in batches[:2]:
         carry, _ = client_update.step(broadcast, carry, batch)
-        alone, _ = labels.step(broadcast, alone, batch)
-    assert apart(carry["params"], alone["params"]) < 1e-12
+        single, _ = labels.step(broadcast, single, batch)
+    assert apart(carry["params"], single["params"]) < 1e-12
     for name in ("regulator", "coarse"):
-        assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (carry[name], begun[name])), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (carry[name], started[name])), strict=True))
     free = FedDure().client_updates(client_update.task)["train"]
     after, _ = client_update.step(broadcast, carry, batches[2])
     joint, _ = free.step(broadcast, {name: part for name, part in carry.items() if name != "steps"}, batches[2])
@@ -357,10 +357,10 @@ def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
     broadcast = {**SMALL.init(torch.Generator()), "gate": torch.ones(())}
     for start, differ in (("clients", False), ("client", True)):
         client_update = FedDure(regulator_start=start).client_updates(Task(SMALL, SGD(0.1), NORMALIZE))["train"]
-        one, again, two = (
+        one, repeated, two = (
             create_first_memory(client_update, broadcast, 0, client)["regulator"]["params"] for client in (1, 1, 2)
         )
-        assert distance(parameters(one), parameters(again)) == 0
+        assert distance(parameters(one), parameters(repeated)) == 0
         assert (distance(parameters(one), parameters(two)) > 0) == differ
 
 
@@ -398,9 +398,9 @@ def test_regulator_persists_and_is_the_same_at_first_for_all():
     carry, _ = client_update.step(broadcast, carry, batches[0])
     upload, memory = client_update.finish(broadcast, carry, make_client_data(3, 4))
     assert float(upload.weight) == 7
-    again = client_update.begin(broadcast, memory, make_client_data(3, 4))
-    assert apart(again["regulator"], carry["regulator"]) == 0
-    assert float(again["regulator"]["optimizer"]["steps"]) == 1
+    repeated = client_update.begin(broadcast, memory, make_client_data(3, 4))
+    assert apart(repeated["regulator"], carry["regulator"]) == 0
+    assert float(repeated["regulator"]["optimizer"]["steps"]) == 1
     one = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     two = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     assert apart(one["regulator"]["params"], two["regulator"]["params"]) == 0
@@ -421,14 +421,14 @@ def test_the_received_model_labels_the_images_where_it_is_asked_to():
     assert (step.requirements.precomputed_views, client_update.requirements.precomputed_views) == ((), ("weak",))
     assert FedDure(labels="round").client_updates(step.task)["train"].requirements.views == ("strong",)
     seen = make_client_data(10, 12, weak=batches[0].u["weak"])
-    begun = client_update.begin(broadcast, {"regulator": before["regulator"]}, seen)
+    started = client_update.begin(broadcast, {"regulator": before["regulator"]}, seen)
     wanted, metrics = step.step(broadcast, before, batches[0])
     strong = batches[0]._replace(u={"strong": batches[0].u["strong"]})
-    made, same = client_update.step(broadcast, begun, strong)
+    made, same = client_update.step(broadcast, started, strong)
     assert torch.equal(same.pseudo[0].label, metrics.pseudo[0].label)
     for name, leaf in tree.flatten(wanted["params"]).items():
         assert torch.allclose(tree.flatten(made["params"])[name], leaf, atol=1e-12)
-    assert made["cached"] is begun["cached"]
+    assert made["cached"] is started["cached"]
     assert client_update.passes(10, 12).forward == step.passes(10, 12).forward - 12
 
 
@@ -448,8 +448,8 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
     data = make_client_data(10, 12, weak=weak)
     for options in (FedDure(debias=True), FedDure(debias=True, labels="round"), FedDure(debias=True, coarse=False)):
         client_update = replace(plain, options=options)
-        begun = client_update.begin(broadcast, {"regulator": before["regulator"]}, data)
-        _, notes = client_update.step(broadcast, begun, batches[0])
+        started = client_update.begin(broadcast, {"regulator": before["regulator"]}, data)
+        _, notes = client_update.step(broadcast, started, batches[0])
         assert torch.equal(notes.pseudo[0].label, divided.argmax(-1))
         assert torch.allclose(notes.pseudo[0].confidence, divided.amax(-1), atol=1e-12)
     for coarse in (True, False):  # a mean prediction that is uniform changes nothing, weak views pass with the others
@@ -466,17 +466,17 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
 def test_the_optimizer_is_kept_where_it_is_asked_for():
     """Two visits of a step each from one model are two steps of one Adam: its second step differs from a first one."""
     ends = {}
-    for kept in (False, True):
-        options = FedDure(keep_optimizer=kept)
+    for stored_values in (False, True):
+        options = FedDure(keep_optimizer=stored_values)
         client_update, carry, broadcast, batches, _ = scene(options, optimizer=Adam(1e-2))
         carry, _ = client_update.step(broadcast, carry, batches[0])
         _, memory = client_update.finish(broadcast, carry, make_client_data(3, 4))
-        assert ("optimizer" in memory) == kept
-        again = client_update.begin(broadcast, memory, make_client_data(3, 4))
-        assert float(again["optimizer"]["steps"]) == (1 if kept else 0)
-        if kept:
-            assert apart(again["optimizer"], carry["optimizer"]) == 0
-        ends[kept] = client_update.step(broadcast, again, batches[1])[0]["params"]
+        assert ("optimizer" in memory) == stored_values
+        repeated = client_update.begin(broadcast, memory, make_client_data(3, 4))
+        assert float(repeated["optimizer"]["steps"]) == (1 if stored_values else 0)
+        if stored_values:
+            assert apart(repeated["optimizer"], carry["optimizer"]) == 0
+        ends[stored_values] = client_update.step(broadcast, repeated, batches[1])[0]["params"]
     assert apart(ends[True], ends[False]) > 1e-3
 
 
@@ -578,8 +578,8 @@ def test_signals_persist_and_change_the_weights():
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(logits[0] - logits[1], expected)
     _, memory = client_update.finish(broadcast, new, data)
-    again = client_update.begin(broadcast, memory, data)
-    assert torch.equal(again["signals"]["mean"], new["signals"]["mean"])
+    repeated = client_update.begin(broadcast, memory, data)
+    assert torch.equal(repeated["signals"]["mean"], new["signals"]["mean"])
     other_images = data._replace(u=255 - data.u)
     assert (client_update.begin(broadcast, memory, other_images)["signals"]["label"] == -1).all()
 

@@ -40,7 +40,7 @@ def test_a_client_update_with_its_teacher_and_relations():
     teacher = make_torch_module(broadcast)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     seen = []
-    kept = []
+    stored = []
     for number in range(2):
         u = {"weak": make_random_images(12, number), "weak2": 4 * make_random_images(12, number + 10)}
         batch = Batch(
@@ -54,21 +54,23 @@ def test_a_client_update_with_its_teacher_and_relations():
         with torch.no_grad():
             q = teacher(u["weak"]).softmax(-1)
         p = z.softmax(-1)
-        sure = [i for i in range(12) if p[i].max() >= 0.31 and torch.distributions.Categorical(p[i]).entropy() < 1.35]
-        own = matrix(z[sure], z[sure].argmax(-1))
+        confident = [
+            i for i in range(12) if p[i].max() >= 0.31 and torch.distributions.Categorical(p[i]).entropy() < 1.35
+        ]
+        own = matrix(z[confident], z[confident].argmax(-1))
         both = F.kl_div(own.log(), wanted, reduction="batchmean") + F.kl_div(wanted.log(), own, reduction="batchmean")
         loss = F.cross_entropy(x, batch.y) + 3 * (F.mse_loss(p, q, reduction="sum") / 12 + both / 2)
         assert float(notes.loss) == pytest.approx(loss.item(), rel=1e-12)
         loss.backward()
         optimizer.step()
         seen.append(matrix(x.detach(), batch.y))
-        kept.append(len(sure))
+        stored.append(len(confident))
         with torch.no_grad():
             for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
                 keep = (0.0, 0.5)[number]
                 old.mul_(keep).add_((1 - keep) * new)
-    assert min(kept) > 0
-    assert max(kept) < 12
+    assert min(stored) > 0
+    assert max(stored) < 12
     assert_params_match(carry["params"], model)
     assert_params_match(carry["teacher"], teacher)
     upload, _ = client_update.finish(broadcast, carry, make_client_data(2, 12))

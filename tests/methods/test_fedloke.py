@@ -133,16 +133,16 @@ class Formula:
         leaves = {name: copy_requiring_grad(one["params"]) for name, one in models.items()}
         quiet, loud = ROLES[self.method.views]
         view = {"global": loud, "local": quiet}
-        said = {name: self.said(leaves[name], one["stats"], batch, view[name]) for name, one in models.items()}
-        teacher = {"global": said.get("local", said["global"])[2], "local": said["global"][2]}
+        text = {name: self.said(leaves[name], one["stats"], batch, view[name]) for name, one in models.items()}
+        teacher = {"global": text.get("local", text["global"])[2], "local": text["global"][2]}
         losses = {}
-        for name, (labels, strong, _, _) in said.items():
+        for name, (labels, strong, _, _) in text.items():
             losses[name] = F.cross_entropy(labels, batch.y)
             if name == "global" or self.method.global_labels:
                 losses[name] = losses[name] + self.lesson(teacher[name], strong)
         moved = autograd_step(losses, leaves, self.task.optimizer.lr)
         new = {
-            name: {"params": moved[name], "stats": update_running_stats(one["stats"], said[name][3])}
+            name: {"params": moved[name], "stats": update_running_stats(one["stats"], text[name][3])}
             for name, one in models.items()
         }
         return new, sum(loss.item() for loss in losses.values())
@@ -207,13 +207,13 @@ def test_guesses_are_reported_of_who_teaches():
         (replace(whole, local=False), broadcast),
     ):
         _, (notes,), _, _ = visit(method, shared, broadcast, memory if method.local else {}, [batch])
-        guess = shared.network.train(teacher["params"], batch.u["weak"])[0].softmax(-1)
-        confidence, label = guess.max(-1)
-        (said,) = notes.pseudo
-        assert said.label.tolist() == label.tolist()
-        assert said.confidence.tolist() == pytest.approx(confidence.tolist(), rel=1e-12)
-        used = (Categorical(probs=guess).entropy() < 1.34).double()
-        assert said.weight.tolist() == (used / 4).tolist()
+        prediction = shared.network.train(teacher["params"], batch.u["weak"])[0].softmax(-1)
+        confidence, label = prediction.max(-1)
+        (text,) = notes.pseudo
+        assert text.label.tolist() == label.tolist()
+        assert text.confidence.tolist() == pytest.approx(confidence.tolist(), rel=1e-12)
+        used = (Categorical(probs=prediction).entropy() < 1.34).double()
+        assert text.weight.tolist() == (used / 4).tolist()
         assert set(notes.models) == ({"global", "local"} if method.local else set())
         for name, each in notes.models.items():
             own = shared.network.train((broadcast if name == "global" else memory)["params"], batch.u["weak"])[0]
@@ -249,11 +249,11 @@ STEPPED = {"batching": Batching(2, "rest"), "views": FIXED_VIEWS, "cohort": 4}
 """As many steps with unlabeled views as without, in views without chance, and all clients in every round."""
 
 
-def purely_local(spy: RecordingMethod, start: dict, shared: Task, view: str) -> list[dict]:
+def purely_local(recording: RecordingMethod, start: dict, shared: Task, view: str) -> list[dict]:
     """Return each client's parameters after training alone on the labels of its recorded batches, round by round."""
     params: dict[bytes, dict] = {}
     who = b""
-    for kind, what in spy.seen:
+    for kind, what in recording.calls:
         if kind == "begin":
             who = what[2].x.numpy().tobytes()
             params.setdefault(who, start["params"])
@@ -271,16 +271,16 @@ def test_no_sure_guess_leaves_two_models_that_do_not_meet():
     And a client's local model has been trained on its own labels' weak views alone, as autograd does it.
     """
     shared = make_task(optimizer=SGD(0.1), statistics="separate")
-    spy = RecordingMethod(FedLoKe(ema=1.0, delta=0.0, ramp_rounds=0))
-    start = start_server(spy, shared)
-    ours = run_rounds(spy, make_simulation(spy, shared, **STEPPED), start, range(2))[-1]
-    theirs = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, **STEPPED), start, range(2))[-1]
-    assert max_difference(ours.server["params"], theirs.server["params"]) < 1e-12
-    assert max_difference(ours.server["params"], start["params"]) > 1e-2
-    alone = purely_local(spy, start, shared, "weak")
-    assert len(alone) == 4
-    for k, params in enumerate(alone):
-        assert max_difference(ours.state["client"][str(k)]["params"], params) < 1e-12
+    recording = RecordingMethod(FedLoKe(ema=1.0, delta=0.0, ramp_rounds=0))
+    start = start_server(recording, shared)
+    actual = run_rounds(recording, make_simulation(recording, shared, **STEPPED), start, range(2))[-1]
+    expected_value = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, **STEPPED), start, range(2))[-1]
+    assert max_difference(actual.server["params"], expected_value.server["params"]) < 1e-12
+    assert max_difference(actual.server["params"], start["params"]) > 1e-2
+    single = purely_local(recording, start, shared, "weak")
+    assert len(single) == 4
+    for k, params in enumerate(single):
+        assert max_difference(actual.state["client"][str(k)]["params"], params) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -338,11 +338,11 @@ def test_without_local_models_it_is_uda_without_threshold():
     So FedAvg + UDA at temperature 1 and threshold 0, on labeled images in the strong view. Clients remember nothing.
     """
     shared = make_task(optimizer=SGD(0.1))
-    ours = FedLoKe(local=False, delta=None, ramp_rounds=0)
-    theirs = FedAvg(UDA(threshold=0.0, temperature=1.0))
-    start = start_server(ours, shared)
-    one = run_rounds(ours, make_simulation(ours, shared, views=FIXED_VIEWS), start, range(2))[-1]
-    two = run_rounds(theirs, make_simulation(theirs, shared, views=FIXED_VIEWS), start, range(2))[-1]
+    actual = FedLoKe(local=False, delta=None, ramp_rounds=0)
+    expected_value = FedAvg(UDA(threshold=0.0, temperature=1.0))
+    start = start_server(actual, shared)
+    one = run_rounds(actual, make_simulation(actual, shared, views=FIXED_VIEWS), start, range(2))[-1]
+    two = run_rounds(expected_value, make_simulation(expected_value, shared, views=FIXED_VIEWS), start, range(2))[-1]
     assert max_difference(one.server, two.server) < 1e-12
     assert one.state == {} or not one.state["client"]
     assert one.report.cost["stored_client"] == 0
@@ -354,11 +354,11 @@ def test_what_a_round_costs():
     """FedAvg's bytes (down the model, up the model and a weight), one more model at a client, and twice the passes."""
     shared = make_task()
     method = FedLoKe()
-    alone = FedLoKe(local=False)
+    single = FedLoKe(local=False)
     start = start_server(method, shared)
     cost = run_rounds(method, make_simulation(method, shared), start, range(1))[-1].report.cost
     assert cost["bytes_down"] == 3 * tree.nbytes(start)
     assert cost["bytes_up"] == 3 * (tree.nbytes(start) + 8)
     assert cost["stored_client"] == tree.nbytes(start)
-    half = run_rounds(alone, make_simulation(alone, shared), start, range(1))[-1].report.cost
+    half = run_rounds(single, make_simulation(single, shared), start, range(1))[-1].report.cost
     assert (cost["forward"], cost["backward"]) == (2 * half["forward"], 2 * half["backward"])

@@ -164,20 +164,20 @@ def written(
     loud = say(psi, sigma, strong)
     others = [say(each, received, view).detach() for each in helpers]
     total = torch.zeros((), dtype=torch.float64)
-    sure = 0
+    confident = 0
     for i in range(len(view)):
         if float(own[i].detach().exp().max()) < o.threshold:
             continue
-        sure += 1
+        confident += 1
         votes = [int(own[i].argmax()), *(int(each[i].argmax()) for each in others)]
         label = min(range(CLASSES), key=lambda c: (-votes.count(c), c))
         for each in others:
-            apart = sum(each[i, c].exp() * (each[i, c] - own[i, c]) for c in range(CLASSES))
-            total = total + o.consistency_weight * apart / len(others)
+            distance = sum(each[i, c].exp() * (each[i, c] - own[i, c]) for c in range(CLASSES))
+            total = total + o.consistency_weight * distance / len(others)
         total = total - o.unlabeled_weight * loud[i, label]
-    total = total / sure if sure else total
+    total = total / confident if confident else total
     flat = [torch.cat([leaf.flatten() for leaf in tree.leaves(part)]) for part in (psi, sigma)]
-    return total + o.l2_weight * ((flat[0] - flat[1]) ** 2).sum() + o.l1_weight * flat[0].abs().sum(), sure
+    return total + o.l2_weight * ((flat[0] - flat[1]) ** 2).sum() + o.l1_weight * flat[0].abs().sum(), confident
 
 
 def learnable(params: Tree) -> Tree:
@@ -222,9 +222,9 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     assert max_difference(carry["sigma"], sigma) < 1e-12
     assert max_difference(carry["sigma"], server["sigma"]) > 1e-3
     psi = learnable(server["psi"])
-    loss, sure = written(BARE, sigma, psi, server["sigma"], other[:helpers], batch, method)
-    assert 0 < sure < 7
-    assert int(notes.pseudo[0].weight.sum()) == sure
+    loss, confident = written(BARE, sigma, psi, server["sigma"], other[:helpers], batch, method)
+    assert 0 < confident < 7
+    assert int(notes.pseudo[0].weight.sum()) == confident
     assert max_difference(carry["psi"], descended(psi, loss)) < 1e-12
     assert float(notes.loss) == pytest.approx(float((labeled + loss).detach()), rel=1e-12)
     if helpers:  # the terms over images are what moves psi here, not the penalties alone
@@ -314,11 +314,11 @@ def test_debiasing_turns_the_clients_own_vote():
     assert debias_logits.requirements.precomputed_views == ("plain",)
     broadcast = down_of(make_linear_params(1, 0), make_linear_params(0, 0))
     data = client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
-    for client_update, label, sure in ((plain, 0, 0.622459), (debias_logits, 1, 0.6190)):
+    for client_update, label, confident in ((plain, 0, 0.622459), (debias_logits, 1, 0.6190)):
         carry = begin_update(client_update, broadcast, data)
         _, notes = client_update.step(broadcast, carry, batch_of(images(0.5), images(0.5)))
         assert notes.pseudo[0].label.tolist() == [label]
-        assert notes.pseudo[0].confidence.tolist() == pytest.approx([sure], rel=1e-3)
+        assert notes.pseudo[0].confidence.tolist() == pytest.approx([confident], rel=1e-3)
         assert notes.pseudo[0].weight.tolist() == [1.0]
 
 
@@ -370,11 +370,11 @@ def test_only_who_has_labels_sends_sigma():
         client_update = work_of(FedMatch(delta_threshold=threshold))
         memory = client_update.initial_memory(broadcast, torch.Generator())
         assert bool(memory) == (threshold is not None)
-        upload, kept = finished(
+        upload, stored = finished(
             client_update, broadcast, memory, make_linear_params(0, 0), make_linear_params(3, 5), labeled
         )
         assert client_update.traffic(broadcast, upload) == (32, back + 16)
-        assert bool(kept) == (threshold is not None)
+        assert bool(stored) == (threshold is not None)
 
 
 def test_helpers_travel_as_what_differs_from_ones_own():
@@ -441,15 +441,15 @@ def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
     slow, fast = (make_task(network, optimizer=SGD(rate)) for rate in (RATE, 4 * RATE))
     server = start_server(method, slow)
     options: dict[str, Any] = {"batching": Batching(3, "rest", epochs=2)}
-    ours = run_rounds(method, make_simulation(method, slow, held, **options), server, range(3))
-    theirs = run_rounds(
+    actual = run_rounds(method, make_simulation(method, slow, held, **options), server, range(3))
+    expected_value = run_rounds(
         FedAvg(), make_simulation(FedAvg(), fast, held, **options), method.solution(slow, server), range(3)
     )
-    for one, two in zip(ours, theirs, strict=True):
+    for one, two in zip(actual, expected_value, strict=True):
         assert max_difference(method.solution(slow, one.server)["params"], two.server["params"]) < 1e-12
         assert max_difference(one.server["psi"], server["psi"]) < 1e-15  # a mean of equal numbers
         assert one.report.cost["labeled_images"] == two.report.cost["labeled_images"]
-    assert max_difference(ours[-1].server["sigma"], server["sigma"]) > 1e-2
+    assert max_difference(actual[-1].server["sigma"], server["sigma"]) > 1e-2
 
 
 def test_the_server_teaches_sigma_and_clients_psi():
@@ -458,21 +458,21 @@ def test_the_server_teaches_sigma_and_clients_psi():
     held = make_dataset(place="server")
     shared = make_task(BARE, optimizer=SGD(RATE))
     simulation = make_simulation(method, shared, held, server_batching=Batching(4))
-    spy = RecordingMethod(method)
-    simulation.client_updates = spy.client_updates(shared)
+    recording = RecordingMethod(method)
+    simulation.client_updates = recording.client_updates(shared)
     server = start_server(method, shared)
-    simulation.method = spy
-    (played,) = run_rounds(spy, simulation, server, range(1))
-    steps = [what for what in spy.of("step") if "helpers" not in what[0] and len(what[2].x)]
+    simulation.method = recording
+    (result,) = run_rounds(recording, simulation, server, range(1))
+    steps = [what for what in recording.list_calls("step") if "helpers" not in what[0] and len(what[2].x)]
     sigma = server["sigma"]
     for _, _, batch in steps:
         sigma = learnable(sigma)
         logits = BARE.predict(add_halves(sigma, server["psi"]), {}, batch.x)
         sigma = descended(sigma, 2.0 * F.cross_entropy(logits, batch.y))
     assert len(steps) == round(18 / 4)
-    assert max_difference(played.server["sigma"], sigma) < 1e-12
-    assert max_difference(played.server["psi"], server["psi"]) > 1e-3
-    upload = played.report.cost["bytes_up"]
+    assert max_difference(result.server["sigma"], sigma) < 1e-12
+    assert max_difference(result.server["psi"], server["psi"]) > 1e-3
+    upload = result.report.cost["bytes_up"]
     assert upload <= 3 * (tree.nbytes(server["psi"]) + CLASSES * 8)
 
 
@@ -488,14 +488,14 @@ def test_sigma_is_averaged_over_those_with_labels():
     has = [held.training_size(k).labeled > 0 for k in simulation.responders.tolist()]
     assert 0 < sum(has) < len(has)
     assert upload.aux["labels"].tolist() == [float(each) for each in has]
-    (played,) = run_rounds(method, make_simulation(method, shared, held), server, range(1))
+    (result,) = run_rounds(method, make_simulation(method, shared, held), server, range(1))
     for path, leaf in tree.flatten(upload.update["sigma"]).items():
         expected = torch.stack([each for each, mine in zip(leaf, has, strict=True) if mine]).mean(0)
-        torch.testing.assert_close(tree.flatten(played.server["sigma"])[path], expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(tree.flatten(result.server["sigma"])[path], expected, rtol=1e-12, atol=1e-14)
         for each, mine in zip(leaf, has, strict=True):
             assert torch.equal(each, tree.flatten(server["sigma"])[path]) == (not mine)
     for path, leaf in tree.flatten(upload.update["psi"]).items():
-        torch.testing.assert_close(tree.flatten(played.server["psi"])[path], leaf.mean(0), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(tree.flatten(result.server["psi"])[path], leaf.mean(0), rtol=1e-12, atol=1e-14)
 
 
 def test_helpers_come_every_interval_rounds_to_those_who_are_known():
@@ -504,19 +504,19 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
         interval=2, threshold=0.3, delta_threshold=None, l1_threshold=0.0
     )  # what is sent is what was trained
     shared = make_task(BARE, optimizer=SGD(RATE))
-    spy = RecordingMethod(method)
+    recording = RecordingMethod(method)
     server = start_server(method, shared)
     held = make_dataset()
-    simulation = make_simulation(spy, shared, held)
+    simulation = make_simulation(recording, shared, held)
     known: dict[int, tuple[Tensor, Tree]] = {}
     met: list[int] = []
     for number in range(4):
-        spy.seen.clear()
+        recording.calls.clear()
         before = dict(known)
-        (played,) = run_rounds(spy, simulation, server, range(number, number + 1))
-        server = played.server
-        for place, k in enumerate(played.report.cohort):
-            broadcast = spy.of("begin")[place][0]
+        (result,) = run_rounds(recording, simulation, server, range(number, number + 1))
+        server = result.server
+        for index, k in enumerate(result.report.cohort):
+            broadcast = recording.list_calls("begin")[index][0]
             if number % 2 == 0:
                 assert "helpers" not in broadcast
                 continue
@@ -528,14 +528,14 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
             assert broadcast["there"].tolist() == [1.0] * len(nearest_two) + [0.0] * (2 - len(nearest_two))
             for position, j in enumerate(nearest_two):
                 assert trees_equal(tree.index(broadcast["helpers"], position), before[j][1])
-        for place, k in enumerate(played.report.cohort):
+        for index, k in enumerate(result.report.cohort):
             vector = simulation.state_store.get(f"embedding-{k}")
             assert vector is not None
-            known[k] = (vector["vector"], spy.of("finish")[place][1]["psi"])
-            theta = add_halves(spy.of("finish")[place][1]["sigma"], known[k][1])
+            known[k] = (vector["vector"], recording.list_calls("finish")[index][1]["psi"])
+            theta = add_halves(recording.list_calls("finish")[index][1]["sigma"], known[k][1])
             image = draw_noise_image(held.train.images)
-            said = BARE.predict(theta, {}, shared.normalize(image))[0].softmax(-1)
-            torch.testing.assert_close(vector["vector"], said, rtol=1e-12, atol=1e-14)
+            text = BARE.predict(theta, {}, shared.normalize(image))[0].softmax(-1)
+            torch.testing.assert_close(vector["vector"], text, rtol=1e-12, atol=1e-14)
     assert 0 in met
     assert 2 in met
 

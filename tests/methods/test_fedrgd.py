@@ -160,16 +160,16 @@ def test_with_equal_groups_it_is_fedavg(norm, decay):
     held = make_dataset(((4, 8),) * 4)
     shared = make_task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.05, momentum=0.5))
     objective = replace(SURE, decay=decay)
-    ours = FedRGD(objective, keep_optimizer=True)
-    theirs = FedAvg(objective, keep_optimizer=True)
-    server = start_server(ours, shared)
-    one = run_rounds(ours, make_simulation(ours, shared, held, cohort=4), server, range(3))
-    two = run_rounds(theirs, make_simulation(theirs, shared, held, cohort=4), server, range(3))
+    actual = FedRGD(objective, keep_optimizer=True)
+    expected_value = FedAvg(objective, keep_optimizer=True)
+    server = start_server(actual, shared)
+    one = run_rounds(actual, make_simulation(actual, shared, held, cohort=4), server, range(3))
+    two = run_rounds(expected_value, make_simulation(expected_value, shared, held, cohort=4), server, range(3))
     for a, b in zip(one, two, strict=True):
         assert max_difference(a.server, b.server) < 1e-12
         assert max_difference(a.state["client"], b.state["client"]) < 1e-12
         assert a.report.cost == b.report.cost
-        assert max_difference(ours.solution(shared, a.server), theirs.solution(shared, b.server)) < 1e-12
+        assert max_difference(actual.solution(shared, a.server), expected_value.solution(shared, b.server)) < 1e-12
     assert max_difference(one[-1].server, server) > 1e-2
     other = FedRGD(objective, keep_optimizer=True, groups=3)  # of two, one and one
     (first, *_) = run_rounds(other, make_simulation(other, shared, held, cohort=4), server, range(1))
@@ -183,9 +183,11 @@ def test_return_group_changes_who_starts_where():
     starts = []
     for back in (False, True):
         method = FedRGD(SURE, return_group=back)
-        spy = RecordingMethod(method)
-        runs.append(run_rounds(spy, make_simulation(spy, shared), start_server(method, shared), range(2)))
-        starts.append({float(broadcast["params"]["head"]["bias"][0]) for broadcast, _, _ in spy.of("begin")[3:]})
+        recording = RecordingMethod(method)
+        runs.append(run_rounds(recording, make_simulation(recording, shared), start_server(method, shared), range(2)))
+        starts.append(
+            {float(broadcast["params"]["head"]["bias"][0]) for broadcast, _, _ in recording.list_calls("begin")[3:]}
+        )
     assert max_difference(runs[1][0].server["params"], runs[0][0].server["params"]) < 1e-15
     assert [len(each) for each in starts] == [1, 2]
     groups = runs[1][0].server["groups"]["params"]["head"]["bias"][:, 0]
@@ -201,10 +203,12 @@ def test_the_servers_copies_are_plain_training():
     method = FedRGD(FixMatch(threshold=1.01))
     held = make_dataset(place="server")
     shared = make_task(GROUPED, optimizer=SGD(0.05))
-    spy = RecordingMethod(method)
+    recording = RecordingMethod(method)
     server = start_server(method, shared)
-    (played,) = run_rounds(spy, make_simulation(spy, shared, held, server_batching=Batching(6)), server, range(1))
-    steps = [batch for _, _, batch in spy.of("step") if len(batch.x)]
+    (result,) = run_rounds(
+        recording, make_simulation(recording, shared, held, server_batching=Batching(6)), server, range(1)
+    )
+    steps = [batch for _, _, batch in recording.list_calls("step") if len(batch.x)]
     assert len(steps) == 2 * 3
     copies = []
     for mine in (steps[:3], steps[3:]):
@@ -215,11 +219,11 @@ def test_the_servers_copies_are_plain_training():
             gradients = torch.autograd.grad(loss, list(flat.values()))
             flat = {name: leaf.detach() - 0.05 * g for (name, leaf), g in zip(flat.items(), gradients, strict=True)}
         copies.append(flat)
-    sizes = [len(members) for members in split(played.report.cohort, 0)]
+    sizes = [len(members) for members in split(result.report.cohort, 0)]
     assert sorted(sizes) == [1, 2]
     for name, leaf in tree.flatten(server["params"]).items():
         expected = sum((copy[name] + size * leaf) / (size + 1) for copy, size in zip(copies, sizes, strict=True)) / 2
-        torch.testing.assert_close(tree.flatten(played.server["params"])[name], expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(tree.flatten(result.server["params"])[name], expected, rtol=1e-10, atol=1e-12)
     assert not trees_equal(tree.unflatten(copies[0]), tree.unflatten(copies[1]))  # each with minibatches of its own
-    assert played.report.pseudo is not None
-    assert played.report.pseudo["share_used"] == 0
+    assert result.report.pseudo is not None
+    assert result.report.pseudo["share_used"] == 0

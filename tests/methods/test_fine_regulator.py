@@ -46,11 +46,11 @@ def test_closed_form_equals_nested_transforms(dtype, seen, through):
         loss = WeightedLoss.from_logits(z, label, seen, through)
         return loss.regulator_gradient(regulator, tangent), loss.logit_gradient(regulator)
 
-    alone = [ours(*each) for each in scenes]
+    single = [ours(*each) for each in scenes]
     both = vmap(ours)(tree.stack([each[0] for each in scenes]), *map(torch.stack, list(zip(*scenes, strict=True))[1:]))
     for k, each in enumerate(scenes):
         weight_gradient, logit_gradient = theirs(*each)
-        for found, found_logit_gradient in (alone[k], (tree.index(both[0], k), both[1][k])):
+        for found, found_logit_gradient in (single[k], (tree.index(both[0], k), both[1][k])):
             assert tree.flatten(found).keys() == tree.flatten(weight_gradient).keys()
             for name, leaf in {**tree.flatten(weight_gradient), "logits": logit_gradient}.items():
                 mine = found_logit_gradient if name == "logits" else tree.flatten(found)[name]

@@ -66,8 +66,8 @@ def test_a_step_as_asam_does_it():
             p.add_(0.5 * t * t * g / length)
     kl = F.kl_div(model(strong[rows]).log_softmax(-1), z.detach().softmax(-1), reduction="none").sum(-1)
     flat = torch.autograd.grad((kl * hard).mean(), [p for _, p in leaves])
-    theirs = [p - 0.3 * (g + 0.7 * h) for p, g, h in zip(before, teach, flat, strict=True)]
-    for (name, _), p, leaf in zip(leaves, theirs, tree.leaves(new["params"]), strict=True):
+    expected = [p - 0.3 * (g + 0.7 * h) for p, g, h in zip(before, teach, flat, strict=True)]
+    for (name, _), p, leaf in zip(leaves, expected, tree.leaves(new["params"]), strict=True):
         torch.testing.assert_close(leaf, p, rtol=1e-9, atol=1e-11, msg=name)
     assert float(notes.loss) == pytest.approx(float((ce.mean() + 0.7 * (kl * hard).mean()).detach()), rel=1e-9)
     assert float((kl * hard).mean().detach()) > 1e-4

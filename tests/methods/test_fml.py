@@ -66,9 +66,9 @@ def test_one_step_by_hand():
     meme = (log(2) + kl(0.75, 0.5) + kl(0.9, 0.5)) / 2
     private = (-log(0.75) + kl(0.5, 0.75) + kl(0.5, 0.9)) / 2
     assert float(notes.loss) == pytest.approx(meme + private, rel=1e-12)
-    (said,) = notes.pseudo
-    assert (said.label.tolist(), said.weight.tolist()) == ([0], [1])
-    assert said.confidence.tolist() == pytest.approx([0.9], rel=1e-12)
+    (text,) = notes.pseudo
+    assert (text.label.tolist(), text.weight.tolist()) == ([0], [1])
+    assert text.confidence.tolist() == pytest.approx([0.9], rel=1e-12)
 
 
 @dataclass(frozen=True)
@@ -81,22 +81,22 @@ class Formula:
     def loss(self, said: dict, own: str, other: str, share: float, y: Tensor) -> Tensor:
         """Return share * CE + (1 - share) * KL(other || own) + weight * mean of mask * KL(other || own)."""
         labels, unlabeled = said[own]
-        taught, guess = (each.detach().softmax(-1) for each in said[other])
+        trained, prediction = (each.detach().softmax(-1) for each in said[other])
         total = share * F.cross_entropy(labels, y)
-        total = total + (1 - share) * F.kl_div(labels.log_softmax(-1), taught, reduction="batchmean")
-        each = F.kl_div(unlabeled.log_softmax(-1), guess, reduction="none").sum(-1)
+        total = total + (1 - share) * F.kl_div(labels.log_softmax(-1), trained, reduction="batchmean")
+        each = F.kl_div(unlabeled.log_softmax(-1), prediction, reduction="none").sum(-1)
         if self.method.delta is not None:
-            each = each * (Categorical(probs=guess).entropy() < self.method.delta)
+            each = each * (Categorical(probs=prediction).entropy() < self.method.delta)
         return total + self.method.unlabeled_weight * each.mean()
 
     def step(self, models: dict, batch: Batch) -> tuple[dict, float]:
         """Return both models after one backward pass through the sum of their losses, and that sum."""
         leaves = {name: copy_requiring_grad(one["params"]) for name, one in models.items()}
         passes = {name: forward_groups(self.task, leaves[name], batch.x, batch.u[self.method.view]) for name in models}
-        said = {name: logits for name, (logits, _) in passes.items()}
+        text = {name: logits for name, (logits, _) in passes.items()}
         losses = {
-            "meme": self.loss(said, "meme", "private", self.method.meme_share, batch.y),
-            "private": self.loss(said, "private", "meme", self.method.private_share, batch.y),
+            "meme": self.loss(text, "meme", "private", self.method.meme_share, batch.y),
+            "private": self.loss(text, "private", "meme", self.method.private_share, batch.y),
         }
         moved = autograd_step(losses, leaves, self.task.optimizer.lr)
         new = {
@@ -156,13 +156,13 @@ def test_without_distillation_the_meme_is_fedavgs():
     for weights, held in (("size", make_dataset()), ("uniform", make_dataset(((4, 7),) * 4))):
         method = replace(ALONE, weights=weights)
         start = start_server(method, shared)
-        ours = run_rounds(method, make_simulation(method, shared, held), start, range(2))[-1]
-        theirs = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, held), start, range(2))[-1]
-        assert trees_equal(ours.server, theirs.server)
-        assert ours.report.pseudo is None
-        assert ours.report.cost["forward"] == 2 * theirs.report.cost["forward"]
-        assert ours.report.cost["backward"] == 2 * theirs.report.cost["backward"]
-        assert ours.report.cost["bytes_up"] == theirs.report.cost["bytes_up"]
+        actual = run_rounds(method, make_simulation(method, shared, held), start, range(2))[-1]
+        expected_value = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, held), start, range(2))[-1]
+        assert trees_equal(actual.server, expected_value.server)
+        assert actual.report.pseudo is None
+        assert actual.report.cost["forward"] == 2 * expected_value.report.cost["forward"]
+        assert actual.report.cost["backward"] == 2 * expected_value.report.cost["backward"]
+        assert actual.report.cost["bytes_up"] == expected_value.report.cost["bytes_up"]
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -172,19 +172,19 @@ def test_without_distillation_a_private_model_trains_alone(keep):
     Without `keep_optimizer` every visit has a new optimizer.
     """
     shared = make_task(optimizer=SGD(0.1, momentum=0.9))
-    spy = RecordingMethod(replace(ALONE, keep_optimizer=keep))
-    ours = simulate_rounds(spy, shared, rounds=3)
+    recording = RecordingMethod(replace(ALONE, keep_optimizer=keep))
+    actual = simulate_rounds(recording, shared, rounds=3)
     seed = 3  # the scene's
     fresh = tree.to(shared.network.init(rng.generator(seed, "remember")), dtype=torch.float64)
     modules: dict[int, TorchSmall] = {}
     optimizers: dict[int, torch.optim.Optimizer] = {}
-    visitors = iter([client for played in ours for client in played.report.cohort])
+    visitors = iter([client for result in actual for client in result.report.cohort])
     client = -1
-    visits = 0
-    for kind, what in spy.seen:
+    updates = 0
+    for kind, what in recording.calls:
         if kind == "begin":
             client = next(visitors)
-            visits = visits + 1
+            updates = updates + 1
             new = client not in modules
             if new:
                 modules[client] = TorchSmall(1, CLASSES, shared.network.width)
@@ -195,9 +195,9 @@ def test_without_distillation_a_private_model_trains_alone(keep):
             optimizers[client].zero_grad()
             F.cross_entropy(modules[client](what[2].x), what[2].y).backward()
             optimizers[client].step()
-    assert visits == 9
+    assert updates == 9
     for client, module in modules.items():
-        memory = ours[-1].state["client"][str(client)]
+        memory = actual[-1].state["client"][str(client)]
         assert ("optimizer" in memory) == keep
         assert_params_match(memory["params"], module, rtol=1e-10, atol=1e-12)
         for layer, stats in memory["stats"].items():

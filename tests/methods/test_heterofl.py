@@ -124,14 +124,14 @@ def test_the_average_by_hand():
     narrow = [upload(pair([8], [[40], [-9]], [3, -9]), [1, 0])]
 
     def told() -> ScriptedFederation:
-        answers = {"train-1": lambda broadcast, who: whole, "train-0.5": lambda broadcast, who: narrow}
-        return ScriptedFederation(answers, clients=6, cohort=torch.tensor([0, 2, 3, 4]))
+        replies = {"train-1": lambda broadcast, who: whole, "train-0.5": lambda broadcast, who: narrow}
+        return ScriptedFederation(replies, clients=6, cohort=torch.tensor([0, 2, 3, 4]))
 
     server = {"params": pair([0, 0], [[0, 0], [0, 0]], [0, 0]), "stats": {}}
     fed = told()
     new = HeteroFL("1-0.5").round(make_task(Pair()), server, fed)["params"]
-    assert fed.asked == [("train-1", [0, 2, 4]), ("train-0.5", [3])]
-    assert shapes(fed.downlinks[1]["params"]) == {
+    assert fed.queries == [("train-1", [0, 2, 4]), ("train-0.5", [3])]
+    assert shapes(fed.broadcasts[1]["params"]) == {
         "layer/conv/weight": (1, 1, 1, 1),
         "head/weight": (2, 1),
         "head/bias": (2,),
@@ -147,8 +147,8 @@ def test_the_average_by_hand():
 def test_what_nobody_holds_stays():
     """A round of a narrow client alone, without class 1: channel 1, its column, and class 1's row keep their values."""
     old = pair([1, 2], [[3, 4], [5, 6]], [7, 8])
-    answers = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [1, 0])]}
-    fed = ScriptedFederation(answers, cohort=torch.tensor([1]))
+    replies = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [1, 0])]}
+    fed = ScriptedFederation(replies, cohort=torch.tensor([1]))
     new = HeteroFL("1-0.5").round(make_task(Pair()), {"params": old, "stats": {}}, fed)["params"]
     assert trees_equal(new, pair([10, 2], [[20, 4], [5, 6]], [40, 8]))
     nobody = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [0, 0], 0)]}
@@ -159,9 +159,9 @@ def test_what_nobody_holds_stays():
 def test_the_servers_momentum_by_hand():
     """Channel 0 goes from 1 to the clients' .7: v = .3, W = .7; then to .2: v = .5 * .3 + .5 = .65, W = .05."""
     uploads = iter([0.7, 0.2])
-    answers = {"train-1": lambda broadcast, who: [upload(pair([next(uploads), 0], [[0, 0]] * 2, [0, 0]), [1, 1])]}
+    replies = {"train-1": lambda broadcast, who: [upload(pair([next(uploads), 0], [[0, 0]] * 2, [0, 0]), [1, 1])]}
     method = HeteroFL(server_momentum=0.5)
-    fed = ScriptedFederation(answers, cohort=torch.tensor([0]))
+    fed = ScriptedFederation(replies, cohort=torch.tensor([0]))
     server = method.start(make_task(Pair()), {"params": pair([1, 0], [[0, 0]] * 2, [0, 0]), "stats": {}})
     for expected in (0.7, 0.05):
         server = method.round(make_task(Pair()), server, fed)
@@ -258,15 +258,15 @@ def test_all_wide_and_unmasked_it_is_fedavg_with_static_statistics(keep_optimize
     """Equal clients, rate 1: parameters and memories of FedAvg on all labels; the statistics are counted."""
     held = make_dataset(((4, 8),) * 4, all_labels=True)
     shared = make_task(optimizer=SGD(0.1, momentum=0.9))
-    ours = HeteroFL(masked=False, keep_optimizer=keep_optimizer)
-    theirs = FedAvg(keep_optimizer=keep_optimizer)
-    one, two = (simulate_rounds(m, shared, held, rounds=3) for m in (ours, theirs))
+    actual = HeteroFL(masked=False, keep_optimizer=keep_optimizer)
+    expected_value = FedAvg(keep_optimizer=keep_optimizer)
+    one, two = (simulate_rounds(m, shared, held, rounds=3) for m in (actual, expected_value))
     assert max_difference(one[-1].server["params"], two[-1].server["params"]) < 1e-12
     assert max_difference(one[-1].state, two[-1].state) < 1e-12
     assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"]
     holders = [held.client_data(k)[0].x for k in range(4)]
     assert max_difference(one[-1].server["stats"], counted(one[-1].server, holders)) < 1e-10
-    masked = run_rounds(HeteroFL(), make_simulation(HeteroFL(), shared, held), start_server(ours, shared), range(3))
+    masked = run_rounds(HeteroFL(), make_simulation(HeteroFL(), shared, held), start_server(actual, shared), range(3))
     assert max_difference(masked[-1].server["params"], two[-1].server["params"]) > 1e-3
 
 
@@ -280,10 +280,10 @@ def test_bytes_by_hand():
     """
     method = HeteroFL("1-0.5-0.25")
     shared = make_task(WIDE)
-    (played,) = simulate_rounds(method, shared, make_dataset(all_labels=True), cohort=4)
+    (result,) = simulate_rounds(method, shared, make_dataset(all_labels=True), cohort=4)
     trained = 2 * 996 + 284 + 90
-    assert played.report.cost["bytes_down"] == 8 * (trained + 4 * 996)
-    assert played.report.cost["bytes_up"] == 8 * (trained + 4 * 5 + 4 * 41)
+    assert result.report.cost["bytes_down"] == 8 * (trained + 4 * 996)
+    assert result.report.cost["bytes_up"] == 8 * (trained + 4 * 5 + 4 * 41)
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_optimizer": True, "server_momentum": 0.5, "sbn": "cohort"}])
@@ -302,12 +302,12 @@ def test_the_cohort_alone_may_be_counted():
     held = make_dataset(all_labels=True, place="server")
     for sbn in ("all", "cohort"):
         method = HeteroFL(sbn=sbn)
-        (played,) = run_rounds(
+        (result,) = run_rounds(
             method, make_simulation(method, make_task(), held), start_server(method, make_task()), range(1)
         )
-        who = range(4) if sbn == "all" else played.report.cohort
-        expected = counted(played.server, [held.client_data(k)[0].x for k in who])
-        assert max_difference(played.server["stats"], expected) < 1e-10
+        who = range(4) if sbn == "all" else result.report.cohort
+        expected = counted(result.server, [held.client_data(k)[0].x for k in who])
+        assert max_difference(result.server["stats"], expected) < 1e-10
 
 
 def test_the_widest_is_named_first():
@@ -324,6 +324,6 @@ def test_the_widest_is_named_first():
 @pytest.mark.parametrize("rates", ["", "1,0.5", "wide", "0.5-0.25", "1-0", "1-2", "1--0.5", "1-nan", "1-"])
 def test_impossible_rates_are_refused_in_a_sentence(rates):
     """Not numbers, out of range, or without a whole client; it says what they were and how they are written."""
-    with pytest.raises(UserError, match="one of them 1") as told:
+    with pytest.raises(UserError, match="one of them 1") as message:
         HeteroFL(rates)
-    assert repr(rates) in str(told.value)
+    assert repr(rates) in str(message.value)

@@ -83,8 +83,8 @@ def test_mixmatchs_gradients_are_autograds(statistics, labeling, labeled, temper
     model = start_server(FedAvg(), shared)
     given = make_batch(labeled, 6, ("weak", "weak2"))
     book = ReferenceModel(make_module(model), statistics, labeling)
-    ours = learned(MixMatch(30.0, temperature, ramp=0), given, model, shared)
-    check(ours, book.module, textbook.mixmatch(book, given, 30.0, temperature))
+    actual = learned(MixMatch(30.0, temperature, ramp=0), given, model, shared)
+    check(actual, book.module, textbook.mixmatch(book, given, 30.0, temperature))
 
 
 def remix_model(objective: ReMixMatch, shared: Any) -> dict:
@@ -113,14 +113,14 @@ def test_remixmatchs_gradients_are_autograds(statistics, labeling, labeled, alig
         if align
         else torch.ones(4, dtype=torch.float64)
     )
-    theirs = textbook.remixmatch(book, (head[0], head[1]), given, ratio, (1.5, 0.5, 0.7), 0.5)
+    expected = textbook.remixmatch(book, (head[0], head[1]), given, ratio, (1.5, 0.5, 0.7), 0.5)
     loss, gradient, stats = learned(objective, given, model, shared, model, cached)
-    mine = torch.autograd.grad(theirs, head, retain_graph=True)
+    mine = torch.autograd.grad(expected, head, retain_graph=True)
     for name, leaf in zip(("weight", "bias"), mine, strict=True):
         torch.testing.assert_close(gradient["rotation"][name], leaf, rtol=1e-8, atol=1e-11)
         assert float(leaf.abs().max()) > 1e-3
     plain = {name: part for name, part in gradient.items() if name != "rotation"}
-    check((loss, plain, stats), book.module, theirs)
+    check((loss, plain, stats), book.module, expected)
     _, seen = objective(shared, model["params"], model["stats"], given, model, cached)
     assert set(seen.aux) == ({"predicted"} if align else set())
 
@@ -131,18 +131,18 @@ def test_the_alignment_by_hand():
     The running mean moves a share of 1/4 from (1/2, 1/2) to the batch's mean, here (3/4, 1/4): (9/16, 7/16).
     """
     objective = ReMixMatch(alignment_decay=0.75)
-    guess = torch.tensor([[0.75, 0.25]], dtype=torch.float64)
+    prediction = torch.tensor([[0.75, 0.25]], dtype=torch.float64)
     aux = {"predicted": torch.tensor([0.5, 0.5], dtype=torch.float64)}
     cached = {"label_frequencies": torch.tensor([0.25, 0.75], dtype=torch.float64)}
-    aligned, news = objective._align_predictions(guess, aux, cached, None)
+    aligned, news = objective._align_predictions(prediction, aux, cached, None)
     assert aligned.flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-5)
     assert news["predicted"].tolist() == pytest.approx([9 / 16, 7 / 16], rel=1e-12)
     none = {"label_frequencies": torch.zeros(2, dtype=torch.float64)}  # no labels: towards even classes
     aux = {"predicted": torch.tensor([0.75, 0.25], dtype=torch.float64)}
-    assert objective._align_predictions(guess, aux, none, None)[0].flatten().tolist() == pytest.approx(
+    assert objective._align_predictions(prediction, aux, none, None)[0].flatten().tolist() == pytest.approx(
         [0.5, 0.5], abs=1e-5
     )
-    assert replace(objective, align=False)._align_predictions(guess, aux, cached, None) == (guess, {})
+    assert replace(objective, align=False)._align_predictions(prediction, aux, cached, None) == (prediction, {})
 
 
 def test_class_frequencies_count_a_clients_own_rows():

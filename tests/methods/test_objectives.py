@@ -173,11 +173,11 @@ def test_running_labels_by_hand():
     assert gradient == pytest.approx(0.5, rel=1e-12)
     assert seen.pseudo[0].confidence.tolist() == pytest.approx([0.75], rel=1e-12)
     assert [float(m["in"]["mean"]) for m in seen.moments] == [2.0]
-    _, _, apart = pseudo_label(
+    _, _, distance = pseudo_label(
         FixMatch(threshold=0.7), CENTERED, centered=True, labeling="running", statistics="separate"
     )
-    assert apart.pseudo[0].confidence.tolist() == pytest.approx([0.75], rel=1e-12)
-    assert [float(m["in"]["mean"]) for m in apart.moments] == [3.0, 1.0]
+    assert distance.pseudo[0].confidence.tolist() == pytest.approx([0.75], rel=1e-12)
+    assert [float(m["in"]["mean"]) for m in distance.moments] == [3.0, 1.0]
 
 
 @pytest.mark.parametrize("objective", [FixMatch(threshold=0.5), UDA(threshold=0.5)])
@@ -196,9 +196,9 @@ def test_pseudo_labels_carry_no_gradient(objective, statistics, labeling):
         z = torch.tensor([1.5, -0.5, 1.0, -0.4], dtype=torch.float64) * w
         zero = torch.zeros_like(z)
         cost = -torch.stack([z, zero], -1).log_softmax(-1)
-        guess = torch.stack([torch.tensor([2.0, 0.7], dtype=torch.float64) * W, zero[:2]], -1)
+        prediction = torch.stack([torch.tensor([2.0, 0.7], dtype=torch.float64) * W, zero[:2]], -1)
         hard = torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
-        target = (guess / 0.4).softmax(-1) if isinstance(objective, UDA) else hard
+        target = (prediction / 0.4).softmax(-1) if isinstance(objective, UDA) else hard
         return float((cost[0, 0] + cost[1, 1]) / 2 + (target * cost[2:]).sum() / 2)
 
     assert gradient == pytest.approx((fixed(W + 1e-5) - fixed(W - 1e-5)) / 2e-5, rel=1e-8)

@@ -36,7 +36,7 @@ def test_no_option_is_infinite_or_no_number(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "words"),
+    ("option", "value", "message"),
     [
         ("threshold", 1.5, "from 0 to 1"),
         ("threshold", -0.1, "from 0 to 1"),
@@ -49,11 +49,11 @@ def test_no_option_is_infinite_or_no_number(value: float) -> None:
         ("hidden", 0, "at least 1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(option: str, value: float, words: str) -> None:
+def test_numbers_out_of_range_are_refused(option: str, value: float, message: str) -> None:
     names = [name for name in registry.names() if option in registry.options(name)]
     assert names
     for name in names:
-        with pytest.raises(UserError, match=rf"option {option} of {name} is .*: it must be {words}\.$"):
+        with pytest.raises(UserError, match=rf"option {option} of {name} is .*: it must be {message}\.$"):
             schema.check_methods(Config(method=name, labels_at=label_location(name), options={option: value}))
 
 

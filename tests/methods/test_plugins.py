@@ -87,11 +87,11 @@ def test_one_run_has_a_method_a_network_and_a_split_of_ones_own(here: Path, caps
     own = here.stem
     flags = f"--method {own}:Mine --network {own}:make --setting {own}:rule --option threshold=0.5"
     assert cli.main(["run", *flags.split(), *SMALL, "--run-dir", "r"]) == 0
-    words = Path("r/config.toml").read_text()
+    text = Path("r/config.toml").read_text()
     digest = hashlib.sha256(f"{here.name}\0".encode() + hashlib.sha256(here.read_bytes()).digest()).hexdigest()
     for part in ("Mine", "make", "rule"):
-        assert f"# {own}:{part} from {own} without a version sha256 {digest}\n" in words
-    assert "threshold = 0.5" in words
+        assert f"# {own}:{part} from {own} without a version sha256 {digest}\n" in text
+    assert "threshold = 0.5" in text
     assert str(here.parent) in os.environ["PYTHONPATH"].split(os.pathsep)  # processes started from here find it too
     assert cli.main(["resume", "r"]) == 0
     with pytest.raises(UserError, match="which is not loaded because a file or a server names it"):
@@ -136,8 +136,8 @@ set = { method = "OWN:Mine" }
 def test_compare_sweep_report_and_predict_take_them(here: Path) -> None:
     """Beside a method of ours, in a grid, on a page, and to label images; only the last wants the network said."""
     own = here.stem
-    words = ["compare", "--methods", "fedavg", f"{own}:Mine", "--network", f"{own}:make", *SMALL]
-    assert cli.main([*words, "--run-dir", "c"]) == 0
+    arguments = ["compare", "--methods", "fedavg", f"{own}:Mine", "--network", f"{own}:make", *SMALL]
+    assert cli.main([*arguments, "--run-dir", "c"]) == 0
     assert cli.main(["resume", "c"]) == 0
     Path("own.toml").write_text(RECIPE.replace("OWN", own))
     assert cli.main(["sweep", "own.toml", "--out", "s"]) == 0
@@ -157,11 +157,11 @@ def test_a_method_as_an_object(tmp_path: Path) -> None:
     config = Config(rounds=1, data_share=0.2, clients=4, cohort=2, run_dir=tmp_path / "own")
     one = halfmoon.run(config, method=Local(FixMatch(threshold=0.5)))
     assert "test_plugins:Local" in (tmp_path / "own/config.toml").read_text()
-    ours = Config(
+    actual = Config(
         method="fedavg-fixmatch", options={"threshold": 0.5}, rounds=1, data_share=0.2, clients=4, cohort=2,
         run_dir=tmp_path / "ours",
     )  # fmt: skip
-    two = halfmoon.run(ours)
+    two = halfmoon.run(actual)
     assert one.summaries[0]["confusion"] == two.summaries[0]["confusion"]
     assert halfmoon.resume(tmp_path / "own").summaries == one.summaries
     with pytest.raises(UserError, match=r"differs from Local\(\) in more than its options"):
@@ -229,16 +229,16 @@ def test_variants_of_a_class_are_told_apart_before_they_train(tmp_path: Path) ->
     result = halfmoon.compare([Entropy(0.3), row], options=options, **few)
     assert [each["title"] for each in result.summaries] == ["Entropy", "Half"]
     assert not [path for path in result.runs if ":" in path.name]  # a colon means something to tar, scp and Windows
-    words = (result.runs[0] / "config.toml").read_text()
-    assert f'[options."{own}"]\nprox = 0.2\nsharpness = 0.3\n' in words
-    assert f'[options."{row}"]\nprox = 0.1\n' in words
+    text = (result.runs[0] / "config.toml").read_text()
+    assert f'[options."{own}"]\nprox = 0.2\nsharpness = 0.3\n' in text
+    assert f'[options."{row}"]\nprox = 0.1\n' in text
 
 
 def test_an_option_has_its_new_name(tmp_path: Path, capsys) -> None:
     """In a file, on the command line and in a run folder: one sentence."""
     (tmp_path / "old.toml").write_text('method = "fedavg-fixmatch"\n[options]\ntau = 0.5\n')
-    for words in (["--config", str(tmp_path / "old.toml")], ["--method", "fedavg-fixmatch", "--option", "tau=0.5"]):
-        assert cli.main(["run", *words, "--run-dir", str(tmp_path / "run")]) == 2
+    for text in (["--config", str(tmp_path / "old.toml")], ["--method", "fedavg-fixmatch", "--option", "tau=0.5"]):
+        assert cli.main(["run", *text, "--run-dir", str(tmp_path / "run")]) == 2
         assert "tau is now called threshold" in capsys.readouterr().err
     with pytest.raises(UserError, match="tau is now called threshold"):
         registry.make("semifl", {"tau": 0.5})

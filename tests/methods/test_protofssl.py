@@ -21,13 +21,13 @@ def textbook(options: ProtoFSSL, params: Tree, broadcast: Tree, batch: Batch) ->
     helpers = broadcast["helpers"][: int(broadcast["there"].sum())]
     own = [e[0], helpers[:, 1].mean(0), e[1]]
     d = lambda f, p: (f - p).square().sum() / len(f)  # noqa: E731
-    said = lambda f, protos: torch.stack([-d(f, p) for p in protos]).log_softmax(0)  # noqa: E731
-    loss = (-said(e[2], own)[2] - said(e[3], own)[0]) / 2
+    text = lambda f, protos: torch.stack([-d(f, p) for p in protos]).log_softmax(0)  # noqa: E731
+    loss = (-text(e[2], own)[2] - text(e[3], own)[0]) / 2
     for f in e[4:]:
-        guess = sum(said(f, h[:3]).exp() for h in helpers) / len(helpers)
-        target = guess**2 / (guess**2).sum()
+        prediction = sum(text(f, h[:3]).exp() for h in helpers) / len(helpers)
+        target = prediction**2 / (prediction**2).sum()
         target = target if options.through_target else target.detach()
-        loss = loss - options.unlabeled_weight * (target * said(f, own)).sum() / (len(e) - 4)
+        loss = loss - options.unlabeled_weight * (target * text(f, own)).sum() / (len(e) - 4)
     return loss
 
 
@@ -49,8 +49,8 @@ def test_an_episode_image_by_image(through: bool):
     )
     client_update = options.client_updates(shared)["train"]
     gradient, loss, (moments, pseudo) = grad_and_value(client_update._loss, broadcast["params"], broadcast, batch)
-    wanted, theirs, _ = grad_and_value(lambda p: (textbook(options, p, broadcast, batch), ()), broadcast["params"])
-    assert float(loss) == pytest.approx(float(theirs), rel=1e-10)
+    wanted, expected, _ = grad_and_value(lambda p: (textbook(options, p, broadcast, batch), ()), broadcast["params"])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-10)
     assert max_difference(gradient, wanted) < 1e-10
     assert len(moments) == 1
     assert pseudo.weight.tolist() == [1.0] * 5
@@ -90,9 +90,9 @@ def test_the_head_says_the_distances():
     x = make_random_images(6, 7)
     same = {**server["params"], "head": {"weight": torch.eye(8).double()}}
     d = distances(NETWORK.predict(same, server["stats"], x), server["mean"][:3])
-    said = NETWORK.predict(model["params"], model["stats"], x).softmax(-1)
-    torch.testing.assert_close(said[:, :3], (-d).softmax(-1))
-    assert float(said[:, 3].max()) == 0
+    text = NETWORK.predict(model["params"], model["stats"], x).softmax(-1)
+    torch.testing.assert_close(text[:, :3], (-d).softmax(-1))
+    assert float(text[:, 3].max()) == 0
 
 
 def test_the_server_fills_and_keeps_helpers():

@@ -52,21 +52,21 @@ def textbook(objective: ICPL, params: Tree, stats: Tree, came: Tree, prior: Tens
     for f in features:
         v = head["weight"] @ f + head["bias"]
         z.append(v / v.norm())
-    sure = []
+    confident = []
     sets = []
     pull = []
     for k, row in enumerate(rows):
         wide = float(g[k].max()) >= objective.threshold
-        sure.append(wide or (objective.sure == "either" and float(p[row].max()) >= objective.threshold))
+        confident.append(wide or (objective.sure == "either" and float(p[row].max()) >= objective.threshold))
         top = int(g[k].argmax())
-        sets.append({top} if sure[-1] else {c for c in range(CLASSES) if g[k][c] > prior[c]})
-        pull.append(proxies[top] if sure[-1] else sum(g[k][c] * proxies[c] for c in sets[-1]))
+        sets.append({top} if confident[-1] else {c for c in range(CLASSES) if g[k][c] > prior[c]})
+        pull.append(proxies[top] if confident[-1] else sum(g[k][c] * proxies[c] for c in sets[-1]))
     if objective.labeled_sets == "label":
         sets[:3] = [{int(c)} for c in batch.y]
     of = [0, 1, 2, *[3 + i for i in range(5)] * 2]  # the image behind each row of `order`
     loss = F.cross_entropy(logits[:3], batch.y)
     for i in range(5):
-        if sure[3 + i]:
+        if confident[3 + i]:
             loss = loss + F.cross_entropy(logits[3 + i : 4 + i], g[3 + i].argmax()[None]) / 5
     contrast = torch.zeros((), dtype=torch.float64)
     for a in range(3, 13):
@@ -96,8 +96,8 @@ def test_the_loss_image_by_image(objective: ICPL):
     head = broadcast["params"]["head"]["weight"]
     other = {"weight": 8 * torch.randn(head.shape, generator=g, dtype=head.dtype)}
     every = torch.cat([given().x, given().u["weak"]])
-    said = NETWORK.predict({**broadcast["params"], "head": other}, broadcast["stats"], every)
-    other["bias"] = -said.mean(0)  # so that the received model tells images apart
+    text = NETWORK.predict({**broadcast["params"], "head": other}, broadcast["stats"], every)
+    other["bias"] = -text.mean(0)  # so that the received model tells images apart
     came = {"params": {**broadcast["params"], "head": other}, "stats": broadcast["stats"]}
     params = tree.map(
         lambda leaf: leaf + 0.3 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), broadcast["params"]
@@ -108,10 +108,10 @@ def test_the_loss_image_by_image(objective: ICPL):
     gradient, loss, seen = grad_and_value(
         lambda p: objective(shared, p, broadcast["stats"], given(), aux, cached), params
     )
-    wanted, theirs, _ = grad_and_value(
+    wanted, expected, _ = grad_and_value(
         lambda p: (textbook(objective, p, broadcast["stats"], came, prior, given()), ()), params
     )
-    assert float(loss) == pytest.approx(float(theirs), rel=1e-12)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-12)
     assert max_difference(gradient, wanted) < 1e-12
     assert gradient["proxy_head"]["weight"].abs().max() > 1e-4
     (pseudo,) = seen.pseudo
@@ -137,7 +137,7 @@ def test_tuning_by_autograd_and_sgd():
     margin = compute_margin(mean)
     distances = (mean[:, None] - mean).norm(dim=-1) + torch.eye(5).double() * 1e9
     assert margin == pytest.approx(float(distances.min(-1).values.max()), rel=1e-12)
-    ours = tune_classifier(mean, rows, 10, 0.05, 4, torch.Generator().manual_seed(2))
+    actual = tune_classifier(mean, rows, 10, 0.05, 4, torch.Generator().manual_seed(2))
     weight = mean.clone().requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=0.05)
     orders = torch.Generator().manual_seed(2)
@@ -150,8 +150,8 @@ def test_tuning_by_autograd_and_sgd():
             optimizer.zero_grad()
             F.cross_entropy(-away, labels).backward()
             optimizer.step()
-    torch.testing.assert_close(ours, weight.detach(), rtol=1e-10, atol=1e-12)
-    assert (ours - mean).abs().max() > 1e-2
+    torch.testing.assert_close(actual, weight.detach(), rtol=1e-10, atol=1e-12)
+    assert (actual - mean).abs().max() > 1e-2
 
 
 def test_a_step_by_hand():

@@ -72,9 +72,9 @@ def test_a_visit_with_its_teacher():
                 old.mul_(keep).add_((1 - keep) * new)
     assert_params_match(carry["params"], model)
     assert_params_match(carry["teacher"], teacher)
-    upload, kept = client_update.finish(broadcast, carry, make_client_data(2, 3))
-    assert trees_equal(kept["teacher"], carry["teacher"])
-    assert kept["teacher_steps"] == 2
+    upload, stored = client_update.finish(broadcast, carry, make_client_data(2, 3))
+    assert trees_equal(stored["teacher"], carry["teacher"])
+    assert stored["teacher_steps"] == 2
     assert (float(upload.weight), float(upload.aux["labels"])) == (5, 1)
 
 

@@ -144,12 +144,12 @@ def test_the_loss_by_hand():
     / 3 and no KL.
     """
     at = model(log(2), 0, 0)
-    apart = 0.5 * log(3 / 2) + 0.5 * log(3 / 4)
+    distance = 0.5 * log(3 / 2) + 0.5 * log(3 / 4)
     u = {"plain": images(1, 1), "strong": images(0, 0)}
     batch = Batch(images(0), torch.tensor([1]), torch.tensor([0]), u, torch.tensor([2, 0]))
     for labels, expected in (
-        ([-1, 2, 0], (log(3) + log(2)) / 2 + 2 * apart),
-        ([-1, 2, -1], log(3) + 2 * apart),
+        ([-1, 2, 0], (log(3) + log(2)) / 2 + 2 * distance),
+        ([-1, 2, -1], log(3) + 2 * distance),
         ([0, 2, 0], (log(3) + 2 * log(2)) / 3),
     ):
         _, notes = step(SemiFed(unlabeled_weight=2.0), at, batch, labels)
@@ -178,17 +178,17 @@ def test_the_step_is_autograds(count, labeling):
 
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), at["params"])
     say = lambda seen: BARE.predict(params, {}, seen).log_softmax(-1)  # noqa: E731
-    taught = [-say(x[i : i + 1])[0, y[i]] for i in range(count)]
-    apart = []
+    trained = [-say(x[i : i + 1])[0, y[i]] for i in range(count)]
+    distance = []
     for i, row in enumerate(rows.tolist()):
         quiet = say(weak[i : i + 1])[0]
         loud = say(strong[i : i + 1])[0]
         if labels[row] >= 0:
-            taught.append(-quiet[labels[row]])
+            trained.append(-quiet[labels[row]])
         else:
-            apart.append((quiet.detach().exp() * (quiet.detach() - loud)).sum())
-    assert len(taught) == count + 3
-    loss = sum(taught) / len(taught) + 3.0 * sum(apart) / len(apart)
+            distance.append((quiet.detach().exp() * (quiet.detach() - loud)).sum())
+    assert len(trained) == count + 3
+    loss = sum(trained) / len(trained) + 3.0 * sum(distance) / len(distance)
     names = tree.flatten(params)
     gradients = torch.autograd.grad(torch.as_tensor(loss), list(names.values()))
     moved = {name: leaf.detach() - 0.1 * d for (name, leaf), d in zip(names.items(), gradients, strict=True)}
@@ -205,11 +205,11 @@ def test_without_votes_and_consistency_it_is_fedavg(norm):
     method = SemiFed(unlabeled_weight=0.0)
     server = start_server(method, shared)
     rule = Batching(3, "rest")
-    ours = run_rounds(method, make_simulation(method, shared, batching=rule), server, range(3))
-    theirs = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, batching=rule), server, range(3))
-    for one, two in zip(ours, theirs, strict=True):
+    actual = run_rounds(method, make_simulation(method, shared, batching=rule), server, range(3))
+    expected_value = run_rounds(FedAvg(), make_simulation(FedAvg(), shared, batching=rule), server, range(3))
+    for one, two in zip(actual, expected_value, strict=True):
         assert max_difference(one.server["params"], two.server["params"]) < 1e-12
-    assert max_difference(ours[-1].server["params"], server["params"]) > 1e-2
+    assert max_difference(actual[-1].server["params"], server["params"]) > 1e-2
 
 
 def test_the_models_that_travel():
@@ -219,16 +219,16 @@ def test_the_models_that_travel():
     """
     method = SemiFed(interval=2, peers=3, threshold=0.3)
     shared = make_task(BARE, optimizer=SGD(0.1))
-    spy = RecordingMethod(method)
+    recording = RecordingMethod(method)
     server = start_server(method, shared)
-    simulation = make_simulation(spy, shared, cohort=2)
+    simulation = make_simulation(recording, shared, cohort=2)
     last: dict[int, tuple[int, Tree]] = {}
     numbers = []
     spent = 0
     for number in range(8):
-        spy.seen.clear()
-        (played,) = run_rounds(spy, simulation, server, range(number, number + 1))
-        downlinks = [broadcast for broadcast, _, _ in spy.of("begin")]
+        recording.calls.clear()
+        (result,) = run_rounds(recording, simulation, server, range(number, number + 1))
+        downlinks = [broadcast for broadcast, _, _ in recording.list_calls("begin")]
         sent = [
             len(broadcast["peers"]["params"]["head"]["weight"]) if "peers" in broadcast else 0
             for broadcast in downlinks
@@ -236,8 +236,8 @@ def test_the_models_that_travel():
         assert len(set(sent)) == 1
         if number % 2:
             numbers.append(sent[0])
-            theirs = [tree.index(downlinks[0]["peers"], k)["params"] for k in range(sent[0])]
-            found = [[k for k, (_, params) in last.items() if trees_equal(params, each)] for each in theirs]
+            expected_value = [tree.index(downlinks[0]["peers"], k)["params"] for k in range(sent[0])]
+            found = [[k for k, (_, params) in last.items() if trees_equal(params, each)] for each in expected_value]
             assert all(len(each) == 1 for each in found)
             assert len({each[0] for each in found}) == sent[0] == min(3, len(last))
             newest = sorted((when for when, _ in last.values()), reverse=True)[: sent[0]]
@@ -246,11 +246,11 @@ def test_the_models_that_travel():
             assert sent == [0, 0]
         assert all(trees_equal(broadcast["params"], server["params"]) for broadcast in downlinks)
         one = tree.nbytes(server["params"])
-        assert played.report.cost["bytes_down"] - spent == 2 * (1 + sent[0]) * one
-        spent = played.report.cost["bytes_down"]
-        for k, (_, carry, _) in zip(played.report.cohort, spy.of("finish"), strict=True):
+        assert result.report.cost["bytes_down"] - spent == 2 * (1 + sent[0]) * one
+        spent = result.report.cost["bytes_down"]
+        for k, (_, carry, _) in zip(result.report.cohort, recording.list_calls("finish"), strict=True):
             last[k] = (number, carry["params"])
-        server = played.server
+        server = result.server
     assert max(numbers) == 3
     models = sorted(key for key in simulation.state_store.keys() if key != "book")  # noqa: SIM118
     assert models == ["model-0", "model-1", "model-2"]
@@ -260,13 +260,13 @@ def test_no_peers_leaves_the_vote_to_the_server():
     """With peers 0 nothing lies on the shelf, and the received model labels alone."""
     method = SemiFed(interval=1, peers=0, threshold=0.3)
     shared = make_task(BARE, optimizer=SGD(0.1))
-    spy = RecordingMethod(method)
-    simulation = make_simulation(spy, shared)
-    played = run_rounds(spy, simulation, start_server(method, shared), range(2))
+    recording = RecordingMethod(method)
+    simulation = make_simulation(recording, shared)
+    result = run_rounds(recording, simulation, start_server(method, shared), range(2))
     assert simulation.state_store.keys() == []
-    assert all("peers" not in broadcast for broadcast, _, _ in spy.of("begin"))
-    assert played[-1].report.pseudo is not None
-    assert played[-1].report.pseudo["share_used"] > 0
+    assert all("peers" not in broadcast for broadcast, _, _ in recording.list_calls("begin"))
+    assert result[-1].report.pseudo is not None
+    assert result[-1].report.pseudo["share_used"] > 0
 
 
 def test_clients_of_one_size_are_lifted_together():
@@ -288,8 +288,8 @@ def test_clients_without_labels_follow_themselves():
     server = start_server(method, shared)
     simulation.open(0)
     upload = simulation.query("train", {**server, "stats": {}})
-    for place, k in enumerate(simulation.responders.tolist()):
+    for index, k in enumerate(simulation.responders.tolist()):
         own = held.training_size(k)
-        assert float(upload.weight[place]) == own.labeled + own.unlabeled
+        assert float(upload.weight[index]) == own.labeled + own.unlabeled
         if not own.labeled:
-            assert max_difference(upload.at(place).update["params"], server["params"]) > 1e-6
+            assert max_difference(upload.at(index).update["params"], server["params"]) > 1e-6

@@ -133,7 +133,7 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         0.75,
     )
     broadcast = {"params": make_one_weight_params(log(3)), "stats": {}}
-    for values, labeled, kept, share in (
+    for values, labeled, stored, share in (
         ([1.0, 0.5, -1.0], 0, [True, False, True], 1),
         ([0.5, 0.2], 0, [False, False], 0),
         ([0.5, 0.2], 3, [True, True], 1),
@@ -144,7 +144,7 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         carry = begin_update(client_update, broadcast, data)
         drawn = client_update.drawable_rows(carry, data)
         assert drawn is not None
-        assert drawn.tolist() == kept
+        assert drawn.tolist() == stored
         assert float(client_update.finish(broadcast, carry, data)[0].weight) == share
     assert SemiFL(mix_weight=0).client_updates(make_task())["train"].requirements.second_batch == ()
     assert SemiFL(mix_weight=0).client_updates(make_task())["train"].requirements.mixup is None
@@ -211,48 +211,48 @@ def test_the_gradient_is_autograds(drop, labels, statistics, labeling, debias, l
     whole = NETWORK.predict(broadcast["params"], stats, sweep)
     weak = (batch.u["weak"], batch.second_batch["weak"])
     if labels == "round":
-        guesses = [whole[batch.u_rows], whole[batch.mixing["second_batch_rows"]]]
+        predictions = [whole[batch.u_rows], whole[batch.mixing["second_batch_rows"]]]
     elif labeling == "running":
-        guesses = [NETWORK.predict(params, stats, each) for each in weak]
+        predictions = [NETWORK.predict(params, stats, each) for each in weak]
     else:
-        guesses = [NETWORK.train(params, each)[0] for each in weak]
-    probabilities = [each.detach().softmax(-1) for each in guesses]
+        predictions = [NETWORK.train(params, each)[0] for each in weak]
+    probabilities = [each.detach().softmax(-1) for each in predictions]
     if debias:
         prior = whole.softmax(-1).mean(0)
         probabilities = [(each / prior) / (each / prior).sum(-1, keepdim=True) for each in probabilities]
     (confidence, fix), (_, mix) = (each.max(-1) for each in probabilities)
     threshold = float(confidence.sort().values[2:4].mean())
-    sure = confidence >= threshold
-    assert int(sure.sum()) == 3
+    confident = confidence >= threshold
+    assert int(confident.sum()) == 3
     assert len(fix.unique()) > 1
-    there = sure if drop and labels == "step" else torch.ones_like(sure)
+    there = confident if drop and labels == "step" else torch.ones_like(confident)
     groups = [batch.x, batch.u["strong"][there], mixed[there]]
     if statistics == "joint":
         outs = NETWORK.train(params, torch.cat(groups))[0].split([len(each) for each in groups])
     else:
         outs = [NETWORK.train(params, each)[0] if len(each) else each.new_zeros(0, CLASSES) for each in groups]
-    strong, mixture = (each[sure[there]] for each in outs[1:])
-    loss = F.cross_entropy(strong, fix[sure]) + 0.7 * 0.3 * F.cross_entropy(mixture, fix[sure])
-    loss = 1.3 * (loss + 0.7 * 0.7 * F.cross_entropy(mixture, mix[sure]))
+    strong, mixture = (each[confident[there]] for each in outs[1:])
+    loss = F.cross_entropy(strong, fix[confident]) + 0.7 * 0.3 * F.cross_entropy(mixture, fix[confident])
+    loss = 1.3 * (loss + 0.7 * 0.7 * F.cross_entropy(mixture, mix[confident]))
     if labeled:
         loss = loss + F.cross_entropy(outs[0], batch.y)
 
     client_update = SemiFL(threshold=threshold, **o).client_updates(shared)["train"]
     data = client(sweep, labeled)
-    begun = client_update.begin(broadcast, client_update.initial_memory(broadcast, g), data)
-    after, notes = client_update.step(broadcast, begun, batch)
+    started = client_update.begin(broadcast, client_update.initial_memory(broadcast, g), data)
+    after, notes = client_update.step(broadcast, started, batch)
     gradient = torch.autograd.grad(loss, list(tree.leaves(params)))
     expected = [p.detach() - lr * each for p, each in zip(tree.leaves(params), gradient, strict=True)]
     assert float(notes.loss) == pytest.approx(float(loss.detach()), rel=1e-12)
-    for ours, theirs in zip(tree.leaves(after["params"]), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
-    assert torch.equal(notes.pseudo[0].weight, sure.double())
+    for actual, expected_value in zip(tree.leaves(after["params"]), expected, strict=True):
+        torch.testing.assert_close(actual, expected_value, rtol=1e-10, atol=1e-13)
+    assert torch.equal(notes.pseudo[0].weight, confident.double())
     assert torch.equal(notes.pseudo[0].label, fix)
 
 
 @pytest.mark.parametrize("executor", ["step", "vmap"])
-@pytest.mark.parametrize("sure", [1, 2, 4, 6])
-def test_unsure_images_are_not_in_the_pass(sure, executor):
+@pytest.mark.parametrize("confident", [1, 2, 4, 6])
+def test_unsure_images_are_not_in_the_pass(confident, executor):
     """The authors' step on a `torch.nn.Module`: batch statistics of weak views label, and what is unsure is cut away.
 
     Loss and momentum of SGD with weight decay; they agree to 1e-14 of the longest step, alone and under vmap.
@@ -267,9 +267,9 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
             layer.running_mean = None
             layer.running_var = None
     confidence, label = oracle(batch.u["weak"]).softmax(-1).max(-1)
-    threshold = float(confidence.detach().sort(descending=True).values[sure - 1])
+    threshold = float(confidence.detach().sort(descending=True).values[confident - 1])
     mask = confidence >= threshold
-    assert int(mask.sum()) == sure
+    assert int(mask.sum()) == confident
     optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     loss = F.cross_entropy(oracle(batch.u["strong"][mask]), label[mask])
     loss.backward()
@@ -326,11 +326,11 @@ def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     carry = client_update.begin(broadcast, memory, client(sweep))
     after, _ = client_update.step(broadcast, carry, batch)
     assert trees_equal(after, carry)
-    upload, kept = client_update.finish(broadcast, after, client(sweep))
+    upload, stored = client_update.finish(broadcast, after, client(sweep))
     assert float(upload.weight) == 1
-    assert trees_equal(kept, memory)
-    sure = replace(method, threshold=0.0).client_updates(shared)["train"]
-    assert not trees_equal(sure.step(broadcast, carry, batch)[0], carry)
+    assert trees_equal(stored, memory)
+    confident = replace(method, threshold=0.0).client_updates(shared)["train"]
+    assert not trees_equal(confident.step(broadcast, carry, batch)[0], carry)
     batch, sweep = random_batch(5, 4)
     assert not trees_equal(
         client_update.step(broadcast, client_update.begin(broadcast, memory, client(sweep, 5)), batch)[0], carry
@@ -365,7 +365,7 @@ def test_the_servers_momentum_by_hand():
     for w, v in ((0.6, 0.3), (-0.05, 0.55), (-0.15, 0.55)):
         server = method.round(shared, server, fed)
         assert [get_weight(server["params"]), get_weight(server["momentum"])] == pytest.approx([w, v])
-    assert [client_update for client_update, _ in fed.asked] == ["train", "fine-tune"] * 3
+    assert [client_update for client_update, _ in fed.queries] == ["train", "fine-tune"] * 3
 
 
 def test_training_side_by_side_by_hand():
@@ -382,7 +382,7 @@ def test_training_side_by_side_by_hand():
     for w, v, sent in ((0.6, 0.2, 1.0), (0.2, 0.3, 0.6), (0.4, 0.3, 0.2)):
         server = method.round(shared, server, fed)
         assert [get_weight(server["params"]), get_weight(server["momentum"])] == pytest.approx([w, v])
-        assert [get_weight(broadcast["params"]) for broadcast in fed.downlinks[-2:]] == pytest.approx([sent, sent])
+        assert [get_weight(broadcast["params"]) for broadcast in fed.broadcasts[-2:]] == pytest.approx([sent, sent])
     for fine_tune in (True, False):
         bare = told([[(0.3, 1), (0.5, 1)]], [], labeled=0)
         server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
@@ -441,9 +441,9 @@ def test_clients_train_psi_and_the_server_sigma():
         if images == "x":
             loss = F.cross_entropy(shared.network.train(theta, batch.x)[0], batch.y)
         else:
-            guess = shared.network.train(theta, batch.u["weak"])[0].detach().softmax(-1)
-            used = guess.amax(-1) >= 0.3
-            loss = F.cross_entropy(shared.network.train(theta, batch.u["strong"][used])[0], guess.argmax(-1)[used])
+            prediction = shared.network.train(theta, batch.u["weak"])[0].detach().softmax(-1)
+            used = prediction.amax(-1) >= 0.3
+            loss = F.cross_entropy(shared.network.train(theta, batch.u["strong"][used])[0], prediction.argmax(-1)[used])
         loss.backward()
         assert sent.update.keys() == {part}
         moved = tree.map(lambda leaf: (leaf - 0.1 * leaf.grad).detach(), leaves)
@@ -469,7 +469,7 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
     fed = told([[(1, 1), (1, 1)]] * 2, [lambda w: w] * 2)
     counts = {"pixel": {"mean": torch.tensor([6.0]), "var": torch.tensor([2.0])}}
     bn_statistics = lambda broadcast, who: [Upload({}, torch.tensor(2.0), {"moments": counts}) for _ in who]  # noqa: E731
-    fed.answers = {**fed.answers, "census": bn_statistics}
+    fed.replies = {**fed.replies, "census": bn_statistics}
     method = SemiFL(sbn=sbn)
     shared = make_task(OneWeightNetwork())
     fresh = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
@@ -477,12 +477,12 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
     statistics_requirements = [("census", each) for each in [*who, [SERVER]]]
     training = [("train", [0, 1]), ("fine-tune", [SERVER])]
     server = method.round(shared.at(0), server, fed)
-    assert fed.asked == statistics_requirements + training + statistics_requirements
-    assert float(fed.downlinks[len(statistics_requirements)]["stats"]["pixel"]["mean"]) == 3
+    assert fed.queries == statistics_requirements + training + statistics_requirements
+    assert float(fed.broadcasts[len(statistics_requirements)]["stats"]["pixel"]["mean"]) == 3
     assert float(method.solution(shared, server)["stats"]["pixel"]["var"]) == 1
-    fed.asked.clear()
+    fed.queries.clear()
     method.round(shared.at(1), server, fed)
-    assert fed.asked == training + statistics_requirements
+    assert fed.queries == training + statistics_requirements
 
 
 @pytest.mark.parametrize("place", ["clients", "server"])
@@ -495,23 +495,23 @@ def test_without_mixing_it_is_fixmatch_on_the_clients(place):
     held = make_dataset(((4, 8),) * 4, place=place)
     shared = make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
     for threshold in (0.0, 1.1) if place == "clients" else (0.0,):
-        ours = SemiFL(threshold=threshold, mix_weight=0.0, server_momentum=0.0)
-        theirs = FedAvg(FixMatch(threshold=threshold, labels="round", mean="used"), keep_optimizer=True)
+        actual = SemiFL(threshold=threshold, mix_weight=0.0, server_momentum=0.0)
+        expected_value = FedAvg(FixMatch(threshold=threshold, labels="round", mean="used"), keep_optimizer=True)
         if place == "clients":
-            one, two = (simulate_rounds(m, shared, held, rounds=3) for m in (ours, theirs))
+            one, two = (simulate_rounds(m, shared, held, rounds=3) for m in (actual, expected_value))
             assert max_difference(one[-1].server["params"], two[-1].server["params"]) < 1e-12
             assert max_difference(one[-1].state, two[-1].state) < 1e-12
             assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"] > 0
-            assert max_difference(one[-1].server["params"], start_server(ours, shared)["params"]) > 1e-2
+            assert max_difference(one[-1].server["params"], start_server(actual, shared)["params"]) > 1e-2
             continue
         ups = []
-        for method in (ours, theirs):
+        for method in (actual, expected_value):
             simulation = make_simulation(method, shared, held)
             simulation.open(0)
             model = start_server(method, shared)
             ups.append(simulation.query("train", {"params": model["params"], "stats": {}}))
         assert max_difference(ups[0].update["params"], ups[1].update["params"]) < 1e-12
-        assert max_difference(ups[0].at(0).update["params"], start_server(ours, shared)["params"]) > 1e-2
+        assert max_difference(ups[0].at(0).update["params"], start_server(actual, shared)["params"]) > 1e-2
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
@@ -528,7 +528,7 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     serving = Batching("all", 4, epochs=2)
     simulation = make_simulation(method, shared, held, views=PLAIN, server_batching=serving, executor=executor)
     server = start_server(method, shared)
-    played = run_rounds(method, simulation, server, range(2))
+    result = run_rounds(method, simulation, server, range(2))
 
     oracle = make_torch_module(server)
     optimizer = torch.optim.SGD(oracle.parameters(), **options)
@@ -537,12 +537,12 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
         optimizer.zero_grad()
         F.cross_entropy(oracle(data.x.double() / 255 * 2 - 1), data.y).backward()
         optimizer.step()
-    after = played[-1].server
+    after = result[-1].server
     assert_params_match(after["params"], oracle, rtol=1e-9)
     holders = [held.client_data(k)[0].u for k in range(4)] + [data.x]
     assert max_difference(after["stats"], counted(after, holders)) < 1e-9
     assert not any(leaf.any() for leaf in tree.leaves(after["momentum"]))
-    assert played[-1].report.cost["unlabeled_images"] == 0
+    assert result[-1].report.cost["unlabeled_images"] == 0
     simulation.open(2)
     upload = simulation.query("train", {"params": after["params"], "stats": after["stats"]})
     assert upload.weight.tolist() == [0, 0, 0]
@@ -585,16 +585,16 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
     """The optimizer's state comes back with the next visit, or starts anew."""
     shared = make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
     data = client(random_batch(0, 5)[1])
-    for kept in (True, False):
-        client_update = SemiFL(keep_optimizer=kept).client_updates(shared)["train"]
+    for stored in (True, False):
+        client_update = SemiFL(keep_optimizer=stored).client_updates(shared)["train"]
         broadcast = start_server(SemiFL(), shared)
-        ones = {"optimizer": tree.map(torch.ones_like, shared.optimizer.init(broadcast["params"]))} if kept else {}
-        assert bool(client_update.initial_memory(broadcast, torch.Generator())) == kept
+        ones = {"optimizer": tree.map(torch.ones_like, shared.optimizer.init(broadcast["params"]))} if stored else {}
+        assert bool(client_update.initial_memory(broadcast, torch.Generator())) == stored
         carry = client_update.begin(broadcast, ones, data)
-        assert all(bool(leaf.all()) == kept for leaf in tree.leaves(carry["optimizer"]))
-        assert client_update.finish(broadcast, carry, data)[1].keys() == ({"optimizer"} if kept else set())
-        at_server = SemiFL(keep_optimizer=kept).client_updates(shared)["fine-tune"]
-        assert bool(at_server.initial_memory(broadcast, torch.Generator())) == kept
+        assert all(bool(leaf.all()) == stored for leaf in tree.leaves(carry["optimizer"]))
+        assert client_update.finish(broadcast, carry, data)[1].keys() == ({"optimizer"} if stored else set())
+        at_server = SemiFL(keep_optimizer=stored).client_updates(shared)["fine-tune"]
+        assert bool(at_server.initial_memory(broadcast, torch.Generator())) == stored
 
 
 @pytest.mark.parametrize("place", ["clients", "some", "server"])

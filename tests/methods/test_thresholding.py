@@ -107,11 +107,11 @@ def test_softmatch_by_hand():
     assert pseudo.weight.tolist() == pytest.approx([1.0, 1.0], rel=1e-5)
     pseudo, state = rule.pseudo_label(p(0.6, 0.6), torch.arange(2), state)
     assert state["classes"].tolist() == pytest.approx([0.65, 0.35], rel=1e-12)
-    sure = (0.4 / 0.35) / (0.6 / 0.65 + 0.4 / 0.35)
-    m = m / 2 + sure / 2
+    confident = (0.4 / 0.35) / (0.6 / 0.65 + 0.4 / 0.35)
+    m = m / 2 + confident / 2
     v = v / 2
     assert pseudo.label.tolist() == [1, 1]
-    assert pseudo.weight.tolist() == pytest.approx([exp(-((sure - m) ** 2) / (2 * v / 4))] * 2, rel=1e-4)
+    assert pseudo.weight.tolist() == pytest.approx([exp(-((confident - m) ** 2) / (2 * v / 4))] * 2, rel=1e-4)
 
 
 def test_fl2_by_hand():
@@ -218,12 +218,12 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
     run = simulate_with_both_executors(method, shared, held, cohort=4)
     assert not any("threshold" in path for one in run for path in one.server)
     memories = run[-1].state["client"]
-    kept = rule != "fl2" and name != "semifl"  # SemiFL looks at all rows in every visit
+    stored = rule != "fl2" and name != "semifl"  # SemiFL looks at all rows in every visit
     states = [memory["thresholds"] for memory in memories.values() if "thresholds" in memory]
-    assert bool(states) == kept
-    if kept and rule == "flexmatch":
+    assert bool(states) == stored
+    if stored and rule == "flexmatch":
         assert sorted(len(state["label"]) for state in states) == ([25] if entry.pooled else [4, 6, 7, 8])
-    if kept and rule == "freematch" and len(states) > 1:
+    if stored and rule == "freematch" and len(states) > 1:
         assert len({float(state["confidence"]) for state in states}) == len(states)
     plain = simulate_rounds(registry.make(name, METHODS[name]), shared, held, rounds=2, cohort=4)
     assert not trees_equal(plain[-1].server, run[-1].server)

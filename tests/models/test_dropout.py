@@ -63,15 +63,15 @@ def test_shares_of_dropped_entries_and_their_mean():
     assert float((out == 0).double().mean()) == pytest.approx(0.3, abs=0.006)
     assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
     # Neighbors, images, calls and keys are independent: two masks agree in 0.7^2 + 0.3^2 of the entries.
-    kept = out > 0
+    stored = out > 0
     others = (
-        kept.roll(1, 0),
-        kept.roll(1, 1),
+        stored.roll(1, 0),
+        stored.roll(1, 1),
         drop(torch.ones(1000, 100), 0.3, False, key(), 1, None, 1000) > 0,
         drop(torch.ones(1000, 100), 0.3, False, key(2), 0, None, 1000) > 0,
     )
     for other in others:
-        assert float((kept == other).double().mean()) == pytest.approx(0.58, abs=0.008)
+        assert float((stored == other).double().mean()) == pytest.approx(0.58, abs=0.008)
 
 
 def test_channels_are_dropped_as_a_whole():
@@ -95,11 +95,11 @@ def test_training_drops_by_the_key_and_evaluation_does_not():
     without = NETWORK.train(params["params"], x)[0]
     with dropout_key(key(1)):
         first = NETWORK.train(params["params"], x)[0]
-        again = NETWORK.train(params["params"], x)[0]
+        repeated = NETWORK.train(params["params"], x)[0]
         predicted = NETWORK.predict(params["params"], params["stats"], x)
     with dropout_key(key(2)):
         second = NETWORK.train(params["params"], x)[0]
-    assert torch.equal(first, again)
+    assert torch.equal(first, repeated)
     assert not torch.allclose(first, second)
     assert not torch.allclose(first, without)
     assert torch.equal(predicted, NETWORK.predict(params["params"], params["stats"], x))

@@ -34,42 +34,44 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_logits_are_those_of_the_reference_package() -> None:
     reference = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
-    theirs = reference.from_pretrained("efficientnet-lite0", weights_path=str(FILE)).eval()
-    ours = EfficientNetLite(3, 1000).eval()
-    left_out = ours.load_state_dict(load_file(convert_published_weights(FILE)), strict=False)
+    expected_value = reference.from_pretrained("efficientnet-lite0", weights_path=str(FILE)).eval()
+    actual = EfficientNetLite(3, 1000).eval()
+    left_out = actual.load_state_dict(load_file(convert_published_weights(FILE)), strict=False)
     assert left_out == (["head.center"], [])
     for side in (64, 112, 224):
-        ours.side = side
+        actual.side = side
         x = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            features = theirs.extract_features(x).mean((2, 3))
-            torch.testing.assert_close(ours.features(x), features, rtol=1e-5, atol=1e-5)
-            logits = F.linear(features, ours.head.weight, ours.head.bias)
-            torch.testing.assert_close(logits, theirs(x), rtol=1e-5, atol=1e-5)
+            features = expected_value.extract_features(x).mean((2, 3))
+            torch.testing.assert_close(actual.features(x), features, rtol=1e-5, atol=1e-5)
+            logits = F.linear(features, actual.head.weight, actual.head.bias)
+            torch.testing.assert_close(logits, expected_value(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["efficientnet-lite1", "efficientnet-lite2"])
 def test_larger_networks_have_the_published_shapes(name: str) -> None:
     """With the package of the weights logits are the reference's; without, the number of parameters is."""
     variant = efficientnet.VARIANTS[name]
-    ours = EfficientNetLite(3, 1000, variant=variant).eval()
+    actual = EfficientNetLite(3, 1000, variant=variant).eval()
     published = {"efficientnet-lite1": 5_416_680, "efficientnet-lite2": 6_092_072}
-    assert sum(each.numel() for each in ours.parameters()) - efficientnet.FEATURES == published[name]
-    frozen = [layer for layer in range(len(ours.blocks)) if is_early(name, f"blocks/{layer}")]
+    assert sum(each.numel() for each in actual.parameters()) - efficientnet.FEATURES == published[name]
+    frozen = [layer for layer in range(len(actual.blocks)) if is_early(name, f"blocks/{layer}")]
     assert frozen == list(range(16))
     if hubs.is_installed(name):
         path = weights_file(name)
         assert path is not None
-        assert ours.load_state_dict(load_file(path), strict=False) == (["head.center"], [])
+        assert actual.load_state_dict(load_file(path), strict=False) == (["head.center"], [])
         reference = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
         source = import_module(hubs.PRETRAINED[name])
         file = getattr(source, f"EfficientnetLite{name[-1]}ModelFile").get_model_file_path()
         # The reference pads for one size of images: even ones at each stride, as ours, at 224 pixels.
-        theirs = reference.from_name(name, image_size=224).eval()
-        theirs.load_state_dict(torch.load(file, weights_only=True))
+        expected_value = reference.from_name(name, image_size=224).eval()
+        expected_value.load_state_dict(torch.load(file, weights_only=True))
         x = torch.randn(1, 3, 112, 112, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            torch.testing.assert_close(ours.features(x), theirs.extract_features(x).mean((2, 3)), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                actual.features(x), expected_value.extract_features(x).mean((2, 3)), rtol=1e-5, atol=1e-5
+            )
 
 
 def is_early(name: str, layer: str) -> bool:
@@ -90,13 +92,13 @@ def test_the_head_takes_square_roots_centered_and_of_length_one() -> None:
 
 
 def test_gray_images_count_three_times_and_any_size_is_resampled() -> None:
-    ours = EfficientNetLite(1, 4).eval()
+    actual = EfficientNetLite(1, 4).eval()
     color = EfficientNetLite(3, 4).eval()
-    color.load_state_dict(ours.state_dict())
+    color.load_state_dict(actual.state_dict())
     x = torch.rand(2, 1, 28, 28)
     large = F.interpolate(x, (112, 112), mode="bicubic", antialias=True)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x), color(large.expand(-1, 3, -1, -1)))
+        torch.testing.assert_close(actual(x), color(large.expand(-1, 3, -1, -1)))
 
 
 def test_features_of_middle_blocks_follow_those_of_the_top() -> None:

@@ -38,8 +38,8 @@ def given(network: Network = OURS, seed: int = 7) -> Tree:
 
 
 def saved(path: Path, tensors: Tree, classes: tuple[str, ...] | None = None) -> str:
-    said = {} if classes is None else {"classes": json.dumps(classes)}
-    save_file({name: leaf.contiguous() for name, leaf in tree.flatten(tensors).items()}, path, said)
+    text = {} if classes is None else {"classes": json.dumps(classes)}
+    save_file({name: leaf.contiguous() for name, leaf in tree.flatten(tensors).items()}, path, text)
     return str(path)
 
 
@@ -90,10 +90,10 @@ def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
     torch.testing.assert_close(moved, features @ along["head"]["weight"].T + along["head"]["bias"])
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path: Path, ours: bool) -> None:
+@pytest.mark.parametrize("actual", [True, False])
+def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path: Path, actual: bool) -> None:
     """Frozen first layer: a torch module whose first normalization is in eval mode, ours and one from outside."""
-    network = OURS if ours else from_factory("custom_models:build_small", 1, 4, (8, 8))
+    network = OURS if actual else from_factory("custom_models:build_small", 1, 4, (8, 8))
     model = given(network)
     which = partly(tmp_path, "conv1", network=network, model=model)
     mine = which.init(rng.generator(0, "m"))
@@ -130,9 +130,9 @@ def test_loop_vmap_and_messages_compute_the_same(tmp_path: Path, name: str, patt
     loop = run_experiment(entry, "both", network=which)
     assert max_difference(run_experiment(entry, "both", "vmap", which)[-1].server, loop[-1].server) < 1e-9
     messages, _ = check_sites(entry, "both", loop, which)
-    said = b"".join(messages)
-    assert b"head" in said
-    assert b"conv1" not in said
+    text = b"".join(messages)
+    assert b"head" in text
+    assert b"conv1" not in text
 
 
 def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path) -> None:
@@ -155,13 +155,13 @@ def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path)
 
     simulation = make_simulation(method, shared, aggregators=[Spy()])
     server = method.start(shared, which.init(rng.generator(0, "m")))
-    played = run_rounds(method, simulation, server, range(1))[0]
+    result = run_rounds(method, simulation, server, range(1))[0]
     assert {path for path in tree.flatten(seen[0].update) if "params" in path} == {
         "params/head/weight",
         "params/head/bias",
     }
-    assert tree.nbytes(played.server["params"]) == 4 * 36
-    assert played.report.cost["bytes_down"] == 3 * 4 * 36
+    assert tree.nbytes(result.server["params"]) == 4 * 36
+    assert result.report.cost["bytes_down"] == 3 * 4 * 36
 
 
 def test_the_head_is_drawn_anew_where_its_classes_differ(tmp_path: Path) -> None:
@@ -240,10 +240,10 @@ def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPa
     Where the package is missing, the sentence says how it is installed."""
     with pytest.raises(UserError, match="network timm:vit needs the package timm, which is not installed: pip install"):
         networks.make("timm:vit", 3, 4, (8, 8), "batch", None)
-    asked = []
+    requests = []
 
     def get_model(name: str, weights: None, num_classes: int) -> nn.Module:
-        asked.append((name, weights, num_classes))
+        requests.append((name, weights, num_classes))
         if name != "tiny":
             raise ValueError(f"Unknown model {name}")
         return nn.Sequential(TorchSmall(3, 8, 4), nn.Dropout(0.5), nn.Linear(8, num_classes))
@@ -256,7 +256,7 @@ def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(hubs.metadata, "version", lambda name: "0.99")
     made = networks.make("torchvision:tiny", 3, 4, (8, 8), "batch", None)
     made.check((3, 8, 8))
-    assert (made.head, asked[0]) == ("2", ("tiny", None, 4))
+    assert (made.head, requests[0]) == ("2", ("tiny", None, 4))
     assert networks.from_description(networks.describe(made)) == made
     with pytest.raises(UserError, match=r"network torchvision:huge cannot be made \(ValueError: Unknown model huge\)"):
         networks.make("torchvision:huge", 3, 4, (8, 8), "batch", None)

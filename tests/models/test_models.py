@@ -43,8 +43,8 @@ CASES = [  # 40 channels are 20 groups of 2, 80 are 20 groups of 4, 64 are 32 gr
 EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=lambda value: str(value))
 
 
-def close(ours, theirs, tolerance=1e-10) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+def close(ours, expected, tolerance=1e-10) -> None:
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
 @EVERY
@@ -54,11 +54,11 @@ def test_training_equals_the_module(network, side):
     logits, _ = network.train(model["params"], x)
     close(logits, oracle(x))
     F.cross_entropy(oracle(x), y).backward()
-    ours = tree.flatten(grad(lambda params: F.cross_entropy(network.train(params, x)[0], y))(model["params"]))
-    theirs = {name.replace(".", "/"): p.grad for name, p in oracle.named_parameters()}
-    assert ours.keys() == theirs.keys()
-    for name, gradient in ours.items():
-        close(gradient, theirs[name])
+    actual = tree.flatten(grad(lambda params: F.cross_entropy(network.train(params, x)[0], y))(model["params"]))
+    expected = {name.replace(".", "/"): p.grad for name, p in oracle.named_parameters()}
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        close(gradient, expected[name])
 
 
 @EVERY
@@ -134,11 +134,11 @@ def test_networks_have_the_sizes_of_their_papers(network, parameters: int, track
 
 @pytest.mark.parametrize("network", [network for network, _ in CASES], ids=str)
 def test_parameters_have_the_modules_names_and_shapes(network):
-    ours = {
+    actual = {
         path.replace("/", "."): leaf.shape
         for path, leaf in tree.flatten(network.init(torch.Generator())["params"]).items()
     }
-    assert list(ours.items()) == [(name, p.shape) for name, p in build_module(network).named_parameters()]
+    assert list(actual.items()) == [(name, p.shape) for name, p in build_module(network).named_parameters()]
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -219,9 +219,9 @@ def test_a_joint_pass_shares_its_statistics_and_separate_ones_have_their_own():
     assert max_difference(passes[0], moments) == 0
     (one, two), (three,), passes = forward(network, params, False, (a, b), (c,))
     for made, group, moments in zip((three, one, two), (c, a, b), passes, strict=True):
-        logits, alone = network.train(params, group)
+        logits, single = network.train(params, group)
         assert torch.equal(made, logits)
-        assert max_difference(moments, alone) == 0
+        assert max_difference(moments, single) == 0
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -235,8 +235,8 @@ def test_frozen_groups_pass_no_gradient(joint):
     assert one.requires_grad
     assert not three.requires_grad
     assert not any(leaf.requires_grad for moments in passes for leaf in tree.leaves(moments))
-    alone, _ = network.train(params, a)
-    assert torch.equal(alone, one) is not joint
+    single, _ = network.train(params, a)
+    assert torch.equal(single, one) is not joint
 
 
 def test_one_image_of_one_pixel_is_its_own_mean():

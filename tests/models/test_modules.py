@@ -56,11 +56,11 @@ def test_a_module_trains_as_our_network_does(name: str, executor: str, separate:
     """The small network as an nn.Module, from the same weights: two rounds, every parameter and statistic.
     To the bit where nothing is differentiated forward; FedDure's tangents come from the tape there, from jvp here."""
     model = OURS.init(rng.generator(0, "model"))
-    ours = played(OURS, name, executor, model, separate).server
-    theirs = played(network("build_small"), name, executor, as_theirs(model), separate).server
-    parts = [part for part in ("params", "stats") if ours.get(part)]
+    actual = played(OURS, name, executor, model, separate).server
+    expected = played(network("build_small"), name, executor, as_theirs(model), separate).server
+    parts = [part for part in ("params", "stats") if actual.get(part)]
     assert parts == ["params", "stats"]
-    gap = max_difference({part: theirs[part] for part in parts}, {**as_theirs(ours)})
+    gap = max_difference({part: expected[part] for part in parts}, {**as_theirs(actual)})
     assert gap < 1e-12 if name == "feddure" else gap == 0
 
 
@@ -87,13 +87,13 @@ def test_passes_equal_ours() -> None:
     which = network("build_small")
     x = torch.randn(6, 1, 8, 8)
     model = OURS.init(rng.generator(3, "model"))
-    theirs = as_theirs(model)
+    expected = as_theirs(model)
     logits, moments = OURS.train(model["params"], x)
-    their_logits, their_moments = which.train(theirs["params"], x)
+    their_logits, their_moments = which.train(expected["params"], x)
     assert torch.equal(logits, their_logits)
     assert max_difference(their_moments, as_theirs({"params": {}, "stats": moments})["stats"]) == 0
-    assert torch.equal(OURS.embed(model["params"], x)[1], which.embed(theirs["params"], x)[1])
-    assert torch.equal(OURS.predict(model["params"], model["stats"], x), which.predict(**theirs, x=x))
+    assert torch.equal(OURS.embed(model["params"], x)[1], which.embed(expected["params"], x)[1])
+    assert torch.equal(OURS.predict(model["params"], model["stats"], x), which.predict(**expected, x=x))
 
 
 def test_features_are_those_of_the_module() -> None:
@@ -213,14 +213,14 @@ def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
 def test_a_description_makes_the_network_again() -> None:
     for which in (network("build_small"), OURS, SmallCNN(3, 2, 5, "group")):
         assert networks.from_description(networks.describe(which)) == which
-    for said in (
+    for text in (
         {"name": "smal"},
         {"name": "custom_models:build_small"},
         {"name": "small", "width": 0},
         {"name": "small", "a": 1},
     ):
         with pytest.raises(UserError):
-            networks.from_description(said)
+            networks.from_description(text)
 
 
 def test_heterofl_says_why_it_cannot_cut_a_module() -> None:

@@ -86,17 +86,19 @@ def test_features_are_the_heads_input(network, side):
     model, x, _ = make_example(network, side)
     oracle = load_weights(build_module(network), model)
     logits, features, moments = network.embed(model["params"], x)
-    plain, alone = network.train(model["params"], x)
+    plain, single = network.train(model["params"], x)
     assert torch.equal(logits, plain)
-    equal(moments, alone, 0)
-    theirs = oracle.features(x)
-    torch.testing.assert_close(features, theirs, rtol=1e-10, atol=1e-10)
-    cotangent = torch.randn(theirs.shape, dtype=theirs.dtype, generator=torch.Generator().manual_seed(0))
-    theirs.backward(cotangent)
-    (ours,) = vjp(lambda params: network.embed(params, x)[1], model["params"])[1](cotangent)
+    equal(moments, single, 0)
+    expected_value = oracle.features(x)
+    torch.testing.assert_close(features, expected_value, rtol=1e-10, atol=1e-10)
+    cotangent = torch.randn(
+        expected_value.shape, dtype=expected_value.dtype, generator=torch.Generator().manual_seed(0)
+    )
+    expected_value.backward(cotangent)
+    (actual,) = vjp(lambda params: network.embed(params, x)[1], model["params"])[1](cotangent)
     for name, p in oracle.named_parameters():
         expected = torch.zeros_like(p) if p.grad is None else p.grad
-        torch.testing.assert_close(tree.flatten(ours)[name.replace(".", "/")], expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(tree.flatten(actual)[name.replace(".", "/")], expected, rtol=1e-9, atol=1e-9)
 
 
 @EVERY
@@ -104,13 +106,13 @@ def test_only_batches_leave_statistics(network, side):
     """Under "group" and "none" an image's logits are its own in training too, and equal those of evaluation."""
     model, x, _ = make_example(network, side)
     logits, moments = network.train(model["params"], x)
-    alone = network.train(model["params"], x[1:2])[0]
+    single = network.train(model["params"], x[1:2])[0]
     if network.norm == "batch":
         assert moments.keys() == model["stats"].keys()
-        assert float((alone - logits[1:2]).abs().max()) > 1e-3
+        assert float((single - logits[1:2]).abs().max()) > 1e-3
         return
     assert model["stats"] == moments == {}
-    torch.testing.assert_close(alone, logits[1:2], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(single, logits[1:2], rtol=1e-10, atol=1e-10)
     assert torch.equal(network.predict(model["params"], {}, x), logits)
 
 
@@ -178,10 +180,10 @@ def test_a_leading_part_is_the_whole_with_zeros_elsewhere(network, side):
         network.predict(part, stats, x), network.predict(whole, model["stats"], x), rtol=1e-10, atol=1e-10
     )
     loss = lambda params: (lambda out: (F.cross_entropy(out[0], y), out))(network.train(params, x))  # noqa: E731
-    ours, (_, (logits, moments)) = grad_and_value(loss, has_aux=True)(part)
-    theirs, (_, (expected, wide)) = grad_and_value(loss, has_aux=True)(whole)
+    actual, (_, (logits, moments)) = grad_and_value(loss, has_aux=True)(part)
+    expected_value, (_, (expected, wide)) = grad_and_value(loss, has_aux=True)(whole)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
-    equal(ours, leading(theirs))
+    equal(actual, leading(expected_value))
     equal(moments, {n: {k: leaf[: ceil(len(leaf) / 2)] for k, leaf in s.items()} for n, s in wide.items()})
 
 
@@ -191,14 +193,16 @@ def test_the_width_of_a_network_says_nothing_of_its_parameters(network, side):
     network = replace(network, width=2 * network.width)
     wider = replace(network, width=2 * network.width)
     model, x, _ = make_example(network, side)
-    for ours, theirs in zip(wider.embed(model["params"], x)[:2], network.embed(model["params"], x)[:2], strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected_value in zip(
+        wider.embed(model["params"], x)[:2], network.embed(model["params"], x)[:2], strict=True
+    ):
+        assert torch.equal(actual, expected_value)
     assert torch.equal(wider.predict(**model, x=x), network.predict(**model, x=x))
     direction = tree.map(torch.cos, model["params"])
-    ours, theirs = (
+    actual, expected_value = (
         each.tangent(model["params"], x, each.linearize(model["params"], x)[1], direction) for each in (wider, network)
     )
-    assert torch.equal(ours, theirs)
+    assert torch.equal(actual, expected_value)
 
 
 @pytest.mark.parametrize("make", [ResNet9, SmallCNN, WideResNet])

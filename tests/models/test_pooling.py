@@ -32,24 +32,24 @@ def test_maxima_and_their_gradient_are_pytorchs(window: tuple[int, ...]):
 
     gradient, _, out = vmap_clients(lambda x, weight: grad_and_value(ours, {"x": x}, weight))(x, weight)
     for k in range(CLIENTS):
-        alone = x[k].clone().requires_grad_()
-        expected = max_pool2d(alone, *window)
+        single = x[k].clone().requires_grad_()
+        expected = max_pool2d(single, *window)
         assert torch.equal(out[k], expected)
         (expected * weight[k]).sum().backward()
-        assert torch.equal(gradient["x"][k], alone.grad)
+        assert torch.equal(gradient["x"][k], single.grad)
 
 
 def test_one_clients_are_as_well():
     """With channels first, as images of one channel have them: values, gradient and layout are `max_pool2d`'s."""
     x = images()[0]
     weight = torch.randn(IMAGES, CHANNELS, 3, 3, generator=torch.Generator().manual_seed(1))
-    ours = x.clone().requires_grad_()
-    theirs = x.clone().requires_grad_()
-    out = TrainPass({}, "none").pool(ours, 2)
-    expected = max_pool2d(theirs, 2)
+    actual = x.clone().requires_grad_()
+    expected_value = x.clone().requires_grad_()
+    out = TrainPass({}, "none").pool(actual, 2)
+    expected = max_pool2d(expected_value, 2)
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
-    for mine, other in ((out, expected), (ours.grad, theirs.grad)):
+    for mine, other in ((out, expected), (actual.grad, expected_value.grad)):
         assert torch.equal(mine, other)
         assert mine.stride() == other.stride()
 

@@ -71,9 +71,9 @@ def test_every_pass_is_rounded_and_its_results_are_float32(name, masked):
     exact = seen(network, side, real)
     near = seen(rounded(network), side, real)
     for path, leaf in tree.flatten(near).items():
-        told = tree.flatten(exact)[path]
+        message = tree.flatten(exact)[path]
         assert leaf.dtype == torch.float32
-        assert float((leaf - told).norm() / told.norm()) < (0.4 if path == "tangent" else 0.02)
+        assert float((leaf - message).norm() / message.norm()) < (0.4 if path == "tangent" else 0.02)
     assert not torch.equal(near["logits"], exact["logits"])
 
 
@@ -93,14 +93,14 @@ def test_a_round_trains_in_both_executors(method, batching):
         for executor in ("loop", "vmap"):
             made = make_task(network, torch.float32, optimizer=SGD(0.05))
             first = start_server(method, made)
-            (played,) = run_rounds(
+            (result,) = run_rounds(
                 method,
                 make_simulation(method, made, make_dataset(), batching=batching, executor=executor),
                 first,
                 range(1),
             )
-            assert {leaf.dtype for leaf in tree.leaves(played.server["params"])} == {torch.float32}
-            step = tree.map(torch.sub, played.server["params"], first["params"])
+            assert {leaf.dtype for leaf in tree.leaves(result.server["params"])} == {torch.float32}
+            step = tree.map(torch.sub, result.server["params"], first["params"])
             moved[network.precision, executor] = torch.cat([leaf.flatten() for leaf in tree.leaves(step)])
     exact = moved["float32", "loop"]
     for executor in ("loop", "vmap"):
@@ -114,12 +114,12 @@ def test_tests_and_what_is_saved_are_float32():
     model = SmallCNN(1, CLASSES, 8).init(torch.Generator().manual_seed(0))
     images = make_examples(20)
     normalize = make_task(dtype=torch.float32).normalize
-    ours, theirs = (evaluate_model(each, model, normalize, images).row() for each in (network, network.in_float32))
-    assert ours == theirs
-    ours, theirs = (
+    actual, expected = (evaluate_model(each, model, normalize, images).row() for each in (network, network.in_float32))
+    assert actual == expected
+    actual, expected = (
         compute_mean_prediction(each, model, normalize, images.images) for each in (network, network.in_float32)
     )
-    assert (ours == theirs).all()
+    assert (actual == expected).all()
     assert network.full_model(model)[0] == SmallCNN(1, CLASSES, 8)
     assert networks.from_description(networks.describe(network)) == network.in_float32
 

@@ -51,14 +51,14 @@ def test_tangent_equals_jvp(network, side, laid):
     """1e-12 relative, whether the tape comes from a plain pass or out of `vjp`, in both layouts.
     The oracle stays in the plain layout: PyTorch's own `jvp` of a group normalization refuses channels-last."""
     params, x, direction = moving(network, side)
-    _, theirs = jvp(lambda p: network.train(p, x)[0], (params,), (direction,))
+    _, expected = jvp(lambda p: network.train(p, x)[0], (params,), (direction,))
     params = laid(params)
     x = laid({"x": x})["x"]
     direction = laid(direction)
     _, _, tape = vjp(lambda p: network.linearize(p, x), params, has_aux=True)
-    for kept in (tape, network.linearize(params, x)[1]):
-        ours = network.tangent(params, x, kept, direction)
-        assert float((ours - theirs).norm() / theirs.norm()) < 1e-12
+    for stored in (tape, network.linearize(params, x)[1]):
+        actual = network.tangent(params, x, stored, direction)
+        assert float((actual - expected).norm() / expected.norm()) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_each_leaf_moves_the_logits_as_a_difference_does(network, side):
     zeros = tree.flatten(tree.zeros_like(direction))
     total = torch.zeros(len(x), network.classes, dtype=torch.float64)
     for path, leaf in tree.flatten(direction).items():
-        alone = tree.unflatten({**zeros, path: leaf})
-        ours = network.tangent(params, x, tape, alone)
-        total += ours
+        single = tree.unflatten({**zeros, path: leaf})
+        actual = network.tangent(params, x, tape, single)
+        total += actual
         ahead, behind = (
-            network.train(tree.map(lambda p, d, h=h: p + h * d, params, alone), x)[0] for h in (1e-6, -1e-6)
+            network.train(tree.map(lambda p, d, h=h: p + h * d, params, single), x)[0] for h in (1e-6, -1e-6)
         )
-        assert float((ours - (ahead - behind) / 2e-6).norm() / whole) < 1e-6, path
+        assert float((actual - (ahead - behind) / 2e-6).norm() / whole) < 1e-6, path
     assert float((total - network.tangent(params, x, tape, direction)).norm() / whole) < 1e-12
 
 

@@ -32,11 +32,11 @@ def encoder(params: Tree, network: VisionTransformer) -> list[nn.TransformerEnco
         layer = nn.TransformerEncoderLayer(
             network.width, 3, 4 * network.width, 0.0, "gelu", batch_first=True, norm_first=True, dtype=torch.float64
         )
-        theirs = {
+        expected = {
             "norm1": layer.norm1, "out": layer.self_attn.out_proj, "norm2": layer.norm2, "up": layer.linear1,
             "down": layer.linear2,
         }  # fmt: skip
-        for name, module in theirs.items():
+        for name, module in expected.items():
             module.load_state_dict(params[f"block{number + 1}{name}"])
         given = params[f"block{number + 1}qkv"]
         layer.self_attn.load_state_dict(
@@ -79,8 +79,8 @@ def test_patches_lie_row_by_row_and_no_two_places_are_alike():
     assert torch.equal(patches(x)[0, 4], x[0, :, 4:8, 4:8].flatten())
     places = positions(8, 8, 192, x)
     assert places.shape == (64, 192)
-    apart = torch.cdist(places, places) + torch.eye(64)
-    assert float(apart.min()) > 0.5
+    distance = torch.cdist(places, places) + torch.eye(64)
+    assert float(distance.min()) > 0.5
     # The slowest sine of the second column is sin(1e-4), the quickest sin(1).
     assert float(places[1, 0]) == pytest.approx(math.sin(1))
     assert float(places[1, 47]) == pytest.approx(math.sin(1e-4))
@@ -93,10 +93,10 @@ def test_clients_lift_and_tangents_are_those_of_forward_mode():
         logits, _ = SMALL.train(params, x)
         return -logits.log_softmax(-1).gather(-1, y[:, None]).mean(), logits
 
-    alone = [grad_and_value(loss, *each) for each in scenes]
+    single = [grad_and_value(loss, *each) for each in scenes]
     stacked = tree.stack([{"params": params, "x": x, "y": y} for params, x, y in scenes])
     together = vmap_clients(lambda each: grad_and_value(loss, *each.values()))(stacked)
-    for k, (gradient, value, logits) in enumerate(alone):
+    for k, (gradient, value, logits) in enumerate(single):
         torch.testing.assert_close(together[1][k], value)
         torch.testing.assert_close(together[2][k], logits)
         for one, other in zip(tree.leaves(tree.index(together[0], k)), tree.leaves(gradient), strict=True):

@@ -261,8 +261,8 @@ def test_without_a_method_labels_only_are_compared_by_cross_validation(
     assert expected.decision == result.decision
     files = [each.folder / "model.safetensors" for each in (expected, result)]
     assert tensors(files[0]) == tensors(files[1])
-    again = halfmoon.run(data=(x, labels), run_dir=tmp_path / "arrays", progress=False, **options)
-    assert again.decision == result.decision
+    repeated = halfmoon.run(data=(x, labels), run_dir=tmp_path / "arrays", progress=False, **options)
+    assert repeated.decision == result.decision
 
 
 def test_compare_takes_arrays(tmp_path: Path) -> None:

@@ -164,8 +164,8 @@ def test_a_linear_classifier_trained_by_steps_learns_at_clients_and_repeats_with
     x, y = make_data()
     labels = hide(y, 90)
     first = FederatedClassifier("fedavg", rounds=8, n_clients=3, random_state=4).fit(x, labels)
-    again = FederatedClassifier("fedavg", rounds=8, n_clients=3, random_state=4).fit(x, labels)
-    np.testing.assert_array_equal(outputs(first, x), outputs(again, x))
+    repeated = FederatedClassifier("fedavg", rounds=8, n_clients=3, random_state=4).fit(x, labels)
+    np.testing.assert_array_equal(outputs(first, x), outputs(repeated, x))
     assert first.score(x[90:], y[90:]) > 0.85
     shorter = FederatedClassifier(
         "fedavg", rounds=8, n_clients=3, random_state=4, options={"lr": 0.01, "labeled_batch": 5, "epochs": 2}

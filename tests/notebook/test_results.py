@@ -66,8 +66,8 @@ def test_a_plot_has_a_line_a_method_and_a_band_over_seeds(pair: halfmoon.Results
 def test_loading_and_calling_again_give_the_same(pair: halfmoon.Results) -> None:
     """Nothing is trained again: the files keep their bytes."""
     before = {path: path.read_bytes() for path in pair.folder.rglob("*") if path.is_file()}
-    again = halfmoon.compare(METHODS, seeds=2, run_dir=str(pair.folder), **SMALL)
-    for other in (again, halfmoon.load_run(pair.folder), halfmoon.resume(str(pair.folder))):
+    repeated = halfmoon.compare(METHODS, seeds=2, run_dir=str(pair.folder), **SMALL)
+    for other in (repeated, halfmoon.load_run(pair.folder), halfmoon.resume(str(pair.folder))):
         assert other.to_frame().equals(pair.to_frame())
     assert {path: path.read_bytes() for path in pair.folder.rglob("*") if path.is_file()} == before
 
@@ -149,7 +149,7 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "python"),
+    ("message", "python"),
     [
         ("choose another --run-dir.", "choose another run_dir."),
         ("give --clients 2 and --resize N, or --seeds 0 1 2.", "give clients=2 and resize=N, or seeds=[0, 1, 2]."),
@@ -159,8 +159,8 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
         ("go on with: halfmoon resume runs/a", 'go on with: halfmoon.resume("runs/a")'),
     ],
 )
-def test_sentences_in_python(words: str, python: str) -> None:
-    assert progress.in_python(words) == python
+def test_sentences_in_python(message: str, python: str) -> None:
+    assert progress.in_python(message) == python
 
 
 def test_without_a_finished_run_there_is_no_model(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_the_table_of_a_notebook_escapes_titles() -> None:
     line.add({"round": 5, "test": {"accuracy": 0.5}})
     page = progress.progress_table([line], 10.0)
     assert "<b>" not in page
-    assert all(words in page for words in ('value="5" max="10"', "50.0 %", "0:10 left"))
+    assert all(message in page for message in ('value="5" max="10"', "50.0 %", "0:10 left"))
 
 
 def test_images_in_memory_become_a_folder_that_runs_read(tmp_path: Path) -> None:

@@ -161,12 +161,12 @@ def test_the_docs_are_accessible(browser: Any, docs: str) -> None:
     assert violations(browser) == []
 
 
-@pytest.mark.parametrize(("words", "page"), [("server_ema", "options/"), ("fedduRe", "methods/feddure/")])
-def test_the_search_of_the_docs_finds_options_and_methods(browser: Any, docs: str, words: str, page: str) -> None:
+@pytest.mark.parametrize(("message", "page"), [("server_ema", "options/"), ("fedduRe", "methods/feddure/")])
+def test_the_search_of_the_docs_finds_options_and_methods(browser: Any, docs: str, message: str, page: str) -> None:
     set_viewport(browser, 1280)
     browser.get(docs)
     place = browser.find_element("css selector", "input.md-search__input")
     place.click()
-    place.send_keys(words)
+    place.send_keys(message)
     links = wait_until(lambda: browser.find_elements("css selector", ".md-search-result__link"))
     assert links[0].get_attribute("href").startswith(docs + page)

@@ -34,11 +34,11 @@ def test_uncertainty_is_one_minus_the_margin():
 
 
 def test_order_has_every_unlabeled_row_once():
-    guesses = made()
-    guesses.probabilities[[3, 8]] = np.nan
+    predictions = made()
+    predictions.probabilities[[3, 8]] = np.nan
     labels = nothing(40)
     labels[[1, 2, 5]] = [0, 1, 2]
-    found = order_for_labeling(guesses, labels, labels < 0, greedy_images=7)
+    found = order_for_labeling(predictions, labels, labels < 0, greedy_images=7)
     assert sorted(found) == sorted(set(range(40)) - {1, 2, 5})
     assert set(found[-2:]) == {3, 8}  # what the model could not see comes last
 
@@ -61,27 +61,29 @@ def test_neighbors_of_a_labeled_image_are_later():
 
 
 def test_class_with_fewest_labels_is_first_and_classes_take_turns():
-    guesses = made(60)
-    predicted = guesses.predicted
+    predictions = made(60)
+    predicted = predictions.predicted
     labels = nothing(60)
     labels[np.flatnonzero(predicted == 0)[:3]] = 0
     labels[np.flatnonzero(predicted == 1)[:3]] = 1
-    found = order_for_labeling(guesses, labels, labels < 0)
+    found = order_for_labeling(predictions, labels, labels < 0)
     assert list(predicted[found[:3]]) == [2, 2, 2]
     assert sorted(predicted[found[3:6]]) == [0, 1, 2]
 
 
 def test_images_after_the_greedy_ones_are_ordered_by_uncertainty():
-    guesses = made(50)
-    found = order_for_labeling(guesses, nothing(50), np.ones(50, bool), greedy_images=10)
-    rest = guesses.uncertainty[found[10:]]
+    predictions = made(50)
+    found = order_for_labeling(predictions, nothing(50), np.ones(50, bool), greedy_images=10)
+    rest = predictions.uncertainty[found[10:]]
     assert (np.diff(rest) <= 0).all()
 
 
 def test_the_same_folder_gives_the_same_order():
-    guesses = made()
+    predictions = made()
     open_ = np.ones(40, bool)
-    assert (order_for_labeling(guesses, nothing(40), open_) == order_for_labeling(guesses, nothing(40), open_)).all()
+    assert (
+        order_for_labeling(predictions, nothing(40), open_) == order_for_labeling(predictions, nothing(40), open_)
+    ).all()
     assert (shuffle_rows(open_, 1) == shuffle_rows(open_, 1)).all()
     assert (shuffle_rows(open_, 1) != shuffle_rows(open_, 2)).any()
 
@@ -103,9 +105,9 @@ def test_features_are_standardized_over_the_mask():
 
 
 def test_similar_rows_are_sorted_by_distance_with_unknown_ones_last():
-    guesses = Predictions(np.full((4, 2), 0.5), np.array([[0, 0], [3, 4], [np.nan, 0], [0, 2]], np.float32))
-    guesses.probabilities[2] = np.nan
-    assert sort_by_similarity(guesses, 1).tolist() == [1, 3, 0, 2]
+    predictions = Predictions(np.full((4, 2), 0.5), np.array([[0, 0], [3, 4], [np.nan, 0], [0, 2]], np.float32))
+    predictions.probabilities[2] = np.nan
+    assert sort_by_similarity(predictions, 1).tolist() == [1, 3, 0, 2]
 
 
 def test_every_fifth_is_the_next_of_the_random_order():

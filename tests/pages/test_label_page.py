@@ -126,8 +126,8 @@ def test_page_shows_the_order(browser: Any, page: str) -> None:
     open_page(browser, page)
     way = Select(browser.find_element("id", "way"))
     assert way.first_selected_option.text == "uncertain and different, classes in turn"
-    words = browser.find_element("id", "rank").text
-    assert re.fullmatch(rf"uncertainty 0\.\d\d, rank [\d,]+ of {COUNT:,}", words)
+    text = browser.find_element("id", "rank").text
+    assert re.fullmatch(rf"uncertainty 0\.\d\d, rank [\d,]+ of {COUNT:,}", text)
     way.select_by_value("unsure")
     wait_until(lambda: " rank 1 of" in browser.find_element("id", "rank").text)
     for rank in range(1, 5):
@@ -147,8 +147,8 @@ def test_suggestions_are_hidden_until_requested(browser: Any, page: str) -> None
     open_page(browser, page)
     assert not browser.find_element("id", "suggest").is_selected()
     assert not browser.find_element("id", "suggestion").is_displayed()
-    asked = "return performance.getEntriesByType('resource').filter((e) => e.name.includes('/guess/')).length"
-    assert browser.execute_script(asked) == 0
+    requested = "return performance.getEntriesByType('resource').filter((e) => e.name.includes('/guess/')).length"
+    assert browser.execute_script(requested) == 0
     press_keys(browser, "m")
     wait_until(lambda: browser.find_element("id", "suggestion").text.startswith("The model predicts "))
     assert len(browser.find_elements("css selector", "#choices .suggested")) == 1

@@ -57,19 +57,19 @@ def get(
     """Return status, body and headers of a request; `headers` replace the usual ones, "" leaves one out."""
     where = urlsplit(address)
     made = http.client.HTTPConnection(where.hostname or "", where.port or 0, timeout=10)
-    said = {"Host": where.netloc, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    text = {"Host": where.netloc, **{name.replace("_", "-"): value for name, value in headers.items()}}
     made.putrequest(method, path if path.startswith("/") else where.path + path, skip_host=True)
-    for name, value in said.items():
+    for name, value in text.items():
         if value:
             made.putheader(name, value)
     if body is not None:
         made.putheader("Content-Length", str(len(body)))
     made.endheaders(body)
-    answer = made.getresponse()
-    data = answer.read()
+    reply = made.getresponse()
+    data = reply.read()
     made.close()
-    kind = answer.headers.get_content_type()
-    return answer.status, json.loads(data) if kind == "application/json" else data, dict(answer.headers)
+    kind = reply.headers.get_content_type()
+    return reply.status, json.loads(data) if kind == "application/json" else data, dict(reply.headers)
 
 
 def test_the_page_and_what_it_loads_come_from_its_own_address(address: str):
@@ -87,8 +87,8 @@ def test_requests_without_token_are_refused(address: str):
     """The address without its last slash leads to it."""
     token = urlsplit(address).path.strip("/")
     for path in ("/", "/start", "/wrong/start", f"/{token}x/start", f"/x/{token}/start", "//", "/%ff/"):
-        status, said, _ = get(address, path)
-        assert (status, b"lacks its key" in said) == (403, True), path
+        status, text, _ = get(address, path)
+        assert (status, b"lacks its key" in text) == (403, True), path
     status, _, headers = get(address, f"/{token}")
     assert (status, headers["location"]) == (307, f"/{token}/")
 
@@ -114,13 +114,13 @@ def test_another_origin_is_refused(address: str):
 
 
 def test_invalid_labels_are_refused_with_a_message(address: str):
-    facts = ('"0", "label": "cat"', 'true, "label": "cat"', '4, "label": "cat"', '-1, "label": "cat"')
-    facts += ('0, "label": ["cat"]', '0, "label": "a\\nb"', '0, "label": "cow"')
-    bodies = [f'{{"row": {each}}}'.encode() for each in facts]
+    metadata = ('"0", "label": "cat"', 'true, "label": "cat"', '4, "label": "cat"', '-1, "label": "cat"')
+    metadata += ('0, "label": ["cat"]', '0, "label": "a\\nb"', '0, "label": "cow"')
+    bodies = [f'{{"row": {each}}}'.encode() for each in metadata]
     for body in (b"", b"[1]", b"{", b"\xff", b"[" * 60_000, *bodies, b" " * (MAX_BODY_BYTES + 1)):
-        status, said, _ = get(address, "answer", "POST", body, Origin=f"http://{urlsplit(address).netloc}")
+        status, text, _ = get(address, "answer", "POST", body, Origin=f"http://{urlsplit(address).netloc}")
         assert status == (413 if len(body) > MAX_BODY_BYTES else 422), body[:40]
-        assert said["error"].endswith(".")
+        assert text["error"].endswith(".")
 
 
 def test_nothing_else_is_served(address: str):
@@ -166,7 +166,7 @@ def test_the_list_is_the_order_of_the_page(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (["--list", "0"], "--list is '0'"),
         (["--list", "3", "--reader", "two"], "--list prints the first reader's order"),
@@ -177,9 +177,11 @@ def test_the_list_is_the_order_of_the_page(tmp_path: Path, capsys: pytest.Captur
         (["--seed", "x"], "--seed is 'x'"),
     ],
 )
-def test_invalid_flag_gives_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str):
+def test_invalid_flag_gives_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+):
     assert cli.main(["site", "label", str(site(tmp_path / "s")), *flags]) == 2
-    assert re.search(words, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_classes_are_written_once_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -271,11 +273,11 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
         Image.new("L", (1500, 1000), n).save(tmp_path / f"{n}.png")
     pictures = ImageCache(tmp_path)
     running = 0
-    most = 0
+    maximum = 0
 
     def slowly(*args: Any) -> Image.Image:
-        nonlocal running, most
-        running, most = running + 1, max(most, running + 1)
+        nonlocal running, maximum
+        running, maximum = running + 1, max(maximum, running + 1)
         time.sleep(0.02)
         running -= 1
         return open_upright(*args)
@@ -289,9 +291,9 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
             return False
 
     with ThreadPoolExecutor(40) as pool:
-        answers = list(pool.map(request, range(40)))
-    assert most == 1
-    assert sum(answers) >= MAX_WAITING_IMAGES
+        replies = list(pool.map(request, range(40)))
+    assert maximum == 1
+    assert sum(replies) >= MAX_WAITING_IMAGES
     assert all(request(n) for n in range(8))
 
 
@@ -351,12 +353,12 @@ def test_numbers_and_letters_that_no_page_sends_are_bad_requests(address: str):
         "image/x",
         "image/-1",
     ):
-        status, said, _ = get(address, path)
+        status, text, _ = get(address, path)
         assert status == 400, path[:20]
-        assert said["error"].endswith(" must be a whole number of at most 18 digits.")
+        assert text["error"].endswith(" must be a whole number of at most 18 digits.")
     origin = f"http://{urlsplit(address).netloc}"
     for path, field in (("note", "note"), ("answer", "label")):
-        status, said, _ = get(address, path, "POST", b'{"row": 0, "%s": "\\ud800"}' % field.encode(), Origin=origin)
-        assert (status, said) == (400, {"error": f"{field} has a character that is no Unicode text."})
-    status, said, _ = get(address, "answer", "POST", f'{{"row": {digits}}}'.encode(), Origin=origin)
+        status, text, _ = get(address, path, "POST", b'{"row": 0, "%s": "\\ud800"}' % field.encode(), Origin=origin)
+        assert (status, text) == (400, {"error": f"{field} has a character that is no Unicode text."})
+    status, text, _ = get(address, "answer", "POST", f'{{"row": {digits}}}'.encode(), Origin=origin)
     assert status == 422

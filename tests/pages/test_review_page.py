@@ -26,8 +26,8 @@ NAMES = ("+a.png", "b.png", "c.png", "d.png", "e.png")
 
 
 def through(probabilities: np.ndarray = PROBABILITIES, classes: tuple[str, ...] = CLASSES) -> Any:
-    guesses = Predictions(probabilities, np.zeros((len(probabilities), 1)))
-    return SimpleNamespace(result=guesses, classes=classes, count=5, total=5, error="")
+    predictions = Predictions(probabilities, np.zeros((len(probabilities), 1)))
+    return SimpleNamespace(result=predictions, classes=classes, count=5, total=5, error="")
 
 
 def folder(path: Path, lines: str = "b.png,dog\nc.png,dog\n+a.png,=1+1\n") -> Path:
@@ -114,9 +114,9 @@ def cells(browser: Any) -> list[str]:
     return [each.get_attribute("aria-label") for each in found]
 
 
-def chosen(browser: Any, select: str, words: str) -> None:
+def chosen(browser: Any, select: str, message: str) -> None:
     for option in browser.find_elements("css selector", f"#{select} option"):
-        if option.text == words:
+        if option.text == message:
             option.click()
 
 
@@ -125,8 +125,8 @@ def test_the_wall_is_sorted_and_filtered(browser: Any, page: str) -> None:
     open_page(browser, page)
     assert wait_until(lambda: cells(browser))[0].startswith("c.png: ship · 40 %, label dog")
     # e.png cannot be read: it is the last image in every order.
-    for words, first in (("the most confident", "b.png"), ("the least confident", "c.png"), ("by path", "+a.png")):
-        chosen(browser, "sort", words)
+    for message, first in (("the most confident", "b.png"), ("the least confident", "c.png"), ("by path", "+a.png")):
+        chosen(browser, "sort", message)
         assert cells(browser)[0].startswith(first)
         assert cells(browser)[-1].startswith("e.png")
     chosen(browser, "predicted", "ship")

@@ -28,7 +28,7 @@ def until_done(found: BackgroundTraining, seconds: float = 90) -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "words"),
+    ("labels", "message"),
     [
         ([-1, -1], "No image has a label yet: label a few of every class, then train."),
         ([1, -1], "All labels are 'dog': label images of another class too, then train."),
@@ -36,10 +36,10 @@ def until_done(found: BackgroundTraining, seconds: float = 90) -> None:
     ],
 )
 def test_missing_labels_or_network_give_a_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: list[int], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: list[int], message: str
 ):
     monkeypatch.setattr(training, "is_installed", lambda name: False)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         BackgroundTraining(tmp_path, ["a", "b"], LABELS_FILE).begin(np.array(labels), ["cat", "dog"], NONE)
 
 
@@ -121,11 +121,11 @@ def test_training_again_after_a_kill_has_the_result_of_one_that_was_not_killed(
         return found
 
     assert train_once("killed", kill=True).summary == "The training was ended before it was done: train again."
-    again = train_once("killed")
+    repeated = train_once("killed")
     calm = train_once("calm")
-    assert again.result is not None
+    assert repeated.result is not None
     assert calm.result is not None
-    np.testing.assert_array_equal(again.result.probabilities, calm.result.probabilities)
+    np.testing.assert_array_equal(repeated.result.probabilities, calm.result.probabilities)
     files = [sorted(path.name for path in (tmp_path / name).rglob("*.*")) for name in ("killed", "calm")]
     assert files[0] == files[1]
     assert not [name for name in files[0] if name.startswith(".")]

@@ -67,9 +67,9 @@ def test_run_has_progress_and_remaining_time(tmp_path: Path):
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n")
     run = FollowedRun(tmp_path / "r", "r")
     assert run.update()
-    facts = run.describe(time.time())
-    assert (facts["state"], facts["round"], facts["rounds"]) == ("running", 12, 20)
-    assert facts["left"] == pytest.approx(8 * 0.5, abs=1)  # 8 rounds of half a second
+    metadata = run.describe(time.time())
+    assert (metadata["state"], metadata["round"], metadata["rounds"]) == ("running", 12, 20)
+    assert metadata["left"] == pytest.approx(8 * 0.5, abs=1)  # 8 rounds of half a second
     drawn = run.collect_plot_data()
     assert drawn["lines"]["accuracy"]["x"] == [2, 4, 6, 8, 10, 12]
     assert drawn["lines"]["sent"]["y"] == [0.5] * 12
@@ -218,9 +218,9 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     record(tmp_path, *beginning)
     run = FollowedRun(tmp_path, "r")
     now = time.time()
-    facts = run.describe(now)
-    assert (facts["state"], facts["alarms"]) == ("waiting", [])
-    assert facts["waiting"] == "waiting for sites since 2026-11-21 04:53:13: 0 of 3 are there, 2 needed"
+    metadata = run.describe(now)
+    assert (metadata["state"], metadata["alarms"]) == ("waiting", [])
+    assert metadata["waiting"] == "waiting for sites since 2026-11-21 04:53:13: 0 of 3 are there, 2 needed"
     assert run.describe(now + 130)["state"] == "stopped"
     record(tmp_path, *beginning, ("04:55:43", "sites_ready", "2 of 3 sites are there", {}))
     assert run.describe(now)["waiting"] == "", "round 1 has begun"
@@ -234,8 +234,8 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     waiting = ("04:57:13", "waiting_for_replies", "waiting for site-01: round 2, query 1 (train)", pending)
     gone = ("04:57:20", "site_disconnected", "site-01 is no longer connected", {"site": "site-01"})
     record(tmp_path, *beginning, waiting, gone)
-    words = "waiting for site-01 since 2026-11-21 04:57:13: round 2, query 1 (train)"
-    assert (run.describe(now)["state"], run.describe(now)["waiting"]) == ("waiting", words)
+    message = "waiting for site-01 since 2026-11-21 04:57:13: round 2, query 1 (train)"
+    assert (run.describe(now)["state"], run.describe(now)["waiting"]) == ("waiting", message)
 
 
 def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
@@ -248,9 +248,9 @@ def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
         assert run.describe(now + 10000)["state"] == "running"
     (tmp_path / "r" / "serve.log").write_text("")
     assert run.describe(now + 100)["state"] == "running"
-    facts = run.describe(now + 130)
-    assert facts["state"] == "stopped"
-    assert "continue it with halfmoon serve" in facts["alarms"][-1]["words"]
+    metadata = run.describe(now + 130)
+    assert metadata["state"] == "stopped"
+    assert "continue it with halfmoon serve" in metadata["alarms"][-1]["words"]
 
 
 def test_accuracies_of_sites_are_drawn_with_their_mean(tmp_path: Path):
@@ -263,12 +263,12 @@ def test_accuracies_of_sites_are_drawn_with_their_mean(tmp_path: Path):
 
 
 def test_left_out_site_is_shown_until_the_next_round(tmp_path: Path):
-    words = "its parameters point against the others (cosine -0.540, median 0.040)"
-    left_out = {"round": 1, "cohort": ["east", "west"], "left_out": {"west": f"west was left out: {words}"}}
+    message = "its parameters point against the others (cosine -0.540, median 0.040)"
+    left_out = {"round": 1, "cohort": ["east", "west"], "left_out": {"west": f"west was left out: {message}"}}
     first = ("04:54:09", "round_finished", "round 1 of 9: 3 sites, mean loss 2.0", left_out)
     record(tmp_path, first)
     (west,) = views.federation_view(tmp_path)["sites"]
-    assert (west["state"], west["words"], west["left out"]) == ("left out", f"west was left out: {words}", 1)
+    assert (west["state"], west["words"], west["left out"]) == ("left out", f"west was left out: {message}", 1)
     later = (
         first,
         ("04:55:09", "round_finished", "round 2 of 9: 3 sites, mean loss 1.9", {"round": 2}),
@@ -338,11 +338,11 @@ def test_folder_that_cannot_be_watched_gives_a_message(tmp_path: Path, capsys: p
 
 def test_page_of_a_federation_is_read_only(tmp_path: Path):
     record(tmp_path, *SERVER)
-    said: list[str] = []
-    with serve_in_background(WatchPage(tmp_path).app(), "page", None, said.append) as address:
-        assert said == [f"page: {address}"]
-        with urllib.request.urlopen(f"{address}data") as answer:
-            assert len(json.load(answer)["federation"]["sites"]) == 2
+    messages: list[str] = []
+    with serve_in_background(WatchPage(tmp_path).app(), "page", None, messages.append) as address:
+        assert messages == [f"page: {address}"]
+        with urllib.request.urlopen(f"{address}data") as reply:
+            assert len(json.load(reply)["federation"]["sites"]) == 2
         origin = {"Origin": address[: address.index("/", 8)]}
         with pytest.raises(urllib.error.HTTPError, match="405"):
             urllib.request.urlopen(urllib.request.Request(f"{address}data", b"{}", origin))

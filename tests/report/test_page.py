@@ -95,9 +95,9 @@ class Reader(HTMLParser):
 
 
 def data_of(page: str) -> dict[str, Any]:
-    (words,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert not set("<>&") & set(words)  # nothing in it can end or open anything
-    return json.loads(words)
+    (message,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert not set("<>&") & set(message)  # nothing in it can end or open anything
+    return json.loads(message)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_the_interval_of_tau_by_students_t() -> None:
 def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
     """A run without its folder has only its final accuracy: of 60 and 120 steps the second has none at 60 steps."""
     folder = write_sweep(tmp_path, seeds=1)
-    facts = read_sweep_file(folder)
-    for cell in facts["cells"]:
+    metadata = read_sweep_file(folder)
+    for cell in metadata["cells"]:
         cell["runs"][0]["folder"] = "gone"
         cell["runs"][0]["cost"]["labeled_steps"] = 120 if cell["at"]["method"] == "feddure" else 60
-    write_sweep_file(folder, facts)
+    write_sweep_file(folder, metadata)
     study = read_sweep(folder / "sweep.json")
     score = scores_at_equal_steps(study)
     assert score.steps == {("iid-iid",): 60, ("dir-dir",): 60}
@@ -202,7 +202,7 @@ def test_order_and_scores_of_a_column(study: Study) -> None:
 
 def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
     """Two values of gamma make columns, two values of a method's own option make rows, and seeds neither."""
-    for number, (method, seed, words) in enumerate(
+    for number, (method, seed, message) in enumerate(
         [
             (1, 0, "dirichlet_alpha = 0.1\n[options]\ntau = 0.9\n"),
             (1, 1, "dirichlet_alpha = 0.1\n[options]\ntau = 0.9\n"),
@@ -210,7 +210,7 @@ def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
             (2, 0, "dirichlet_alpha = 0.5\n"),
         ]
     ):
-        write_run(tmp_path / "all" / str(number), method, seed, config=words)
+        write_run(tmp_path / "all" / str(number), method, seed, config=message)
     (study,) = gather_studies([tmp_path / "all"])
     assert [value.title for value in study.row_values] == [
         "FedAvg + FixMatch (tau 0.9)",
@@ -262,7 +262,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("{", r"sweep\.json cannot be read"),
         ("[]", "has format None"),
@@ -276,18 +276,18 @@ def damaged(**changes: Any) -> dict[str, Any]:
         (json.dumps(damaged()), "nothing is finished"),
     ],
 )
-def test_damaged_sweep_gives_a_message(tmp_path: Path, content: str, said: str) -> None:
+def test_damaged_sweep_gives_a_message(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").write_text(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         write_report([tmp_path / "sweep"], tmp_path / "page.html")
     assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
 
 
 def test_a_finished_run_without_accuracy_is_damage(tmp_path: Path) -> None:
-    facts = damaged()
-    facts["cells"][0]["runs"] = [{"seed": 3, "finished": True}]
-    (tmp_path / "a.json").write_text(json.dumps(facts))
+    metadata = damaged()
+    metadata["cells"][0]["runs"] = [{"seed": 3, "finished": True}]
+    (tmp_path / "a.json").write_text(json.dumps(metadata))
     with pytest.raises(UserError, match="cell 0, seed 3, is finished but has no accuracy or cost"):
         gather_studies([tmp_path / "a.json"])
 
@@ -296,34 +296,34 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.txt").write_text("x")
     write_run(tmp_path / "open", 1, 0, finished=False)
-    for name, said in (
+    for name, output in (
         ("empty", "has no run"),
         ("nowhere", "does not exist"),
         ("file.txt", "is no run"),
         ("open", "nothing is finished"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=output):
             write_report([tmp_path / name], tmp_path / "page.html")
     assert not list(tmp_path.glob("page.*"))
 
 
 def test_a_bad_out_is_one_sentence(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 1, 0)
-    for out, said in (
+    for out, output in (
         (tmp_path, "is a folder"),
         (tmp_path / "page.csv", "does not end in .html"),
         (tmp_path / "nowhere" / "page.html", "there is no folder"),
     ):
-        with pytest.raises(UserError, match=re.escape(said)):
+        with pytest.raises(UserError, match=re.escape(output)):
             write_report([tmp_path / "run"], out)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, seeds=1)
-    facts = read_sweep_file(folder)
-    facts["cells"][0]["runs"][0]["identity"] = "what it was"
-    write_sweep_file(folder, facts)
+    metadata = read_sweep_file(folder)
+    metadata["cells"][0]["runs"][0]["identity"] = "what it was"
+    write_sweep_file(folder, metadata)
     study = read_sweep(folder / "sweep.json")
     assert list_missing(study) == ["The folders of 1 finished runs now contain another run: no charts of those."]
     assert len(study.runs) == 5
@@ -332,10 +332,10 @@ def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> N
 def test_the_csv_parses_back(tmp_path: Path) -> None:
     """Six cells of two seeds, unrounded; the cell with a failed run says why, the one without runs keeps its number."""
     folder = write_sweep(tmp_path)
-    facts = read_sweep_file(folder)
-    facts["cells"][3]["runs"] = []
-    facts["cells"][4]["runs"][1] = {"seed": 1, "finished": False, "failed": 'the loss, "again", is no number'}
-    write_sweep_file(folder, facts)
+    metadata = read_sweep_file(folder)
+    metadata["cells"][3]["runs"] = []
+    metadata["cells"][4]["runs"][1] = {"seed": 1, "finished": False, "failed": 'the loss, "again", is no number'}
+    write_sweep_file(folder, metadata)
     rows = list(csv.DictReader(io.StringIO(frame.format_csv([read_sweep(folder / "sweep.json")]))))
     assert len(rows) == 2 * 6 - 1
     first = rows[0]
@@ -362,11 +362,11 @@ def test_the_csv_parses_back(tmp_path: Path) -> None:
 
 
 def test_an_axis_named_like_a_column_keeps_apart(tmp_path: Path) -> None:
-    facts = make_sweep(columns=["seed"])
-    facts["axes"][0]["name"] = "seed"
+    metadata = make_sweep(columns=["seed"])
+    metadata["axes"][0]["name"] = "seed"
     done = write_run(tmp_path / "cells" / "a", 0, 7)
-    facts["cells"] = [{"at": {"seed": "iid-iid", "method": "fedavg"}, "runs": [make_run_entry(done, "cells/a")]}]
-    write_sweep_file(tmp_path, facts)
+    metadata["cells"] = [{"at": {"seed": "iid-iid", "method": "fedavg"}, "runs": [make_run_entry(done, "cells/a")]}]
+    write_sweep_file(tmp_path, metadata)
     (row,) = csv.DictReader(io.StringIO(frame.format_csv(gather_studies([tmp_path]))))
     assert (row["axis_seed"], row["seed"]) == ("iid-iid", "7")
 
@@ -384,19 +384,19 @@ def cells(line: str) -> int:
 
 def test_every_line_of_a_latex_table_fills_its_columns(tmp_path: Path) -> None:
     """Four columns of numbers: measured in the first setting; measured and published in the second; so 1 + 3."""
-    words = latex.format_latex(gather_studies([write_sweep(tmp_path, title="50 % & more_of it")]))
-    tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}\n(.*?)\\end\{tabular\}", words, re.DOTALL)
+    message = latex.format_latex(gather_studies([write_sweep(tmp_path, title="50 % & more_of it")]))
+    tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}\n(.*?)\\end\{tabular\}", message, re.DOTALL)
     assert [columns for columns, _ in tables] == ["lrrr", "lrrr"]
     for _, body in tables:
         lines = [line for line in body.splitlines() if line.endswith(r"\\")]
         assert len(lines) >= 5
         assert {cells(line) for line in lines} == {4}
-    captions = re.findall(r"\\caption\{(.*)\}", words)
+    captions = re.findall(r"\\caption\{(.*)\}", message)
     assert len(captions) == 2
     for caption in captions:
         assert r"50 \% \& more\_of it" in caption
         assert r"\textbf{Scale ``small'': 12 of 200 rounds: not the paper's experiment.}" in caption
-    assert words.count(r"\begin{table}") == words.count(r"\end{table}") == 2
+    assert message.count(r"\begin{table}") == message.count(r"\end{table}") == 2
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
@@ -416,13 +416,13 @@ EVIL = '</script><script>alert("1")</script><b a=\'&amp;">'
 def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
     """Titles, names of classes, notes, and reasons of failure with tags in them stay text; the two scripts are ours."""
     names = [EVIL, "dog", "ship"]
-    facts = make_sweep(title=EVIL, about=EVIL, reading=EVIL, command=EVIL, scale={"name": EVIL, "about": EVIL})
-    facts["axes"][1]["values"][1]["title"] = EVIL
+    metadata = make_sweep(title=EVIL, about=EVIL, reading=EVIL, command=EVIL, scale={"name": EVIL, "about": EVIL})
+    metadata["axes"][1]["values"][1]["title"] = EVIL
     done = write_run(tmp_path / "x" / "cells" / "a", 1, 0, names=names, config=f"lr = '''{EVIL[:-4]}'''\n")
     runs = [make_run_entry(done, "cells/a"), {"seed": 1, "finished": False, "failed": EVIL}]
     published = {"mean": 50.0, "deviation": None, "note": EVIL}
-    facts["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": runs, "published": published}]
-    write_sweep_file(tmp_path / "x", facts)
+    metadata["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": runs, "published": published}]
+    write_sweep_file(tmp_path / "x", metadata)
     write_run(tmp_path / "<script>&amp;" / "b", 2, 0, title=EVIL, names=names)
     page = render_html(gather_studies([tmp_path / "x", tmp_path / "<script>&amp;"]))
     read = Reader(page)
@@ -543,10 +543,10 @@ def test_csv_has_no_formula(tmp_path: Path) -> None:
 
 
 def test_many_rounds_are_thinned() -> None:
-    kept = bands.pick_evenly(range(1, 2001), 300)
-    assert (len(kept), kept[0], kept[-1]) == (300, 1, 2000)
-    assert kept == sorted(set(kept))
-    assert set(np.diff(kept)) == {6, 7}
+    stored = bands.pick_evenly(range(1, 2001), 300)
+    assert (len(stored), stored[0], stored[-1]) == (300, 1, 2000)
+    assert stored == sorted(set(stored))
+    assert set(np.diff(stored)) == {6, 7}
     assert bands.pick_evenly([3, 5], 300) == [3, 5]
     assert bands.pick_evenly(range(7), 3) == [0, 3, 6]
 
@@ -616,11 +616,11 @@ def test_sweep_with_another_measure_names_it(tmp_path: Path) -> None:
 
 def test_kind_splits_shows_nothing_else(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, kind="splits")
-    facts = read_sweep_file(folder)
-    for cell in facts["cells"]:
+    metadata = read_sweep_file(folder)
+    for cell in metadata["cells"]:
         for run in cell["runs"]:
             run |= {"accuracy": None, "cost": None}
-    write_sweep_file(folder, facts)
+    write_sweep_file(folder, metadata)
     page = render_html(gather_studies([folder]))
     assert "table" not in Reader(page).tags
     (study,) = data_of(page)["studies"]
@@ -633,10 +633,10 @@ def test_kind_splits_shows_nothing_else(tmp_path: Path) -> None:
 def test_the_command_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", 1, 0)
     out = tmp_path / "page.html"
-    words = ["report", str(tmp_path / "run"), "--out", str(out)]
-    assert cli.main([*words, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said == {
+    arguments = ["report", str(tmp_path / "run"), "--out", str(out)]
+    assert cli.main([*arguments, "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output == {
         "page": str(out),
         "csv": str(tmp_path / "page.csv"),
         "latex": str(tmp_path / "page.tex"),
@@ -645,7 +645,7 @@ def test_the_command_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert out.read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.csv", "page.html", "page.tex", "run"]
     before = out.read_bytes()
-    assert cli.main(words) == 0
+    assert cli.main(arguments) == 0
     assert "page: " in capsys.readouterr().out
     assert out.read_bytes() == before
 
@@ -667,7 +667,7 @@ TOP = ("fedavg-sl", "FedAvg-SL (all labels)")
 
 
 @pytest.mark.parametrize(
-    ("shares", "words"),
+    ("shares", "message"),
     [
         (
             ((*LOW, 0.6), (*MID, 0.7), (*TOP, 0.8)),
@@ -684,7 +684,9 @@ TOP = ("fedavg-sl", "FedAvg-SL (all labels)")
         ),
     ],
 )
-def test_headline_describes_the_result(tmp_path: Path, shares: tuple[tuple[str, str, float], ...], words: str) -> None:
+def test_headline_describes_the_result(
+    tmp_path: Path, shares: tuple[tuple[str, str, float], ...], message: str
+) -> None:
     """All labels do not compete. A method that comes twice has two seeds: 10 and 12 points are 11 ± 12.706 standard
     errors of 1."""
     seeds = Counter[str]()
@@ -697,7 +699,7 @@ def test_headline_describes_the_result(tmp_path: Path, shares: tuple[tuple[str, 
         file.write_text(file.read_text().replace('"fedavg"', f'"{method}"'))
         record_checksums(folder)
         seeds[method] += 1
-    assert words in write_headline(gather_studies([tmp_path])[0])
+    assert message in write_headline(gather_studies([tmp_path])[0])
 
 
 def test_the_headline_of_several_columns_counts(study: Study, page: str) -> None:
@@ -724,9 +726,9 @@ def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path
     page = render_html([study])
     assert page.count('<th scope="col" colspan') == 2 * 2
     assert "<summary>Configurations</summary>" in page
-    for words in (page, frame.format_csv([study]), latex.format_latex([study])):
-        assert "/home/me" not in words
-        assert "momentum 3" in words  # nothing that tells the two apart is lost
+    for message in (page, frame.format_csv([study]), latex.format_latex([study])):
+        assert "/home/me" not in message
+        assert "momentum 3" in message  # nothing that tells the two apart is lost
 
 
 def test_data_sets_of_one_name_get_a_folder_more(tmp_path: Path) -> None:
@@ -739,10 +741,10 @@ def test_data_sets_of_one_name_get_a_folder_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("columns", "rows"), [(1, 1), (7, 2), (40, 3), (3, 90)])
 def test_latex_of_any_number_of_runs_has_tables_that_fit(tmp_path: Path, columns: int, rows: int) -> None:
     """Each table has at most six columns and forty rows, all its lines as many cells, and together they say it all."""
-    facts = make_sweep(scale=None)
+    metadata = make_sweep(scale=None)
     names = [f"setting-{n}" for n in range(columns)]
     methods = [f"method-{n}" for n in range(rows)]
-    facts["axes"] = [
+    metadata["axes"] = [
         {"name": "setting", "values": [{"name": n, "title": n} for n in names]},
         {"name": "method", "values": [{"name": n, "title": n} for n in methods]},
     ]
@@ -750,16 +752,16 @@ def test_latex_of_any_number_of_runs_has_tables_that_fit(tmp_path: Path, columns
     summary["cost"] = {"labeled_steps": 1, "forward": 1, "backward": 1, "bytes_down": 1, "bytes_up": 1}
     for name in names:
         for method in methods:
-            facts["cells"].append(
+            metadata["cells"].append(
                 {"at": {"setting": name, "method": method}, "published": None, "runs": [make_run_entry(summary)]}
             )
-    write_sweep_file(tmp_path, facts)
+    write_sweep_file(tmp_path, metadata)
     study = read_sweep(tmp_path / "sweep.json")
-    words = latex.format_tables(study, final_scores(study), "Accuracy")
-    tables = re.findall(r"\\begin\{tabular\}\{(l[lr]*)\}(.*?)\\end\{tabular\}", words, re.S)
+    message = latex.format_tables(study, final_scores(study), "Accuracy")
+    tables = re.findall(r"\\begin\{tabular\}\{(l[lr]*)\}(.*?)\\end\{tabular\}", message, re.S)
     assert len(tables) == -(-columns // 6) * -(-rows // 40)
-    assert words.count(r"\begin{table}") == words.count(r"\end{table}") == len(tables)
-    assert words.count("50.00") == columns * rows
+    assert message.count(r"\begin{table}") == message.count(r"\end{table}") == len(tables)
+    assert message.count("50.00") == columns * rows
     for kinds, body in tables:
         assert len(kinds) <= 7
         lines = [line for line in body.splitlines() if line.endswith(r"\\")]

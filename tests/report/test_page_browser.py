@@ -43,12 +43,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("page")
     table = write_sweep(root, names=[ODD, "dog", "ship"])
     lines = write_line_sweep(root)
-    alone = make_sweep(kind="splits", scale=None)
+    single = make_sweep(kind="splits", scale=None)
     done = write_run(root / "s", 1, 0, split=make_split_summary(5, ["a", "b"], server=True))
-    alone["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": [make_run_entry(done, "../s")]}]
+    single["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": [make_run_entry(done, "../s")]}]
     path = root / "page.html"
     path.write_text(
-        render_html(gather_studies([table, lines, write_sweep_file(root / "splits", alone)])), encoding="utf-8"
+        render_html(gather_studies([table, lines, write_sweep_file(root / "splits", single)])), encoding="utf-8"
     )
     return path
 
@@ -103,8 +103,8 @@ def test_charts_show_the_data(browser: Any, page: Path) -> None:
     # Along gamma: a line a method, and three published points, each with its deviation.
     assert count(browser, "[data-along] path.line") == 3
     assert count(browser, "[data-along] .published") == 3
-    for picture in browser.find_elements("css selector", "svg[role=img]"):
-        assert len(picture.get_attribute("aria-label")) > 20
+    for image in browser.find_elements("css selector", "svg[role=img]"):
+        assert len(image.get_attribute("aria-label")) > 20
 
 
 def test_bubbles_have_areas_in_proportion(browser: Any, page: Path) -> None:
@@ -153,10 +153,10 @@ def hover(browser: Any, selector: str, across: float, broadcast: float = 0.5) ->
 def test_hovering_shows_values(browser: Any, page: Path) -> None:
     """At the right edge stands round 12 with all methods, the best first; beyond the charts the tooltip goes."""
     opened(browser, page)
-    said = hover(browser, f"{group(0)} [data-charts=learning] svg[role=img]", 0.97).splitlines()
-    assert said[0] == "round 12"
-    assert said[1::2] == [*reversed(METHODS.values())]
-    assert said[2] == "77.97 (77.47 to 78.47)"
+    messages = hover(browser, f"{group(0)} [data-charts=learning] svg[role=img]", 0.97).splitlines()
+    assert messages[0] == "round 12"
+    assert messages[1::2] == [*reversed(METHODS.values())]
+    assert messages[2] == "77.97 (77.47 to 78.47)"
     assert count(browser, f"{group(0)} .guide[visibility=visible]") == 1
     confusion = hover(browser, f"{group(0)} [data-charts=confusion] svg[role=img]", 0.5, 0.1)
     assert confusion.startswith(f"true: {ODD}")
@@ -181,10 +181,10 @@ def test_arrow_keys_walk_along_the_rounds(browser: Any, page: Path) -> None:
     assert rounds == ["round 2", "round 4", "round 2"]
 
 
-def choose(browser: Any, selector: str, words: str) -> None:
+def choose(browser: Any, selector: str, message: str) -> None:
     """Choose an option by its text, as a user does."""
     select = browser.find_element("css selector", selector)
-    next(option for option in select.find_elements("tag name", "option") if option.text == words).click()
+    next(option for option in select.find_elements("tag name", "option") if option.text == message).click()
     settle(browser)
 
 
@@ -195,11 +195,11 @@ def test_the_axis_of_costs_can_be_chosen(browser: Any, page: Path) -> None:
     label = f"{chart} text.label"
     ticks = f"{chart} text.x"
     assert browser.find_element("css selector", label).text == "labeled steps"
-    for words, most in (("forward passes, images", 3600), ("sent, MB", 18), ("seconds", 6), ("round", 12)):
-        choose(browser, f"{chart} select", words)
-        assert browser.find_element("css selector", label).text == words
+    for message, maximum in (("forward passes, images", 3600), ("sent, MB", 18), ("seconds", 6), ("round", 12)):
+        choose(browser, f"{chart} select", message)
+        assert browser.find_element("css selector", label).text == message
         shown = [float(each.text.replace(",", "")) for each in browser.find_elements("css selector", ticks)]
-        assert 0.6 * most < max(shown) <= most
+        assert 0.6 * maximum < max(shown) <= maximum
         assert count(browser, f"{chart} path.line") == 3
 
 

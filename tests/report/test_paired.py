@@ -23,10 +23,10 @@ def test_a_difference_is_students_t_of_the_pairs() -> None:
 
 def test_overlapping_splits_widen_the_interval() -> None:
     """Nadeau and Bengio: the variance is (1/n + test/train) s^2, here (1/4 + 1/4) in place of 1/4."""
-    ours = [3.0, 5.0, 4.0, 8.0]
+    actual = [3.0, 5.0, 4.0, 8.0]
     base = [1.0, 2.0, 3.0, 4.0]
-    narrow = paired.compare_paired(ours, base)
-    wide = paired.compare_paired(ours, base, test_train_ratio=0.25)
+    narrow = paired.compare_paired(actual, base)
+    wide = paired.compare_paired(actual, base, test_train_ratio=0.25)
     assert wide.high - wide.mean == pytest.approx(2**0.5 * (narrow.high - narrow.mean))
 
 
@@ -41,8 +41,8 @@ def test_the_interval_covers_the_truth_in_95_of_100() -> None:
     draw = np.random.default_rng(0)
     split = draw.normal(0, 5, (2000, 5))
     base = split + draw.normal(0, 1, split.shape)
-    ours = split + 2 + draw.normal(0, 1, split.shape)
-    covered = [r.low <= 2 <= r.high for r in map(paired.compare_paired, ours, base)]
+    actual = split + 2 + draw.normal(0, 1, split.shape)
+    covered = [r.low <= 2 <= r.high for r in map(paired.compare_paired, actual, base)]
     assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
 
 
@@ -72,8 +72,8 @@ def test_an_interval_over_splits_and_images_covers_the_truth() -> None:
         split = draw.normal(0, 0.01, (2, 5, 1))
         rights = [draw.random((5, 200)) < 0.7 + own + each for own, each in zip(image, split, strict=True)]
         accuracies = [100 * right.mean(1) for right in rights]
-        for place, found in enumerate((paired.compare_by_image(*rights), paired.compare_paired(*accuracies))):
-            hits[place] += found.low <= 0 <= found.high
+        for index, found in enumerate((paired.compare_by_image(*rights), paired.compare_paired(*accuracies))):
+            hits[index] += found.low <= 0 <= found.high
     assert hits[0] / 300 > 0.93 > hits[1] / 300
 
 
@@ -100,10 +100,10 @@ def test_runs_with_correct_predictions_are_compared_by_image() -> None:
 
 def test_adjusted_intervals_exclude_zero_exactly_if_adjusted_p_is_below_5_percent() -> None:
     """Bonferroni by hand: the interval of k comparisons is that of level 1 - 0.05 / k, and p is k times as large."""
-    ours = [3.0, 5.0, 4.0, 8.0]
+    actual = [3.0, 5.0, 4.0, 8.0]
     base = [1.0, 2.0, 3.0, 4.0]
-    one = paired.compare_paired(ours, base)
-    four = paired.compare_paired(ours, base, comparisons=4)
+    one = paired.compare_paired(actual, base)
+    four = paired.compare_paired(actual, base, comparisons=4)
     assert four.p == pytest.approx(4 * one.p)
     error = np.std([2, 3, 1, 4], ddof=1) / 2
     assert four.high == pytest.approx(2.5 + scipy.stats.t.ppf(1 - 0.05 / 8, 3) * error)

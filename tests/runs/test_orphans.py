@@ -69,11 +69,11 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
-def kill_when(words: str, folder: Path, enough: Callable[[dict[int, float]], bool]) -> None:
+def kill_when(text: str, folder: Path, enough: Callable[[dict[int, float]], bool]) -> None:
     """Start a command, kill it when its processes are `enough`, and check that all of them end."""
     token = f"{folder.name}-{os.getpid()}"
     environment = {**os.environ, "HALFMOON_TEST_TOKEN": token}
-    command = [sys.executable, "-m", "halfmoon", *words.split()]
+    command = [sys.executable, "-m", "halfmoon", *text.split()]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:

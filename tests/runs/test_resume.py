@@ -114,16 +114,16 @@ class Shell:
         disk: a file that is flushed, or put in its place."""
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None
-        said = self.folder / f"said-{self.running}"
+        text = self.folder / f"said-{self.running}"
         self.running += 1
-        print(json.dumps([words.split(), str(said), doom]), file=self.parent.stdin, flush=True)
+        print(json.dumps([words.split(), str(text), doom]), file=self.parent.stdin, flush=True)
         try:
             disturb(int(self.parent.stdout.readline()))
         finally:
             print(file=self.parent.stdin, flush=True)
             code = int(self.parent.stdout.readline())
             self.running -= 1
-        return Done(code, said.read_text())
+        return Done(code, text.read_text())
 
     def close(self) -> None:
         assert self.parent.stdout is not None
@@ -193,20 +193,20 @@ def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight:
     assert not [name for name in names if "checkpoint-" in name or "clients/" in name]
 
 
-def killed_often(shell: Shell, words: str, root: Path, changes: int = 45) -> int:
+def killed_often(shell: Shell, text: str, root: Path, changes: int = 45) -> int:
     """Start a command, kill it, resume and kill until it comes to its end; return how many kills met it alive.
     Each process dies at one of its first `changes` of the disk."""
     chance = random.Random(0)
     kills = 0
-    done = shell(f"{words} --run-dir {root}", doom=1)
+    done = shell(f"{text} --run-dir {root}", doom=1)
     while done.code == -signal.SIGKILL:
         kills += 1
-        begun = (root / "run.json").exists() or (root / "comparison.json").exists()
+        started = (root / "run.json").exists() or (root / "comparison.json").exists()
         # A kill before the folder is there leaves nothing to go on with: the same command starts again.
-        again = f"resume {root}" if begun else f"{words} --run-dir {root}"
-        done = shell(again, doom=chance.randint(1, changes))
+        repeated = f"resume {root}" if started else f"{text} --run-dir {root}"
+        done = shell(repeated, doom=chance.randint(1, changes))
         if done.code == 2 and "start it again" in done.said:  # between the folder and its configuration
-            done = shell(f"{words} --run-dir {root}", doom=10)
+            done = shell(f"{text} --run-dir {root}", doom=10)
     assert done.code == 0, done
     return kills
 
@@ -223,10 +223,10 @@ def test_a_folder_of_an_older_version_goes_on(shell: Shell, straight: Path, tmp_
     assert shell(f"{RUN} --run-dir {root}", doom="checkpoint-000002.json").code < 0
     (root / "split.json").unlink()
     assert shell(f"resume {root}").code == 0
-    ours = results(root)
-    theirs = results(straight)
-    assert theirs.keys() - ours.keys() == {"split.json"}
-    assert {name for name in ours if ours[name] != theirs[name]} <= {"curves.png"}
+    actual = results(root)
+    expected = results(straight)
+    assert expected.keys() - actual.keys() == {"split.json"}
+    assert {name for name in actual if actual[name] != expected[name]} <= {"curves.png"}
 
 
 def test_kills_at_every_stage_change_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_a_comparison_survives_kills_and_knows_its_folder(
     done = shell(f"{COMPARE} --run-dir {tmp_path / 'killed'}")
     assert done == (2, f"halfmoon: {tmp_path / 'killed'} holds a comparison of this configuration; `halfmoon resume "
                        f"{tmp_path / 'killed'}` continues it, or choose another --run-dir.\n")  # fmt: skip
-    for words in (f"{COMPARE} --lr 0.1", RUN):
-        done = shell(f"{words} --run-dir {tmp_path / 'killed'}")
+    for text in (f"{COMPARE} --lr 0.1", RUN):
+        done = shell(f"{text} --run-dir {tmp_path / 'killed'}")
         assert done.code == 2
         assert "holds a comparison of another configuration" in done.said
     plan = tmp_path / "killed" / "comparison.json"
@@ -293,8 +293,8 @@ def test_a_flipped_byte_falls_back_and_is_said(shell: Shell, straight: Path, tmp
     newest.write_bytes(damaged)
     done = shell(f"resume {root}")
     assert done.code == 0
-    said = "halfmoon: checkpoint-000003 is damaged (checksum differs); continuing from checkpoint-000002.\n"
-    assert said in done.said
+    text = "halfmoon: checkpoint-000003 is damaged (checksum differs); continuing from checkpoint-000002.\n"
+    assert text in done.said
     assert_same(root, straight)
 
 
@@ -354,15 +354,15 @@ def test_a_run_is_refused_before_anything_else(shell: Shell, straight: Path, tmp
     assert done.said.startswith(f"halfmoon: {straight} holds a run of another configuration (")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all")
-    for words in (RUN, COMPARE):
-        done = shell(f"{words} --run-dir {tmp_path / 'mine'}")
+    for text in (RUN, COMPARE):
+        done = shell(f"{text} --run-dir {tmp_path / 'mine'}")
         assert done == (
             2, f"halfmoon: {tmp_path / 'mine'} is not empty and holds no run; choose another --run-dir.\n"
         )  # fmt: skip
-        done = shell(f"{words} --run-dir {tmp_path / 'mine' / 'thesis.txt'}")
+        done = shell(f"{text} --run-dir {tmp_path / 'mine' / 'thesis.txt'}")
         assert done == (2, f"halfmoon: {tmp_path / 'mine' / 'thesis.txt'} is a file, not a folder; choose another "
                            "--run-dir.\n")  # fmt: skip
-        done = shell(f"{words} --run-dir {tmp_path / 'mine' / 'thesis.txt' / 'run'}")
+        done = shell(f"{text} --run-dir {tmp_path / 'mine' / 'thesis.txt' / 'run'}")
         assert done.code == 2
         assert "the run folder cannot be made (Not a directory); choose another --run-dir." in done.said
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
@@ -408,19 +408,19 @@ def test_a_loss_that_is_no_number_names_its_place(shell: Shell, tmp_path: Path) 
     done = shell(f"{RUN} --steps 2 --lr 1e30 --run-dir {root}")
     assert done.code == 1
     assert "Traceback" not in done.said
-    (said,) = [line for line in done.said.splitlines() if "loss" in line]
-    round, client, step = (int(said.split(word)[1].split()[0].strip(",:")) for word in ("round", "client", "step"))
-    assert said.startswith("halfmoon: The loss became ")
+    (text,) = [line for line in done.said.splitlines() if "loss" in line]
+    round, client, step = (int(text.split(word)[1].split()[0].strip(",:")) for word in ("round", "client", "step"))
+    assert text.startswith("halfmoon: The loss became ")
     assert round >= 1
     assert 0 <= client < 4
     assert 1 <= step <= 2
-    assert said.endswith(f"The run folder is {root}.")
-    kept = sorted(path.name for path in root.glob("checkpoint-*.json"))
-    assert kept[-1] == f"checkpoint-{round - 1:06d}.json"
+    assert text.endswith(f"The run folder is {root}.")
+    stored = sorted(path.name for path in root.glob("checkpoint-*.json"))
+    assert stored[-1] == f"checkpoint-{round - 1:06d}.json"
     # Nothing has changed, so it diverges again, at the same place.
-    again = shell(f"resume {root}")
-    assert again.code == 1
-    assert said in again.said.splitlines()
+    repeated = shell(f"resume {root}")
+    assert repeated.code == 1
+    assert text in repeated.said.splitlines()
 
 
 def test_control_c_says_how_to_go_on(shell: Shell, straight: Path, tmp_path: Path) -> None:
@@ -453,14 +453,14 @@ def test_two_processes_cannot_go_on_with_one_run(shell: Shell, straight: Path, t
 
 
 @pytest.mark.parametrize(
-    ("files", "words", "said"),
+    ("files", "words", "message"),
     [
         ([".lock"], "resume", "is not a run folder"),
         ([".lock", "run.json"], "resume", "start it again"),
         ([".lock", "run.json", "config.toml"], f"{RUN} --run-dir", "holds an unfinished run of this configuration; "),
     ],
 )
-def test_a_folder_that_was_only_begun_says_how_to_go_on(shell, straight, tmp_path, files, words, said):
+def test_a_folder_that_was_only_begun_says_how_to_go_on(shell, straight, tmp_path, files, words, message):
     """`run` starts again there; from its configuration on, `resume` does."""
     root = tmp_path / "run"
     root.mkdir()
@@ -468,4 +468,4 @@ def test_a_folder_that_was_only_begun_says_how_to_go_on(shell, straight, tmp_pat
         shutil.copy(straight / name, root / name)
     done = shell(f"{words} {root}")
     assert done.code == 2
-    assert said in done.said
+    assert message in done.said

@@ -110,7 +110,7 @@ def test_a_callback_knows_which_run_it_sees(tmp_path: Path) -> None:
     notes = Notes()
     chosen = config(tmp_path / "run", rounds=2, baselines=("fedavg",), seed=3)
     halfmoon.run(chosen, notes)
-    first, second = (told[1] for told in notes.told if told[0] == "begin")
+    first, second = (message[1] for message in notes.told if message[0] == "begin")
     assert (first.folder, second.folder) == (tmp_path / "run", tmp_path / "run" / "baselines" / "fedavg")
     assert [run.config.method for run in (first, second)] == ["fedavg-fixmatch", "fedavg"]
     assert (first.rounds, first.first, first.config.seed, second.title) == (2, 0, 3, "FedAvg (labeled only)")
@@ -124,12 +124,12 @@ def test_a_callback_knows_which_run_it_sees(tmp_path: Path) -> None:
 def test_several_look_on_and_one_that_raises_does_not_lose_the_run(tmp_path: Path, plain: Path) -> None:
     notes = Notes()
     broken = Raising(2, OSError("no answer"))
-    with pytest.warns(RuntimeWarning) as said:
+    with pytest.warns(RuntimeWarning) as output:
         outcome = halfmoon.run(config(tmp_path / "run"), halfmoon.Callbacks(broken, notes))
     words = "The callback Raising failed (OSError: no answer); the run continues without it."
-    assert [str(each.message) for each in said if "The callback" in str(each.message)] == [words]
+    assert [str(each.message) for each in output if "The callback" in str(each.message)] == [words]
     assert broken.asked == 2
-    assert [told[2] for told in notes.told if told[0] == "round"] == [1, 2, 3, 4]
+    assert [message[2] for message in notes.told if message[0] == "round"] == [1, 2, 3, 4]
     assert outcome.summaries[0]["finished"]
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (plain / "metrics.jsonl").read_bytes()
 
@@ -152,12 +152,12 @@ def test_the_command_line_says_that_a_tracker_failed(monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TensorBoard, "begin", fail)
-    words = "run --method fedavg --rounds 2 --steps 2 --width 4 --threads 1 --tracker tensorboard --run-dir r"
-    assert cli.main(words.split()) == 0
-    said = capsys.readouterr().err
+    message = "run --method fedavg --rounds 2 --steps 2 --width 4 --threads 1 --tracker tensorboard --run-dir r"
+    assert cli.main(message.split()) == 0
+    output = capsys.readouterr().err
     failed = "The callback TensorBoard failed (OSError: [Errno 28] No space left on device)"
-    assert f"\nhalfmoon: {failed}; the run continues without it.\n" in said
-    assert "Warning" not in said
+    assert f"\nhalfmoon: {failed}; the run continues without it.\n" in output
+    assert "Warning" not in output
 
 
 # TensorBoard
@@ -220,9 +220,9 @@ def test_a_replay_is_what_a_tracker_would_have_written(tmp_path: Path, plain: Pa
     copy.mkdir()
     for name in ("config.toml", "metrics.jsonl"):
         (copy / name).write_bytes((plain / name).read_bytes())
-    again = {"round": 4, "seconds": 10.0}  # played once more after a kill: the later row counts
+    repeated = {"round": 4, "seconds": 10.0}  # played once more after a kill: the later row counts
     seconds = [5.0, 7.0, 2.0, 99.0]
-    lines = [{"round": k + 1, "seconds": value} for k, value in enumerate(seconds)] + [again]
+    lines = [{"round": k + 1, "seconds": value} for k, value in enumerate(seconds)] + [repeated]
     (copy / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.utime(copy / "metrics.jsonl", (1000.0, 1000.0))
     for _ in range(2):
@@ -258,8 +258,8 @@ def test_a_number_that_is_not_finite_stays_out(tmp_path: Path) -> None:
 def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert cli.main(["run", "--tracker", "tensorboard"]) == 2
-    said = capsys.readouterr().err
-    assert said == f"halfmoon: TensorBoard is not installed; {install_command('tensorboard')} to use it.\n"
+    output = capsys.readouterr().err
+    assert output == f"halfmoon: TensorBoard is not installed; {install_command('tensorboard')} to use it.\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -279,8 +279,8 @@ def test_a_replay_of_no_run_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_every_run_of_a_comparison_is_tracked(tmp_path: Path) -> None:
-    words = "compare --methods fedavg fedavg-fixmatch --rounds 2 --steps 2 --width 4 --threads 1 --run-dir r --json"
-    assert cli.main([*words.split(), "--tracker", "tensorboard"]) == 0
+    message = "compare --methods fedavg fedavg-fixmatch --rounds 2 --steps 2 --width 4 --threads 1 --run-dir r --json"
+    assert cli.main([*message.split(), "--tracker", "tensorboard"]) == 0
     for name in ("fedavg-seed0", "fedavg-fixmatch-seed0"):
         assert read(tmp_path / "r" / name) == expected(tmp_path / "r" / name)
     # A finished comparison is not told of: nothing is begun anew.

@@ -58,9 +58,9 @@ def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(tmp_path,
 
 
 def test_results_come_in_the_order_of_the_items(pool: ProcessExecutor) -> None:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     assert list(pool.map(time.sleep, [0.4, 0.0, 0.0])) == [None] * 3
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - start_time < 30
     items = [
         torch.arange(6).reshape(2, 3).T, torch.zeros(()), torch.zeros(0, 3, dtype=torch.uint8), torch.ones(2) > 0,
         torch.ones(3, dtype=torch.bfloat16), torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last),

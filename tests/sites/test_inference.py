@@ -54,16 +54,16 @@ def write_images(folder: Path, images: np.ndarray, names: list[str]) -> None:
         Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(path)
 
 
-def one_sentence(words: str) -> None:
+def one_sentence(text: str) -> None:
     """Demand what every message must be: one line that ends with a point, or with a command or a list."""
-    assert words.startswith("halfmoon: ")
-    assert words.count("\n") == 1
-    assert "Traceback" not in words
+    assert text.startswith("halfmoon: ")
+    assert text.count("\n") == 1
+    assert "Traceback" not in text
 
 
-def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
+def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """Return what a command prints as JSON."""
-    assert cli.main([*words, "--json"]) == 0
+    assert cli.main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -128,8 +128,8 @@ def test_probabilities_are_the_softmax_of_the_logits(monkeypatch: pytest.MonkeyP
     x = torch.from_numpy((images.transpose(0, 3, 1, 2) / 255 - 0.4) / 0.25).float()
     raw = np.exp(model.network.predict(model.params, model.stats, x).double().numpy())
     wanted = raw / raw.sum(1, keepdims=True)
-    for most in (256, 3):
-        monkeypatch.setattr(deployed, "MAX_BATCH_IMAGES", most)
+    for maximum in (256, 3):
+        monkeypatch.setattr(deployed, "MAX_BATCH_IMAGES", maximum)
         np.testing.assert_allclose(model.probabilities(images), wanted, rtol=0, atol=1e-6)
     assert model.probabilities(images[:0]).shape == (0, 3)
     with pytest.raises(UserError, match=r"takes images uint8 \(N, 8, 8, 1\), not uint8 \(7, 8, 7, 1\)"):
@@ -163,15 +163,15 @@ DAMAGES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_every_damage_is_a_sentence(home, tmp_path, damage, capsys):
-    change, words = DAMAGES[damage]
+    change, message = DAMAGES[damage]
     with safe_open(home / "run" / "model.safetensors", "pt") as file:
-        said = file.metadata()
+        text = file.metadata()
         flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    said.pop(CHECKSUM_KEY, None)  # what a checksum finds first is a test of its own
-    change(said, flat)
+    text.pop(CHECKSUM_KEY, None)  # what a checksum finds first is a test of its own
+    change(text, flat)
     path = tmp_path / "model.safetensors"
-    save_file(flat, path, said)
-    with pytest.raises(UserError, match=words) as raised:
+    save_file(flat, path, text)
+    with pytest.raises(UserError, match=message) as raised:
         load_model(path)
     assert str(path) in str(raised.value)
     assert cli.main(["predict", str(path), str(home / "test"), "--out", str(tmp_path / "p.csv")]) == 2
@@ -187,14 +187,14 @@ def test_what_is_no_finished_run_is_refused(home: Path, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("hello")
     (tmp_path / "going").mkdir()
     (tmp_path / "going" / "run.json").write_text("{}")
-    for name, words in {
+    for name, text in {
         "none": "no such file or folder",
         "runs": "holds no model.safetensors",
         "cut.safetensors": "no undamaged safetensors file|was changed since it was written",
         "note.txt": "no undamaged safetensors file|was changed since it was written",
         "going": "not finished, so there is no model yet; go on with: halfmoon resume",
     }.items():
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=text):
             load_model(tmp_path / name)
     with pytest.raises(UserError, match=r"holds 2 run.* padded, run"):
         load_model(home)
@@ -210,8 +210,8 @@ def test_every_image_of_any_size_and_depth_gets_a_row(home, tmp_path, capsys, mo
     (folder / "note.txt").write_text("no image")
     monkeypatch.setattr(deployed, "MAX_BATCH_IMAGES", 2)
     out = tmp_path / "sub" / "p.csv"
-    words = ["predict", str(home / "run"), str(folder), "--out", str(out), "--sure", "0.5"]
-    assert cli.main([*words, "--json"]) == 1
+    arguments = ["predict", str(home / "run"), str(folder), "--out", str(out), "--sure", "0.5"]
+    assert cli.main([*arguments, "--json"]) == 1
     printed, errors = capsys.readouterr()
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -226,10 +226,10 @@ def test_every_image_of_any_size_and_depth_gets_a_row(home, tmp_path, capsys, mo
             assert abs(float(row["probability"]) - values[first]) < 1e-6
             assert abs(float(row["runner_up_probability"]) - values[second]) < 1e-6
         assert row["sure"] == ("yes" if float(row["probability"]) >= 0.5 else "no")
-    facts = json.loads(printed)
-    assert (facts["images"], sum(facts["labels"].values())) == (8, 8)
-    assert facts["unsure"] == sum(row["sure"] == "no" for row in rows)
-    assert [each["path"] for each in facts["unreadable"]] == ["broken.png"]
+    metadata = json.loads(printed)
+    assert (metadata["images"], sum(metadata["labels"].values())) == (8, 8)
+    assert metadata["unsure"] == sum(row["sure"] == "no" for row in rows)
+    assert [each["path"] for each in metadata["unreadable"]] == ["broken.png"]
     assert "broken.png: not a readable image" in errors
 
 
@@ -263,21 +263,21 @@ def test_scores_are_those_of_scikit_learn() -> None:
 
     rng = np.random.default_rng(3)
     truth = rng.integers(0, 3, 50)
-    guess = rng.choice([0, 1, 3], 50)
+    prediction = rng.choice([0, 1, 3], 50)
     confidence = rng.uniform(0.3, 1, 50)
-    found = measure.compute_scores(truth, guess, confidence, ["a", "b", "c", "d"], min_confidence=0.8)
-    assert found["accuracy"] == metrics.accuracy_score(truth, guess)
-    recalls = metrics.recall_score(truth, guess, labels=[0, 1, 2], average=None, zero_division=0)
+    found = measure.compute_scores(truth, prediction, confidence, ["a", "b", "c", "d"], min_confidence=0.8)
+    assert found["accuracy"] == metrics.accuracy_score(truth, prediction)
+    recalls = metrics.recall_score(truth, prediction, labels=[0, 1, 2], average=None, zero_division=0)
     assert found["balanced_accuracy"] == pytest.approx(np.mean(recalls))
     for name, score in (("precision", metrics.precision_score), ("f1", metrics.f1_score)):
-        wanted = score(truth, guess, labels=range(4), average=None, zero_division=0)
+        wanted = score(truth, prediction, labels=range(4), average=None, zero_division=0)
         assert [each[name] for each in found["per_class"]] == wanted.tolist()
     assert [each["support"] for each in found["per_class"]] == [int((truth == k).sum()) for k in range(4)]
-    assert found["confusion"] == metrics.confusion_matrix(truth, guess, labels=range(4)).tolist()
+    assert found["confusion"] == metrics.confusion_matrix(truth, prediction, labels=range(4)).tolist()
     above = confidence >= 0.8
     assert found["sure"]["share"] == above.mean()
-    assert found["sure"]["accuracy"] == (truth == guess)[above].mean()
-    assert measure.compute_scores(truth, guess, confidence, "abcd", min_confidence=1.0)["sure"]["accuracy"] is None
+    assert found["sure"]["accuracy"] == (truth == prediction)[above].mean()
+    assert measure.compute_scores(truth, prediction, confidence, "abcd", min_confidence=1.0)["sure"]["accuracy"] is None
 
 
 def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
@@ -313,18 +313,18 @@ def test_a_table_of_labels_says_the_same_as_folders(home, tmp_path, capsys):
     lines = [f"{name},{y}" for name, y in zip(names[:20], TEST.labels, strict=False)]
     (tmp_path / "site" / "Labels.csv").write_text("\n".join(["path,label", *reversed(lines)]))
     write_images(tmp_path / "sorted", TEST.images[:20], [f"{TEST.labels[k]}/{names[k]}" for k in range(20)])
-    words = ["evaluate", str(home / "run"), "--out", str(tmp_path / "o")]
-    found = [told([*words, str(tmp_path / name)], capsys) for name in ("site", "sorted")]
+    arguments = ["evaluate", str(home / "run"), "--out", str(tmp_path / "o")]
+    found = [told([*arguments, str(tmp_path / name)], capsys) for name in ("site", "sorted")]
     for name in ("images", "accuracy", "confusion", "sure", "per_class"):
         assert found[0][name] == found[1][name]
     for one, two in zip(found[0]["reliability"], found[1]["reliability"], strict=True):
         # The images are added up in another order.
         assert {k: v and pytest.approx(v, rel=1e-12) for k, v in one.items()} == two
     assert found[0]["images"] == 20
-    kept = json.loads((tmp_path / "o" / "evaluation.json").read_text())
-    assert kept["confusion"] == found[1]["confusion"]
+    stored = json.loads((tmp_path / "o" / "evaluation.json").read_text())
+    assert stored["confusion"] == found[1]["confusion"]
     rows = list(csv.reader((tmp_path / "o" / "confusion.csv").open()))
-    assert [row[1:] for row in rows[1:]] == [[str(n) for n in row] for row in kept["confusion"]]
+    assert [row[1:] for row in rows[1:]] == [[str(n) for n in row] for row in stored["confusion"]]
     assert len(list(csv.reader((tmp_path / "o" / "reliability.csv").open()))) == 16
 
 
@@ -334,14 +334,14 @@ def test_folders_without_known_labels_are_refused(tmp_path: Path) -> None:
     write_images(tmp_path / "none", TEST.images[:1], ["0.png"])
     (tmp_path / "none" / "labels.csv").write_text("path,label\n")
     (tmp_path / "empty").mkdir()
-    for name, words in {
+    for name, text in {
         "flat": "neither a labels.csv nor class folders",
         "odd": "does not know the class 'cat' of 2 images; its classes are: 0, 1",
         "none": "names no image",
         "empty": "no image in it",
         "gone": "no such folder",
     }.items():
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=text):
             list_labeled_images(tmp_path / name, ["0", "1"])
     write_images(tmp_path / "pets", TEST.images[:4], ["0/0.png", "1/0.png", "Unlabeled/0.png", "Unlabeled/1.png"])
     assert list_labeled_images(tmp_path / "pets", ["0", "1"])[0] == ["0/0.png", "1/0.png"]
@@ -387,8 +387,8 @@ def test_an_onnx_file_says_what_the_model_says(name: str, tmp_path: Path) -> Non
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     (given,) = session.get_inputs()
     assert (given.name, given.type, given.shape[1:]) == ("images", "tensor(uint8)", list(model.shape))
-    said = session.get_modelmeta().custom_metadata_map
-    assert Card.parse(said, Path("m.onnx")) == model.card
+    text = session.get_modelmeta().custom_metadata_map
+    assert Card.parse(text, Path("m.onnx")) == model.card
     for count in (1, 5):
         images = np.random.default_rng(count).integers(0, 256, (count, *model.shape), np.uint8)
         (found,) = session.run(["probabilities"], {"images": images})
@@ -401,9 +401,9 @@ def test_a_torch_program_says_what_the_model_says(name: str, tmp_path: Path) -> 
     model = build(*shape[:5], **shape[5])
     path = tmp_path / "m.pt2"
     assert export.export_torch(model, path).difference < 1e-5
-    said = {export.CARD_FILE: ""}
-    program = torch.export.load(path, extra_files=said).module()
-    assert Card.parse(json.loads(said[export.CARD_FILE]), path) == model.card
+    text = {export.CARD_FILE: ""}
+    program = torch.export.load(path, extra_files=text).module()
+    assert Card.parse(json.loads(text[export.CARD_FILE]), path) == model.card
     for count in (1, 5):
         images = np.random.default_rng(count).integers(0, 256, (count, *model.shape), np.uint8)
         found = program(torch.from_numpy(images)).numpy()
@@ -444,7 +444,7 @@ def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("predict run", "required: FOLDER"),
         ("predict", "required: MODEL, FOLDER"),
@@ -461,13 +461,13 @@ def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None
         ("export run --torch m.pt2 --images clients", "no such folder"),
     ],
 )
-def test_bad_input_is_one_sentence(home, words, said, capsys, monkeypatch):
+def test_bad_input_is_one_sentence(home, words, message, capsys, monkeypatch):
     monkeypatch.chdir(home)
     before = sorted(path.name for path in home.rglob("*"))
     assert cli.main(words.split()) == 2
     errors = capsys.readouterr().err
     one_sentence(errors)
-    assert said in errors
+    assert message in errors
     assert sorted(path.name for path in home.rglob("*")) == before
 
 
@@ -607,29 +607,29 @@ def test_a_calibrated_model_tells_the_truth_everywhere(home: Path, tmp_path: Pat
     np.testing.assert_allclose(
         program(torch.from_numpy(some)).numpy(), softmax(plain.logits(some) / at, axis=1), atol=1e-5
     )
-    again = told(["calibrate", *run, str(home / "validation")], capsys)
-    assert again["before"] == again["after"] == found["after"]
+    repeated = told(["calibrate", *run, str(home / "validation")], capsys)
+    assert repeated["before"] == repeated["after"] == found["after"]
 
 
 def test_a_card_with_an_impossible_temperature_is_refused(home: Path) -> None:
     card = load_model(home / "run").card
     for value in ("0.0", "-1.0", "NaN"):
-        said = {**card.render(), "format": "2", "temperature": value}
+        text = {**card.render(), "format": "2", "temperature": value}
         with pytest.raises(UserError, match="temperature"):
-            type(card).parse(said, home)
+            type(card).parse(text, home)
 
 
 def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels = drawn(300)
     p = softmax(logits, axis=1)
     found = measure.compute_scores(labels, p.argmax(1), p.max(1), "abcd")
-    kept = []
-    monkeypatch.setattr(diagrams, "save_figure", lambda made, path: kept.append(made))  # before it becomes pixels
+    stored = []
+    monkeypatch.setattr(diagrams, "save_figure", lambda made, path: stored.append(made))  # before it becomes pixels
     diagrams.draw_reliability(found, tmp_path / "r.png")
-    bars = kept[0].axes[0].patches
+    bars = stored[0].axes[0].patches
     full = [row for row in found["reliability"] if row["images"]]
     assert [bar.get_height() for bar in bars] == [row["accuracy"] for row in full]
-    assert f"{100 * found['calibration_error']:.2f} %" in kept[0].axes[0].get_title(loc="left")
+    assert f"{100 * found['calibration_error']:.2f} %" in stored[0].axes[0].get_title(loc="left")
 
 
 def test_a_run_with_validation_images_ends_with_a_temperature(home: Path, tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "fed"
 
 
-def said(*words: str) -> str:
+def said(*message: str) -> str:
     """Run a program and return what it says; it has to succeed."""
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(message, check=True, capture_output=True, text=True).stdout
 
 
 def foreign(path: Path, kind: str = "ecdsa", bits: str = "384") -> Path:
@@ -69,12 +69,12 @@ def test_openssl_accepts_the_certificate_under_the_authority_alone(folder: Path,
     for named in (("-verify_hostname", "federation.example"), ("-verify_ip", "192.0.2.7"), ("-verify_ip", "::1")):
         assert said(*verify, str(folder / "ca.crt"), *named, certificate).endswith(": OK\n")
     create_keys(tmp_path / "other")
-    for words in (
+    for message in (
         (*verify, str(tmp_path / "other" / "ca.crt"), certificate),
         (*verify, str(folder / "ca.crt"), "-verify_hostname", "other.example", certificate),
         ("openssl", "verify", "-purpose", "sslclient", "-CAfile", str(folder / "ca.crt"), certificate),
     ):
-        assert subprocess.run(words, capture_output=True, check=False).returncode == 2
+        assert subprocess.run(message, capture_output=True, check=False).returncode == 2
 
 
 @needs["openssl"]
@@ -159,20 +159,20 @@ def test_a_site_shakes_hands_with_the_right_server_alone(folder: Path, tmp_path:
 
 def test_a_new_server_certificate_needs_nothing_at_the_sites_and_a_new_authority_does(folder: Path) -> None:
     """A site that holds the old ca.crt gets in after the one, and not after the other, until it has the new one."""
-    kept = folder / "sites" / "north" / "ca.crt"
-    old = kept.read_bytes()
+    stored = folder / "sites" / "north" / "ca.crt"
+    old = stored.read_bytes()
     before = (folder / "server" / "server.key").read_bytes()
     done = renew_certificates(folder, days=7)
     assert (folder / "server" / "server.key").read_bytes() != before
-    assert kept.read_bytes() == old
-    assert shaken(folder, kept, "federation.example") == ""
+    assert stored.read_bytes() == old
+    assert shaken(folder, stored, "federation.example") == ""
     assert "The sites have nothing to do: they trust the same authority." in done.advice
     done = renew_certificates(folder, ca=True)
     outside = folder.parent / "old.crt"
     outside.write_bytes(old)
     assert shaken(folder, outside, "federation.example") != ""
-    assert kept.read_bytes() != old
-    assert shaken(folder, kept, "federation.example") == ""
+    assert stored.read_bytes() != old
+    assert shaken(folder, stored, "federation.example") == ""
     assert done.advice[0].startswith(f"Hand {folder / 'ca.crt'} to every site (north, south)")
 
 
@@ -195,7 +195,7 @@ def test_a_certificate_ends_with_its_authority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("distance", "words"),
+    ("distance", "message"),
     [
         (timedelta(days=34, hours=5), "in 34 days"),
         (timedelta(days=1, hours=23), "in 1 day"),
@@ -206,8 +206,8 @@ def test_a_certificate_ends_with_its_authority(tmp_path: Path) -> None:
         (-timedelta(days=3, hours=1), "EXPIRED 3 days ago"),
     ],
 )
-def test_how_far_away_an_end_is(distance: timedelta, words: str) -> None:
-    assert describe_time_until(LONG_AGO + distance, LONG_AGO) == words
+def test_how_far_away_an_end_is(distance: timedelta, message: str) -> None:
+    assert describe_time_until(LONG_AGO + distance, LONG_AGO) == message
 
 
 def test_warnings_come_a_month_before_the_end(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_private_files_are_private_from_their_first_byte(tmp_path: Path, monkeyp
 def test_nothing_private_is_printed_or_written_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     at = str(tmp_path / "fed")
     secrets: list[str] = []
-    for words in (
+    for message in (
         ["init", at, "--sites", "north", "south", "--host", "federation.example"],
         ["add-site", at, "east"],
         ["add-site", at, "west", "--json"],
@@ -301,7 +301,7 @@ def test_nothing_private_is_printed_or_written_elsewhere(tmp_path: Path, capfd: 
         ["remove-site", at, "east"],
     ):
         secrets += bodies(tmp_path / "fed") if (tmp_path / "fed").exists() else []
-        assert cli.main(["federation", *words]) == 0
+        assert cli.main(["federation", *message]) == 0
     shown = "".join(capfd.readouterr())
     others = [path.read_text() for path in (tmp_path / "fed").rglob("*") if path.is_file() and path.suffix != ".key"]
     for text in (shown, *others):
@@ -408,16 +408,16 @@ def test_the_stamp_changes_with_the_record_alone(folder: Path) -> None:
 def test_hosts_that_can_be_used() -> None:
     assert parse_host("Federation.Example") == "federation.example"
     assert parse_host("[2001:DB8:0::7]") == "2001:db8::7"
-    for words in ("192.0.2.7", "xn--bcher-kva.example", "server-1"):
-        assert parse_host(words) == words
+    for message in ("192.0.2.7", "xn--bcher-kva.example", "server-1"):
+        assert parse_host(message) == message
 
 
 def test_hosts_that_cannot_be_used(tmp_path: Path) -> None:
     addresses = ("1.2.3", "999.1.1.1", "0.0.0.0", "::", "fe80::1%eth0", "224.0.0.1", "192.0.2.7:9443")
     letters = ("", "a b", "-a", "a-", "a..b", "a.", "a:9443", "http://a", "*.a", "a_b", "bücher.example", "a\n")
-    for words in (*addresses, *letters, "x" * 64, ".".join(["x" * 60] * 5)):
+    for message in (*addresses, *letters, "x" * 64, ".".join(["x" * 60] * 5)):
         with pytest.raises(UserError, match="--host"):
-            create_keys(tmp_path / "fed", hosts=[words])
+            create_keys(tmp_path / "fed", hosts=[message])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -427,7 +427,7 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(tmp_path, capsys, monkey
     (tmp_path / "full" / "something").touch()
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
-    for words, answer in (
+    for message, reply in (
         ("", "needs an action"),
         ("init", "FOLDER"),
         ("init full", "is there already"),
@@ -455,9 +455,9 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(tmp_path, capsys, monkey
         ("rotate nowhere --site a --days 3", "they need --server or --ca"),
         ("remove-site nowhere", "NAME"),
     ):
-        assert cli.main(["federation", *words.split()]) == 2, words
+        assert cli.main(["federation", *message.split()]) == 2, message
         shown = capsys.readouterr().err
-        assert answer in shown, words
+        assert reply in shown, message
         assert shown.startswith("halfmoon: ")
         assert shown.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
@@ -467,8 +467,8 @@ def test_declared_images_are_what_the_federations_file_reads(tmp_path: Path) -> 
     """The line that init says, pasted below [federation], gives the plan these counts, in the order of its sites."""
     done = create_keys(tmp_path / "fed", ["north", "south"], images=["south=800", "north=1200"])
     assert done.summary["images"] == {"north": 1200, "south": 800}
-    (said,) = [each for each in done.advice if "[federation]" in each]
-    lines = said.split("write ")[1].split(" below")[0].replace(" and ", "\n")
+    (output,) = [each for each in done.advice if "[federation]" in each]
+    lines = output.split("write ")[1].split(" below")[0].replace(" and ", "\n")
     file = tmp_path / "wards.toml"
     file.write_text(f'network = "small"\n[federation]\n{lines}\nclasses = ["a", "b"]\nimage = [1, 8, 8]\n')
     plan = load_plan(file)
@@ -533,9 +533,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_folder_is_refused_with_what_to_do(folder: Path, damage: str) -> None:
-    harm, words = DAMAGES[damage]
+    harm, message = DAMAGES[damage]
     harm(folder)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         Access.open(folder)
 
 
@@ -569,7 +569,7 @@ def test_a_record_that_was_cut_off_anywhere_is_refused(folder: Path) -> None:
 
 def test_the_authority_s_key_is_needed_for_new_certificates_alone(folder: Path) -> None:
     """It may lie in a safe: sites come and go without it."""
-    kept = (folder / "ca" / "ca.key").read_bytes()
+    stored = (folder / "ca" / "ca.key").read_bytes()
     (folder / "ca" / "ca.key").unlink()
     add_site(folder, "east")
     replace_site_key(folder, "north")
@@ -577,7 +577,7 @@ def test_the_authority_s_key_is_needed_for_new_certificates_alone(folder: Path) 
     assert set(Access.open(folder).sites) == {"north", "east"}
     with pytest.raises(UserError, match=r"ca\.key does not exist"):
         renew_certificates(folder)
-    (folder / "ca" / "ca.key").write_bytes(kept)
+    (folder / "ca" / "ca.key").write_bytes(stored)
     (folder / "ca" / "ca.key").chmod(0o600)
     renew_certificates(folder)
 

@@ -97,8 +97,8 @@ class Door:
                 link.putheader(name, value)
             link.endheaders()
             link.send(body)
-            answer = link.getresponse()
-            return answer.status, answer.read()
+            reply = link.getresponse()
+            return reply.status, reply.read()
         finally:
             link.close()
 
@@ -108,8 +108,8 @@ class Door:
 
 def _started(keys: Path, who: str | None) -> None:
     command = [str(NGINX), "-c", str(keys / "nginx.conf")]
-    for words in ([*command, "-t"], command):
-        done = subprocess.run(words, capture_output=True, text=True, check=False, user=who)
+    for message in ([*command, "-t"], command):
+        done = subprocess.run(message, capture_output=True, text=True, check=False, user=who)
         assert done.returncode == 0, done.stderr
 
 
@@ -263,9 +263,9 @@ def test_many_sites_are_not_too_many_and_share_connections(door: Door) -> None:
         link = http.client.HTTPSConnection("127.0.0.1", door.port, timeout=20, context=context)
         for _ in range(20):
             link.request("POST", "/v1/fleet/pull-messages", b"12")
-            answer = link.getresponse()
-            answer.read()
-            statuses.append(answer.status)
+            reply = link.getresponse()
+            reply.read()
+            statuses.append(reply.status)
         link.close()
 
     threads = [threading.Thread(target=call) for _ in range(40)]
@@ -298,10 +298,10 @@ def test_the_door_speaks_tls_of_today_alone(door: Door) -> None:
     assert link.getresponse().status == 400
     link.close()
 
-    def shake(least: ssl.TLSVersion, most: ssl.TLSVersion, ciphers: str = "DEFAULT") -> str | None:
+    def shake(minimum: ssl.TLSVersion, maximum: ssl.TLSVersion, ciphers: str = "DEFAULT") -> str | None:
         context = ssl.create_default_context(cafile=door.keys / "ca.crt")
-        context.minimum_version = least
-        context.maximum_version = most
+        context.minimum_version = minimum
+        context.maximum_version = maximum
         context.set_ciphers(ciphers)
         with socket.create_connection(("127.0.0.1", door.port), timeout=20) as plain:
             return context.wrap_socket(plain, server_hostname="localhost").version()
@@ -357,9 +357,9 @@ def test_connections_that_say_nothing_keep_nobody_out(door: Door):
             held.append(socket.create_connection(("127.0.0.1", door.port), timeout=5))
             if number % 2:
                 held[-1].send(bytes.fromhex("1603010200010001fc0303"))
-        began = time.monotonic()
+        start_time = time.monotonic()
         assert door.ask("POST", "/v1/fleet/pull-messages")[0] == 200
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - start_time < 2
         held[0].settimeout(8)
         with suppress(ConnectionError):
             assert held[0].recv(1) == b"", "nginx cuts off who says nothing"

@@ -95,7 +95,7 @@ def test_a_folder_without_labels_is_a_site(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "classes", "words"),
+    ("labels", "classes", "message"),
     [
         (b"path,label\na.png,x\na.png,y\n", None, "files with two labels: a.png: x, y; leave one line"),
         (b"path,label\nd.png,x\n", None, "labels without a file: d.png; correct labels.csv"),
@@ -112,14 +112,14 @@ def test_a_folder_without_labels_is_a_site(tmp_path: Path) -> None:
         (b"path,label\na.png,x\n", b"\n", "classes.txt cannot be read: it names no class"),
     ],
 )
-def test_a_fault_is_a_sentence_and_blocks(tmp_path: Path, labels: bytes, classes: bytes | None, words: str) -> None:
+def test_a_fault_is_a_sentence_and_blocks(tmp_path: Path, labels: bytes, classes: bytes | None, message: str) -> None:
     site(tmp_path)
     (tmp_path / "labels.csv").write_bytes(labels)
     if classes is not None:
         (tmp_path / "classes.txt").write_bytes(classes)
     with pytest.raises(UserError) as caught:
         read_site(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}: {words}")
+    assert str(caught.value).startswith(f"{tmp_path}: {message}")
     assert not check_site(tmp_path).can_take_part
 
 
@@ -266,8 +266,8 @@ def test_only_what_changed_is_decoded_again(tmp_path: Path) -> None:
     prepare_site(tmp_path)
     index = tmp_path / ".halfmoon" / "index.json"
     stamp = index.stat().st_mtime_ns
-    again = prepare_site(tmp_path)
-    assert (again.written, again.decoded, index.stat().st_mtime_ns) == (False, 0, stamp)
+    repeated = prepare_site(tmp_path)
+    assert (repeated.written, repeated.decoded, index.stat().st_mtime_ns) == (False, 0, stamp)
     changed = picture(tmp_path / "b.png")
     os.utime(tmp_path / "b.png", ns=(1, 1))
     added = picture(tmp_path / "in" / "d.png")
@@ -347,8 +347,8 @@ def test_a_folder_that_cannot_be_written_takes_out(tmp_path: Path, capsys: pytes
     out = tmp_path / "out"
     (folder / ".halfmoon").write_text("in the way")
     assert cli.main(["site", "prepare", str(folder)]) == 2
-    assert "cannot be written" in (said := capsys.readouterr().err)
-    assert said.endswith("give another folder by --out.\n")
+    assert "cannot be written" in (text := capsys.readouterr().err)
+    assert text.endswith("give another folder by --out.\n")
     out.mkdir()
     (out / "images-of-mine.npy").write_text("kept")
     assert cli.main(["site", "prepare", str(folder), "--out", str(out), "--json"]) == 0
@@ -396,9 +396,9 @@ def test_a_header_tells_what_decoding_would(tmp_path: Path) -> None:
     assert read_header(tmp_path / "d.png") is None
 
 
-def exported(out: Path, *words: str) -> None:
-    some = ["--sites", "3", "--data-share", "0.3"] if "--split" not in words else ["--sites", "3"]
-    assert cli.main(["site", "export", "digits", *some, "--out", str(out), *words]) == 0
+def exported(out: Path, *text: str) -> None:
+    some = ["--sites", "3", "--data-share", "0.3"] if "--split" not in text else ["--sites", "3"]
+    assert cli.main(["site", "export", "digits", *some, "--out", str(out), *text]) == 0
 
 
 DIR = ("--labels-per-class", "2")
@@ -439,10 +439,10 @@ def test_a_saved_split_is_exported_with_it(tmp_path: Path) -> None:
     saved = str(tmp_path / "s.parquet")
     assert cli.main(["data", "digits", "--clients", "3", "--split-seed", "5", "--save", saved]) == 0
     exported(tmp_path / "f", "--split", saved)
-    again = config.resolve(config.load_file(tmp_path / "f" / "federation.toml"), {})
-    assert again.split is not None
-    assert again.split == tmp_path / "f" / "split.parquet"
-    assert np.array_equal(Split.load(again.split).client, Split.load(Path(saved)).client)
+    repeated = config.resolve(config.load_file(tmp_path / "f" / "federation.toml"), {})
+    assert repeated.split is not None
+    assert repeated.split == tmp_path / "f" / "split.parquet"
+    assert np.array_equal(Split.load(repeated.split).client, Split.load(Path(saved)).client)
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -450,12 +450,12 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "f").rglob("*")}
     exported(tmp_path / "f", *DIR)
     assert "has the same sites already; no file was written." in capsys.readouterr().out
-    for folder, said in (
+    for folder, text in (
         (tmp_path / "f", "contains an export with other options"),
         (tmp_path, "is not empty, and nothing"),
     ):
         assert cli.main(["site", "export", "digits", "--sites", "4", "--out", str(folder)]) == 2
-        assert capsys.readouterr().err.startswith(f"halfmoon: {folder} {said}")
+        assert capsys.readouterr().err.startswith(f"halfmoon: {folder} {text}")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "f").rglob("*")} == before
 
 
@@ -464,11 +464,11 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save = Image.Image.save
     saved = []
 
-    def dying(image: Image.Image, path: Any, *words: Any) -> None:
+    def dying(image: Image.Image, path: Any, *text: Any) -> None:
         saved.append(path)
         if "site-01" in str(path) and len([each for each in saved if "site-01" in str(each)]) == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        save(image, path, *words)
+        save(image, path, *text)
 
     with monkeypatch.context() as patch:
         patch.setattr(Image.Image, "save", dying)
@@ -490,7 +490,7 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             "",
@@ -513,12 +513,12 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("export digits --sites 9999 --out f", "9999 clients cannot share 1437 images; ask for fewer clients."),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, said):
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     site(tmp_path / "s")
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(["site", *words.split()]) == 2
     complaint = capsys.readouterr().err
-    assert complaint.startswith(f"halfmoon: {said}")
+    assert complaint.startswith(f"halfmoon: {message}")
     assert complaint.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before

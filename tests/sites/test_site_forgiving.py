@@ -30,7 +30,7 @@ def kinds(place: Path, **options) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize(
-    ("name", "separator", "mark", "said"),
+    ("name", "separator", "mark", "message"),
     [
         ("Labels.csv", ",", "", ("it is called Labels.csv",)),
         ("labels.csv", ";", "", ("semicolons between its cells",)),
@@ -39,13 +39,13 @@ def kinds(place: Path, **options) -> dict[str, tuple]:
                                        "a byte order mark of UTF-16")),
     ],
 )  # fmt: skip
-def test_what_a_spreadsheet_writes_is_read_and_said(tmp_path, name, separator, mark, said):
+def test_what_a_spreadsheet_writes_is_read_and_said(tmp_path, name, separator, mark, message):
     labels = {"a.png": "glioma", "b.png": "none", "sub/c.png": "glioma"}
     place = folder(tmp_path / "s", labels, name, separator, mark)
     plain = read_site(folder(tmp_path / "plain", labels))
     site = read_site(place)
     assert (site.paths, site.labels.tolist(), site.classes) == (plain.paths, plain.labels.tolist(), plain.classes)
-    assert kinds(place)["how labels.csv was read"] == said
+    assert kinds(place)["how labels.csv was read"] == message
 
 
 def test_a_misspelled_class_is_named_and_blocks(tmp_path: Path, capsys) -> None:

@@ -23,30 +23,30 @@ REFUSALS = (errno.EIO, errno.ENOSPC, errno.EMFILE)
 FILES = ("model.safetensors", "metrics.jsonl", "split.parquet")
 
 
-def outcome(folder: Path) -> list[bytes]:
-    """Play a run, or go on with one, and return the files that count."""
+def run_and_read(folder: Path) -> list[bytes]:
+    """Run or resume a run, and return the content of its result files."""
     runner.run_in_folder(Config(**RUN), folder)
     return [(folder / name).read_bytes() for name in FILES]
 
 
-def calls(folder: Path) -> int:
+def count_calls(folder: Path) -> int:
     with replace_file_calls(FailingDisk(folder)) as disk:
-        outcome(folder)
+        run_and_read(folder)
     return disk.count
 
 
-def played(folder: Path, at: int, number: int | None, wanted: list[bytes]) -> str:
-    """Return what came of a run whose disk fails at a call: "same", or the sentence; fail over anything else."""
+def run_with_failure(folder: Path, at: int, number: int | None, wanted: list[bytes]) -> str:
+    """Run on a disk that fails at a call, then resume; return "same" or the message of a UserError."""
     disk = FailingDisk(folder, at, number)
     try:
         with replace_file_calls(disk):
-            outcome(folder)
+            run_and_read(folder)
     except (PowerLoss, UserError, OSError):
         pass
     if number is None:
-        disk.lose(random.Random(at))
+        disk.drop_unflushed(random.Random(at))
     try:
-        assert outcome(folder) == wanted, f"other bytes after call {at} with {number}"
+        assert run_and_read(folder) == wanted, f"other bytes after call {at} with {number}"
     except UserError as error:
         return str(error)
     return "same"
@@ -55,7 +55,7 @@ def played(folder: Path, at: int, number: int | None, wanted: list[bytes]) -> st
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], int]:
     folder = tmp_path_factory.mktemp("straight")
-    return outcome(folder / "run"), calls(folder / "again")
+    return run_and_read(folder / "run"), count_calls(folder / "again")
 
 
 @pytest.mark.parametrize("places", [2, pytest.param(12, marks=pytest.mark.nightly)])
@@ -65,7 +65,7 @@ def test_a_run_survives_its_disk(straight: tuple[list[bytes], int], tmp_path: Pa
     wanted, count = straight
     assert count > 50
     for at in random.Random(number).sample(range(count), places):
-        assert played(tmp_path / str(at), at, number, wanted)
+        assert run_with_failure(tmp_path / str(at), at, number, wanted)
 
 
 def test_the_simulated_disk_loses_what_was_not_flushed(tmp_path: Path):
@@ -81,7 +81,7 @@ def test_the_simulated_disk_loses_what_was_not_flushed(tmp_path: Path):
             os.fsync(handle)
             os.write(handle, b"gone")
             os.close(handle)
-        disk.lose(random.Random(seed))
+        disk.drop_unflushed(random.Random(seed))
         assert path.read_bytes().startswith(b"safe")
         lengths.add(len(path.read_bytes()))
     assert len(lengths) > 2
@@ -109,7 +109,7 @@ def test_a_sites_memory_is_the_old_one_or_the_new_one(tmp_path: Path, number: in
         except (PowerLoss, OSError):
             pass
         if number is None:
-            disk.lose(random.Random(at))
+            disk.drop_unflushed(random.Random(at))
         found = memory(folder, 2).get("0")
         assert float(found["w"][0]) in (1.0, 2.0)
         assert found["w"].unique().numel() == 1

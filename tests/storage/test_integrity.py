@@ -204,10 +204,10 @@ def test_a_folder_of_an_older_version_is_read_with_a_flag(finished: Path, tmp_pa
     """--unchecked says that nothing is compared; damaged checksums are refused all the same."""
     folder = copy(finished, tmp_path / "run")
     (folder / integrity.CHECKSUMS).unlink()
-    words = ["report", str(folder), "--out", str(tmp_path / "page.html")]
-    assert cli.main(words) == 2
+    arguments = ["report", str(folder), "--out", str(tmp_path / "page.html")]
+    assert cli.main(arguments) == 2
     assert "use --unchecked" in capsys.readouterr().err
-    assert cli.main([*words, "--unchecked"]) == 0
+    assert cli.main([*arguments, "--unchecked"]) == 0
     assert "files without a checksum are not checked" in capsys.readouterr().err
     with integrity.allow_missing_checksums():
         assert numbers(folder) == numbers(finished)
@@ -222,9 +222,9 @@ def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):
     from halfmoon.studies.sweep_folder import parse_sweep_file
 
     path = tmp_path / "sweep.json"
-    facts = {"format": 1, "cells": [{"accuracy": 0.9112}] * 9, "title": "a sweep"}
-    whole = integrity.format_checked_lines(facts)
-    assert parse_sweep_file(whole, path) == facts
+    metadata = {"format": 1, "cells": [{"accuracy": 0.9112}] * 9, "title": "a sweep"}
+    whole = integrity.format_checked_lines(metadata)
+    assert parse_sweep_file(whole, path) == metadata
     chance = random.Random(5)
     for at in range(100):
         data = bytearray(whole)
@@ -237,4 +237,4 @@ def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):
             with pytest.raises(UserError, match=r"its checksum differs|cannot be read|has format"):
                 read_sweep(path)
         else:  # the name of the checksum itself was hit: it reads as a file that has none
-            assert {name: found[name] for name in facts} == facts
+            assert {name: found[name] for name in metadata} == metadata

@@ -32,9 +32,9 @@ def test_a_lock_of_the_system_needs_no_file_and_no_remark(tmp_path: Path):
     with pytest.raises(LockConflict):
         locks.acquire(tmp_path / "l")
     one.free()
-    again = locks.acquire(tmp_path / "l")
-    assert again.warning == ""
-    again.free()
+    repeated = locks.acquire(tmp_path / "l")
+    assert repeated.warning == ""
+    repeated.free()
     assert [path.name for path in tmp_path.iterdir()] == ["l"]
 
 
@@ -55,10 +55,10 @@ def test_without_locks_a_file_keeps_the_second_one_out_and_it_is_said(tmp_path: 
 def test_the_file_of_a_dead_process_is_replaced(tmp_path: Path, change: dict[str, object]):
     """Its number is nobody's, or by now another process', or the machine has started anew."""
     one = locks.acquire(tmp_path / "l")
-    facts = json.loads(one.owner.read_bytes())
-    one.owner.write_text(json.dumps({**facts, **change}))
+    metadata = json.loads(one.owner.read_bytes())
+    one.owner.write_text(json.dumps({**metadata, **change}))
     two = locks.acquire(tmp_path / "l")
-    assert json.loads(one.owner.read_bytes()) == facts
+    assert json.loads(one.owner.read_bytes()) == metadata
     two.free()
 
 
@@ -83,8 +83,8 @@ def test_two_runs_never_share_a_folder_without_locks(tmp_path: Path):
         assert "has no locks" in folder.lock_warning
         with pytest.raises(FolderInUse, match="another process is running"):
             RunFolder.open(tmp_path / "run").log({"round": 1})
-    with RunFolder.open(tmp_path / "run") as again:
-        again.log({"round": 1})
+    with RunFolder.open(tmp_path / "run") as repeated:
+        repeated.log({"round": 1})
 
 
 @pytest.mark.usefixtures("lockless")

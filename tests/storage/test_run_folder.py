@@ -135,9 +135,9 @@ def test_rows_are_json_with_null_for_what_is_not_finite(folder: RunFolder) -> No
 
 def test_load_before_any_save_is_none_and_forgets_the_rows(folder: RunFolder) -> None:
     folder.log({"round": 0})
-    again = reopened(folder)
-    assert again.load() is None
-    assert again.rows() == []
+    repeated = reopened(folder)
+    assert repeated.load() is None
+    assert repeated.rows() == []
 
 
 def test_load_cuts_the_rows_back_to_the_checkpoint(folder: RunFolder) -> None:
@@ -148,23 +148,23 @@ def test_load_cuts_the_rows_back_to_the_checkpoint(folder: RunFolder) -> None:
         with (folder.path / name).open("a") as file:
             file.write('{"round": 3, "tr')  # the line that a kill cut off
     assert [row["round"] for row in folder.rows()] == [0, 1, 2]
-    again = reopened(folder)
-    assert again.load() is not None
+    repeated = reopened(folder)
+    assert repeated.load() is not None
     assert (folder.path / "metrics.jsonl").read_text() == '{"round": 0}\n{"round": 1}\n'
-    again.log_timing({"seconds": 2.0})
+    repeated.log_timing({"seconds": 2.0})
     assert (folder.path / "timings.jsonl").read_text() == '{"seconds": 1.0}\n{"seconds": 2.0}\n'
 
 
 def test_a_kill_before_the_oldest_checkpoint_goes_leaves_no_third(folder: RunFolder) -> None:
     """A save writes the new checkpoint before it removes the oldest: a run that has no round left saves no more."""
     play(folder, range(1, 3))
-    kept = {path: path.read_bytes() for path in folder.path.glob("checkpoint-000001.*")}
+    stored = {path: path.read_bytes() for path in folder.path.glob("checkpoint-000001.*")}
     play(folder, range(3, 4))
-    for path, data in kept.items():
+    for path, data in stored.items():
         assert not path.exists()
         path.write_bytes(data)
-    again = reopened(folder)
-    loaded = again.load()
+    repeated = reopened(folder)
+    loaded = repeated.load()
     assert loaded.round == 3
     assert {path.stem for path in folder.path.glob("checkpoint-*")} == {"checkpoint-000002", "checkpoint-000003"}
 
@@ -345,11 +345,11 @@ def test_a_kill_at_any_call_of_finish_leaves_an_unfinished_or_a_finished_run(tmp
         folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
         play(folder, range(2))
         dead = killed(at, when, partial(folder.finish, state_of(1), {}, {"accuracy": 0.5}))
-        again = reopened(folder)
-        if again.finished:
-            assert (again.path / "model.safetensors").exists()
+        repeated = reopened(folder)
+        if repeated.finished:
+            assert (repeated.path / "model.safetensors").exists()
         else:
-            assert again.load().round == 1
+            assert repeated.load().round == 1
         if not dead:
             break
 
@@ -360,8 +360,8 @@ def memory_of(client: str, round: int) -> Tree:
 
 def kept_at(round: int) -> dict[str, Tree]:
     """Return what there is after a round: b changes in each, a in every other, c is there once, d comes and goes."""
-    kept = {"a": memory_of("a", round - round % 2), "b": memory_of("b", round), "c": memory_of("c", 0)}
-    return {**kept, "d": memory_of("d", round)} if round % 3 == 1 else kept
+    stored = {"a": memory_of("a", round - round % 2), "b": memory_of("b", round), "c": memory_of("c", 0)}
+    return {**stored, "d": memory_of("d", round)} if round % 3 == 1 else stored
 
 
 def play_clients(folder: RunFolder, store: TreeStore, rounds: range) -> None:
@@ -432,8 +432,8 @@ def test_the_clients_of_a_checkpoint_come_back(tmp_path: Path, cap: int) -> None
     store.put("b", memory_of("b", 99))  # of a round that was not saved
     store.put("x", memory_of("x", 99))
     folder = reopened(folder)
-    store, last, said = gone_on(folder, cap)
-    assert (last, said) == (3, [])
+    store, last, output = gone_on(folder, cap)
+    assert (last, output) == (3, [])
     assert_kept(store, 3)
     play_clients(folder, store, range(4, 6))
     assert_kept(store, 5)
@@ -475,15 +475,15 @@ def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: in
         store = TreeStore(None, cap)
         play_clients(folder, store, range(first))
         dead = killed(at, when, partial(play_clients, folder, store, range(first, first + 1)))
-        again = reopened(folder)
-        store, last, said = gone_on(again, cap)
+        repeated = reopened(folder)
+        store, last, output = gone_on(repeated, cap)
         assert last in (first - 1, first)
-        assert all("was not completed: the .json is missing" in each for each in said)
+        assert all("was not completed: the .json is missing" in each for each in output)
         assert_kept(store, last)
-        assert not [path for path in again.path.rglob("*") if path.name.endswith((".spill", ".partial"))]
-        play_clients(again, store, range(last + 1, first + 3))
-        again.close()
-        assert files_of(again.path) == wanted
+        assert not [path for path in repeated.path.rglob("*") if path.name.endswith((".spill", ".partial"))]
+        play_clients(repeated, store, range(last + 1, first + 3))
+        repeated.close()
+        assert files_of(repeated.path) == wanted
         seen.add(last)
         if not dead:
             break
@@ -536,23 +536,23 @@ def test_a_damaged_client_falls_back_and_is_said(tmp_path: Path) -> None:
             else:
                 path.unlink()
                 why = "clients/b-000003.safetensors cannot be read: No such file or directory"
-            again = reopened(folder)
-            store, last, said = gone_on(again, 0)
+            repeated = reopened(folder)
+            store, last, output = gone_on(repeated, 0)
             assert last == 2
-            assert said == [f"checkpoint-000003 is damaged ({why}); continuing from checkpoint-000002."]
+            assert output == [f"checkpoint-000003 is damaged ({why}); continuing from checkpoint-000002."]
             assert_kept(store, 2)
-            play_clients(again, store, range(3, 6))
-            again.close()
-            assert files_of(again.path) == wanted
+            play_clients(repeated, store, range(3, 6))
+            repeated.close()
+            assert files_of(repeated.path) == wanted
 
 
 def test_going_on_leaves_the_checkpoint_to_fall_back_on_whole(folder: RunFolder) -> None:
     """Loaded once and damaged then: the older of the two still has all its clients."""
     play_clients(folder, TreeStore(), range(4))
-    again = reopened(folder)
-    assert gone_on(again, 0)[1] == 3
+    repeated = reopened(folder)
+    assert gone_on(repeated, 0)[1] == 3
     (folder.path / "checkpoint-000003.safetensors").write_bytes(b"")
-    store, last, _ = gone_on(reopened(again), 0)
+    store, last, _ = gone_on(reopened(repeated), 0)
     assert last == 2
     assert_kept(store, 2)
 
@@ -567,10 +567,10 @@ def test_a_damaged_file_of_both_checkpoints_is_whole_again_from_its_copy(folder:
     path.write_bytes(bytes([before[0] ^ 1]) + before[1:] if act == "flip" else before[: len(before) // 2])
     if act == "remove":
         path.unlink()
-    _, last, said = gone_on(reopened(folder), 0)
+    _, last, output = gone_on(reopened(folder), 0)
     assert last == 3
     second = path.suffix in (".copy", ".second")
-    assert said == ([] if second else [f"clients/{name} was damaged and has been restored from its copy."])
+    assert output == ([] if second else [f"clients/{name} was damaged and has been restored from its copy."])
     assert second or path.read_bytes() == before
 
 
@@ -581,8 +581,8 @@ def test_a_client_damaged_twice_in_both_checkpoints_is_an_error_that_removes_not
     shared.write_bytes(shared.read_bytes()[:-1])
     before = files_of(folder.path)
     why = "clients/c-000000.safetensors was cut"
-    words = f"every checkpoint is damaged \\(checkpoint-000003: {why}; checkpoint-000002: {why}"
-    with pytest.raises(UserError, match=words):
+    message = f"every checkpoint is damaged \\(checkpoint-000003: {why}; checkpoint-000002: {why}"
+    with pytest.raises(UserError, match=message):
         reopened(folder).load()
     assert files_of(folder.path) == before
 
@@ -669,23 +669,23 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: 
         assert os.strerror(code) in failed
         assert ("free some space" in failed) == (code == errno.ENOSPC)
         assert not [path for path in folder.path.rglob("*") if path.name.endswith(".partial")]
-        again = reopened(folder)
-        store, last, said = gone_on(again, cap)
+        repeated = reopened(folder)
+        store, last, output = gone_on(repeated, cap)
         assert last in (3, 4)
-        assert said == []
+        assert output == []
         assert_kept(store, last)
-        play_clients(again, store, range(last + 1, 6))
-        again.close()
-        assert files_of(again.path) == wanted
+        play_clients(repeated, store, range(last + 1, 6))
+        repeated.close()
+        assert files_of(repeated.path) == wanted
     assert at >= 15
 
 
 def test_a_first_save_that_fails_says_that_nothing_was_saved(folder: RunFolder) -> None:
     with refusing(1, errno.ENOSPC), pytest.raises(WriteError, match="no checkpoint was written yet"):
         folder.save(0, state_of(0), {})
-    again = reopened(folder)
-    assert again.load() is None
-    again.save(0, state_of(0), {})
+    repeated = reopened(folder)
+    assert repeated.load() is None
+    repeated.save(0, state_of(0), {})
 
 
 def test_create_refuses_what_is_taken(tmp_path: Path) -> None:
@@ -773,9 +773,9 @@ def test_finish_writes_the_model_and_its_metadata(folder: RunFolder) -> None:
     assert folder.finished
     assert folder.summary() == {"accuracy": {"last": 0.5, "best": None}}
     with safe_open(folder.path / "model.safetensors", "pt") as file:
-        said = file.metadata()
-        assert len(said.pop("sha256")) == 64
-        assert said == meta
+        output = file.metadata()
+        assert len(output.pop("sha256")) == 64
+        assert output == meta
         assert sorted(file.keys()) == ["params/w", "stats/n"]
         assert torch.equal(file.get_tensor("params/w"), model["params"]["w"])
         assert file.get_tensor("stats/n").item() == 5

@@ -47,9 +47,9 @@ def named(store: TreeStore, suffix: str) -> list[str]:
 
 def reread(store: TreeStore, mark: Commit, version: int = 0, cap: int = 0) -> TreeStore:
     assert store.disk.folder is not None
-    again = TreeStore(store.disk.folder, cap)
-    again.restore(remove_unreferenced(verify(store.disk.folder, mark), version))
-    return again
+    repeated = TreeStore(store.disk.folder, cap)
+    repeated.restore(remove_unreferenced(verify(store.disk.folder, mark), version))
+    return repeated
 
 
 ODD = torch.tensor([0x7FC00001, 0x7F800001, -0x400000], dtype=torch.int32).view(torch.float32)
@@ -148,10 +148,10 @@ def test_keys_of_any_letters_have_files_of_their_own(tmp_path: Path) -> None:
     store = TreeStore(tmp_path / "clients", 0)
     for number, key in enumerate(keys):
         store.put(key, ten(number))
-    again = reread(store, store.commit(1))
+    repeated = reread(store, store.commit(1))
     for number, key in enumerate(keys):
-        assert same(again.get(key), ten(number))
-    assert again.keys() == sorted(keys)
+        assert same(repeated.get(key), ten(number))
+    assert repeated.keys() == sorted(keys)
     assert [path.name for path in tmp_path.iterdir()] == ["clients"]
 
 
@@ -178,9 +178,9 @@ def test_settling_moves_what_was_spilled(tmp_path: Path) -> None:
     store.use_folder(tmp_path / "clients")
     store.use_folder(tmp_path / "clients")
     assert same(store.get("a"), ten(1))
-    again = reread(store, store.commit(0))
-    assert same(again.get("a"), ten(1))
-    assert same(again.get("b"), ten(2))
+    repeated = reread(store, store.commit(0))
+    assert same(repeated.get("a"), ten(1))
+    assert same(repeated.get("b"), ten(2))
     with pytest.raises(ValueError, match="has its files in"):
         store.use_folder(tmp_path / "elsewhere")
 
@@ -216,8 +216,8 @@ def test_what_is_on_disk_is_mapped_and_never_read_twice(tmp_path: Path) -> None:
     gc.collect()
     assert "a.1.spill" not in Path("/proc/self/maps").read_text()
     assert memory()[1] - files < size / 4
-    again = store.get("a")
-    assert again["w"][:10].tolist() == [1.0] * 10
+    repeated = store.get("a")
+    assert repeated["w"][:10].tolist() == [1.0] * 10
 
 
 def test_a_commit_names_the_files_after_key_and_version(tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ def test_a_discarded_tree_is_there_in_the_commit_before(tmp_path: Path) -> None:
     assert store.changed
     second = store.commit(2)
     assert list(verify(tmp_path / "clients", first).entries) == ["a", "b"]
-    again = reread(store, second, version=1)
-    assert again.keys() == ["b"]
-    assert named(again, "safetensors") == ["a-000001.safetensors", "b-000001.safetensors"]
-    again.prune(2)
-    assert named(again, "safetensors") == ["b-000001.safetensors"]
-    again.put("a", ten(3))
-    assert same(reread(again, again.commit(3)).get("a"), ten(3))
+    repeated = reread(store, second, version=1)
+    assert repeated.keys() == ["b"]
+    assert named(repeated, "safetensors") == ["a-000001.safetensors", "b-000001.safetensors"]
+    repeated.prune(2)
+    assert named(repeated, "safetensors") == ["b-000001.safetensors"]
+    repeated.put("a", ten(3))
+    assert same(reread(repeated, repeated.commit(3)).get("a"), ten(3))
 
 
 def test_what_is_committed_needs_no_second_file(tmp_path: Path) -> None:
@@ -289,8 +289,8 @@ def test_what_is_committed_needs_no_second_file(tmp_path: Path) -> None:
     store.put("b", ten(2))  # pushes a out
     spilled = (tmp_path / "clients" / "a.1.spill").stat()
     store.commit(0)
-    kept = (tmp_path / "clients" / "a-000000.safetensors").stat()
-    assert (kept.st_ino, kept.st_mtime_ns) == (spilled.st_ino, spilled.st_mtime_ns)
+    stored = (tmp_path / "clients" / "a-000000.safetensors").stat()
+    assert (stored.st_ino, stored.st_mtime_ns) == (spilled.st_ino, spilled.st_mtime_ns)
     before = named(store, "")
     store.put("c", ten(3))  # pushes b out
     assert store.resident == 40
@@ -337,8 +337,8 @@ def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
             elif act == "crash":
                 if len(saved) > 1 and chance.random() < 0.3:
                     saved.pop()  # the newest checkpoint was damaged
-                version, mark, kept = saved[-1]
-                now = dict(kept)
+                version, mark, stored = saved[-1]
+                now = dict(stored)
                 store = TreeStore(folder, cap)
                 store.restore(remove_unreferenced(verify(folder, mark), saved[0][0]))
                 names = {e.file for _, m, _ in saved for e in verify(folder, m).entries.values()}
@@ -398,8 +398,8 @@ def test_sweeping_takes_only_what_a_store_has_written(tmp_path: Path) -> None:
         (folder / name).write_text("mine")
     (folder / "more").mkdir()
     remove_unreferenced(verify(folder, mark), 0)
-    ours = ["a-000000.copy", "a-000000.safetensors", "manifest.jsonl", "manifest.second"]
-    assert named(store, "") == sorted([*ours, "model.safetensors", "more", "thesis.txt"])
+    actual = ["a-000000.copy", "a-000000.safetensors", "manifest.jsonl", "manifest.second"]
+    assert named(store, "") == sorted([*actual, "model.safetensors", "more", "thesis.txt"])
     assert (folder / "manifest.jsonl").stat().st_size == mark.length
     remove_unreferenced(StoreContents(folder, START, -1, {}, []), 0)
     assert named(store, "safetensors") == ["model.safetensors"]
@@ -409,8 +409,8 @@ def test_sweeping_takes_only_what_a_store_has_written(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "taken").write_text("a file")
-    words = r"the state of '17' \(\d+ bytes\) cannot be written .*free some space"
-    with pytest.raises(UserError, match=words) as raised:
+    message = r"the state of '17' \(\d+ bytes\) cannot be written .*free some space"
+    with pytest.raises(UserError, match=message) as raised:
         TreeStore(tmp_path / "taken", 0).put("17", ten(1))
     assert isinstance(raised.value.__cause__, OSError)
     store = TreeStore(tmp_path / "clients", 0)

@@ -85,21 +85,21 @@ def test_nothing_is_trained_for_splits() -> None:
 def test_a_recipe_says_what_it_costs(toy: str, capsys: pytest.CaptureFixture[str]) -> None:
     only = ["--time", "--only", "method=uda,share=few", "--device", "cpu"]
     assert cli.main(["recipes", toy, "--json", *only]) == 0
-    (facts,) = json.loads(capsys.readouterr().out)["recipes"]
-    (row,) = facts["cost"]["rows"].values()
-    assert (row["runs"], facts["cost"]["runs"], row["cell"]) == (2, 2, "share=few, method=uda")
+    (metadata,) = json.loads(capsys.readouterr().out)["recipes"]
+    (row,) = metadata["cost"]["rows"].values()
+    assert (row["runs"], metadata["cost"]["runs"], row["cell"]) == (2, 2, "share=few, method=uda")
     assert row["seconds"] == pytest.approx(6 * row["seconds_per_round"], abs=0.01)
     assert cli.main(["recipes", toy, *only, "--scale", "more"]) == 0
-    words = capsys.readouterr().out
-    assert "SCALED DOWN, not the paper's experiment: ten times the rounds" in words
-    assert "one round of one cell of each row was timed" in words
+    text = capsys.readouterr().out
+    assert "SCALED DOWN, not the paper's experiment: ten times the rounds" in text
+    assert "one round of one cell of each row was timed" in text
 
 
 def test_a_recipe_in_detail(toy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", toy]) == 0
-    words = capsys.readouterr().out
+    text = capsys.readouterr().out
     for part in ("toy: Toy", "folder (with --only)", "panel a: share few", "width = 4", "scale more: ten", "--time"):
-        assert part in words
+        assert part in text
 
 
 def test_the_list_is_there_at_once() -> None:
@@ -112,7 +112,7 @@ def test_the_list_is_there_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["feddure-tabel1"], "unknown recipe"),
         (["feddure-table1", "--time", "--scale", "smal"], "small"),
@@ -120,14 +120,14 @@ def test_the_list_is_there_at_once() -> None:
         (["feddure-table1", "--scale", "small"], "--scale and --only need --time"),
     ],
 )
-def test_mistakes_are_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["recipes", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_mistakes_are_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_durations_have_the_unit_that_fits() -> None:
-    words = [duration(value) for value in (None, 0.4, 89, 600, 7200, 172_800, 1.6 * 31_557_600)]
-    assert words == ["-", "0 s", "89 s", "10 min", "2.0 hours", "2.0 days", "1.6 years"]
+    arguments = [duration(value) for value in (None, 0.4, 89, 600, 7200, 172_800, 1.6 * 31_557_600)]
+    assert arguments == ["-", "0 s", "89 s", "10 min", "2.0 hours", "2.0 days", "1.6 years"]
 
 
 def test_what_computes_is_named() -> None:

@@ -47,11 +47,11 @@ def test_the_interval_is_nadeau_and_bengios_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "kind"),
+    ("actual", "kind"),
     [([54, 56, 55, 55, 55], "harm"), ([60.5, 60, 59.5, 60, 60], "equal"), ([70, 50, 64, 58, 62], "unknown")],
 )
-def test_a_gain_is_ruled_out_or_cannot_be_told(ours: list[float], kind: str) -> None:
-    assert decide(ours, [60] * 5, 0.25, 100).kind == kind
+def test_a_gain_is_ruled_out_or_cannot_be_told(actual: list[float], kind: str) -> None:
+    assert decide(actual, [60] * 5, 0.25, 100).kind == kind
 
 
 def test_how_many_more_labels_would_tell() -> None:
@@ -81,11 +81,11 @@ def test_false_alarms_of_cross_validation() -> None:
         results = []
         for fold in splits:
             means = [x[fold.labeled[labels[fold.labeled] == k]].mean(0) for k in (0, 1)]
-            said = x[fold.test] > (means[0] + means[1]) / 2
-            results.append(100 * (said == labels[fold.test, None].astype(bool)).mean(0))
-        ours, base = np.array(results).T
-        alarms += decide(list(ours), list(base), 1 / (FOLDS - 1), 60).kind in ("help", "harm")
-        naive += compare_paired(list(ours), list(base)).p < 0.05
+            text = x[fold.test] > (means[0] + means[1]) / 2
+            results.append(100 * (text == labels[fold.test, None].astype(bool)).mean(0))
+        actual, base = np.array(results).T
+        alarms += decide(list(actual), list(base), 1 / (FOLDS - 1), 60).kind in ("help", "harm")
+        naive += compare_paired(list(actual), list(base)).p < 0.05
     assert alarms / 600 < 0.05 + 0.027
     assert naive > 2 * alarms
 
@@ -198,15 +198,15 @@ def test_half_of_the_labels_of_each_class_become_unknown():
 
 
 @pytest.mark.parametrize(
-    ("gain", "words"),
+    ("gain", "message"),
     [
         ((0.5, -1.0, 1.9), "More labels hardly help"),
         ((0.5, -1.0, 2.0), "Label more to see"),
         ((3.0, 0.1, 6.0), "More labels help"),
     ],
 )
-def test_more_labels_hardly_help_where_two_points_are_ruled_out(gain: tuple[float, float, float], words: str):
-    assert LabelingResult(100, 100, 100, 80.0, 70.0, 90.0, *gain).advice.startswith(words)
+def test_more_labels_hardly_help_where_two_points_are_ruled_out(gain: tuple[float, float, float], message: str):
+    assert LabelingResult(100, 100, 100, 80.0, 70.0, 90.0, *gain).advice.startswith(message)
 
 
 def two_class_predictions(baseline_right: int, method_right: int, differ: float, tested: int = 40) -> FoldPredictions:
@@ -274,9 +274,9 @@ def test_no_advice_for_more_labels_than_the_folder_has_images() -> None:
 
 def test_balanced_accuracy_decides_where_classes_are_uneven() -> None:
     """Of 90 and 10 images the method wins five of the small class and loses five of the large one."""
-    ours = ModelEvaluation(torch.tensor([[75, 15], [3, 7]]), 0.0)
+    actual = ModelEvaluation(torch.tensor([[75, 15], [3, 7]]), 0.0)
     base = ModelEvaluation(torch.tensor([[80, 10], [8, 2]]), 0.0)
-    made = decide_by_evaluations([ours] * 3, [base] * 3, 0.25, 100, 50, np.array([0.9, 0.1]))
+    made = decide_by_evaluations([actual] * 3, [base] * 3, 0.25, 100, 50, np.array([0.9, 0.1]))
     assert made.difference.mean == pytest.approx(100 * ((75 / 90 + 0.7) / 2 - (80 / 90 + 0.2) / 2), abs=1e-3)
     even, folder = made.mixes
     assert (folder.labels_only.mean, folder.with_unlabeled.mean) == (pytest.approx(82), pytest.approx(82))

@@ -48,9 +48,9 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def explain(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> tuple[dict, dict[str, dict]]:
+def explain(capsys: pytest.CaptureFixture[str], path: Path, *text: str) -> tuple[dict, dict[str, dict]]:
     """Return {option: (value, layer)} of all runs, and by cell."""
-    assert main(["sweep", str(path), "--explain", "--json", *words]) == 0
+    assert main(["sweep", str(path), "--explain", "--json", *text]) == 0
     printed = json.loads(capsys.readouterr().out)
 
     def table(rows: list[dict]) -> dict:
@@ -86,8 +86,8 @@ def test_what_a_higher_layer_removes_is_not_listed(path: Path, capsys: pytest.Ca
 
 
 def test_flags_scale_and_computed_threads(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--scale", "half", "--seeds", "5", "--checkpoint-every", "7", "--jobs", "2")
-    common, _ = explain(capsys, path, *words)
+    arguments = ("--scale", "half", "--seeds", "5", "--checkpoint-every", "7", "--jobs", "2")
+    common, _ = explain(capsys, path, *arguments)
     assert common["rounds"] == (4, "scale half")
     assert common["seed"] == ([5], "flag")
     assert common["checkpoint_every"] == (7, "flag")

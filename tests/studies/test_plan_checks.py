@@ -44,7 +44,7 @@ def test_a_plan_chooses_clients_that_the_run_can_have(
 def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = str(write_classes(tmp_path / "few", cat=15, dog=15))
     one = str(write_classes(tmp_path / "one", cat=15, zebra=1))
-    for options, words in (
+    for options, text in (
         (["--data", few, "--labels", "20", "--clients", "6"], "6 clients with at least 1 unlabeled images each need 6"),
         (["--data", one], "zebra: a class of one image has none to test on"),
     ):
@@ -53,7 +53,7 @@ def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path, capsys: pytest.Capt
             assert main(["run", *options, "--network", "small", *flags]) == 2
             messages.append(capsys.readouterr().err)
         assert messages[0] == messages[1]
-        assert words in messages[0]
+        assert text in messages[0]
 
 
 def test_a_plan_reads_the_images_of_a_small_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,13 +65,13 @@ def test_a_plan_reads_the_images_of_a_small_folder(tmp_path: Path, capsys: pytes
     equal = write_classes(tmp_path / "equal", cat=12, dog=12)
     for path in sorted((equal / "dog").iterdir()):
         path.write_bytes((equal / "dog" / "0.png").read_bytes())
-    for data, words in ((folder, "4 of 24 images cannot be read"), (equal, "too few of its 12 images are different")):
+    for data, text in ((folder, "4 of 24 images cannot be read"), (equal, "too few of its 12 images are different")):
         messages = []
         for flags in (["--plan"], ["--run-dir", str(tmp_path / "out")]):
             assert main(["run", "--data", str(data), "--network", "small", "--minutes", "0.01", *flags]) == 2
             messages.append(capsys.readouterr().err.splitlines()[-1])
         assert messages[0] == messages[1]
-        assert words in messages[0]
+        assert text in messages[0]
 
 
 def test_a_plan_names_copies_in_train_and_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

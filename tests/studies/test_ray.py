@@ -55,9 +55,9 @@ class Witness(NullCallback):
             time.sleep(300)
 
     def _note(self, what: str, run: RunInfo, number: int) -> None:
-        words = json.dumps({"what": what, "run": run.folder.name, "round": number, "pid": os.getpid()}) + "\n"
+        text = json.dumps({"what": what, "run": run.folder.name, "round": number, "pid": os.getpid()}) + "\n"
         handle = os.open(self.notes, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        os.write(handle, words.encode())
+        os.write(handle, text.encode())
         os.close(handle)
 
 
@@ -123,7 +123,7 @@ def test_a_run_gets_its_share_of_the_smallest_machine() -> None:
         run_resources([node(False, CPU=4.0), node(memory=1.0)], 1)
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False) -> dict[str, Any]:
+def asked(monkeypatch: pytest.MonkeyPatch, text: str, split_only: bool = False) -> dict[str, Any]:
     """Return what is asked of a Ray with 4 processors and 1 GPU for a task."""
     found: dict[str, Any] = {}
 
@@ -137,7 +137,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False)
         get=lambda ref: TaskResult({}), exceptions=SimpleNamespace(RayTaskError=OSError),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", fake)
-    task = SweepTask(Path("cells/abc"), words, split_only)
+    task = SweepTask(Path("cells/abc"), text, split_only)
     executor = RayExecutor(partial(run_resources, jobs=2))
     assert list(executor.run_tasks(run_task, [task])) == [(task, TaskResult({}))]
     return found
@@ -174,16 +174,16 @@ def test_what_is_printed_while_runs_are_played_is_no_result(mine, monkeypatch, c
 
 def test_no_ray_and_no_cluster_are_sentences(mine, monkeypatch, capsys):
     monkeypatch.chdir(mine.parent)
-    words = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
+    arguments = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert cli.main(words) == 2
+    assert cli.main(arguments) == 2
     assert capsys.readouterr().err == f"halfmoon: Ray is not installed; {install_command('ray')} to use it.\n"
 
     def init(**given: Any) -> None:
         raise ConnectionError(f"Could not find {given['address']}.\n  Check it")
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
-    assert cli.main(words) == 2
+    assert cli.main(arguments) == 2
     assert capsys.readouterr().err == (
         "halfmoon: no Ray cluster responds at 10.0.0.1:6379 (Could not find 10.0.0.1:6379. Check it); start one with "
         "ray start --head, or check --ray-address and RAY_ADDRESS.\n"
@@ -208,40 +208,40 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     killer.start()
     rays = RayExecutor(partial(run_resources, jobs=2))
     witness = Witness(notes)
-    folder, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), engine=rays, callback=witness)
+    folder, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), executor=rays, callback=witness)
     killer.join()
     ((pid, victim, newest),) = killed
     assert newest == LAST
     assert [step.failed for step in steps] == [None] * 4
     assert sorted(step.number for step in steps) == [1, 2, 3, 4]
-    theirs = runs(straight)
-    assert runs(folder).keys() == theirs.keys()
+    expected = runs(straight)
+    assert runs(folder).keys() == expected.keys()
     for mark, path in runs(folder).items():
         for name in ("metrics.jsonl", "model.safetensors", "split.parquet"):
-            assert (path / name).read_bytes() == (theirs[mark] / name).read_bytes(), name
-    told = [json.loads(line) for line in notes.read_text().splitlines()]
-    rounds = sorted((each["run"], each["round"]) for each in told if each["what"] == "round")
-    assert rounds == sorted((path.name, number) for path in theirs.values() for number in range(1, 6))
-    of_victim = [(each["round"], each["pid"] == pid) for each in told if each["run"] == victim.name]
+            assert (path / name).read_bytes() == (expected[mark] / name).read_bytes(), name
+    messages = [json.loads(line) for line in notes.read_text().splitlines()]
+    rounds = sorted((each["run"], each["round"]) for each in messages if each["what"] == "round")
+    assert rounds == sorted((path.name, number) for path in expected.values() for number in range(1, 6))
+    of_victim = [(each["round"], each["pid"] == pid) for each in messages if each["run"] == victim.name]
     assert of_victim == [(0, True), (1, True), (2, True), (3, True), (3, False), (4, False), (5, False)]
-    begun = [each["round"] for each in told if each["what"] == "begin"]
-    assert sorted(begun) == [0, 0, 0, 0, LAST]
-    workers = {each["pid"] for each in told}
+    started = [each["round"] for each in messages if each["what"] == "begin"]
+    assert sorted(started) == [0, 0, 0, 0, LAST]
+    workers = {each["pid"] for each in messages}
     assert len(workers) >= 2
     assert os.getpid() not in workers
-    _, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), engine=rays, callback=witness)
+    _, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), executor=rays, callback=witness)
     assert [step.finished_before for step in steps] == [True] * 4
-    assert len(notes.read_text().splitlines()) == len(told)
+    assert len(notes.read_text().splitlines()) == len(messages)
 
 
 def test_the_command_plays_on_ray(ray, mine, tmp_path, monkeypatch, capsys):
     """With a relative --out, which workers see where the command sees it, and a tracker, which looks on there."""
     monkeypatch.chdir(tmp_path)
-    words = (
+    text = (
         "sweep mine.toml --engine ray --jobs 2 --only amount=few,method=fedavg --scale short --seeds 0 --out here "
         "--tracker tensorboard --json"
     )
-    assert cli.main(words.split()) == 0
+    assert cli.main(text.split()) == 0
     printed = json.loads(capsys.readouterr().out)
     (run,) = [run for cell in printed["cells"] for run in cell["runs"]]
     assert run["finished"]

@@ -228,6 +228,6 @@ def test_local_models_of_figure_2_learn_from_their_labels_alone() -> None:
 
 def test_the_figures_whose_values_stand_in_the_picture_alone_say_so() -> None:
     for name in PANELS:
-        words = recipe.load(name).reading
-        assert "could not be read" not in words, name
-        assert "read as an ordering" not in words, name
+        text = recipe.load(name).reading
+        assert "could not be read" not in text, name
+        assert "read as an ordering" not in text, name

@@ -284,8 +284,8 @@ def place_of(row: dict[str, str]) -> Place:
         paper = paper.replace("-", "")
     if paper == "(FL)^2":
         paper = "fl2"
-        most = {"CIFAR-10": "40", "SVHN": "250", "CIFAR-100": "400"}[row["dataset"]]
-        at["labels"] = "high" if count == most else "low"
+        maximum = {"CIFAR-10": "40", "SVHN": "250", "CIFAR-100": "400"}[row["dataset"]]
+        at["labels"] = "high" if count == maximum else "low"
     return Place(f"{paper.lower()}-table{table}", at)
 
 
@@ -317,12 +317,12 @@ def test_labels_of_the_runs_are_those_of_the_published_rows() -> None:
     for row in ROWS:
         name, at = place_of(row)
         config = cell_at(name, **at).configs[0]
-        words = row["labels"]
-        if words.endswith(" labels") and words != "all labels":
-            assert config.labels == int(words.split()[0]), row
-        elif words.startswith("r="):
-            assert config.label_ratio == pytest.approx(float(words[2:-1]) / 100)
-        elif words == "5 per class and client":
+        message = row["labels"]
+        if message.endswith(" labels") and message != "all labels":
+            assert config.labels == int(message.split()[0]), row
+        elif message.startswith("r="):
+            assert config.label_ratio == pytest.approx(float(message[2:-1]) / 100)
+        elif message == "5 per class and client":
             assert config.labels_per_class == 5
 
 
@@ -361,10 +361,10 @@ def test_protocols_by_hand() -> None:
     )
     few = cell_at("semifl-table1", dataset="cifar10", setting="iid", labels="low", method="fedmatch").configs[0]
     assert (few.labels, few.server_batch, few.method) == (250, 10, "fedmatch-semifl")
-    alone = cell_at(
+    single = cell_at(
         "semifl-table1", dataset="svhn", setting="centralized", labels="high", method="partially-supervised"
     ).configs[0]
-    assert (alone.rounds, alone.epochs, alone.lr, alone.labeled_batch) == (400, 1, 0.1, 10)
+    assert (single.rounds, single.epochs, single.lr, single.labeled_batch) == (400, 1, 0.1, 10)
     long = cell_at("semifl-table1", dataset="cifar10", setting="centralized", labels="low", method="fixmatch")
     assert long.configs[0].rounds * (long.configs[0].steps or 0) == 2**20
     assert long.configs[0].unlabeled_batch == 7 * 64
@@ -446,12 +446,12 @@ def test_a_recipe_names_its_sources_and_a_scale_does_not(name: str) -> None:
     assert ("Section" in found.sources and "'" in found.sources) == quoted
     assert all(word in found.sources for word in ("round", "seed") if not quoted)
     for scale in found.scales.values():
-        words = found.describe_reading(scale)
-        assert not found.sources or found.sources not in words
+        message = found.describe_reading(scale)
+        assert not found.sources or found.sources not in message
         for option in scale.set.get("unset", ()):
-            assert f"{option} '" not in words, (name, scale.name)
+            assert f"{option} '" not in message, (name, scale.name)
         # Scales of these have other pixels, or other statistics.
-        assert found.paper not in ("FedLoKe", "FedDB") or "normalized" not in words
+        assert found.paper not in ("FedLoKe", "FedDB") or "normalized" not in message
 
 
 def test_rows_of_semifls_table_2_are_the_authors() -> None:
@@ -706,7 +706,7 @@ def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ('rows = "method"', 'rows = "method"\nrow = 1', "mine.toml: unknown field 'row': did you mean 'rows'?"),
         ('title = "Mine, Table 1"\n', "", "recipe mine: title is missing; docs/recipes.md describes"),
@@ -758,9 +758,9 @@ def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
         ("[axes.amount.few]", "[axes.amount.few", "mine.toml is not valid TOML"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in MINE
-    assert said in refused(tmp_path, MINE.replace(old, new, 1))
+    assert message in refused(tmp_path, MINE.replace(old, new, 1))
 
 
 def test_a_value_that_the_base_does_not_have(tmp_path: Path) -> None:
@@ -772,15 +772,15 @@ def test_a_value_that_the_base_does_not_have(tmp_path: Path) -> None:
 
 def test_what_only_may_say() -> None:
     found = loaded("feddure-table1")
-    for words, said in {
+    for message, output in {
         "dataset": "--only 'dataset' is not AXIS=VALUE: write, for example, --only dataset=cifar10,setting=iid-iid.",
         "data=cifar10": "--only: recipe feddure-table1 has no axis 'data': did you mean 'dataset'?",
         "dataset=cifar": "--only: axis dataset of recipe feddure-table1 has no value 'cifar': did you mean 'cifar10'?",
         "": "is not AXIS=VALUE",
     }.items():
         with pytest.raises(UserError, match="--only") as caught:
-            parse_selection(found, [words])
-        assert said in str(caught.value)
+            parse_selection(found, [message])
+        assert output in str(caught.value)
     with pytest.raises(UserError, match=r"recipe feddure-table1 has no scale 'smal': did you mean 'small'\?"):
         found.scale("smal")
     with pytest.raises(UserError, match=r"unknown recipe 'feddure-tabel1': did you mean 'feddure-table1'\?"):
@@ -863,22 +863,23 @@ def test_a_recipe_of_each_kind_is_played(tmp_path: Path, name: str, only: list[s
     """Two cells on the embedded digits at the tiny scale, two rounds long, of a table, lines, curves and splits."""
     found = loaded(name)
     scale = found.scale("tiny")
-    asked = build_cells(found, parse_selection(found, ["dataset=digits", *only]), [0], scale, {"device": "cpu"})
-    asked = [replace(cell, configs={0: replace(cell.configs[0], rounds=2)}) for cell in asked]
-    assert len(asked) == 2
+    requested = build_cells(found, parse_selection(found, ["dataset=digits", *only]), [0], scale, {"device": "cpu"})
+    requested = [replace(cell, configs={0: replace(cell.configs[0], rounds=2)}) for cell in requested]
+    assert len(requested) == 2
     folder = SweepFolder(tmp_path, found, scale)
     steps = list[RunReport]()
-    assert run_sweep(folder, asked, SerialExecutor(), steps.append) == []
-    facts = folder.read()
+    assert run_sweep(folder, requested, SerialExecutor(), steps.append) == []
+    metadata = folder.read()
     assert {step.failed for step in steps} == {None}
-    assert [run["finished"] for cell in facts["cells"] for run in cell["runs"]] == [True, True]
-    trained = [("accuracy" in run) for cell in facts["cells"] for run in cell["runs"]]
+    assert [run["finished"] for cell in metadata["cells"] for run in cell["runs"]] == [True, True]
+    trained = [("accuracy" in run) for cell in metadata["cells"] for run in cell["runs"]]
     assert trained == [found.kind != "splits"] * 2
     if name == "fedloke-figure4":  # one run, measured twice
         assert len(steps) == 1
-        local, whole = (cell["runs"][0]["accuracy"]["last"] for cell in facts["cells"])
+        local, whole = (cell["runs"][0]["accuracy"]["last"] for cell in metadata["cells"])
         rows = [
-            json.loads(line) for line in (folder.run_path(mark(asked[0])) / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (folder.run_path(mark(requested[0])) / "metrics.jsonl").read_text().splitlines()
         ]
         models = rows[-1]["pseudo"]["models"]
         assert (local, whole) == (models["local"]["accuracy"], models["global"]["accuracy"])

@@ -112,8 +112,8 @@ def test_a_folder_called_unlabeled_is_no_class(tmp_path: Path, capsys: pytest.Ca
         written(tmp_path / name / "train", 2)
         written(tmp_path / name / "test", 1)
         written(tmp_path / name / place, 1, where="{label}-{number}.png")
-        for words in (["data"], ["run", "--plan", "--data"], ["run", "--method", "fedavg", "--data"]):
-            assert main([*words, str(tmp_path / name)]) == 2
+        for text in (["data"], ["run", "--plan", "--data"], ["run", "--method", "fedavg", "--data"]):
+            assert main([*text, str(tmp_path / name)]) == 2
             assert "images without a label need a labels.csv in" in capsys.readouterr().err
 
 
@@ -178,8 +178,8 @@ def test_a_slow_computer_gets_the_same_model(tmp_path: Path, scratch: None, monk
             return cost._replace(round_seconds=factor * cost.round_seconds)
 
         monkeypatch.setattr(planning, "measure_round_cost", measure_scaled)
-        words = "--minutes 0.05 --resize 8 --network small --width 4 --steps 1 --clients 2 --labels-per-class 2 --json"
-        assert main(["run", "--data", "photos", "--run-dir", name, *words.split()]) == 0
+        text = "--minutes 0.05 --resize 8 --network small --width 4 --steps 1 --clients 2 --labels-per-class 2 --json"
+        assert main(["run", "--data", "photos", "--run-dir", name, *text.split()]) == 0
         models.append((tmp_path / name / "model.safetensors").read_bytes())
     assert models[0] == models[1]
 
@@ -271,9 +271,9 @@ def test_in_python_a_folder_is_planned_too(
     assert decision["sentence"] in repr(results)
     assert results.model.classes == CLASSES
     model = (place / "python" / "model.safetensors").read_bytes()
-    again = halfmoon.run(data="ward", run_dir="python")
+    repeated = halfmoon.run(data="ward", run_dir="python")
     assert "python contains a run on these images: it is resumed or read" in capsys.readouterr().err
-    for other in (again, halfmoon.resume("python"), halfmoon.load_run("python")):
+    for other in (repeated, halfmoon.resume("python"), halfmoon.load_run("python")):
         assert other.decision == decision
     assert (place / "python" / "model.safetensors").read_bytes() == model
     with pytest.raises(UserError, match=r"^minutes is only for data=FOLDER"):
@@ -284,8 +284,8 @@ def test_in_python_a_folder_is_planned_too(
 
 def test_a_lone_site_from_scratch(tmp_path: Path, scratch: None, capsys: pytest.CaptureFixture[str]) -> None:
     a_ward(tmp_path / "ward", 20, 10)
-    words = "--minutes 0.01 --resize 8 --network small --width 4 --steps 1 --rounds 3 --run-dir run --json"
-    assert main(["run", "--data", "ward", *words.split()]) == 0
+    text = "--minutes 0.01 --resize 8 --network small --width 4 --steps 1 --rounds 3 --run-dir run --json"
+    assert main(["run", "--data", "ward", *text.split()]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["decision"]["splits"] == 5
     assert [row["method"] for row in outcome["runs"]] == ["fedavg-soft-labels", "fedavg"]
@@ -296,8 +296,8 @@ def test_a_lone_site_from_scratch(tmp_path: Path, scratch: None, capsys: pytest.
         (tmp_path / "run" / name).unlink()
     assert main(["resume", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["decision"] == outcome["decision"]
-    again = (tmp_path / "run" / "decision.json").read_bytes(), (tmp_path / "run" / "model.safetensors").read_bytes()
-    assert again == first
+    repeated = (tmp_path / "run" / "decision.json").read_bytes(), (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert repeated == first
     assert main(["resume", "run"]) == 0  # a finished one is read
 
 
@@ -339,17 +339,17 @@ def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp
     assert len(np.unique(split.client[split.client >= 0])) == clients >= config.cohort
 
 
-@pytest.mark.parametrize(("heads", "words"), [(True, "too few images with a label"), (False, "give more --minutes")])
+@pytest.mark.parametrize(("heads", "message"), [(True, "too few images with a label"), (False, "give more --minutes")])
 def test_without_a_decision_the_way_to_one_is_said(
-    heads: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    heads: bool, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Heads always get all their splits: more minutes give them none."""
     written(tmp_path / "photos", 4)
     contents = scan_folder(tmp_path / "photos")
     assert contents is not None
-    played = replace(make_plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
-    print_plan_result(played, PlanResult([], None, None), tmp_path, as_json=False)
-    assert words in capsys.readouterr().out
+    result = replace(make_plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
+    print_plan_result(result, PlanResult([], None, None), tmp_path, as_json=False)
+    assert message in capsys.readouterr().out
 
 
 def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,9 +366,9 @@ def test_data_shows_a_folder_as_run_would_read_it(tmp_path: Path, capsys: pytest
     written(tmp_path / "photos", 12, 40)
     Image.new("RGB", (90, 70)).save(tmp_path / "photos" / "0" / "wide.png")
     assert main(["data", "photos", "--clients", "2", "--labels-per-class", "1", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)["data"][0]
-    assert facts["labels"] == {"0": 13, "1": 12, "2": 12}
-    assert facts["shape"] == [facts["trained_on"]["resize"]] * 2 + [3]
+    metadata = json.loads(capsys.readouterr().out)["data"][0]
+    assert metadata["labels"] == {"0": 13, "1": 12, "2": 12}
+    assert metadata["shape"] == [metadata["trained_on"]["resize"]] * 2 + [3]
     assert main(["data", "photos", "--resize", "20", "--channels", "1", "--clients", "2"]) == 0
     assert "20x20, 1 channel" in capsys.readouterr().out
     a_ward(tmp_path / "ward", 5, 2)

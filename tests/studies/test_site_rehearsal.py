@@ -66,9 +66,9 @@ def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> 
     assert source.train.images.shape[1:] == (8, 8, 3)
     whole = rows.make_split()
     assert [len(whole.rows(k, True)) + len(whole.rows(k, False)) for k in (0, 1)] == np.bincount(rows.client).tolist()
-    alone = rows.make_split(site=1)
-    assert alone.clients == 1
-    assert len(alone.rows(0, True)) == int((rows.labeled & (rows.client == 1)).sum())
+    single = rows.make_split(site=1)
+    assert single.clients == 1
+    assert len(single.rows(0, True)) == int((rows.labeled & (rows.client == 1)).sum())
     half = rows.make_split(site_rehearsal._select_labels(rows, 0.5))
     assert 0 < half.labeled.sum() < whole.labeled.sum()
     assert int((half.client == -1).sum()) == int(whole.labeled.sum() - half.labeled.sum())
@@ -93,14 +93,16 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     config = Config(rounds=2, steps=1, network="small", validation_share=0.25, method="fedavg-fixmatch", threads=1)
     table = site_rehearsal.rehearse(config, folders, tmp_path / "r", seen := Told())
     ended = json.loads((tmp_path / "r" / "labels-only" / "summary.json").read_text())["accuracy"]
-    told = [json.loads(line) for line in (tmp_path / "r" / "labels-only" / "metrics.jsonl").read_text().splitlines()]
-    assert ended["validation"] == max(row["validation"]["accuracy"] for row in told)
-    assert sum(len(row["validation"]["per_class"]) for row in told) == 4
+    messages = [
+        json.loads(line) for line in (tmp_path / "r" / "labels-only" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert ended["validation"] == max(row["validation"]["accuracy"] for row in messages)
+    assert sum(len(row["validation"]["per_class"]) for row in messages) == 4
     assert next(row.accuracy for row in table if row.name == "federation, labels only") == ended["chosen"]
     names = [row.name for row in table]
     assert seen.told == [each for name in names for each in (name, f"{name} 1", f"{name} 2", f"{name} ended")]
-    played = (tmp_path / "r" / "all-labels" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["pseudo"]["accuracy"] for line in played] == [None, None]  # the truth is nobody's
+    results = (tmp_path / "r" / "all-labels" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["pseudo"]["accuracy"] for line in results] == [None, None]  # the truth is nobody's
 
 
 def test_what_a_site_gains_by_joining_is_judged_over_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,19 +127,19 @@ def test_the_table_has_every_question_of_a_manager(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(hubs, "is_installed", lambda name: False)
     folders = [str(site(tmp_path / name, 12, 20)) for name in ("a", "bb")]
     folders.append(str(site(tmp_path / "c", 0, 10)))
-    words = ["run", "--sites", *folders, "--rounds", "1", "--steps", "1", "--network", "small", "--channels", "1"]
-    words += ["--run-dir", str(tmp_path / "r")]
-    assert main(words) == 0
-    out, told = capsys.readouterr()
-    assert "a alone: round 1/1, accuracy" in told
+    arguments = ["run", "--sites", *folders, "--rounds", "1", "--steps", "1", "--network", "small", "--channels", "1"]
+    arguments += ["--run-dir", str(tmp_path / "r")]
+    assert main(arguments) == 0
+    out, message = capsys.readouterr()
+    assert "a alone: round 1/1, accuracy" in message
     assert "federation, labels only" in out
     assert "c alone" not in out
-    assert "c: no image has a label; `halfmoon site check " in told
+    assert "c: no image has a label; `halfmoon site check " in message
     tests = pq.read_metadata(tmp_path / "r" / "data" / "test.parquet").num_rows
     assert f"{tests} in all: a row is good to {98 / tests**0.5:.0f} points or better" in " ".join(out.split())
-    assert main([*words, "--json"]) == 0
-    out, told = capsys.readouterr()
-    assert "finished already" in told
+    assert main([*arguments, "--json"]) == 0
+    out, message = capsys.readouterr()
+    assert "finished already" in message
     rows = json.loads(out)["rows"]
     assert {row["tests"] for row in rows} == {tests}
     assert [row["name"] for row in rows] == [
@@ -206,8 +208,8 @@ def test_copies_at_other_sites_are_reported_and_not_on_both_sides(tmp_path: Path
     folders = [site(tmp_path / "a", 18, 24), site(tmp_path / "bb", 18, 24)]
     for number in range(12):
         (folders[1] / f"{number:03d}.png").write_bytes((folders[0] / f"{number:03d}.png").read_bytes())
-    told: list[str] = []
-    rows = site_rehearsal._write_data_set(Config(validation_share=0.3), folders, tmp_path / "data", told.append)
+    messages: list[str] = []
+    rows = site_rehearsal._write_data_set(Config(validation_share=0.3), folders, tmp_path / "data", messages.append)
     source = load(str(tmp_path / "data"))
     assert source.validation is not None or (tmp_path / "data" / "validation.parquet").exists()
     hashes = {}
@@ -217,8 +219,8 @@ def test_copies_at_other_sites_are_reported_and_not_on_both_sides(tmp_path: Path
     assert not hashes["train"] & hashes["test"]
     assert not hashes["train"] & hashes["validation"]
     assert not hashes["test"] & hashes["validation"]
-    assert "12 images are at more than one site (equal pixels)." in told
-    left_out = [line for line in told if "copies of images to test on" in line]
+    assert "12 images are at more than one site (equal pixels)." in messages
+    left_out = [line for line in messages if "copies of images to test on" in line]
     assert left_out
     assert len(source.train) == len(rows.client) == len(rows.labeled)
 

@@ -229,7 +229,7 @@ def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "sweep.json is damaged (it is unreadable); remove it and run the sweep again: finished runs are reused."),
         ("[]", "is damaged"),
@@ -237,13 +237,13 @@ def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
         ('{"format": 99, "cells": []}', f"has format 99, but this halfmoon reads {SWEEP_FORMAT}; remove it"),
     ],
 )
-def test_a_sweep_json_that_cannot_be_read(mine: Path, text: str, said: str) -> None:
+def test_a_sweep_json_that_cannot_be_read(mine: Path, text: str, message: str) -> None:
     folder = SweepFolder(mine.parent / "out", recipe.load(str(mine)), None)
     folder.path.mkdir(parents=True)
     (folder.path / "sweep.json").write_text(text)
     with pytest.raises(UserError, match=r"sweep\.json") as caught:
         train_cells(mine, *MINE, scale=None)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert (folder.path / "sweep.json").read_text() == text
     assert not (folder.out / "cells").exists()
@@ -298,11 +298,11 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
     lost = mine.parent / "lost"
     text = f'[axes.method.lost]\ntitle = "Lost"\nset = {{ method = "fedavg", data = "{lost}" }}\n'
     mine.write_text(RECIPE.replace("[axes.method.fedavg]", f"{text}\n[axes.method.fedavg]"))
-    words = ["sweep", str(mine), "--out", str(mine.parent / "out"), "--scale", "short", "--only", "amount=few"]
-    assert cli.main(words) == 1
-    said = capsys.readouterr()
-    assert "failed" in said.err
-    assert "SCALED DOWN, not the paper's experiment: 2 of 5 rounds" in " ".join(said.out.split())
+    arguments = ["sweep", str(mine), "--out", str(mine.parent / "out"), "--scale", "short", "--only", "amount=few"]
+    assert cli.main(arguments) == 1
+    output = capsys.readouterr()
+    assert "failed" in output.err
+    assert "SCALED DOWN, not the paper's experiment: 2 of 5 rounds" in " ".join(output.out.split())
     facts = json.loads((mine.parent / "out" / "mine-short" / "sweep.json").read_text())
     runs = {cell["at"]["method"]: cell["runs"][0] for cell in facts["cells"]}
     assert list(runs) == ["lost", "fedavg", "fedavg-fixmatch"]
@@ -310,18 +310,20 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
     assert runs["lost"].keys() == {"seed", "identity", "folder", "finished", "failed"}
     assert "lost" in runs["lost"]["failed"]
     assert "\n" not in runs["lost"]["failed"]
-    assert cli.main([*words, "--only", "method=fedavg"]) == 0
+    assert cli.main([*arguments, "--only", "method=fedavg"]) == 0
     assert "finished before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (RuntimeError("a shape.\nand more"), "RuntimeError: a shape; the traceback is in "),
         (torch.OutOfMemoryError("no room"), "out of memory (no room); use fewer --jobs, or a smaller scale."),
     ],
 )
-def test_a_defect_costs_one_cell(mine: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, said: str) -> None:
+def test_a_defect_costs_one_cell(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, message: str
+) -> None:
     cell = runner.run_in_folder
 
     def broken(config: Config, path: Path, watch: Callback, **rest: Any) -> Row:
@@ -333,9 +335,9 @@ def test_a_defect_costs_one_cell(mine: Path, monkeypatch: pytest.MonkeyPatch, er
     folder, steps, failed = train_cells(mine, *MINE, scale="short")
     assert [step.failed is None for step in steps] == [False, True]
     assert len(failed) == 1
-    assert said in failed[0]
+    assert message in failed[0]
     traces = [path.read_text() for path in folder.out.glob("cells/*-defect.txt")]
-    assert [trace.strip().splitlines()[-1] for trace in traces] == (["and more"] if "traceback" in said else [])
+    assert [trace.strip().splitlines()[-1] for trace in traces] == (["and more"] if "traceback" in message else [])
     monkeypatch.undo()
     assert train_cells(mine, *MINE, scale="short")[2] == [], "mended, the same command plays what is left"
 
@@ -358,24 +360,24 @@ def test_dry_run_lists_and_plays_nothing(mine: Path, capsys: pytest.CaptureFixtu
 def test_a_killed_sweep_goes_on(mine: Path, shell: Shell, straight: dict[str, bytes]) -> None:
     """SIGKILL in the middle of the second run; the same command ends in the metrics of a straight sweep."""
     out = mine.parent / "killed"
-    words = f"sweep {mine} --out {out} --only amount=few"
+    message = f"sweep {mine} --out {out} --only amount=few"
 
     def kill(pid: int) -> None:
         until = time.monotonic() + 300
         while time.monotonic() < until:
-            begun = [path for path in out.glob("cells/*/metrics.jsonl") if path.read_bytes().count(b"\n") >= 2]
-            if len(begun) == 2:
+            started = [path for path in out.glob("cells/*/metrics.jsonl") if path.read_bytes().count(b"\n") >= 2]
+            if len(started) == 2:
                 break
             time.sleep(0.005)
         os.kill(pid, signal.SIGKILL)
 
-    assert shell(words, kill).code == -signal.SIGKILL
+    assert shell(message, kill).code == -signal.SIGKILL
     left = json.loads((out / "mine" / "sweep.json").read_text())
     finished = [run["finished"] for cell in left["cells"] for run in cell["runs"]]
     assert finished == [True, False]
     first = out / "mine" / left["cells"][0]["runs"][0]["folder"]
     before = state(first)
-    done = shell(words)
+    done = shell(message)
     assert done.code == 0, done.said
     assert "finished before" in done.said
     assert state(first) == before
@@ -387,13 +389,13 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
     """Both end well and have all cells; a run that the other one plays is waited for, not played beside it."""
     mine.write_text(RECIPE.replace("rounds = 5", "rounds = 60"))
     monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.05)
-    begun: list[int] = []
+    started: list[int] = []
     busy: list[bool] = []
     here: list[tuple[list[RunReport], list[str]]] = []
 
     class Looking(NullCallback):
         def begin(self, run: RunInfo) -> None:
-            begun.append(run.first)
+            started.append(run.first)
 
     class Asking(SerialExecutor):
         def run_tasks(self, function: Any, tasks: Any) -> Any:
@@ -405,7 +407,7 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
         until = time.monotonic() + 300
         while time.monotonic() < until and not list((mine.parent / "out").glob("cells/*/metrics.jsonl")):
             time.sleep(0.005)
-        here.append(train_cells(mine, *MINE, scale=None, engine=Asking(), callback=Looking())[1:])
+        here.append(train_cells(mine, *MINE, scale=None, executor=Asking(), callback=Looking())[1:])
 
     done = shell(f"sweep {mine} --out {mine.parent / 'out'} --only amount=few", baselines)
     assert done.code == 0, done.said
@@ -413,7 +415,7 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
     assert failed == []
     assert len(steps) == 2
     assert busy[0]  # the other process was in the middle of the first run
-    assert begun in ([], [0])  # which this one did not touch; the second it played from its start, or not at all
+    assert started in ([], [0])  # which this one did not touch; the second it played from its start, or not at all
     for data in metrics(mine.parent / "out").values():
         assert [json.loads(line)["round"] for line in data.splitlines()] == list(range(1, 61))
     facts = json.loads((mine.parent / "out" / "mine" / "sweep.json").read_text())
@@ -425,12 +427,12 @@ def test_processes_play_several_at_once_and_one_that_is_killed_is_replaced(
 ) -> None:
     """Its run goes on from its checkpoint in a new process, and all end in the metrics of a straight sweep."""
     mark = mine.parent / "killed"
-    folder, steps, failed = train_cells(mine, *MINE, scale=None, engine=ProcessExecutor(2), callback=Suicide(mark))
+    folder, steps, failed = train_cells(mine, *MINE, scale=None, executor=ProcessExecutor(2), callback=Suicide(mark))
     assert failed == []
     assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
     for step in steps:
         assert f"method={step.summary['method']}," in step.label
     assert metrics(folder.out) == straight
-    begun = mark.with_name("begun").read_text().splitlines()
+    started = mark.with_name("begun").read_text().splitlines()
     name = mark.read_text()
-    assert [line for line in begun if line.startswith(name)] == [f"{name} 0", f"{name} 2"]
+    assert [line for line in started if line.startswith(name)] == [f"{name} 0", f"{name} 2"]

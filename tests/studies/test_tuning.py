@@ -35,7 +35,7 @@ def test_knobs_are_read_from_words():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("message", "sentence"),
     [
         ("lr", "is not NAME=LOW"),
         ("lr=1..x", "no range of numbers"),
@@ -46,9 +46,9 @@ def test_knobs_are_read_from_words():
         ("seed=1..2", "cannot be searched"),
     ],
 )
-def test_wrong_knobs_are_refused(words, sentence):
+def test_wrong_knobs_are_refused(message, sentence):
     with pytest.raises(UserError, match=sentence):
-        Knob.parse(words)
+        Knob.parse(message)
 
 
 def test_values_reach_the_configuration():
@@ -58,12 +58,12 @@ def test_values_reach_the_configuration():
 
 def test_a_stopped_search_goes_on_with_the_trial_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The third trial is stopped: its values are played next, what was played is not played again."""
-    played: list[tuple[float, str]] = []
+    results: list[tuple[float, str]] = []
     real = runner.run_in_folder
 
     def cell(config: Config, path: Path, **how: Any) -> Any:
-        played.append((config.lr, config.labeled_view))
-        if len(played) == 3:
+        results.append((config.lr, config.labeled_view))
+        if len(results) == 3:
             raise KeyboardInterrupt
         return real(config, path, **how)
 
@@ -72,16 +72,16 @@ def test_a_stopped_search_goes_on_with_the_trial_that_was_stopped(tmp_path: Path
         tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")
     found = tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")
     assert len(found) == 4
-    assert played[3] == played[2]
-    assert len(played) == 5
+    assert results[3] == results[2]
+    assert len(results) == 5
     rows = list(csv.DictReader((tmp_path / "t" / "trials.csv").open()))
-    assert [float(row["lr"]) for row in rows] == [lr for lr, _ in (*played[:2], *played[3:])]
+    assert [float(row["lr"]) for row in rows] == [lr for lr, _ in (*results[:2], *results[3:])]
     best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
     assert best.lr == found[0].values["lr"]
     assert found[0].accuracy == max(float(row["validation_accuracy"]) for row in rows)
-    again = tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")
-    assert again == found
-    assert len(played) == 5
+    repeated = tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")
+    assert repeated == found
+    assert len(results) == 5
     with pytest.raises(UserError, match="another search"):
         tune(Config(**TINY), KNOBS[:1], 4, [100], tmp_path / "t")
 
@@ -116,24 +116,24 @@ def test_a_rate_that_diverges_is_a_trial_without_accuracy(tmp_path: Path, monkey
 
 
 def test_the_command_prints_the_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = (
+    message = (
         "tune --method fedavg --clients 3 --cohort 2 --rounds 1 --steps 1 --network small --width 4 --data-share 0.2"
     )
-    code = cli.main([*words.split(), "--knob", "lr=1e-3,1e-2", "--trials", "2", "--run-dir", str(tmp_path / "t")])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    assert "trial 2 of 2" in said.err
-    assert f"halfmoon run --config {tmp_path / 't' / 'best.toml'}" in said.out
+    code = cli.main([*message.split(), "--knob", "lr=1e-3,1e-2", "--trials", "2", "--run-dir", str(tmp_path / "t")])
+    text = capsys.readouterr()
+    assert code == 0, text.err
+    assert "trial 2 of 2" in text.err
+    assert f"halfmoon run --config {tmp_path / 't' / 'best.toml'}" in text.out
     best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
     assert (best.seed, best.validation_share) == (0, 0.2)
 
 
-@pytest.mark.parametrize(("more", "told"), [("", True), ("--reference feddure", False), ("--steps 1", False)])
-def test_whose_budget_was_searched_with(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, told: bool):
+@pytest.mark.parametrize(("more", "message"), [("", True), ("--reference feddure", False), ("--steps 1", False)])
+def test_whose_budget_was_searched_with(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, message: bool):
     """By its own rule labels only takes one step for five labels, where a comparison gives it FedDure's."""
-    words = "tune --method fedavg --clients 3 --cohort 2 --rounds 1 --network small --width 4 --data-share 0.2"
+    text = "tune --method fedavg --clients 3 --cohort 2 --rounds 1 --network small --width 4 --data-share 0.2"
     where = ["--knob", "lr=1e-3,1e-2", "--trials", "1", "--run-dir", str(tmp_path / "t")]
-    assert cli.main([*words.split(), *more.split(), *where]) == 0
-    assert ("Budget: the default steps of fedavg." in capsys.readouterr().out) == told
+    assert cli.main([*text.split(), *more.split(), *where]) == 0
+    assert ("Budget: the default steps of fedavg." in capsys.readouterr().out) == message
     best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
     assert best.reference == ("feddure" if "feddure" in more else None)

@@ -20,11 +20,11 @@ needs_browser = pytest.mark.skipif(
 
 @contextmanager
 def start_chromium() -> Iterator[Any]:
-    """Start a browser without a screen; its console is kept."""
+    """Start a headless browser whose console log can be read."""
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER or ""
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
-        options.add_argument(word)
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
     driver.set_script_timeout(60)
@@ -36,7 +36,7 @@ def start_chromium() -> Iterator[Any]:
 
 @contextmanager
 def serve_app(app: Any) -> Iterator[str]:
-    """Serve a page's app behind its guard in a thread, and give its address."""
+    """Serve a page's app with its access control in a thread, and yield its address."""
     from halfmoon.pages.server import serve_in_background
 
     with serve_in_background(app, "page", None, str) as address:
@@ -44,14 +44,14 @@ def serve_app(app: Any) -> Iterator[str]:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 8.0) -> Any:
-    """Wait until something is true, and return it."""
+    """Wait until a condition returns a true value, and return that value."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         found = condition()
         if found:
             return found
         time.sleep(0.02)
-    raise AssertionError("it did not happen in time")
+    raise AssertionError(f"the condition is not met after {seconds} s")
 
 
 def set_viewport(browser: Any, width: int, height: int = 900, dark: bool = False) -> None:
@@ -66,7 +66,7 @@ def set_viewport(browser: Any, width: int, height: int = 900, dark: bool = False
 def open_page(browser: Any, address: str, width: int = 1400, dark: bool = False) -> None:
     """Open a page, and wait until it is drawn."""
     set_viewport(browser, width, dark=dark)
-    browser.get("about:blank")  # what an earlier page says when its program has ended is no fault of this one
+    browser.get("about:blank")  # an earlier page whose server has ended may log errors: they are discarded here
     browser.get_log("browser")
     browser.get(address)
     wait_until(lambda: browser.execute_script("return document.body.dataset.ready"))

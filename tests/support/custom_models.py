@@ -1,4 +1,4 @@
-"""Parts as users bring them: networks and methods that the package does not know."""
+"""Custom networks and methods, as users register them."""
 
 from dataclasses import dataclass, field
 
@@ -12,23 +12,23 @@ from halfmoon.methods.objectives import FixMatch, Objective
 
 @dataclass(frozen=True)
 class CustomFedAvg(FedAvg):
-    """FedAvg with FixMatch, as somebody's own."""
+    """A custom method: FedAvg with FixMatch."""
 
     objective: Objective = field(default_factory=FixMatch)
 
 
 def build_small(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
-    """Return the small network of width 4, as a module."""
+    """Return a small network of width 4."""
     return TorchSmall(channels, classes, 4)
 
 
 def build_small_group_norm(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
-    """Return the small network of width 4 with group normalization."""
+    """Return a small network of width 4 with group normalization."""
     return TorchSmall(channels, classes, 4, "group")
 
 
 class PatchAttention(nn.Module):
-    """Patches of 4x4 pixels, a layer normalization, attention over the patches, and a head."""
+    """A network with layer normalization and attention over patches of 4x4 pixels."""
 
     def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class PatchAttention(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """What comes in is read again after the row, whose first layer therefore must not overwrite it."""
+    """A residual block. Its first ReLU must not run in place, because the input is added afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ResidualBlock(nn.Module):
 
 
 class ConvRows(nn.Sequential):
-    """A convolution and its normalization in a row, one after another layer, and a residual block."""
+    """A convolution followed by its normalization, a normalization after another layer, and a residual block."""
 
     def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
         row = nn.Sequential(nn.Conv2d(channels, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.BatchNorm2d(6))

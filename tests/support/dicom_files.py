@@ -1,4 +1,4 @@
-"""DICOM files whose header has marked values, to look for in output, logs and written files."""
+"""Write DICOM files whose header has marked values, to search for in output, logs and written files."""
 
 import warnings
 from pathlib import Path
@@ -16,6 +16,7 @@ INVALID_TAGS = ("StudyInstanceUID", "SeriesInstanceUID", "PatientBirthDate", "St
 
 
 def write_marked_dicom(path: Path, number: int, **attributes: object) -> None:
+    """Write a DICOM file whose identifying header values are `MARK` and a number; `attributes` override the header."""
     from pydicom.dataset import Dataset, FileMetaDataset
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 

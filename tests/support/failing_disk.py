@@ -1,8 +1,8 @@
-"""A disk that fails as SQLite's tests let it: the Nth call is refused, or the power goes at the Nth call.
+"""Simulate a disk that fails: the Nth call raises an error, or the power is lost at the Nth call.
 
-What a process does to files below a folder goes through a few functions of `os`, which are replaced. The power takes
-along what was not flushed: of a file's unflushed bytes any beginning may be there, renames and removals since the last
-flush of their folder may be undone from the last one backwards, as a journaling file system would.
+The functions of `os` and `shutil` through which a process changes files are replaced for paths below a folder. A loss of
+power drops what was not flushed, as a journaling file system may: of a file's unflushed bytes any prefix may remain, and
+renames and removals since the last flush of their folder may be undone, the latest first. SQLite is tested this way.
 """
 
 import os
@@ -18,53 +18,69 @@ CALLS = ("open", "write", "fsync", "replace", "ftruncate", "unlink", "mkdir", "c
 
 
 class PowerLoss(BaseException):
-    """The machine is off: nothing may be caught, nothing is cleaned up."""
+    """The machine is off. Derives from BaseException so that no handler catches it."""
 
 
 @dataclass
 class FailingDisk:
-    """Counts calls below `root`; at call `at` it raises an OSError with `number`, or with None the power goes."""
+    """Counts the calls below a folder and fails at one of them.
+
+    Attributes:
+        root: the folder.
+        failing_call: index of the call that fails, -1 for none.
+        error_number: errno of the OSError to raise, or None for a loss of power.
+        count: calls so far.
+        off: whether the power is lost.
+        paths: path of each open file handle.
+        durable: the flushed content of each file with unflushed bytes.
+        moves: (folder, content of the affected files before) of each rename and removal that is not flushed.
+    """
 
     root: Path
-    at: int = -1
-    number: int | None = None
+    failing_call: int = -1
+    error_number: int | None = None
     count: int = 0
     off: bool = False
     paths: dict[int, Path] = field(default_factory=dict)
-    durable: dict[Path, bytes] = field(default_factory=dict)  # of files with unflushed bytes: what is safe
-    moves: list[tuple[Path, dict[Path, bytes | None]]] = field(default_factory=list)  # folder, names as they were
+    durable: dict[Path, bytes] = field(default_factory=dict)
+    moves: list[tuple[Path, dict[Path, bytes | None]]] = field(default_factory=list)
 
-    def inside(self, path: Any) -> Path | None:
-        """Return a path below the root, None for any other, and for locks, which hold nothing."""
+    def find_path(self, path: Any) -> Path | None:
+        """Return the path of a file below the root, None for any other file and for lock files, which are empty."""
         if isinstance(path, int):
             return self.paths.get(path)
         found = Path(os.fspath(path)) if isinstance(path, str | os.PathLike) else None
         below = found is not None and (found == self.root or self.root in found.parents)
         return found if below and ".lock" not in found.name else None
 
-    def tick(self) -> None:
-        """Count a call, and fail where it is the one."""
+    def count_call(self) -> None:
+        """Count a call, and fail if it is the failing one."""
         if self.off:
             raise PowerLoss
         self.count += 1
-        if self.count - 1 != self.at:
+        if self.count - 1 != self.failing_call:
             return
-        if self.number is None:
+        if self.error_number is None:
             self.off = True
             raise PowerLoss
-        raise OSError(self.number, os.strerror(self.number))
+        raise OSError(self.error_number, os.strerror(self.error_number))
 
-    def touch(self, path: Path) -> None:
+    def record_durable_content(self, path: Path) -> None:
+        """Store the content of a file before its first unflushed change."""
         self.durable.setdefault(path, path.read_bytes() if path.is_file() else b"")
 
-    def lose(self, chance: random.Random) -> None:
-        """Leave on the disk what may be there after the power has gone."""
-        for path, safe in self.durable.items():
+    def drop_unflushed(self, generator: random.Random) -> None:
+        """Leave a random state on the disk that is possible after the loss of power."""
+        for path, durable in self.durable.items():
             if path.is_file():
-                now = path.read_bytes()
-                whole = now.startswith(safe)
-                path.write_bytes(now[: chance.randint(len(safe), len(now))] if whole else chance.choice([safe, now]))
-        for _, before in reversed(self.moves[len(self.moves) - chance.randint(0, len(self.moves)) :]):
+                current = path.read_bytes()
+                if current.startswith(durable):
+                    # The file was appended to: any prefix of the appended bytes may be on the disk.
+                    path.write_bytes(current[: generator.randint(len(durable), len(current))])
+                else:
+                    path.write_bytes(generator.choice([durable, current]))
+        undone = generator.randint(0, len(self.moves))
+        for _, before in reversed(self.moves[len(self.moves) - undone :]):
             for path, data in before.items():
                 if data is None:
                     path.unlink(missing_ok=True)
@@ -74,83 +90,92 @@ class FailingDisk:
 
 @contextmanager
 def replace_file_calls(disk: FailingDisk) -> Iterator[FailingDisk]:
-    """Let a disk stand under `os` and `shutil.copyfile`."""
+    """Replace the functions in `CALLS` by functions that count their calls on a disk and fail when it fails."""
     real: dict[str, Callable[..., Any]] = {name: getattr(shutil if name == "copyfile" else os, name) for name in CALLS}
 
-    def opened(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        place = disk.inside(path)
-        if place is None:
-            return real["open"](path, flags, *rest, **more)
-        disk.tick()
-        if flags & os.O_TRUNC:
-            disk.touch(place)
-        handle = real["open"](path, flags, *rest, **more)
-        disk.paths[handle] = place
+    def open_file(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        found = disk.find_path(path)
+        if found is not None:
+            disk.count_call()
+            if flags & os.O_TRUNC:
+                disk.record_durable_content(found)
+        handle = real["open"](path, flags, *args, **kwargs)
+        if found is not None:
+            disk.paths[handle] = found
         return handle
 
     def write(handle: int, data: Any) -> int:
-        place = disk.paths.get(handle)
-        if place is not None:
-            disk.touch(place)
+        path = disk.paths.get(handle)
+        if path is not None:
+            disk.record_durable_content(path)
             try:
-                disk.tick()
+                disk.count_call()
             except BaseException:
-                real["write"](handle, bytes(data)[: len(data) // 2])  # the last one is torn
+                real["write"](handle, bytes(data)[: len(data) // 2])  # the failing write is torn
                 raise
         return real["write"](handle, data)
 
     def fsync(handle: int) -> None:
-        place = disk.paths.get(handle)
-        if place is None:
+        path = disk.paths.get(handle)
+        if path is None:
             return
-        disk.tick()
-        if place.is_dir():
-            disk.moves = [move for move in disk.moves if move[0] != place]
-        disk.durable.pop(place, None)
+        disk.count_call()
+        if path.is_dir():
+            disk.moves = [move for move in disk.moves if move[0] != path]
+        disk.durable.pop(path, None)
 
-    def renamed(old: Any, new: Any, *rest: Any, **more: Any) -> None:
-        one = disk.inside(old)
-        two = disk.inside(new)
-        if one is not None and two is not None:
-            disk.tick()
-            before = {one: one.read_bytes(), two: two.read_bytes() if two.is_file() else None}
-            disk.moves.append((two.parent, before))
-            if one in disk.durable:
-                disk.durable[two] = disk.durable.pop(one)
-        real["replace"](old, new, *rest, **more)
+    def replace(old: Any, new: Any, *args: Any, **kwargs: Any) -> None:
+        source = disk.find_path(old)
+        target = disk.find_path(new)
+        if source is not None and target is not None:
+            disk.count_call()
+            before = {source: source.read_bytes(), target: target.read_bytes() if target.is_file() else None}
+            disk.moves.append((target.parent, before))
+            if source in disk.durable:
+                disk.durable[target] = disk.durable.pop(source)
+        real["replace"](old, new, *args, **kwargs)
 
-    def cut(handle: int, length: int) -> None:
-        place = disk.paths.get(handle)
-        if place is not None:
-            disk.tick()
-            disk.touch(place)
+    def ftruncate(handle: int, length: int) -> None:
+        path = disk.paths.get(handle)
+        if path is not None:
+            disk.count_call()
+            disk.record_durable_content(path)
         real["ftruncate"](handle, length)
 
-    def unlink(path: Any, *rest: Any, **more: Any) -> None:
-        place = disk.inside(path)
-        if place is not None and place.is_file():
-            disk.tick()
-            disk.moves.append((place.parent, {place: place.read_bytes()}))
-            disk.durable.pop(place, None)
-        real["unlink"](path, *rest, **more)
+    def unlink(path: Any, *args: Any, **kwargs: Any) -> None:
+        found = disk.find_path(path)
+        if found is not None and found.is_file():
+            disk.count_call()
+            disk.moves.append((found.parent, {found: found.read_bytes()}))
+            disk.durable.pop(found, None)
+        real["unlink"](path, *args, **kwargs)
 
-    def mkdir(path: Any, *rest: Any, **more: Any) -> None:
-        if disk.inside(path) is not None:
-            disk.tick()
-        real["mkdir"](path, *rest, **more)
+    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        if disk.find_path(path) is not None:
+            disk.count_call()
+        real["mkdir"](path, *args, **kwargs)
 
-    def copyfile(old: Any, new: Any, *rest: Any, **more: Any) -> Any:
-        place = disk.inside(new)
-        if place is not None:
-            disk.tick()
-            disk.touch(place)
-        return real["copyfile"](old, new, *rest, **more)
+    def copyfile(old: Any, new: Any, *args: Any, **kwargs: Any) -> Any:
+        target = disk.find_path(new)
+        if target is not None:
+            disk.count_call()
+            disk.record_durable_content(target)
+        return real["copyfile"](old, new, *args, **kwargs)
 
-    ours = dict(zip(CALLS, (opened, write, fsync, renamed, cut, unlink, mkdir, copyfile), strict=True))
-    for name, made in ours.items():
-        setattr(shutil if name == "copyfile" else os, name, made)
+    replacements = {
+        "open": open_file,
+        "write": write,
+        "fsync": fsync,
+        "replace": replace,
+        "ftruncate": ftruncate,
+        "unlink": unlink,
+        "mkdir": mkdir,
+        "copyfile": copyfile,
+    }
+    for name, function in replacements.items():
+        setattr(shutil if name == "copyfile" else os, name, function)
     try:
         yield disk
     finally:
-        for name, made in real.items():
-            setattr(shutil if name == "copyfile" else os, name, made)
+        for name, function in real.items():
+            setattr(shutil if name == "copyfile" else os, name, function)

@@ -250,7 +250,7 @@ def make_png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def make_png(width: int, height: int, depth: int, color: int, *chunks: bytes) -> bytes:
+def make_png(width: int, height: int, depth: int, color: int, chunks: Sequence[bytes]) -> bytes:
     head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + make_png_chunk(b"IHDR", head) + b"".join(chunks) + make_png_chunk(b"IEND", b"")
 
@@ -293,7 +293,7 @@ def png_files(draw: Draw) -> bytes:
         chunks.insert(draw(st.integers(0, len(chunks))), make_png_chunk(draw(kinds), word))
     depth = draw(st.sampled_from([1, 2, 4, 8, 16, 3]))
     color = draw(st.sampled_from([0, 2, 3, 4, 6, 5]))
-    return make_png(draw(sides), draw(sides), depth, color, *chunks)
+    return make_png(draw(sides), draw(sides), depth, color, chunks)
 
 
 @cache
@@ -395,7 +395,7 @@ def list_decompression_bombs() -> tuple[tuple[str, Callable[[int], bytes]], ...]
     return (
         ("idx", idx),
         ("dicom", lambda count: make_deflated_dicom_file(piece, count, **shape)),
-        ("image", lambda count: make_png(8000, 8000 * count, 8, 0, make_png_chunk(b"IDAT", gray))),
+        ("image", lambda count: make_png(8000, 8000 * count, 8, 0, [make_png_chunk(b"IDAT", gray)])),
         (
             "image",
             lambda count: make_png(

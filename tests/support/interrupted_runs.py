@@ -1,4 +1,4 @@
-"""Runs that are disturbed: stopped after a round, and gone on with."""
+"""Interrupt runs after a round, and resume them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +12,24 @@ from halfmoon.runs.callbacks import NullCallback, RunInfo
 
 
 class InterruptAfterRound(NullCallback):
-    """Press Ctrl-C when so many rounds are over, of a run with these options where there are several."""
+    """Raise KeyboardInterrupt after a round of a run, or of the run with these options if there are several."""
 
     def __init__(self, after: int = 1, **options: Any) -> None:
         self.after = after
         self.options = options
 
     def round(self, run: RunInfo, row: dict[str, Any]) -> None:
-        fits = all(getattr(run.config, name) == value for name, value in self.options.items())
-        if fits and row["round"] == self.after:
+        matches = all(getattr(run.config, name) == value for name, value in self.options.items())
+        if matches and row["round"] == self.after:
             raise KeyboardInterrupt
 
 
 def run_with_interruption(config: Config, folder: Path, after: int = 1) -> Path:
-    """Return the folder of a run; one that was stopped after so many rounds, and resumed, has ended in its bytes."""
+    """Run, and run again with an interruption after a round; assert that both write the same bytes.
+
+    Returns:
+        The folder of the uninterrupted run.
+    """
     straight = runner.start(replace(config, run_dir=folder / "straight")).folder
     with pytest.raises(KeyboardInterrupt):
         runner.start(replace(config, run_dir=folder / "stopped"), InterruptAfterRound(after))

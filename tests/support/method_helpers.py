@@ -1,4 +1,4 @@
-"""What the tests of methods share: images, clients and runs, a network of two weights, fixed views, and oracles."""
+"""Helpers for the tests of methods: images, clients, simulated rounds, a two-weight network and reference steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from halfmoon.models.passes import ForwardPass
 
 @dataclass(frozen=True)
 class TwoWeightNetwork(Network):
-    """Two classes, whose logits are a weight each times the first pixel."""
+    """A network with two classes, whose logits are one weight each times the first pixel."""
 
     channels: int = 1
     classes: int = 2
@@ -41,9 +41,9 @@ class TwoWeightNetwork(Network):
 TWO_WEIGHT_NETWORK = TwoWeightNetwork(norm="none")
 
 
-def make_two_weight_model(one: float, two: float) -> Tree:
+def make_two_weight_model(first: float, second: float) -> Tree:
     """Return the model of `TwoWeightNetwork` with these weights."""
-    return {"params": {"head": {"weight": torch.tensor([[one], [two]], dtype=torch.float64)}}, "stats": {}}
+    return {"params": {"head": {"weight": torch.tensor([[first], [second]], dtype=torch.float64)}}, "stats": {}}
 
 
 def make_pixel_images(*values: float) -> Tensor:
@@ -52,70 +52,70 @@ def make_pixel_images(*values: float) -> Tensor:
 
 
 def make_random_images(count: int, seed: int) -> Tensor:
-    """Return random images (count, 1, 8, 8), as a network sees them."""
+    """Return random normalized images (count, 1, 8, 8)."""
     return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def make_client_data(labeled: int = 5, unlabeled: int = 6, y: Tensor | None = None, **views: Tensor) -> ClientData:
-    """Return a client of these counts; steps bring images of their own."""
-    nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
+    """Return a client with these numbers of images, but without images: tests pass those to the steps."""
+    no_images = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
     y = torch.zeros(0, dtype=torch.int64) if y is None else y
-    return ClientData(nothing, y, nothing, torch.tensor(labeled), torch.tensor(unlabeled), views)
+    return ClientData(no_images, y, no_images, torch.tensor(labeled), torch.tensor(unlabeled), views)
 
 
 def begin_update(update: ClientUpdate, broadcast: Tree, data: ClientData) -> Tree:
-    """Return the carry of a client's first update."""
+    """Start a client's first update and return its carry."""
     return update.begin(broadcast, update.initial_memory(broadcast, torch.Generator()), data)
 
 
 def simulate_rounds(
-    method: Method, shared: Task, held: FederatedDataset | None = None, *, rounds: int = 1, **options: Any
+    method: Method, task: Task, dataset: FederatedDataset | None = None, *, rounds: int = 1, **options: Any
 ) -> list[Snapshot]:
-    """Return the first rounds of a federation."""
+    """Simulate the first rounds of a federation and return their snapshots."""
     return run_rounds(
-        method, make_simulation(method, shared, held, **options), start_server(method, shared), range(rounds)
+        method, make_simulation(method, task, dataset, **options), start_server(method, task), range(rounds)
     )
 
 
 def simulate_with_both_executors(
-    method: Method, shared: Task, held: FederatedDataset | None = None, *, rounds: int = 2, **options: Any
+    method: Method, task: Task, dataset: FederatedDataset | None = None, *, rounds: int = 2, **options: Any
 ) -> list[Snapshot]:
-    """Return the first rounds, which are the same client by client and with clients as one program: to 1e-9."""
+    """Simulate the first rounds with the executors "loop" and "vmap", compare both, and return those of "loop"."""
     loop, vmap = (
-        simulate_rounds(method, shared, held, rounds=rounds, executor=each, **options) for each in ("loop", "vmap")
+        simulate_rounds(method, task, dataset, rounds=rounds, executor=each, **options) for each in ("loop", "vmap")
     )
     compare_executors(loop, vmap)
     return loop
 
 
 def make_torch_module(broadcast: Tree) -> TorchSmall:
-    """Return the network of the scene as a module in training, with a model's parameters and statistics."""
+    """Return the small federation's network as a module in training mode, with the model that was broadcast."""
     return load_weights(TorchSmall(1, CLASSES, NETWORK.width), broadcast).train()
 
 
 def assert_params_match(params: Tree, module: nn.Module, rtol: float = 1e-8, atol: float = 1e-10) -> None:
-    """Compare parameters with a module's."""
+    """Assert that parameters are close to those of a module."""
     for (name, p), leaf in zip(module.named_parameters(), tree.leaves(params), strict=True):
         torch.testing.assert_close(leaf, p.detach(), rtol=rtol, atol=atol, msg=name)
 
 
 def make_batches(names: tuple[str, ...], count: int = 3) -> list[Batch]:
-    """Return batches of 5 + 6 random images with all of these views, of labeled and of unlabeled images."""
+    """Return batches of 5 labeled and 6 unlabeled random images, each with all of the named views."""
     g = torch.Generator().manual_seed(1)
-    draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    found = []
+    draw_images = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
+    result = []
     for _ in range(count):
-        x = draw(5)
+        x = draw_images(5)
         y = torch.randint(0, CLASSES, (5,), generator=g)
-        u = {name: draw(6) for name in names}
-        views = {name: draw(5) for name in names}
-        found.append(Batch(x, y, torch.arange(5), u, torch.arange(6), x_views=views))
-    return found
+        u = {name: draw_images(6) for name in names}
+        views = {name: draw_images(5) for name in names}
+        result.append(Batch(x, y, torch.arange(5), u, torch.arange(6), x_views=views))
+    return result
 
 
 @dataclass(frozen=True)
 class InvertedView:
-    """The image with its values turned round: a view that differs, and of which nothing is drawn."""
+    """A deterministic view that inverts the image."""
 
     def draw(self, n: int, shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, Tensor]:
         return {}
@@ -125,31 +125,35 @@ class InvertedView:
 
 
 FIXED_VIEWS = Views(InvertedView(), {"plain": Plain(), "weak": Plain(), "strong": InvertedView()})
-"""Views without chance: a labeled image is shown as the strong view shows it."""
+"""Deterministic views. Labeled images use the same view as strongly augmented ones."""
 
 
-def forward_groups(task: Task, leaves: Tree, *groups: Tensor) -> tuple[list[Tensor], list[Tree]]:
-    """Return the logits of groups of images and the moments, in one pass or each in its own, as the task says."""
+def forward_groups(task: Task, params: Tree, *groups: Tensor) -> tuple[list[Tensor], list[Tree]]:
+    """Return the logits of groups of images and the batch moments.
+
+    There is one pass for all groups if the task's statistics are "joint", otherwise one for each group.
+    """
     if task.statistics == "joint":
-        logits, moments = task.network.train(leaves, torch.cat(groups))
+        logits, moments = task.network.train(params, torch.cat(groups))
         return list(logits.split([len(group) for group in groups])), [moments]
-    made = [task.network.train(leaves, group) for group in groups]
-    return [logits for logits, _ in made], [moments for _, moments in made]
+    outputs = [task.network.train(params, group) for group in groups]
+    return [logits for logits, _ in outputs], [moments for _, moments in outputs]
 
 
 def update_running_stats(stats: Tree, moments: list[Tree]) -> Tree:
-    """Return running statistics after these passes, by PyTorch's formula with its momentum of 0.1."""
+    """Update running statistics with the moments of passes, as PyTorch does with a momentum of 0.1."""
     for each in moments:
         stats = tree.map(lambda old, new: 0.9 * old + 0.1 * new.detach(), stats, each)
     return stats
 
 
 def copy_requiring_grad(params: Tree) -> Tree:
+    """Return copies of the leaves that require gradients."""
     return tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), params)
 
 
 def autograd_step(losses: dict[str, Tensor], leaves: dict[str, Tree], lr: float) -> dict[str, Tree]:
-    """Return each tree after a step of SGD on the SUM of all losses, differentiated in one backward pass."""
+    """Return each tree after a step of SGD on the sum of all losses, differentiated in one backward pass."""
     total = torch.stack(list(losses.values())).sum()
     flat = [leaf for params in leaves.values() for leaf in tree.leaves(params)]
     gradients = iter(torch.autograd.grad(total, flat))

@@ -1,7 +1,7 @@
-"""The views made with Pillow, image by image, from the same draws: the tests' oracle and the benchmark's rival.
+"""Implement the views with Pillow, image by image, from the same random draws.
 
-Written from the released recipes on Pillow's own calls; it shares no code with `halfmoon.data.views` except the
-names of the operations.
+Reference for the tests and baseline of the benchmark, written from the published code of the methods. It shares no code
+with `halfmoon.data.views` except the names of the operations.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def make_test_images(channels: int, size: tuple[int, int]) -> Tensor:
         noise[row] = value
     noise[12] = torch.where(noise[12] > 100, 200, 30)
     noise[13] = torch.where(noise[13] > 250, 255, 0)
-    noise[14, 0] = 40  # one constant channel beside others that vary
+    noise[14, 0] = 40  # one constant channel next to channels that vary
     return noise
 
 
@@ -58,7 +58,20 @@ def apply_operation(
     resample: Image.Resampling = Image.Resampling.NEAREST,
     corner: tuple[int, int] = (0, 0),
 ) -> Image.Image:
-    """Return one operation at the strength that is given for it, translations by `shift` pixels (across, down)."""
+    """Apply one operation. Each keyword is the strength of the operations that use it.
+
+    Args:
+        image: the image.
+        name: name of the operation.
+        factor: of Pillow's enhancers.
+        bits: to keep per channel, for Posterize.
+        threshold: for Solarize.
+        degrees: for Rotate.
+        shear: for ShearX and ShearY.
+        shift: pixels (across, down) for TranslateX and TranslateY.
+        resample: interpolation of shears and translations.
+        corner: (top, left) corner for Cutout.
+    """
     if name in ENHANCERS:
         return ENHANCERS[name](image).enhance(factor)
     matrices = {
@@ -73,7 +86,7 @@ def apply_operation(
         case "AutoContrast":
             return ImageOps.autocontrast(image)
         case "Cutout":
-            return cutout(image, *corner, 40)
+            return cutout(image, top=corner[0], left=corner[1], side=40)
         case "Equalize":
             return ImageOps.equalize(image)
         case "Identity":
@@ -90,7 +103,7 @@ def apply_operation(
 
 
 def apply_feddure_operation(image: Image.Image, name: str, level: int, negative: bool) -> Image.Image:
-    """Return one operation of FedDure's RandAugmentMC at a level of 0 to 10 (tenths of its largest magnitude)."""
+    """Apply an operation of FedDure's RandAugmentMC at a level of 0 to 10 (tenths of its largest magnitude)."""
     sign = -1 if negative else 1
     shear = sign * (float(level) * 0.3 / 10)
     return apply_operation(
@@ -106,7 +119,7 @@ def apply_feddure_operation(image: Image.Image, name: str, level: int, negative:
 
 
 def apply_semifl_operation(image: Image.Image, name: str, negative: bool, corner: tuple[int, int]) -> Image.Image:
-    """Return one operation of SemiFL's RandAugment(n=2, m=10), always at its maximum: v = 10 of 10."""
+    """Apply an operation of SemiFL's RandAugment(n=2, m=10), always at its maximum: v = 10 of 10."""
     sign = -1 if negative else 1
     return apply_operation(
         image,
@@ -123,8 +136,11 @@ def apply_semifl_operation(image: Image.Image, name: str, negative: bool, corner
 
 
 def apply_fedloke_operation(image: Image.Image, name: str, negative: bool, magnitude: int) -> Image.Image:
-    """Return one operation of torchvision's RandAugment at a magnitude of 0 to 30, on Pillow images.
-    Its `negative` is Pillow's: torchvision's translations have the other sign, which a random sign does not tell."""
+    """Apply an operation of torchvision's RandAugment at a magnitude of 0 to 30.
+
+    `negative` has Pillow's sign. torchvision's translations have the opposite one, which makes no difference because the
+    sign is random.
+    """
     sign = -1 if negative else 1
     across, broadcast = (sign * int(150.0 / 331.0 * side * magnitude / 30) for side in image.size)
     return apply_operation(
@@ -140,7 +156,7 @@ def apply_fedloke_operation(image: Image.Image, name: str, negative: bool, magni
 
 
 def crop(array: np.ndarray, flip: bool, top: int, left: int, pad: int) -> np.ndarray:
-    """Return uint8 (C, H, W), mirrored where `flip` and cropped from its reflection."""
+    """Return uint8 (C, H, W), mirrored if `flip`, and cropped at (top, left) after reflection padding."""
     _, height, width = array.shape
     mirrored = array[:, :, ::-1] if flip else array
     padded = np.pad(mirrored, ((0, 0), (pad, pad), (pad, pad)), mode="reflect")
@@ -148,7 +164,7 @@ def crop(array: np.ndarray, flip: bool, top: int, left: int, pad: int) -> np.nda
 
 
 def cutout(image: Image.Image, top: int, left: int, side: int) -> Image.Image:
-    """Return the image with a rectangle of 127 whose corners (both inclusive) are `side` apart."""
+    """Return the image with a gray square of value 127. Its corners, both inclusive, differ by `side`."""
     image = image.copy()
     grey = 127 if image.mode == "L" else (127, 127, 127)
     corners = (left, top, min(image.width, left + side), min(image.height, top + side))
@@ -161,7 +177,8 @@ def make_strong_view(array: np.ndarray, row: dict, pad: int, side: int) -> np.nd
     image = to_image(crop(array, row["flip"], row["top"], row["left"], pad))
     for kind, level, negative in zip(row["operation"], row["level"], row["negative"], strict=True):
         image = apply_feddure_operation(image, OPERATION_NAMES[kind], level, negative)
-    return to_array(cutout(image, *row["corner"], side))
+    top, left = row["corner"]
+    return to_array(cutout(image, top=top, left=left, side=side))
 
 
 def make_semifl_view(array: np.ndarray, row: dict, pad: int) -> np.ndarray:
@@ -181,7 +198,7 @@ def make_fedloke_view(array: np.ndarray, row: dict, pad: int, magnitude: int) ->
 
 
 def split_draws(drawn: dict[str, Tensor]) -> list[dict]:
-    """Return the draws as one dict of plain values a row."""
+    """Convert the draws of a batch to one dict of Python values for each image."""
     names = list(drawn)
     columns = [drawn[name].tolist() for name in names]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]

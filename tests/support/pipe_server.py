@@ -1,7 +1,8 @@
-"""A federation's server in a process of its own, whose sites are behind its standard input and output.
+"""Run a federation's server in a separate process that exchanges messages over its standard input and output.
 
-`python tests/support/pipe_server.py FEDERATION.toml RUN-DIR SITES`. What a parcel is: a site's number, a ticket's, and a
-length, four bytes each, and the bytes of a message.
+    python tests/support/pipe_server.py FEDERATION.toml RUN-DIR SITES
+
+A parcel is the number of the site, the number of the message and a length, of four bytes each, and a message.
 """
 
 import os
@@ -17,12 +18,13 @@ HEAD = struct.Struct(">III")
 
 
 def write_parcel(pipe: BinaryIO, node: int, message_id: int, data: bytes) -> None:
+    """Write a parcel and flush the pipe."""
     pipe.write(HEAD.pack(node, message_id, len(data)) + data)
     pipe.flush()
 
 
 def read_parcel(pipe: BinaryIO) -> tuple[int, int, bytes] | None:
-    """Return the next parcel, None where there will be none."""
+    """Read the next parcel; None at the end of the pipe."""
     head = pipe.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -33,17 +35,17 @@ def read_parcel(pipe: BinaryIO) -> tuple[int, int, bytes] | None:
 class PipeTransport:
     """A `halfmoon.federation.server.connection.Transport` over two pipes."""
 
-    def __init__(self, sites: int, into: BinaryIO, out: BinaryIO) -> None:
+    def __init__(self, sites: int, input_pipe: BinaryIO, output_pipe: BinaryIO) -> None:
         self.sites = sites
-        self.into = into
-        self.out = out
+        self.input = input_pipe
+        self.output = output_pipe
         self.count = 0
-        self.come: queue.SimpleQueue[tuple[int, int, bytes]] = queue.SimpleQueue()
+        self.received: queue.SimpleQueue[tuple[int, int, bytes]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        while (reply := read_parcel(self.into)) is not None:
-            self.come.put(reply)
+        while (reply := read_parcel(self.input)) is not None:
+            self.received.put(reply)
 
     def nodes(self) -> Sequence[int]:
         return range(self.sites)
@@ -51,31 +53,31 @@ class PipeTransport:
     def key_owners(self) -> None:
         return None
 
-    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+    def send(self, mail: Mapping[int, bytes], seconds: float, is_offer: bool) -> Mapping[int, str]:
         message_ids = {}
         for node, data in mail.items():
             self.count += 1
             message_ids[node] = str(self.count)
-            write_parcel(self.out, node, self.count, data)
+            write_parcel(self.output, node, self.count, data)
         return message_ids
 
     def collect(self, message_ids: Sequence[str]) -> Sequence[tuple[str, bytes, str]]:
         found = []
-        while not self.come.empty():
-            _, message_id, data = self.come.get()
+        while not self.received.empty():
+            _, message_id, data = self.received.get()
             found.append((str(message_id), data, ""))
         return found
 
 
 def main() -> None:
-    """Serve a federation."""
+    """Serve the federation of the command line until it ends."""
     from halfmoon.federation.server.plan import load_plan
     from halfmoon.federation.server.server import FederationServer
 
-    host = FederationServer(load_plan(Path(sys.argv[1])), Path(sys.argv[2]))
-    host.prepare()
-    host.serve(PipeTransport(int(sys.argv[3]), sys.stdin.buffer, sys.stdout.buffer))
-    os._exit(0)  # a thread waits for standard input, and Python would wait for the thread
+    server = FederationServer(load_plan(Path(sys.argv[1])), Path(sys.argv[2]))
+    server.prepare()
+    server.serve(PipeTransport(int(sys.argv[3]), sys.stdin.buffer, sys.stdout.buffer))
+    os._exit(0)  # skip waiting for the thread that reads standard input
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The semi-supervised losses once more as a textbook has them, on `torch.nn` modules with autograd: an oracle."""
+"""Implement the semi-supervised losses with `torch.nn` modules and autograd, as a reference for the tests."""
 
 import copy
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ NETWORK = SmallCNN(1, 4, 4)
 
 
 def make_batch(labeled: int = 5, unlabeled: int = 6, views: tuple[str, ...] = (), seed: int = 0) -> Batch:
-    """Return random images with a permutation, a coefficient and quarter turns."""
+    """Return a batch of random images with a mixing coefficient, a permutation and rotations."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     drawn = {
@@ -33,37 +33,46 @@ def make_batch(labeled: int = 5, unlabeled: int = 6, views: tuple[str, ...] = ()
 
 @dataclass
 class ReferenceModel:
-    """A module that learns, and the rules of the task; `settled` normalizes by the statistics of the step's start."""
+    """A module in training with the normalization rules of a task.
+
+    Attributes:
+        module: the module, in training mode.
+        statistics: "joint" if all groups of images share one pass, otherwise each group has a separate pass.
+        labeling: "running" if pseudo-labels use running statistics, "batch" if they use batch statistics.
+        eval_module: a copy in evaluation mode, with the running statistics before the step.
+    """
 
     module: nn.Module
     statistics: str = "joint"
     labeling: str = "batch"
 
     def __post_init__(self) -> None:
-        self.settled = copy.deepcopy(self.module).eval()
+        self.eval_module = copy.deepcopy(self.module).eval()
 
-    def look(self, taught: list[Tensor], guessed: list[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
-        """Return logits of `taught` groups and constants of `guessed` ones, under the rules."""
-        features, guesses = self.features(taught, guessed)
-        return [self.module.head(each) for each in features], guesses
+    def forward(self, trained: list[Tensor], labeling_groups: list[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the logits of `trained` groups and the detached logits of `labeling_groups`."""
+        features, pseudo_logits = self.features(trained, labeling_groups)
+        return [self.module.head(each) for each in features], pseudo_logits
 
-    def features(self, taught: list[Tensor], guessed: list[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
-        """Return features of `taught` groups and constant logits of `guessed` ones, under the rules."""
+    def features(self, trained: list[Tensor], labeling_groups: list[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the features of `trained` groups and the detached logits of `labeling_groups`."""
         module: Any = self.module
         running = self.labeling == "running"
-        alone = [] if running else list(guessed)
-        guesses = [self.settled(each).detach() for each in guessed] if running else []
+        separate_groups = [] if running else list(labeling_groups)
+        pseudo_logits = [self.eval_module(each).detach() for each in labeling_groups] if running else []
         if self.statistics == "joint":
-            sizes = [len(each) for each in (*taught, *alone)]
-            parts = module.features(torch.cat([*taught, *alone])).split(sizes)
-            return list(parts[: len(taught)]), guesses + [module.head(p).detach() for p in parts[len(taught) :]]
-        for each in alone:
-            guesses.append(module(each).detach())
-        return [module.features(each) if len(each) else each.new_zeros(0, 8) for each in taught], guesses
+            sizes = [len(each) for each in (*trained, *separate_groups)]
+            features = module.features(torch.cat([*trained, *separate_groups])).split(sizes)
+            return list(features[: len(trained)]), pseudo_logits + [
+                module.head(p).detach() for p in features[len(trained) :]
+            ]
+        for each in separate_groups:
+            pseudo_logits.append(module(each).detach())
+        return [module.features(each) if len(each) else each.new_zeros(0, 8) for each in trained], pseudo_logits
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Return -sum target ln softmax, the mean over rows, 0 for none; classes are taken as distributions."""
+    """Return the mean of -sum target ln softmax over rows, 0 without rows. Targets are classes or distributions."""
     if not len(target):
         return logits.sum() * 0
     if target.dim() == 1:
@@ -71,30 +80,30 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return -(target * torch.log(F.softmax(logits, -1))).sum(-1).mean()
 
 
-def pi_model(book: ReferenceModel, batch: Batch, weight: float) -> Tensor:
+def pi_model(model: ReferenceModel, batch: Batch, weight: float) -> Tensor:
     """Return Laine and Aila's loss (Algorithm 1), the consistency term on unlabeled images."""
-    (x, one, two), _ = book.look([batch.x, batch.u["weak"], batch.u["weak2"]])
-    apart = (F.softmax(one, -1) - F.softmax(two, -1)) ** 2
-    return cross_entropy(x, batch.y) + weight * apart.sum() / apart.numel()
+    (x, one, two), _ = model.forward([batch.x, batch.u["weak"], batch.u["weak2"]])
+    squared_differences = (F.softmax(one, -1) - F.softmax(two, -1)) ** 2
+    return cross_entropy(x, batch.y) + weight * squared_differences.sum() / squared_differences.numel()
 
 
-def mean_teacher(book: ReferenceModel, teacher: nn.Module, batch: Batch, weight: float) -> Tensor:
-    """Return Tarvainen and Valpola's loss; in "running" the teacher is normalized by the student's statistics."""
-    (x, student), _ = book.look([batch.x, batch.u["weak"]])
-    if book.labeling == "running":
+def mean_teacher(model: ReferenceModel, teacher: nn.Module, batch: Batch, weight: float) -> Tensor:
+    """Return Tarvainen and Valpola's loss. With "running" the teacher uses the student's running statistics."""
+    (x, student), _ = model.forward([batch.x, batch.u["weak"]])
+    if model.labeling == "running":
         teacher = copy.deepcopy(teacher)
-        for mine, theirs in zip(teacher.buffers(), book.settled.buffers(), strict=True):
-            mine.copy_(theirs)
+        for teacher_buffer, student_buffer in zip(teacher.buffers(), model.eval_module.buffers(), strict=True):
+            teacher_buffer.copy_(student_buffer)
         teacher.eval()
-    apart = (F.softmax(student, -1) - F.softmax(teacher(batch.u["weak2"]).detach(), -1)) ** 2
-    return cross_entropy(x, batch.y) + weight * apart.sum() / apart.numel()
+    squared_differences = (F.softmax(student, -1) - F.softmax(teacher(batch.u["weak2"]).detach(), -1)) ** 2
+    return cross_entropy(x, batch.y) + weight * squared_differences.sum() / squared_differences.numel()
 
 
-def pseudo_label(book: ReferenceModel, batch: Batch, weight: float, threshold: float) -> Tensor:
-    """Return Lee's loss, of guesses of at least `threshold`."""
-    guessed = [batch.u["weak"]] if book.labeling == "running" else []
-    (x, u), guess = book.look([batch.x, batch.u["weak"]], guessed)
-    p = F.softmax(guess[0] if guess else u.detach(), -1)
+def pseudo_label(model: ReferenceModel, batch: Batch, weight: float, threshold: float) -> Tensor:
+    """Return Lee's loss of pseudo-labels with a confidence of at least `threshold`."""
+    labeling_groups = [batch.u["weak"]] if model.labeling == "running" else []
+    (x, u), pseudo_logits = model.forward([batch.x, batch.u["weak"]], labeling_groups)
+    p = F.softmax(pseudo_logits[0] if pseudo_logits else u.detach(), -1)
     total = torch.zeros((), dtype=x.dtype)
     for row, each in zip(u, p, strict=True):
         if each.max() >= threshold:
@@ -108,34 +117,43 @@ def _mix(rows: Tensor, batch: Batch) -> Tensor:
     return lam * rows + (1 - lam) * partners
 
 
-def mixmatch(book: ReferenceModel, batch: Batch, weight: float, temperature: float) -> Tensor:
+def mixmatch(model: ReferenceModel, batch: Batch, weight: float, temperature: float) -> Tensor:
     """Return MixMatch's loss (Algorithm 1, Eq. 2 to 5)."""
     weak = [batch.u["weak"], batch.u["weak2"]]
     count = len(batch.x)
     n = len(weak[0])
     images = _mix(torch.cat([batch.x, *weak]), batch).split([count, n, n])
-    (x, one, two), guesses = book.look(list(images), weak)
-    mean = sum(F.softmax(each, -1) for each in guesses) / 2
+    (x, one, two), pseudo_logits = model.forward(list(images), weak)
+    mean = sum(F.softmax(each, -1) for each in pseudo_logits) / 2
     q = mean ** (1 / temperature)
     q = q / q.sum(-1, keepdim=True)
     targets = _mix(torch.cat([torch.eye(4, dtype=q.dtype)[batch.y], q, q]), batch)
-    apart = (targets[count:] - F.softmax(torch.cat([one, two]), -1)) ** 2
-    return cross_entropy(x, targets[:count]) + weight * apart.sum() / apart.numel()
+    squared_differences = (targets[count:] - F.softmax(torch.cat([one, two]), -1)) ** 2
+    return cross_entropy(x, targets[:count]) + weight * squared_differences.sum() / squared_differences.numel()
 
 
-def remixmatch(book, head, batch, ratio, weights, temperature):
-    """Return ReMixMatch's loss (Algorithm 1) with two strong views; `ratio` is labels' over predictions' share."""
+def remixmatch(model, head, batch, ratio, weights, temperature):
+    """Return ReMixMatch's loss (Algorithm 1) with two strong views.
+
+    Args:
+        model: the model in training.
+        head: weight and bias of the rotation head.
+        batch: the images.
+        ratio: class shares of the labels divided by those of the predictions.
+        weights: weights of the unlabeled, pre-mixup and rotation losses.
+        temperature: temperature of the sharpening.
+    """
     weak, strong, second = (batch.u[name] for name in ("weak", "strong", "strong2"))
     labeled = batch.x_views["strong"]
     count = len(labeled)
     n = len(weak)
     images = _mix(torch.cat([labeled, weak, strong, second]), batch).split([count, n, n, n])
-    turned = torch.stack(
+    rotated = torch.stack(
         [torch.rot90(each, int(k), (1, 2)) for each, k in zip(strong, batch.mixing["turn"], strict=True)]
     )
-    features, (guess,) = book.features([*images, strong, turned], [weak])
-    x, a, b, c, anchor = (book.module.head(each) for each in features[:5])  # pyright: ignore
-    aligned = F.softmax(guess, -1) * ratio
+    features, (pseudo_logits,) = model.features([*images, strong, rotated], [weak])
+    x, a, b, c, anchor = (model.module.head(each) for each in features[:5])  # pyright: ignore
+    aligned = F.softmax(pseudo_logits, -1) * ratio
     aligned = aligned / aligned.sum(-1, keepdim=True)
     q = aligned ** (1 / temperature)
     q = q / q.sum(-1, keepdim=True)
@@ -146,7 +164,7 @@ def remixmatch(book, head, batch, ratio, weights, temperature):
 
 
 def make_module(model: Tree) -> TorchSmall:
-    """Return a module with a model's parameters (a rotation head left out) and statistics, in training mode."""
+    """Return a module in training mode with a model's parameters, without its rotation head, and statistics."""
     params = {name: part for name, part in model["params"].items() if name != "rotation"}
-    made: Any = load_weights(TorchSmall(1, 4, NETWORK.width), {"params": params, "stats": model["stats"]})
-    return made
+    module: Any = load_weights(TorchSmall(1, 4, NETWORK.width), {"params": params, "stats": model["stats"]})
+    return module

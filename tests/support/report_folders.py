@@ -1,4 +1,4 @@
-"""Sweeps and run folders as the library leaves them, with numbers from formulas, for the tests of the reports."""
+"""Write sweeps and run folders with made-up numbers, without training, for the tests of reports."""
 
 import json
 import math
@@ -12,12 +12,12 @@ ROUNDS = 12
 
 
 def compute_accuracy(method: int, seed: int, number: int) -> float:
-    """A share that grows with the number of the round and of the method."""
+    """Return an accuracy that grows with the round and with the index of the method."""
     return round((0.55 + 0.08 * method) * (1 - math.exp(-number / 4)) + 0.01 * seed + 0.1, 6)
 
 
 def format_metrics(method: int, seed: int, rounds: int, classes: int, *, prior: bool = True, steps: int = 5) -> str:
-    """Return metrics.jsonl: an evaluation every second round; method 0 makes no pseudo-labels."""
+    """Return the text of metrics.jsonl: an evaluation every second round, and no pseudo-labels for method 0."""
     lines = []
     for number in range(1, rounds + 1):
         accuracy = compute_accuracy(method, seed, number)
@@ -31,27 +31,30 @@ def format_metrics(method: int, seed: int, rounds: int, classes: int, *, prior: 
         cost |= {"bytes_down": 1_000_000 * number, "bytes_up": 500_000 * number}
         row: dict[str, Any] = {"round": number, "cohort": [0, 1], "train": {}, "pseudo": pseudo, "cost": cost}
         if number % 2 == 0:
-            each = [round(accuracy * (0.6 + 0.8 * c / max(1, classes - 1)), 6) for c in range(classes)]
-            row["test"] = {"accuracy": accuracy, "loss": 1.0, "per_class": each}
+            per_class = [round(accuracy * (0.6 + 0.8 * c / max(1, classes - 1)), 6) for c in range(classes)]
+            row["test"] = {"accuracy": accuracy, "loss": 1.0, "per_class": per_class}
             if prior:
-                flat = [round(1 / classes, 6)] * classes
-                shares = [round(value / sum(each), 6) for value in each]
-                row["prior"] = {"app_u": shares, "labeled": flat, "unlabeled": flat, "accuracy": shares}
+                uniform = [round(1 / classes, 6)] * classes
+                shares = [round(value / sum(per_class), 6) for value in per_class]
+                row["prior"] = {"app_u": shares, "labeled": uniform, "unlabeled": uniform, "accuracy": shares}
                 row["prior"] |= {"js_app_u": 0.2 / number, "js_labeled": 0.1 + 0.01 * method}
         lines.append(json.dumps(row) + "\n")
     return "".join(lines)
 
 
 def make_split_summary(clients: int, names: list[str], shift: int = 0, server: bool = False) -> dict[str, Any]:
-    """Return a split.json: client k has (k + c + shift) % 4 labeled of class c, and ten times as many unlabeled."""
-    each = []
+    """Return the content of split.json.
+
+    Client k has (k + c + shift) % 4 labeled images of class c and ten times as many unlabeled ones.
+    """
+    client_entries = []
     for k in range(clients):
         labeled = [(k + c + shift) % 4 for c in range(len(names))]
-        each.append({"labeled_classes": labeled, "unlabeled_classes": [10 * n for n in labeled]})
-    total = sum(sum(one["labeled_classes"]) for one in each)
+        client_entries.append({"labeled_classes": labeled, "unlabeled_classes": [10 * n for n in labeled]})
+    total = sum(sum(client["labeled_classes"]) for client in client_entries)
     counts = {"labeled": total, "unlabeled": 10 * total, "clients": clients, "classes": names}
-    held = {"labeled": len(names), "labeled_classes": [1] * len(names)} if server else None
-    return {"counts": counts, "server": held, "each": each}
+    server_counts = {"labeled": len(names), "labeled_classes": [1] * len(names)} if server else None
+    return {"counts": counts, "server": server_counts, "each": client_entries}
 
 
 def write_run(
@@ -68,7 +71,7 @@ def write_run(
     config: str = "",
     data: str = "digits",
 ) -> dict[str, Any]:
-    """Write a run folder and return its summary; without `extras` it is one of an older version."""
+    """Write a run folder and return its summary; without `extras` as an older version did."""
     names = names or ["cat", "dog", "ship"]
     key = list(METHODS)[method]
     path.mkdir(parents=True)
@@ -94,12 +97,13 @@ def write_run(
 
 
 def record_checksums(path: Path) -> None:
+    """Record the checksums of a run's files again, after a test has changed them."""
     integrity.record_files(path, "config.toml", "metrics.jsonl", "summary.json", "split.json")
 
 
 def make_sweep(**changes: Any) -> dict[str, Any]:
-    """Return a sweep.json without cells: rows are methods, columns settings."""
-    made: dict[str, Any] = {
+    """Return the content of sweep.json without cells. Rows are methods, columns are settings."""
+    result: dict[str, Any] = {
         "format": 1,
         "recipe": "toy-table1",
         "title": "Toy, Table 1",
@@ -121,51 +125,53 @@ def make_sweep(**changes: Any) -> dict[str, Any]:
         "versions": {"halfmoon": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
         "cells": [],
     }
-    return made | changes
+    return result | changes
 
 
 def make_run_entry(summary: dict[str, Any], folder: str = "", identity: str = "") -> dict[str, Any]:
-    """Return the finished run of a cell as sweep.json says it."""
-    kept = {key: summary[key] for key in ("seed", "accuracy", "cost", "seconds")}
-    return kept | {"identity": identity, "folder": folder, "finished": True, "failed": None}
+    """Return the entry of a finished run in sweep.json."""
+    entry = {key: summary[key] for key in ("seed", "accuracy", "cost", "seconds")}
+    return entry | {"identity": identity, "folder": folder, "finished": True, "failed": None}
 
 
 def write_sweep(root: Path, seeds: int = 2, **changes: Any) -> Path:
-    """Write a sweep of all cells of `sweep()` with run folders, published numbers in its second column alone."""
-    made = make_sweep(**changes)
+    """Write a sweep with all cells and run folders. Only its second column has published numbers."""
+    sweep = make_sweep(**changes)
     names = [str(name) for name in changes.get("names", ["cat", "dog", "ship"])]
-    made.pop("names", None)
+    sweep.pop("names", None)
     for s, setting in enumerate(("iid-iid", "dir-dir")):
         for m, method in enumerate(METHODS):
             runs = []
             for seed in range(seeds):
                 folder = f"cells/{setting}-{method}-{seed}"
-                done = write_run(root / folder, m, seed, names=names, split=make_split_summary(4, names, shift=s))
-                runs.append(make_run_entry(done, f"../{folder}"))
+                summary = write_run(root / folder, m, seed, names=names, split=make_split_summary(4, names, shift=s))
+                runs.append(make_run_entry(summary, f"../{folder}"))
             published = {"mean": 60.0 + 10 * m, "deviation": 1.0 if m else None, "note": ""} if s else None
-            made["cells"].append({"at": {"setting": setting, "method": method}, "published": published, "runs": runs})
-    return write_sweep_file(root / "toy-table1-small", made)
+            sweep["cells"].append({"at": {"setting": setting, "method": method}, "published": published, "runs": runs})
+    return write_sweep_file(root / "toy-table1-small", sweep)
 
 
 def write_line_sweep(root: Path) -> Path:
-    """Write a sweep of kind lines along three concentrations; FedDure alone has published numbers."""
-    places = ("1.0", "0.5", "0.1")
-    made = make_sweep(kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None, title="Toy, Figure 2")
-    made["axes"][0] = {"name": "dirichlet_alpha", "values": [{"name": name, "title": name} for name in places]}
-    for place, name in enumerate(places):
+    """Write a sweep of kind "lines" over three concentrations. Only FedDure has published numbers."""
+    alphas = ("1.0", "0.5", "0.1")
+    sweep = make_sweep(
+        kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None, title="Toy, Figure 2"
+    )
+    sweep["axes"][0] = {"name": "dirichlet_alpha", "values": [{"name": name, "title": name} for name in alphas]}
+    for index, name in enumerate(alphas):
         for m, method in enumerate(METHODS):
-            done = write_run(root / "more" / f"{place}{m}", m, place, extras=False, steps=5 if m else 10)
+            summary = write_run(root / "more" / f"{index}{m}", m, index, extras=False, steps=5 if m else 10)
             published = {"mean": 62.0, "deviation": 1.0} if m == 2 else None
             at = {"dirichlet_alpha": name, "method": method}
-            made["cells"].append(
-                {"at": at, "published": published, "runs": [make_run_entry(done, f"../more/{place}{m}")]}
+            sweep["cells"].append(
+                {"at": at, "published": published, "runs": [make_run_entry(summary, f"../more/{index}{m}")]}
             )
-    return write_sweep_file(root / "lines", made)
+    return write_sweep_file(root / "lines", sweep)
 
 
-def write_sweep_file(folder: Path, made: dict[str, Any]) -> Path:
+def write_sweep_file(folder: Path, sweep: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sweep.json").write_text(json.dumps(made))
+    (folder / "sweep.json").write_text(json.dumps(sweep))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""A network of one weight and a federation that answers by the book: for numbers that can be derived by hand."""
+"""Tiny networks and a federation with scripted replies, for tests whose numbers are derived by hand."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,10 @@ from halfmoon.storage.state_store import StateView, TreeStore
 
 @dataclass(frozen=True)
 class OneWeightNetwork(Network):
-    """Logits (w x, 0), x the mean of an image; its moments are those of x, and nothing is normalized by them."""
+    """A network with one weight w: its logits are (w x, 0) for x the mean of an image.
+
+    It reports the batch mean and variance of x, but does not normalize by them.
+    """
 
     channels: int = 1
     classes: int = 2
@@ -34,9 +37,9 @@ class OneWeightNetwork(Network):
         return torch.stack([z, torch.zeros_like(z)], -1)
 
     def train(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tree]:
-        seen = x.mean((1, 2, 3))
-        var = seen.var() if len(seen) > 1 else seen.sum() * 0
-        return self.predict(params, {}, x), {"pixel": {"mean": seen.mean()[None], "var": var[None]}}
+        means = x.mean((1, 2, 3))
+        var = means.var() if len(means) > 1 else means.sum() * 0
+        return self.predict(params, {}, x), {"pixel": {"mean": means.mean()[None], "var": var[None]}}
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         z = params["pixel"]["norm"]["bias"] * x.mean((1, 2, 3))
@@ -48,7 +51,7 @@ class OneWeightNetwork(Network):
 
 @dataclass(frozen=True)
 class LinearNetwork(Network):
-    """Logits w_c * x for x the mean of an image: one weight a class, and no bias."""
+    """A network with one weight per class and no bias: its logits are w_c x for x the mean of an image."""
 
     channels: int = 1
     classes: int = 2
@@ -64,48 +67,66 @@ class LinearNetwork(Network):
 
 
 def make_linear_params(*weights: float) -> Tree:
-    """Return the parameters of `LinearNetwork`."""
+    """Return the parameters of `LinearNetwork` with a weight per class."""
     return {"head": {"weight": torch.tensor(weights, dtype=torch.float64)[:, None]}}
 
 
-def make_one_weight_params(value: float) -> Tree:
-    """Return the parameters of `OneWeightNetwork` with w = value."""
-    return {"pixel": {"norm": {"bias": torch.tensor([value], dtype=torch.float64)}}}
+def make_one_weight_params(weight: float) -> Tree:
+    """Return the parameters of `OneWeightNetwork`."""
+    return {"pixel": {"norm": {"bias": torch.tensor([weight], dtype=torch.float64)}}}
 
 
 def get_weight(params: Tree) -> float:
+    """Return the weight of `OneWeightNetwork`."""
     return float(params["pixel"]["norm"]["bias"])
 
 
 def make_pixel_images(values: Sequence[float]) -> Tensor:
-    """Return images (n, 1, 1, 1), as a network sees them."""
+    """Return normalized images (n, 1, 1, 1) of one pixel."""
     return torch.tensor(list(values), dtype=torch.float64).reshape(-1, 1, 1, 1)
 
 
-def make_upload(held: Tree, *aux: str) -> Upload:
-    """Return an upload (or several, stacked) of its parts by name, of which `aux` go beside the update.
-    Without a "weight" it weighs 1."""
-    update = {name: part for name, part in held.items() if name not in ("weight", *aux)}
-    like = next(tree.leaves(held))
-    count = (len(like),) if like.dim() else ()
-    weight = held.get("weight", torch.ones(count, dtype=torch.float64))
-    return Upload(update, weight, {name: held[name] for name in aux})
+def make_upload(content: Tree, *aux: str) -> Upload:
+    """Return an upload.
+
+    Args:
+        content: the parts of the upload by name. "weight" is its weight, by default 1. If the leaves have a first axis,
+            several uploads are stacked along it.
+        aux: names of parts that are auxiliary values instead of parts of the update.
+    """
+    update = {name: part for name, part in content.items() if name not in ("weight", *aux)}
+    leaf = next(tree.leaves(content))
+    count = (len(leaf),) if leaf.dim() else ()
+    weight = content.get("weight", torch.ones(count, dtype=torch.float64))
+    return Upload(update, weight, {name: content[name] for name in aux})
 
 
 ReplyFunction = Callable[[Any, Any], Sequence[Upload]]
-"""What clients say to (down, who is asked): one upload each."""
+"""Returns the uploads of clients, given (broadcast, client numbers)."""
+
+SERVER = -2
+"""The client number of the server's labeled data."""
 
 
 @dataclass
 class ScriptedFederation:
-    """A federation whose clients say what they are told to say; `asked` keeps (work, clients), -2 for the server."""
+    """A `Federation` whose clients reply with scripted uploads.
 
-    answers: Mapping[str, ReplyFunction]
+    Attributes:
+        replies: function that returns the uploads, by name of the client update.
+        clients: number of clients.
+        cohort: numbers of the clients in each round.
+        labeled: number of labeled clients.
+        queries: (client update, client numbers) of each query, `SERVER` for the server.
+        broadcasts: the broadcast of each query.
+    """
+
+    replies: Mapping[str, ReplyFunction]
     clients: int = 4
     cohort: Tensor = field(default_factory=lambda: torch.arange(2))
     labeled: int = 1
-    asked: list[tuple[str, list[int]]] = field(default_factory=list)
-    downlinks: list[Tree] = field(default_factory=list)
+    queries: list[tuple[str, list[int]]] = field(default_factory=list)
+    broadcasts: list[Tree] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.responders: Tensor = self.cohort
@@ -114,17 +135,20 @@ class ScriptedFederation:
     def query(
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
     ) -> Upload:
+        """Return the stacked uploads of some clients, by default the cohort."""
         self.responders = self.cohort if clients is None else clients
-        return stack(list(self._ask(client_update, broadcast, self.responders.tolist())))
+        return stack(list(self._record_query(client_update, broadcast, self.responders.tolist())))
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
+        """Return the weighted mean of the cohort's uploads."""
         return average_stacked_uploads(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
 
     def query_server(self, client_update: str, broadcast: Tree) -> Upload:
-        (upload,) = self._ask(client_update, broadcast, [-2])
+        """Return the upload of the server's labeled data."""
+        (upload,) = self._record_query(client_update, broadcast, [SERVER])
         return upload
 
-    def _ask(self, client_update: str, broadcast: Tree, who: list[int]) -> Any:
-        self.asked.append((client_update, who))
-        self.downlinks.append(broadcast)
-        return self.answers[client_update](broadcast, who)
+    def _record_query(self, client_update: str, broadcast: Tree, clients: list[int]) -> Any:
+        self.queries.append((client_update, clients))
+        self.broadcasts.append(broadcast)
+        return self.replies[client_update](broadcast, clients)

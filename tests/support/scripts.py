@@ -1,4 +1,4 @@
-"""Scripts of the repository, which are no part of the package, as modules."""
+"""Import scripts of the repository, which are outside the package, as modules."""
 
 import importlib.util
 from pathlib import Path
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_script(path: str) -> ModuleType:
-    """Return a script, named from the repository's root."""
+    """Import a script by its path from the root of the repository."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""A recipe of one's own with two methods, and the training of its cells in this process, for the tests of sweeps."""
+"""A small custom recipe with two methods, and a function that trains its cells, for the tests of sweeps."""
 
 from pathlib import Path
 
@@ -53,17 +53,21 @@ set = { rounds = 2 }
 
 def train_cells(
     path: Path,
-    *only: str,
+    *selection: str,
     scale: str | None = "short",
     seeds: tuple[int, ...] = (0,),
-    engine: Executor | None = None,
+    executor: Executor | None = None,
     out: str = "out",
     callback: Callback = NULL_CALLBACK,
 ) -> tuple[SweepFolder, list[RunReport], list[str]]:
-    """Train cells of a recipe's file; return the folder, the reports of runs, and the failures."""
-    found = recipe.load(str(path))
-    scaled = found.scale(scale) if scale else None
-    folder = SweepFolder(path.parent / out, found, scaled, "halfmoon sweep")
-    steps = list[RunReport]()
-    asked = build_cells(found, parse_selection(found, only), seeds, scaled)
-    return folder, steps, run_sweep(folder, asked, engine or SerialExecutor(), steps.append, callback)
+    """Train the selected cells of a recipe's file.
+
+    Returns:
+        The sweep folder, the reports of all runs, and the failures.
+    """
+    loaded = recipe.load(str(path))
+    scale_of_recipe = loaded.scale(scale) if scale else None
+    folder = SweepFolder(path.parent / out, loaded, scale_of_recipe, "halfmoon sweep")
+    reports = list[RunReport]()
+    cells = build_cells(loaded, parse_selection(loaded, selection), seeds, scale_of_recipe)
+    return folder, reports, run_sweep(folder, cells, executor or SerialExecutor(), reports.append, callback)

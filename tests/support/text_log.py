@@ -1,10 +1,10 @@
-"""An event log for tests, which stores the sentences only."""
+"""Define an event log for tests that stores only the texts."""
 
 from typing import Any
 
 
 class TextLog:
-    """Append the sentence of each event to a list."""
+    """Appends the text of each event to a list."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts

@@ -1,4 +1,4 @@
-"""The networks once more as ordinary `torch.nn` modules: an oracle for the pure functions."""
+"""Implement the networks as ordinary `torch.nn` modules, as a reference for the functional ones."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from halfmoon.models import Network, ResNet8, ResNet9, SmallCNN, WideResNet
 
 
 def build_norm(channels: int, norm: str) -> nn.Module:
-    """Return the normalization of a kind; groups are counted down from 32 to the first that divides the channels."""
+    """Return a normalization layer. Group normalization has the most groups, up to 32, that divide the channels."""
     if norm == "batch":
         return nn.BatchNorm2d(channels)
     if norm == "none":
@@ -23,7 +23,7 @@ def build_norm(channels: int, norm: str) -> nn.Module:
 
 
 class ConvBlock(nn.Module):
-    """Convolution, normalization, ReLU."""
+    """A convolution, a normalization and a ReLU."""
 
     def __init__(self, inputs: int, outputs: int, norm: str = "batch") -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class TorchSmall(nn.Module):
 
 
 class PreNormConv(nn.Module):
-    """A convolution without bias, and the normalization in front of it where it has one."""
+    """A convolution without bias, and optionally the normalization before it."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, norm: str | None = None) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PreNormConv(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """A convolution without bias, and the normalization behind it."""
+    """A convolution without bias and the normalization after it."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, norm: str = "batch") -> None:
         super().__init__()
@@ -102,20 +102,20 @@ class ConvNorm(nn.Module):
 
 
 class TorchResNet(nn.Module):
-    """Block n is made of the modules block{n}a, block{n}b and, where channels change, block{n}shortcut."""
+    """A residual network. Block n has the modules block{n}a, block{n}b and, if channels change, block{n}shortcut."""
 
     def add_blocks(
         self, widths: list[int], unit: type[PreNormConv | ConvNorm], norm: str, shortcut_norm: str | None
     ) -> None:
-        """Add a block from each width to the next; where the width changes, but in the first one, sides are halved."""
+        """Add a block from each width to the next. Blocks that change the width have stride 2, except for the first."""
         self.blocks: list[list[nn.Module]] = []
         for n, (old, new) in enumerate(itertools.pairwise(widths), 1):
             stride = 2 if n > 1 and old != new else 1
             block: list[nn.Module] = [unit(old, new, 3, stride, norm), unit(new, new, 3, 1, norm)]
             if old != new:
                 block.append(unit(old, new, 1, stride, shortcut_norm))
-            for name, part in zip(("a", "b", "shortcut"), block, strict=False):
-                self.add_module(f"block{n}{name}", part)
+            for name, module in zip(("a", "b", "shortcut"), block, strict=False):
+                self.add_module(f"block{n}{name}", module)
             self.blocks.append(block)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ class TorchWideResNet(TorchResNet):
 
     def features(self, x: Tensor) -> Tensor:
         z = self.stem.conv(x)
-        for first, second, *short in self.blocks:
-            seen = F.relu(first.norm(z))
-            inner = second.conv(F.relu(second.norm(first.conv(seen))))
-            z = inner + (short[0].conv(seen) if short else z)
+        for first, second, *shortcut in self.blocks:
+            activated = F.relu(first.norm(z))
+            inner = second.conv(F.relu(second.norm(first.conv(activated))))
+            z = inner + (shortcut[0].conv(activated) if shortcut else z)
         return nn.AdaptiveAvgPool2d(1)(F.relu(self.final["norm"](z))).flatten(1)
 
 
@@ -153,13 +153,13 @@ class TorchResNet8(TorchResNet):
 
     def features(self, x: Tensor) -> Tensor:
         z = F.relu(self.stem(x))
-        for first, second, *short in self.blocks:
-            z = F.relu(second(F.relu(first(z))) + (short[0](z) if short else z))
+        for first, second, *shortcut in self.blocks:
+            z = F.relu(second(F.relu(first(z))) + (shortcut[0](z) if shortcut else z))
         return z.mean((2, 3))
 
 
 def build_module(network: Network) -> nn.Module:
-    """Return a fresh module with the layers of `network`."""
+    """Return a newly initialized module with the layers of `network`."""
     if isinstance(network, WideResNet):
         return TorchWideResNet(network.channels, network.classes, network.width, network.depth, network.norm)
     make = {ResNet8: TorchResNet8, ResNet9: TorchResNet9, SmallCNN: TorchSmall}[type(network)]
@@ -167,7 +167,7 @@ def build_module(network: Network) -> nn.Module:
 
 
 def make_state_dict(model: dict) -> dict[str, Tensor]:
-    """Name the leaves of {"params", "stats"} as the modules do."""
+    """Convert a model {"params", "stats"} to a state dict of the modules."""
     named = {path.replace("/", "."): leaf.clone() for path, leaf in tree.flatten(model["params"]).items()}
     for layer, stats in model["stats"].items():
         named[f"{layer}.norm.running_mean"] = stats["mean"].clone()
@@ -177,15 +177,15 @@ def make_state_dict(model: dict) -> dict[str, Tensor]:
 
 
 def load_weights(module: nn.Module, model: dict) -> nn.Module:
-    """Return the module with the parameters and statistics of `model`."""
-    like = model["params"]["head"]["weight"]
-    module = module.to(like.dtype)
+    """Load the parameters and statistics of `model` into a module and return it in training mode."""
+    weight = model["params"]["head"]["weight"]
+    module = module.to(weight.dtype)
     module.load_state_dict(make_state_dict(model))
     return module.train()
 
 
 def make_example(network: Network, side: int, seed: int = 0, rows: int = 5) -> tuple[dict, Tensor, Tensor]:
-    """Return a model whose statistics and normalizations are not the fresh ones, images and labels, in float64."""
+    """Return a model with perturbed parameters and statistics, images (rows, C, side, side) and labels, in float64."""
     g = rng.generator(seed, "models")
     model = tree.to(network.init(g), dtype=torch.float64)
     model = tree.map(lambda leaf: leaf + 0.2 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), model)

@@ -1,8 +1,8 @@
-"""A site that attacks: Python imports this first where its folder is in PYTHONPATH, before the site's own program.
+"""Turn a site into an attacker. Python imports this module before the site's program if its folder is in PYTHONPATH.
 
-The file ATTACK says what it answers in place of a round's first attempt, such as "replay:1 pickle:2" (rounds from 0).
-With "hold:3" it answers that round only when the file says so no more. The site is joined by the plain command, with a
-key of its own; it answers honestly otherwise.
+The file ATTACK names the reply to the first attempt of a round, such as "replay:1 pickle:2" (rounds from 0). With "hold:3"
+the reply of that round is delayed until the file no longer contains it. The site runs the normal command with its
+registered key and otherwise replies honestly.
 """
 
 import os
@@ -11,13 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-FILE = os.environ.get("ATTACK", "")
-LARGE = 300_000_000
-"""Bytes that are added to an answer: random ones, of which Flower keeps no piece twice."""
+ATTACK_FILE = os.environ.get("ATTACK", "")
+LARGE_BYTES = 300_000_000
+"""Random bytes that are added to a reply. Flower would store equal pieces only once."""
 
 
-class Creates:
-    """Whoever unpickles it creates a file, and could as well have done anything else."""
+class CreateFileOnUnpickle:
+    """Creates a file when it is unpickled, as a proof that a pickle can execute code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,13 +26,13 @@ class Creates:
         return open, (str(self.path), "w")
 
 
-def planned(round: int) -> str:
-    """Return what is to be answered in a round, nothing for an honest answer."""
-    return dict(word.split(":")[::-1] for word in Path(FILE).read_text().split()).get(str(round), "")
+def read_planned_attack(round: int) -> str:
+    """Return the kind of reply for a round, "" for an honest one."""
+    return dict(word.split(":")[::-1] for word in Path(ATTACK_FILE).read_text().split()).get(str(round), "")
 
 
-def spoil() -> None:
-    """Spoil what the site's own program answers."""
+def install_attack() -> None:
+    """Replace the replies of the site's program."""
     from dataclasses import replace
 
     import torch
@@ -40,33 +40,33 @@ def spoil() -> None:
     from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Request, read_message, write_message
     from halfmoon.federation.site.client import SiteClient
 
-    honest = SiteClient.reply_to
+    reply_honestly = SiteClient.reply_to
 
-    def answer(self: SiteClient, data: bytes) -> bytes:
-        said = honest(self, data)
+    def reply_or_attack(self: SiteClient, data: bytes) -> bytes:
+        reply = reply_honestly(self, data)
         try:
             request = read_message(data, Request)
         except MalformedMessage:  # an offer
-            return said
-        last = self.state_folder / f"answer-{request.round}"
-        while (kind := planned(request.round)) == "hold":
+            return reply
+        stored_reply = self.state_folder / f"answer-{request.round}"
+        while (kind := read_planned_attack(request.round)) == "hold":
             time.sleep(0.1)
         kind = "" if request.attempt else kind
         if kind == "replay":
             return (self.state_folder / f"answer-{request.round - 1}").read_bytes()
         if kind == "pickle":
-            return pickle.dumps(Creates(self.state_folder / "pwned"))
+            return pickle.dumps(CreateFileOnUnpickle(self.state_folder / "pwned"))
         if kind == "garbage":
             return os.urandom(10_000)
         if kind == "large":
-            ballast = torch.frombuffer(bytearray(os.urandom(LARGE)), dtype=torch.uint8)
-            reply = read_message(said, Reply)
-            return write_message(replace(reply, upload={**reply.upload, "ballast": ballast}))
-        last.write_bytes(said)
-        return said
+            padding = torch.frombuffer(bytearray(os.urandom(LARGE_BYTES)), dtype=torch.uint8)
+            content = read_message(reply, Reply)
+            return write_message(replace(content, upload={**content.upload, "padding": padding}))
+        stored_reply.write_bytes(reply)
+        return reply
 
-    SiteClient.reply_to = answer
+    SiteClient.reply_to = reply_or_attack
 
 
-if FILE and "worker" in sys.orig_argv and "halfmoon.federation.transport.node" in sys.orig_argv:
-    spoil()
+if ATTACK_FILE and "worker" in sys.orig_argv and "halfmoon.federation.transport.node" in sys.orig_argv:
+    install_attack()
