@@ -13,6 +13,7 @@ from torch_models import TorchResNet9, TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, Task
 from halfmoon.api.uploads import Upload
+from halfmoon.contract import check_method
 from halfmoon.contract.small_federation import CLASSES, make_task
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -608,6 +609,19 @@ def test_loop_equals_vmap_with_the_options_of_the_signal():
         signal_weight=1.0,
     )  # fmt: skip
     simulate_with_both_executors(method, make_task(SmallCNN(1, CLASSES, 4)), cohort=4)
+
+
+def test_the_options_of_the_signal_keep_the_contract():
+    """Runs repeat and resume bit by bit, and sites behind messages compute the same with F-reg in the upload."""
+    options = {
+        "regulator_prior": "confidence",
+        "share_regulator": True,
+        "signal_labels": "halves",
+        "signal_weight": 1.0,
+    }
+    results = list(check_method("feddure", options))
+    assert [result for result in results if not result.kept] == []
+    assert any("regulator (" in result.said for result in results)
 
 
 def test_loop_equals_vmap_with_every_option():
