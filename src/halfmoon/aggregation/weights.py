@@ -85,6 +85,9 @@ class WeightCap(Aggregator):
     def _report_largest_share(self, clients: Sequence[int], weights: Sequence[float]) -> None:
         """Record the largest share of one client in the sum of weights, and warn if it dominates the average.
 
+        The share is recorded if it is above `DOMINANT_SHARE`, or if a limit on the weights has lowered some in this round:
+        it then shows what the limit left. A round may average several times, and keeps the largest share of all.
+
         Args:
             clients: The numbers of k clients.
             weights: Their weights, after the cap. The warning is given once for each client above `DOMINANT_SHARE`.

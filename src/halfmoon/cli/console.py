@@ -301,7 +301,14 @@ def choose_cells(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[st
 def make_progress(
     console: Console, as_json: bool = False, rows: int = 0, seconds_after_runs: float = 0.0
 ) -> NullProgress:
-    """Create the progress display that suits a console: live rows on a terminal, else lines, or none for JSON."""
+    """Create the progress display that suits a console: live rows on a terminal, else lines, or none for JSON.
+
+    Args:
+        console: the console to print on.
+        as_json: print nothing unless it is a terminal.
+        rows: the number of methods that will run; 0 if it is not known.
+        seconds_after_runs: seconds of other work after the last method, for the estimate of the remaining time.
+    """
     display: type[NullProgress]
     # A dumb terminal cannot move its cursor, so it cannot update rows.
     if console.is_terminal and not console.is_dumb_terminal:

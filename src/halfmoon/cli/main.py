@@ -339,7 +339,14 @@ def _run_plan(args: argparse.Namespace, plan: Plan) -> int:
 
 
 def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool = False) -> int:
-    """Run the steps of a plan in a folder, or the remaining ones of a folder that is resumed."""
+    """Run the steps of a plan with a progress display, and print the results; return the exit code.
+
+    Args:
+        args: the parsed command line.
+        plan: which methods to train on a folder of images, and the splits to compare them on.
+        folder: the run folder.
+        resume: the run folder exists; run only the steps that are not finished.
+    """
     from halfmoon.studies.run_plan import run_plan
 
     def print_result(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
@@ -380,7 +387,7 @@ def _print_notes(config: Config, requested: Mapping[str, Any]) -> None:
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Add options to those of `halfmoon run` without a method and a file, so that it trains something useful.
+    """Complete the options of a `halfmoon run` that names neither a method nor a file, so that it trains something useful.
 
     The digits get the options of `MAIN_JOB`, chosen for them: FedDure, the default method, with baselines. Other data
     get baselines and the protocol for few labels. A protocol or preset of the user gets the baselines only.
@@ -428,6 +435,7 @@ def _compare(args: argparse.Namespace) -> int:
             # The options of a run's own file are those of its method.
             method = layer.get("method", args.methods[0])
             raise UserError(f"option {name!r} does not name its method: in a comparison write {method}.{name}.")
+    # A configuration has one method: the first one stands for all, and `runner.compare` sets each.
     flags |= {"method": args.methods[0], "baselines": ()}
     config = settings.resolve(file_options, _with_processes(file_options, flags), file)
     if args.explain:

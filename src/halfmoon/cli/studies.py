@@ -168,7 +168,13 @@ def _print_accuracies(plan: Plan, decision: Decision) -> None:
 
 
 def _print_model_to_use(plan: Plan, decision: Decision, root: Path) -> None:
-    """Print the model that the comparison prefers, and the command that predicts with it."""
+    """Print the model that the comparison prefers, and the command that predicts with it.
+
+    Args:
+        plan: the plan, with the pair of methods: labels only, and with unlabeled images.
+        decision: the result of their comparison.
+        root: the run folder. It has the model of the plan's main method; that of the other is in a folder below it.
+    """
     from halfmoon.methods import registry
 
     preferred = plan.pair[1] if decision.prefers_unlabeled else plan.pair[0]

@@ -166,16 +166,16 @@ def decide(
     available: int | None = None,
     mixes: tuple[ClassMix, ...] = (),
 ) -> Decision:
-    """Decide by the accuracies of two methods on the same splits.
+    """Decide by the accuracies of two methods on the same splits whether the method is better, equal or worse.
 
     Args:
         method: accuracy of the method on each split, in percent.
         baseline: accuracy of the baseline on each split, in percent.
         test_train_ratio: the ratio of test to training images, as in `difference_interval`.
-        labels: the number of different test images of all splits.
+        labels: the number of different test images of all splits, whose labels the decision rests on.
         verdicts: the sentences for "help", "harm" and "equal".
         available: the number of images that could be labeled; None if it is not known.
-        mixes: the accuracies for several shares of the classes.
+        mixes: the accuracies for several shares of the classes, to report beside the decision.
     """
     difference = difference_interval(method, baseline, test_train_ratio, labels)
     kind = name_verdict(difference)

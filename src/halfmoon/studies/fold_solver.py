@@ -36,7 +36,7 @@ class FoldSolver:
     """
 
     def __init__(self, task: Task, data: Examples) -> None:
-        """Center the features of all images once, project them, and describe the projected ones as a task.
+        """Center the features of all images once, and project them on fewer dimensions, to solve heads on them quickly.
 
         Args:
             task: the task on features; its network is a head that subtracts a center from them.
@@ -44,9 +44,11 @@ class FoldSolver:
         """
         self.labels = data.labels.numpy()
         method = MixtureHead()
-        # The client update of the first round, which uploads the sum of the square roots q of features. It only serves to
-        # convert features here: `roots` computes q, and `unit` the centered vectors of length 1 that heads are solved on.
+        # The mixture head is solved on q, the square roots of features, which vary less with the few largest ones. Its
+        # client update of the first round can convert features: `roots` computes q, and `unit` centers q by the server's
+        # mean and scales it to length 1. The same conversion serves for the heads of other methods.
         self._update = cast(SumsUpdate, method.client_updates(task)["mean"])
+        # A head needs initial parameters, but the solution does not depend on them.
         server = method.start(task, task.network.init(rng.generator(0, "head")))
         mean = self._update.roots(server, data.images).mean(0)
         self._server = {**server, "head": {**server["head"], "center": mean}}
@@ -88,7 +90,7 @@ class FoldSolver:
         return cast(np.ndarray, logits.argmax(1).numpy())
 
     def _select_rows(self, fold: Fold) -> ClientData:
-        """Select the training rows of a fold as the data of one client."""
+        """Select the training rows of a fold as the data of one client: labeled x with classes y, and unlabeled u."""
         labeled = torch.from_numpy(fold.labeled)
         unlabeled = torch.from_numpy(fold.unlabeled)
         return ClientData(

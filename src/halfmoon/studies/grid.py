@@ -78,7 +78,12 @@ def parse_selection(recipe: Recipe, texts: Sequence[str]) -> Selection:
 
 
 def select_values(recipe: Recipe, selection: Selection) -> dict[str, list[Value]]:
-    """Select values of every axis: those of the selection, else all that the paper has.
+    """Select values of every axis of a recipe's table, such as methods and data sets.
+
+    Args:
+        recipe: The recipe.
+        selection: The names of the values by axis. Of an axis that is missing here, all values are selected that the
+            paper has; those that it does not have are marked as `extra`.
 
     Raises:
         UserError: If no value of an axis is selected.
@@ -105,11 +110,11 @@ def build_cells(
     scale: Scale | None = None,
     overrides: Layer | None = None,
 ) -> list[RecipeCell]:
-    """Build the selected cells with the configurations of their runs, in the order of the axes.
+    """Build the selected cells of a paper's table with the configurations of their runs, in the order of the axes.
 
     Args:
-        recipe: The recipe.
-        selection: The selected values.
+        recipe: The recipe, which describes the table and its runs.
+        selection: The names of the selected values by axis.
         seeds: The seeds; None means the recipe's.
         scale: A scaled-down version of the recipe, or None for the full experiment.
         overrides: Options that win over those of the recipe.
@@ -127,15 +132,23 @@ def build_cells(
 
 
 def list_combinations(recipe: Recipe, selection: Selection) -> list[tuple[Value, ...]]:
-    """List the values of every selected cell: tuples with one value for each axis, in the order of the axes.
+    """List the selected cells of a recipe's table: every combination of one value for each axis, except skipped ones.
+
+    Args:
+        recipe: describes the table. An axis is what varies along it, such as the method or the data set. `skip` names
+            combinations that the paper does not have.
+        selection: the names of the selected values by axis; of a missing axis, all values of the paper.
+
+    Returns:
+        Tuples with one value for each axis, in the order of the axes.
 
     Raises:
         UserError: If the recipe skips all of these cells.
     """
     combinations: list[tuple[Value, ...]] = []
     for values in product(*select_values(recipe, selection).values()):
-        at = _names_by_axis(recipe, values)
-        if not any(matches_axes(skipped, at) for skipped in recipe.skip):
+        value_names = _names_by_axis(recipe, values)
+        if not any(matches_axes(skipped, value_names) for skipped in recipe.skip):
             combinations.append(values)
     if not combinations:
         raise UserError(f"recipe {recipe.name} has none of these cells: they are combinations that it leaves out.")

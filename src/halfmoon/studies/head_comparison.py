@@ -60,8 +60,8 @@ class FoldPredictions:
         tested: whether a fold holds out an image, bool (S, N).
         baseline: classes that the head of labels only predicts, int64 (S, N).
         method: classes that the head of labels and unlabeled images predicts, int64 (S, N).
-        final_baseline: the same with all labels, int64 (N,).
-        final_method: the same with all labels, int64 (N,).
+        final_baseline: classes that the head of labels only predicts when it is solved on all labels, int64 (N,).
+        final_method: classes that the other head predicts when it is solved on all labels, int64 (N,).
         classes: the number of classes.
     """
 
@@ -100,7 +100,7 @@ class FoldPredictions:
 def predict_folds(
     solver: FoldSolver, baseline: Method, method: Method, folds: Iterable[Fold]
 ) -> FoldPredictions | None:
-    """Solve two heads on every fold and on all labels, and predict all images.
+    """Solve two heads (last layers of a network) on every fold and on all labels, and predict all images.
 
     Args:
         solver: the projected features of all images.
@@ -109,7 +109,7 @@ def predict_folds(
         folds: the folds of a cross-validation.
 
     Returns:
-        None where there is no fold.
+        The classes that both heads predict; None where there is no fold.
     """
     labels = solver.labels
     tested: list[np.ndarray] = []
@@ -139,7 +139,8 @@ class Advantage(NamedTuple):
     Attributes:
         mean: the estimate by labels and prior.
         labels_mean: the estimate by the labels only.
-        unit_variance: the variance of `labels_mean`, times the number of labels.
+        unit_variance: the variance of `labels_mean` around the image set's mean over draws of labels, times the number of
+            labels.
         labels: the number of tested labels.
     """
 
@@ -167,7 +168,8 @@ def decide_by_image(predictions: FoldPredictions) -> Decision:
     """
     advantage = estimate_advantage(predictions)
     difference = estimate_gain(predictions, advantage.mean, advantage.variance(advantage.labels))
-    # Without the prior: the variance of the estimated mean over draws of the labels, and that of the draw at hand.
+    # Without the prior. Two errors add: the first term is that of the estimated mean of this image set, over all draws of
+    # its labels. The heads to decide on come from one draw, and the second term is how far their advantage is from it.
     labels_variance = advantage.unit_variance / advantage.labels + DRAW_VARIANCE / advantage.labels
     by_labels = estimate_gain(predictions, advantage.labels_mean, labels_variance)
     kind = name_verdict(difference)
@@ -233,6 +235,10 @@ def estimate_advantage(predictions: FoldPredictions) -> Advantage:
 
     The variance of an image's difference is that of all tested images, shrunk to what the disagreement on unlabeled
     images lets expect: six tested images may have the same difference by chance.
+
+    Args:
+        predictions: the predictions of both heads on every fold. Disagreement is measured on its `comparison_rows`, the
+            unlabeled images, or the tested ones if there are none.
     """
     rows = predictions.tested_rows
     correct = predictions.mean_correct(predictions.method) - predictions.mean_correct(predictions.baseline)
@@ -243,10 +249,14 @@ def estimate_advantage(predictions: FoldPredictions) -> Advantage:
     disagreement = max(float(differs.mean()), 1 / differs.size)  # not 0: heads that never differ show no advantage
     labels_mean = mean_difference / disagreement
 
-    # The expected variance counts as `PRIOR_IMAGES` further images, as in a posterior mean of a variance.
+    # A difference in correctness is at most 1, and 0 where the heads agree. So its variance is at most the mean square of
+    # the share of folds that disagree; half of that, since both may be wrong where they disagree. This
+    # expected variance counts as `PRIOR_IMAGES` further images, as in a posterior mean of a variance.
     expected_variance = DISAGREEMENT_VARIANCE * float((differs.mean(0) ** 2).mean())
     squares = float(((differences - mean_difference) ** 2).sum())
     image_variance = (squares + PRIOR_IMAGES * expected_variance) / (len(rows) - 1 + PRIOR_IMAGES)
+    # The first term is the error of the weighted mean. The second is the deviation of the heads of this draw of the labels
+    # from heads of another draw: the labels at hand are one draw of those that the image set could have.
     variance = image_variance * float((weights**2).sum()) / disagreement**2 + DRAW_VARIANCE / len(rows)
 
     prior_precision = 1 / PRIOR_DEVIATION**2

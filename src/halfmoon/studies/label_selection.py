@@ -104,7 +104,8 @@ def folder_features(folder: Path, paths: Sequence[str], report_progress: Progres
     Raises:
         UserError: none of the images is readable.
     """
-    # Features do not depend on labels: no image has one here, and two classes are named, because a task has at least two.
+    # Features do not depend on labels: no image has one here, and the two class names are arbitrary, because a task needs
+    # at least two classes.
     no_labels = np.full(len(paths), -1)
     contents = scan_images(folder, ("a", "b"), [folder / path for path in paths], no_labels)
     config, _, _ = head_config({}, contents)
@@ -269,7 +270,13 @@ def predict_images(problem: HeadProblem, model: Tree) -> tuple[np.ndarray, np.nd
 
 
 def halve_labels(fold: Fold, labels: np.ndarray, number: int) -> Fold:
-    """Hide half of a fold's labels of each class, rounded down; `number` seeds the draw."""
+    """Hide half of a fold's labels of each class, rounded down, to measure what more labels would add.
+
+    Args:
+        fold: the fold, whose hidden labels become unlabeled rows.
+        labels: int64 (N,), the class of each row.
+        number: the seed of the draw.
+    """
     order = named_generator(0, "half of the labels", str(number)).permutation(fold.labeled)
     kept_rows: list[np.ndarray] = []
     for label in np.unique(labels[order]):

@@ -386,6 +386,8 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: f
         share *= config.data_share  # the user's own limit on the data
         config = replace(config, data_share=share)
     steps = _head_steps(config, measured_costs, counts, share)
+    # Larger images are reduced, to a quarter of the pixels that the network was pretrained on (224 x 224). Smaller ones
+    # are enlarged, to an input size that the network accepts.
     pixels = "a quarter of the time of 224" if contents.side > SIDE else "what the network takes"
     limit = f" (pays up to about {MAX_MIXTURE_LABELS})" if label_count <= MAX_MIXTURE_LABELS else ""
     reasons = [
@@ -558,7 +560,11 @@ def _head_steps(config: Config, costs: _HeadCosts, counts: _ImageCounts, share: 
 
 
 def _slowness_reasons(steps: Sequence[PlanStep], minutes: float) -> list[tuple[str, str]]:
-    """Report that this computer needs clearly more time than the limit: the plan is that of a reference computer."""
+    """Explain why a plan takes longer than the limit: it is made for the speed of a reference computer.
+
+    Returns:
+        The topic and the text, if this computer needs at least `SLOW_FACTOR` times the limit of `minutes`; else none.
+    """
     expected = sum(step.seconds for step in steps) / 60
     if expected < SLOW_FACTOR * minutes:
         return []
@@ -576,7 +582,16 @@ def _slowness_reasons(steps: Sequence[PlanStep], minutes: float) -> list[tuple[s
 def _scratch_config(
     options: Mapping[str, Any], contents: FolderContents
 ) -> tuple[Config, tuple[str, str], dict[str, Any]]:
-    """Configure a network that is trained from scratch: the configuration, the methods, and the defaults."""
+    """Configure the training of a network from scratch, with the recommended method and FedAvg as its baseline.
+
+    Args:
+        options: the user's options, which override the defaults of the plan.
+        contents: the scanned folder.
+
+    Returns:
+        The configuration; the names of the method with labels only and of the recommended one; and the options that the
+        plan chose, without the user's.
+    """
     label_location = "server" if options.get("labels_at") == "server" else "clients"
     pair = ("fedavg", registry.RECOMMENDED[label_location])
     defaults = {
@@ -739,7 +754,13 @@ def _labels_per_class(config: Config, contents: FolderContents) -> float:
 
 
 def _describe_methods(pair: tuple[str, str], label_count: float, limit: str) -> str:
-    """Describe the two methods to compare, and which is recommended for this number of labels."""
+    """Describe the two methods to compare, and which is recommended for this number of labels.
+
+    Args:
+        pair: the method with labels only, and the one that also uses unlabeled images.
+        label_count: the mean number of labels a class.
+        limit: a remark on up to how many labels unlabeled images help, or "".
+    """
     labels_only, with_unlabeled = (registry.entry(name).title for name in pair)
     if pair == HEADS and label_count > MAX_MIXTURE_LABELS:
         return (
@@ -751,13 +772,16 @@ def _describe_methods(pair: tuple[str, str], label_count: float, limit: str) -> 
 
 
 def _other_reasons(config: Config, contents: FolderContents, share: float, repeats: int) -> list[tuple[str, str]]:
-    """Describe labels, test images, mirroring, and the images that are left out.
+    """Explain a plan's use of labels and test images, its mirroring, and which images it leaves out.
 
     Args:
         config: the run's configuration.
         contents: the scanned folder.
         share: the share of the unlabeled images that is used.
         repeats: the repetitions of the cross-validation of a site's labels.
+
+    Returns:
+        Pairs of a topic and a text.
     """
     mirroring = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
     grouping = f"; {NO_GROUP_ON_BOTH_SIDES}" if contents.groups is not None else ""
@@ -811,7 +835,7 @@ def _describe_imbalance(contents: FolderContents) -> str:
 
 
 def _measure_decoding(config: Config, contents: FolderContents) -> float:
-    """Measure the seconds that it takes to decode one image, on a sample."""
+    """Measure the mean seconds that this computer takes to decode one image, on `SAMPLE_FILES` files of the folder."""
     preparation = factory.image_preparation(config)
     stride = max(1, len(contents.paths) // SAMPLE_FILES)
     decoded = 0

@@ -253,7 +253,16 @@ def _parse_seeds(seeds: Sequence[Any], section: str) -> tuple[int, ...]:
 
 
 def _parse_values(axis: str, values: Any, section: str) -> tuple[Value, ...]:
-    """Parse the values of an axis."""
+    """Parse the values of an axis of a recipe's table, such as its methods.
+
+    Args:
+        axis: the name of the axis.
+        values: the table of the file: keys of each value by its name.
+        section: the part of the file, for messages.
+
+    Raises:
+        UserError: For an axis without values, or an unknown key, option or column.
+    """
     if not isinstance(values, Mapping) or not values:
         raise UserError(f"{section}: axis {axis} has no values; write [axes.{axis}.NAME] for each.")
     parsed = []
@@ -311,7 +320,16 @@ def _parse_when(keys: Any, axis_values: AxisValues | None, section: str) -> When
 
 
 def _parse_axis_selection(keys: Any, axis_values: AxisValues | None, section: str) -> AxisSelection:
-    """Parse a set of cells; its axes and values must be among `axis_values`, unless that is None."""
+    """Parse a set of cells of a recipe's table, given by names of values for some of its axes.
+
+    Args:
+        keys: the table of the file: by axis one name, or a list of alternatives.
+        axis_values: the names of all values by axis; None to allow any.
+        section: the part of the file, for messages.
+
+    Raises:
+        UserError: For a wrong type, or an axis or value that is not in `axis_values`.
+    """
     if not isinstance(keys, Mapping):
         raise UserError(f"{section}: it must be a table of axes with the values that are meant.")
     selection: dict[str, tuple[str, ...]] = {}
@@ -343,7 +361,8 @@ def _parse_scale(name: str, keys: Mapping[str, Any], inherited: int, axis_values
         name: the name of the scale.
         keys: its table: `about`, `set` and `when` as in the recipe, and `reading`, how the paper is interpreted where it
             is ambiguous.
-        inherited: how many of the first `when` entries come from the file that the recipe extends.
+        inherited: how many of the first `when` entries come from the file that the recipe extends. These may name axes
+            and values that this recipe does not have.
         axis_values: the names of the values of every axis of the recipe.
         section: the part of the file, for messages.
     """
@@ -368,7 +387,14 @@ class Published(NamedTuple):
 
 
 def find_published(columns: Mapping[str, str]) -> Published | None:
-    """Find the published number whose row has these values in these columns; None unless it is exactly one."""
+    """Find the number of a paper in published.csv.
+
+    Args:
+        columns: the values that its row has, by the name of the column.
+
+    Returns:
+        The number; None unless exactly one row has these values, and a mean.
+    """
     values = tuple(columns.values())
     if not all(isinstance(value, str) for value in values):
         return None

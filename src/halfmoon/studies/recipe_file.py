@@ -1,4 +1,9 @@
-"""File of a recipe: its keys, merged with those of the file that it extends, and the merging of option layers."""
+"""Files of recipes: TOML files that describe the runs of a paper's table, and may extend another file, their base.
+
+A recipe has axes, such as methods and data sets, and a cell of the table is one value of each. `protocol` has the options
+of all cells, a value of an axis the options that it sets, and an entry `when` options for the cells it names. A scale is
+a shortened version of the experiment, with options and `when` entries of its own.
+"""
 
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -39,16 +44,16 @@ def recipes_folder() -> Any:
 def read_recipe(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a recipe's file and merge its keys over those of the file that it extends, its base.
 
-    Most keys replace those of the base. Options of the `protocol`, axes and scales are merged one by one, and its `when`
-    entries follow those of the base.
+    Most keys replace those of the base. The options of all runs (`protocol`), axes and scales (shortened versions of the
+    experiment) are merged one by one. The `when` entries, options for some cells of the table, follow those of the base.
 
     Args:
         path: The file.
         extending: The files that extend this one, directly or not, to detect cycles.
 
     Returns:
-        The merged keys. If the file extends another, `INHERITED` maps "" and the names of scales to how many of their
-        first `when` entries come from the other file.
+        The merged keys. If the file extends another, the key `INHERITED` has the number of `when` entries that come from
+        the base, by the name of the scale that they belong to; "" is the recipe itself.
 
     Raises:
         UserError: If a file cannot be read, is not valid TOML, has an unknown key or a value of another type, or
@@ -73,12 +78,17 @@ def read_recipe(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
-    """Merge layers of options; later layers win, and tables of method options are merged option by option.
+    """Merge layers of a run's options; later layers win, and tables of method options are merged option by option.
 
     Some options are alternatives: there are three ways to give the number of labels. A later one removes the earlier.
+
+    Args:
+        layers: tables of options by name, from general to specific. A layer's `UNSET` lists options that earlier layers
+            set and that return to their defaults.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
+        # First: a layer may remove an option and set it anew.
         for name in layer.get(UNSET, ()):
             merged.pop(name, None)
         if any(name in layer for name in settings.LABEL_AMOUNTS):
@@ -92,7 +102,13 @@ def merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
 
 
 def _read_single_file(path: Path) -> dict[str, Any]:
-    """Read and check the keys of a recipe's file, without those of the file that it extends."""
+    """Read the keys of a recipe's TOML file, without those of the file that it extends, and check their names and types.
+
+    Values are checked when the configurations of the runs are built, because they depend on each other.
+
+    Raises:
+        UserError: If the file cannot be read, or for the first mistake in it.
+    """
     try:
         keys = toml.parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -131,10 +147,12 @@ def check_keys(table: Any, types: Mapping[str, type], section: str) -> None:
 
 
 def check_layer(layer: Any, section: str) -> None:
-    """Check that a layer has only options that exist. Values are checked later, with the cell's other options.
+    """Check that a layer of a recipe's options has only those that exist.
+
+    Values are checked later, with the other options of the run.
 
     Args:
-        layer: The value that should be a table of options.
+        layer: The value that should be a table of options; its `UNSET` lists options that return to their defaults.
         section: Its name in the file, for messages.
 
     Raises:
@@ -162,7 +180,7 @@ def _find_base(path: Path, base_name: str, extending: tuple[Path, ...]) -> Path:
 
     Args:
         path: The recipe's file.
-        base_name: The name that its key `extends` has, a file name without .toml.
+        base_name: The value of its key `extends`, a file name without .toml.
         extending: The recipe's file and those that extend it, to detect cycles.
 
     Raises:
@@ -181,9 +199,16 @@ def _find_base(path: Path, base_name: str, extending: tuple[Path, ...]) -> Path:
 
 
 def _merge_axes(base_axes: Mapping[str, Any], axes: Mapping[str, Any], file_name: str) -> dict[str, Any]:
-    """Complete a recipe's axes from the base: a value given by name only is the base's value of that name.
+    """Complete the axes of a recipe (such as methods or data sets) from the file that it extends, the base.
 
-    Axes that only the base has are not in the result.
+    Args:
+        base_axes: the base's axes: name of an axis to its values, each a table of keys by its name.
+        axes: the recipe's axes. Their values may also be a list of names, or have empty tables: the keys are then those
+            of the base's value of that name.
+        file_name: the recipe's file, for errors.
+
+    Returns:
+        The axes of the recipe. Those that only the base has are left out.
     """
     merged: dict[str, Any] = {}
     for axis, values in axes.items():
@@ -200,14 +225,23 @@ def _merge_axes(base_axes: Mapping[str, Any], axes: Mapping[str, Any], file_name
 
 
 def _merge_scales(base_scales: Mapping[str, Any], scales: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the scales of both files; for a scale in both, the recipe's options and texts win over the base's."""
+    """Merge a recipe's scales, shortened versions of its experiment, with those of the file that it extends, its base.
+
+    Args:
+        base_scales: the base's scales by name. The keys of a scale are `set`, options that win over those of the
+            experiment; `when`, options for some cells of the table; and texts about it.
+        scales: the recipe's scales, of the same form.
+
+    Returns:
+        The scales of both. One that both have gets the options of both, where the recipe's win, and all `when` entries.
+    """
     merged = {**base_scales, **scales}
     for name in set(base_scales) & set(scales):
         base_scale = base_scales[name]
         scale = scales[name]
         layers = [base_scale.get("set", {}), scale.get("set", {})]
-        # `merge_layers` applies `unset` to the layers below and drops it. Keep it here: it must also apply to the
-        # layers below the scale, those of the protocol and the axes.
+        # `UNSET` lists options that return to their defaults. `merge_layers` removes these from the base's scale and drops
+        # the list. Keep it here: the options of the experiment are merged later, and must lose them as well.
         unset = [option for layer in layers for option in layer.get(UNSET, ())]
         merged[name] = {**base_scale, **scale, "set": {**merge_layers(layers), UNSET: unset}}
         merged[name]["when"] = [*base_scale.get("when", []), *scale.get("when", [])]

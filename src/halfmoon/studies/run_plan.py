@@ -127,7 +127,7 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
 
 
 def _write_plan(plan: Plan, root: Path) -> None:
-    """Write a plan into the folder of its run."""
+    """Write into a run's folder what `load_plan` needs of its plan besides the run's own configuration."""
     record = {
         "pair": plan.pair,
         "heads": plan.heads,
@@ -186,6 +186,15 @@ def _compare_label_draws(plan: Plan, problem: Problem, labels_only: Method, with
 
     Each draw has as many labels of a class as the run. It is tested on the test folders or, without these, on images
     that it draws from each class. The gain is that in balanced accuracy.
+
+    Args:
+        plan: the plan, whose heads are the last layers of a pretrained network.
+        problem: the data, split and task of the run; its images are features.
+        labels_only: the method without unlabeled images, the baseline.
+        with_unlabeled: the method that also uses unlabeled images.
+
+    Returns:
+        The decision; None where a draw leaves no labels, no unlabeled or no test images.
     """
     draws = _redraw_labels(plan, problem)
     if len(draws.splits) < 2 or not all(map(len, draws.splits[0])):
@@ -274,7 +283,15 @@ def _compare_fold_runs(plan: Plan, problem: Problem, root: Path, watch: Callback
 
 
 def _compare_split_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], watch: Callback) -> Decision | None:
-    """Compare runs on other draws of the labels of class folders; the finished `runs` are those of the first draw."""
+    """Compare both methods of a plan on several draws of the labels of class folders, each of which trains them anew.
+
+    Args:
+        plan: the plan, with the number of draws (splits).
+        problem: the data, split and task of the first draw.
+        root: the run folder; the runs of draw i are in its folder splits/i.
+        runs: the summaries of the finished runs of the first draw.
+        watch: receives the progress of the others.
+    """
     train = problem.source.train
     results = [_evaluate_runs(runs)]
     for number in range(1, plan.splits):
@@ -325,7 +342,12 @@ def _start_or_resume(config: Config, watch: Callback, problem: Problem) -> RunRe
 
 
 def _fold_problem(problem: Problem, fold: Fold) -> Problem:
-    """Build a problem with the labels of a fold, whose test images are the fold's."""
+    """Restrict the data of a run to a fold: train on its labeled and unlabeled rows as one client, and test on its rows.
+
+    Args:
+        problem: the data, split and task of the run.
+        fold: the rows of a cross-validation's fold, which index the training images.
+    """
     train = problem.source.train
     train_rows = np.sort(np.concatenate([fold.labeled, fold.unlabeled]))
 

@@ -128,7 +128,12 @@ def _write_sweep_file(folder: SweepFolder, requested: Sequence[RecipeCell]) -> N
 
 
 def _runs_by_identity(cells: Sequence[RecipeCell]) -> dict[str, tuple[str, Config]]:
-    """Map the identities of the distinct runs of some cells to label and configuration, first seed first."""
+    """Collect the distinct runs of some cells of a table: cells with equal configurations share a run.
+
+    Returns:
+        By the hash of the configuration: the label, which names the first cell and its seed, and the configuration. All
+        runs of the first seed come first, so that a stopped sweep has a whole table of one seed.
+    """
     runs: dict[str, tuple[str, Config]] = {}
     seeds = dict.fromkeys(seed for cell in cells for seed in cell.configs)
     for seed in seeds:

@@ -237,7 +237,11 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
 
 
 def count_equal_files(paths: Sequence[Path]) -> int:
-    """Count the files that are equal to an earlier one of the list; only files of one size are read."""
+    """Count the files that are equal to an earlier one of the list.
+
+    Reading all files would be slow: only files of the same size are read, first their beginnings, and a file as a whole
+    only if another has the same beginning.
+    """
     sizes = Counter[int]()
     size_of: dict[Path, int] = {}
     for path in paths:

@@ -285,13 +285,22 @@ def _pool_features(
 
 
 def _select_labels(rows: _TrainingRows, share: float) -> np.ndarray:
-    """Select a share of the labels of each site and class, at least one; bool (N,)."""
+    """Select a share of the labels of each site and class, at least one, for a federation with fewer labels.
+
+    Args:
+        rows: the training images of all sites, N of them.
+        share: the share of their labels to keep, 0 to 1.
+
+    Returns:
+        Whether the label of an image is kept, bool (N,).
+    """
     selected = np.zeros(len(rows.client), bool)
     for site in range(len(rows.names)):
         for label in np.unique(rows.labels[rows.labeled]):
             candidates = np.flatnonzero((rows.client == site) & (rows.labels == label) & rows.labeled)
             if len(candidates) == 0:
                 continue
+            # The name of the random stream decides which labels are kept: it must not change.
             order = named_generator(0, "own sites", str(site), str(label)).permutation(candidates)
             selected[order[: max(1, round(share * len(candidates)))]] = True
     return selected
@@ -404,7 +413,11 @@ def _leave_out_copies(
 
 
 def _merge_classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
-    """List the classes of all sites: in the order of the first site whose classes.txt has them all, or sorted."""
+    """List the classes of all sites: in the order of the first site whose classes.txt has them all, or sorted.
+
+    Raises:
+        UserError: names of two sites are nearly equal, so that they may mean one class.
+    """
     all_classes = {name for site in sites for name in site.classes}
     for site in sites:
         if set(site.classes) == all_classes:

@@ -70,7 +70,7 @@ class SweepFolder:
         return {} if data is None else parse_sweep_file(data, self.path / SWEEP_FILE)
 
     def write(self, cells: Sequence[RecipeCell]) -> None:
-        """Write sweep.json with these cells.
+        """Write sweep.json with these cells of the recipe's table, and the results of their finished runs.
 
         Raises:
             UserError: If the file cannot be written.
@@ -87,7 +87,7 @@ class SweepFolder:
             ) from error
 
     def _contents(self, cells: Sequence[RecipeCell]) -> dict[str, Any]:
-        """Build the contents of sweep.json."""
+        """Build the contents of sweep.json: the table that is reproduced, how and where it was run, and its cells."""
         recipe = self.recipe
         axes: list[dict[str, Any]] = []
         for axis, values in recipe.axes.items():
@@ -113,7 +113,7 @@ class SweepFolder:
         }
 
     def _cell_entry(self, cell: RecipeCell) -> dict[str, Any]:
-        """Build the entry of a cell."""
+        """Build the entry of a table's cell in sweep.json: its values, the paper's number, and a run for each seed."""
         runs = []
         for seed, config in cell.configs.items():
             run_id = identity(config, config.method)

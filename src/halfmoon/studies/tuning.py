@@ -207,7 +207,7 @@ def tune(
 
 
 def _open_study(optuna: Any, folder: Path) -> optuna.Study:
-    """Open the study in a folder, or create it.
+    """Open Optuna's study in a folder, to continue its search, or create it.
 
     Raises:
         UserError: If the folder cannot be written.
@@ -248,11 +248,11 @@ def _finished_trials(study: optuna.Study) -> list[Trial]:
 
 
 def apply_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Set the values of knobs in a configuration.
+    """Set the options that a search varies (knobs) in a configuration.
 
     Args:
         config: The configuration.
-        values: The values by the names of knobs.
+        values: The values by the names of knobs: an option, or METHOD.OPTION for an option of a method.
 
     Raises:
         UserError: If a value is invalid, or the values do not fit together.

@@ -85,7 +85,14 @@ def add_command(commands: Any, name: str, about: str, usage: str, do: Command) -
 
 
 def add_actions(commands: Any, name: str, about: str) -> Any:
-    """Add a command with actions, such as `site join`, and return the actions for `add_command`."""
+    """Add a command with actions, such as `site` with its action `join`.
+
+    Each parser has the default `do`, the function that runs its command. That of the command itself, for a call without
+    an action, raises an error that names the actions; the parsers of the actions replace it.
+
+    Returns:
+        argparse's collection of the actions, to which `add_command` adds each.
+    """
     parser = _add_parser(commands, name, about, "ACTION ")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser, prog=f"halfmoon {name}")
 

@@ -142,7 +142,7 @@ def _fitting_split(config: Config, source: Source) -> Split:
     """Split images over the most clients, up to those of the configuration, for which they suffice.
 
     Raises:
-        UserError: as the split of the configuration, if no number of clients helps.
+        UserError: the images suffice for no number of clients; the error is that of the configuration's own number.
     """
     from halfmoon.runs.factory import get_split
 

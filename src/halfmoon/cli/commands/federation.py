@@ -58,14 +58,14 @@ def add_federation(commands: Any) -> None:
     about = f"the port where nginx listens for the sites (default: {DEFAULT_LISTEN_PORT})"
     init.add_argument("--listen", metavar="N", default=str(DEFAULT_LISTEN_PORT), help=about)
 
-    more = _action(group, "add-site", "admit one more site", "FOLDER NAME ", _add)
-    more.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
-    more.add_argument("--public-key", metavar="FILE", type=Path, help=_PUBLIC)
+    add_site = _action(group, "add-site", "admit one more site", "FOLDER NAME ", _add)
+    add_site.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
+    add_site.add_argument("--public-key", metavar="FILE", type=Path, help=_PUBLIC)
 
-    less = _action(
+    remove_site = _action(
         group, "remove-site", "refuse a site from now on; its key is never accepted again", "FOLDER NAME ", _remove
     )
-    less.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
+    remove_site.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
 
     rotate = _action(group, "rotate", "replace certificates and keys by new ones", FOLDER_USAGE, _rotate)
     rotate.add_argument("--server", action="store_true", help="the server's key and certificate")
@@ -140,7 +140,16 @@ def _rotate(args: argparse.Namespace) -> int:
 
 
 def _print_change(args: argparse.Namespace, message: str, change: KeyChange) -> int:
-    """Print a change of the keys with its advice, and warnings about the folder."""
+    """Print a change of a federation's keys, and warnings about the state of its folder.
+
+    Args:
+        args: the parsed command line.
+        message: one sentence about the change.
+        change: the fields to print as JSON, and advice on what people must do now, such as to restart the server.
+
+    Returns:
+        The exit code: 0 also with warnings, as the change is done.
+    """
     from halfmoon.sites.keys import Access
 
     if args.json:

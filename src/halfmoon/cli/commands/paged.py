@@ -100,8 +100,7 @@ def run_label(args: argparse.Namespace) -> int:
     instead of serving the page.
     """
     from halfmoon.data.preparation import parse_window
-    from halfmoon.pages.label import LabelOptions, open_site_to_label
-    from halfmoon.pages.label import serve_label_page as label
+    from halfmoon.pages.label import LabelOptions, open_site_to_label, serve_label_page
 
     seed = parse_int("--seed", args.seed, 0, 2**32 - 1)
     count = None if args.list is None else parse_int("--list", args.list, 1, 10**9)
@@ -127,7 +126,7 @@ def run_label(args: argparse.Namespace) -> int:
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
     options = LabelOptions(args.by, seed, parse_window(args.window), args.reader)
     with exit_on_interrupt("the page is closed."):
-        label(site, load, classes, options, port, not args.no_browser, line_writer(as_json=False))
+        serve_label_page(site, load, classes, options, port, not args.no_browser, line_writer(as_json=False))
     return 0
 
 

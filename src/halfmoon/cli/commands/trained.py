@@ -236,7 +236,11 @@ def _review(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Run `calibrate`: fit the temperature of a model on a folder of labeled images."""
+    """Run `halfmoon calibrate`: fit the temperature of a model, which divides its logits, on a folder of labeled images.
+
+    A fitted temperature makes the model's probabilities match its accuracy. It is written into the model's file, and the
+    calibration errors with the previous and with the new temperature are printed.
+    """
     from halfmoon.runs.factory import select_device
     from halfmoon.sites.inference.measure import calibrate_model
 
