@@ -57,7 +57,9 @@ class Aggregator(Protocol):
     """A step between the uploads of a query and the method: it may drop, change or replace uploads."""
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Process the uploads of one query.
+        """Filter or change the uploads of one query before the method averages them, for example to limit outliers.
+
+        Each aggregator implements this. Several may follow one another.
 
         Args:
             context: The query and the k clients that responded.

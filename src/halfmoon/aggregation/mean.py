@@ -25,7 +25,16 @@ class UploadMean:
     """
 
     def __init__(self, upload_spec: UploadSpec, client_update: str) -> None:
-        """Start a mean of no uploads, and check that all auxiliary values can be summed or averaged."""
+        """Start a mean of no uploads, and check that all auxiliary values can be summed or averaged.
+
+        Args:
+            upload_spec: declares what clients upload, and how each auxiliary value is reduced over clients: summed,
+                averaged by weight, or kept for each of them, which a mean cannot do.
+            client_update: the name of the client update, for the message.
+
+        Raises:
+            UserError: If an auxiliary value of each client is needed.
+        """
         individual_names = upload_spec.names(reduce="each")
         if individual_names:
             raise UserError(

@@ -64,7 +64,9 @@ class WeightCap(Aggregator):
         return range(len(context.clients)), cap_weights(upload, context.upload_spec, scale)
 
     def scale(self, clients: Sequence[int], weights: Sequence[float]) -> list[float]:
-        """Compute the factor by which each client's weight is multiplied, and record the capped clients.
+        """Compute the factor that lowers each client's weight to its cap, the largest weight that it may have.
+
+        The numbers of the capped clients are recorded in the metrics of the round.
 
         Args:
             clients: The numbers of k clients.
@@ -113,7 +115,8 @@ def cap_weights(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float])
     """Reduce the influence of clients on weighted means: scale their weights, and with them their sums over images.
 
     A client has multiplied its auxiliary sums by its number of images already, so they must shrink with its weight.
-    If sections of the update itself are such sums, only these are scaled: the weights are then 1 for all clients.
+    If sections of the update itself are such sums, only these are scaled. The weights are then 1 for all clients, as the
+    number of images is in the sums already.
 
     Args:
         upload: The uploads of k clients, leaves (k, ...).

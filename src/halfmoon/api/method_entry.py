@@ -70,12 +70,14 @@ class MethodEntry:
             The reason, as the end of a sentence; "" if the rule can be used.
         """
         needed = requirements_of(self.method, norm)
+        # The name of the options that avoid such a query; "" for a method that has none.
         if needed.counts_statistics:
             return (
                 "its clients count statistics in a separate query, which no robust rule checks; "
                 f"use {needed.counts_statistics}"
             )
-        # "clip" and "cosine" only scale or remove single uploads.
+        # `personal`: the server sends clients something that it computes from single uploads. The rules "clip" and
+        # "cosine" only scale or remove these.
         return needed.reason if needed.personal and aggregation not in ("clip", "cosine") else ""
 
     @property

@@ -174,7 +174,19 @@ def _check_passes(entry: registry.MethodEntry, network: Network) -> None:
 
 
 def _check_training(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> str:
-    """Check that a run changes the parameters, and that they remain finite."""
+    """Check that a run of a method changes the model's parameters, and that they remain finite.
+
+    Args:
+        entry: the method's entry of the catalog.
+        network: the network that was trained.
+        run: the state after each round.
+
+    Returns:
+        A remark for the user: how far the parameters have moved.
+
+    Raises:
+        BrokenPromise: the parameters did not change, or are not finite.
+    """
     method, task, _ = checks.make_federation(entry, "both", network=network)
     before = method.solution(task, start_server(method, task))
     after = method.solution(task, run[-1].server)

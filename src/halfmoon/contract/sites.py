@@ -26,7 +26,15 @@ RUN = "0" * 32
 
 
 def select_site(dataset: FederatedDataset, client: int) -> FederatedDataset:
-    """Select the data of one site: its rows, without the labels of unlabeled ones."""
+    """Select the data of one site, as it would have them in a deployment: the rows of one client of a simulation.
+
+    The data set knows all labels. Those of unlabeled rows are removed, unless the method is one that trains on all
+    labels as a supervised upper bound (`all_labels`).
+
+    Args:
+        dataset: the images of all clients, and their distribution.
+        client: the number of the client, or `SERVER`.
+    """
     rows = np.flatnonzero(dataset.split.client == client)
     labeled = dataset.split.labeled[rows]
     labels = dataset.train.labels[rows].clone()

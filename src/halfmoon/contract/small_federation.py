@@ -86,10 +86,18 @@ def make_dataset(
     pooled: bool = False,
     **images: Any,
 ) -> FederatedDataset:
-    """Make the images of a federation and their distribution; `images` are options of `make_examples`."""
+    """Make the images of a small federation, and their distribution to the clients.
+
+    Args:
+        sizes: (labeled, unlabeled) images of each client.
+        all_labels: clients train on all their images as labeled ones, as supervised upper bounds do.
+        place: where labels are: "clients", "some" or "server", as in `make_split`.
+        pooled: one client has the images of all, for methods that are not federated.
+        **images: options of `make_examples`.
+    """
     rows = sum(labeled + unlabeled for labeled, unlabeled in sizes)
     train = make_examples(rows, **images)
-    return FederatedDataset(train, make_split(sizes, place=place), all_labels, pooled)
+    return FederatedDataset(train, make_split(sizes, place=place), all_labels=all_labels, pooled=pooled)
 
 
 def make_task(network: Network = NETWORK, dtype: torch.dtype = torch.float64, **shared: Any) -> Task:

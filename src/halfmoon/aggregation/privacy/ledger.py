@@ -171,7 +171,7 @@ def _to_entry(release: Release) -> dict[str, Any]:
 
 
 def _from_entry(entry: dict[str, Any]) -> Release:
-    """Convert the fields of a line to a release."""
+    """Convert the fields of a line of the ledger's file to a release; the inverse of `_to_entry`."""
     sampled = None if entry["drawn"] is None else CohortDraw(*entry["drawn"])
     return Release(
         round=entry["round"] - 1,

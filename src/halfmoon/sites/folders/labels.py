@@ -132,7 +132,11 @@ def file_stamp(folder: Path, name: str = LABELS_FILE) -> tuple[int, ...]:
 
 @contextmanager
 def _lock_labels(folder: Path) -> Iterator[None]:
-    """Lock a folder's labels during the `with` block, against other processes."""
+    """Lock a folder's labels during the `with` block, so that two processes do not overwrite each other's labels.
+
+    Raises:
+        UserError: another process has the lock for `LOCK_TIMEOUT_SECONDS`, or the folder cannot be written.
+    """
     state_folder = folder / STATE_FOLDER
     try:
         state_folder.mkdir(exist_ok=True)

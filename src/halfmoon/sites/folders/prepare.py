@@ -261,7 +261,7 @@ def _reuse_array(site: SiteFolder, state_folder: Path, previous: _Index) -> Prep
 
 
 def _read_stamps(site: SiteFolder) -> dict[str, Stamp]:
-    """Read size and modification time of each image file, by which changed images are detected."""
+    """Read (bytes, modification time in ns) of each image file by its path, by which changed images are detected."""
     stamps = {}
     for path in site.paths:
         try:

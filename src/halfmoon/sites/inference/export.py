@@ -263,7 +263,7 @@ def _random_images(model: InferenceModel, count: int) -> Tensor:
 
 @contextmanager
 def _suppress_torch_messages() -> Iterator[None]:
-    """Hide torch's messages about optional packages and deprecated names during the `with` block."""
+    """Hide the messages that torch's exporter prints about optional packages and deprecated names, in a `with` block."""
     logger = logging.getLogger("torch.onnx")
     previous_level = logger.level
     logger.setLevel(logging.ERROR)

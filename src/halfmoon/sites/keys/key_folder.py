@@ -368,7 +368,16 @@ class Access:
 
 
 def _read_validity(path: Path, name: str, remedy: str) -> CertificateValidity:
-    """Read the validity of a certificate; `name` and `remedy` are for messages, as in `CertificateValidity`."""
+    """Read from when until when a certificate is valid.
+
+    Args:
+        path: the certificate's file.
+        name: its name, for messages.
+        remedy: the flag of `halfmoon federation rotate` that makes a new one, for messages.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
     from halfmoon.sites.keys import certificates
 
     data = _read_required(path)
@@ -433,6 +442,10 @@ def _read_record(folder: Path) -> AccessRecord:
 def _check_folder(folder: Path, record: AccessRecord) -> None:
     """Check that all files of a folder of keys exist, match the record, and have safe permissions.
 
+    Args:
+        folder: the folder.
+        record: the contents of its access.json, with the fingerprint of each site's key.
+
     Raises:
         UserError: they do not.
     """
@@ -460,7 +473,15 @@ def _check_folder_permissions(folder: Path, record: AccessRecord) -> None:
 
 
 def _check_certificates(folder: Path, record: AccessRecord) -> None:
-    """Check that the certificates are those of the record, and that the server's private key belongs to its one."""
+    """Check that a folder's certificates are those of its record, and the server's private key that of its certificate.
+
+    Args:
+        folder: the folder of keys.
+        record: the contents of its access.json, with the fingerprints of the certificates.
+
+    Raises:
+        UserError: a file is missing, damaged or another one than recorded.
+    """
     from halfmoon.sites.keys import certificates
 
     authority = _read_required(folder / paths.CA)

@@ -528,7 +528,18 @@ def _refuse_key(record: AccessRecord, name: str, why: str, now: datetime) -> Acc
 
 
 def _read_public_key(path: Path, name: str) -> bytes:
-    """Read a site's public key from a file, as one line in OpenSSH's format with the site's name as its comment."""
+    """Read a site's public key from a file that the site has sent.
+
+    Args:
+        path: the file.
+        name: the name of the site.
+
+    Returns:
+        One line in OpenSSH's format, with the site's name as its comment.
+
+    Raises:
+        UserError: the file cannot be read, or has no public key of the required kind.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_KEY_FILE_BYTES)
