@@ -167,7 +167,7 @@ def _run_command_line(arguments: list[str]) -> int:
         raise base.unknown_argument_error(args, unknown_arguments, commands)
     if args.command is None:
         raise UserError(f"no command is given: {suggest('', commands)}")
-    args.words = arguments
+    args.words = arguments  # commands print or record how they were called
     return base.run_command(args, args.do)
 
 

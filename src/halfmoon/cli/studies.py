@@ -142,7 +142,11 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
 
 
 def _print_accuracies(plan: Plan, decision: Decision) -> None:
-    """Print the accuracy of both methods for each class mix, with 95 % intervals, and the estimated mix."""
+    """Print the accuracy of a plan's two methods for each class mix, with 95 % intervals, and the estimated mix.
+
+    A class mix is how frequent each class is among the images to predict, on which the accuracy depends. A decision
+    without mixes has one accuracy of each method on its test images.
+    """
     from halfmoon.methods import registry
     from halfmoon.studies.decision import ESTIMATED_MIX
 

@@ -61,8 +61,9 @@ def make_federation(
 
     Args:
         entry: the method.
-        rule: the batch rule: "both" (4 labeled + 4 unlabeled images a step) or "rest" (2 labeled images and the
-            unlabeled rows divided by the number of steps, in separate forward passes).
+        rule: the batch rule: "both", 4 labeled and 4 unlabeled images a step; or "rest", 2 labeled images a step, and as
+            many unlabeled ones as make all of the client's take part once. `STATISTICS` has the options of the task
+            that go with the rule: with "rest", labeled and unlabeled images have separate forward passes.
         executor: "loop" trains the clients one after the other, "vmap" all at once.
         place: where labels are: at all "clients", "some" clients or the "server"; None: the first location that the
             method supports.

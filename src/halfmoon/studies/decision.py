@@ -117,6 +117,7 @@ class Decision:
     def sentence(self) -> str:
         """The decision as a sentence for the user, with its interval."""
         difference = self.difference
+        # Percentage points by which the method is ahead of labels only.
         points = f"{difference.mean:+.1f} points, 95 % {difference.low:+.1f} to {difference.high:+.1f}"
         if self.base == self.ours == 100:  # labels only, and the method, are right on every image
             return f"Both are at the ceiling ({points}): no tested image is left that unlabeled images could win."

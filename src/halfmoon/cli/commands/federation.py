@@ -183,7 +183,14 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _key_rows(result: dict[str, Any]) -> list[list[str]]:
-    """Format the certificates and the admitted and refused keys as rows of a table."""
+    """Format a federation's certificates, and its admitted and refused keys, as rows of the table of `federation show`.
+
+    Args:
+        result: the keys and certificates, as `list_keys` returns them.
+
+    Returns:
+        The name, how long it is valid, and the fingerprint of each.
+    """
     rows = []
     for name in ("authority", "server"):
         certificate = result[name]
@@ -306,7 +313,15 @@ def _check_access_flags(args: argparse.Namespace) -> None:
 def _server_options(
     args: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int
 ) -> ServerOptions:
-    """Build the options of the server's process from the flags, or from the folder of `--access`."""
+    """Build the options of the server's process from the flags, or from the folder of keys that `--access` names.
+
+    Args:
+        args: the parsed command line.
+        folder: the run folder.
+        port: the port of `--port`; None for the default, or that of the folder of keys.
+        sites: the names of the federation's sites.
+        restarts: how often a process that dies is restarted before a new round is finished.
+    """
     from halfmoon.federation.transport.launch import ServerOptions
     from halfmoon.sites.keys import Access
 

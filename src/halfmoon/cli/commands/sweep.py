@@ -119,7 +119,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs: int) -> int:
-    """Train the cells of a sweep with a progress display.
+    """Train the runs of a sweep with a progress display, which fill the cells of a paper's table.
 
     Args:
         args: the parsed command line.
@@ -191,7 +191,10 @@ def _make_executor(args: argparse.Namespace, progress: Any, jobs: int) -> tuple[
 
 
 def _print_cells(cells: list[Any], as_json: bool) -> int:
-    """Print the runs that a sweep would train: cell, seed, and the hash of the configuration."""
+    """Print the runs that a sweep would train: its cell of the paper's table, its seed, and a hash of its configuration.
+
+    Cells with the same hash share a run.
+    """
     headings = ("cell", "seed", "identity")
     rows = []
     for cell in cells:
@@ -309,7 +312,15 @@ def _describe_values(values: Iterable[Value]) -> list[dict[str, Any]]:
 
 
 def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
-    """Estimate the time of the selected cells on this machine, from one timed round of each row."""
+    """Estimate the time of a paper's table on this machine, from one timed round of each row.
+
+    Args:
+        loaded: the recipe, which describes the table and its runs.
+        args: the parsed command line; `--only` selects cells of the table, and `--scale` a shortened experiment.
+
+    Returns:
+        Fields of the JSON output; "of" is the name of the axis that the rows are named by, such as the data set.
+    """
     from halfmoon.studies import cost, grid
     from halfmoon.studies.sweep_folder import detect_machine
 

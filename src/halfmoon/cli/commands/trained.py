@@ -103,7 +103,10 @@ def _report_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    """Run `predict`: write the predicted labels of a folder's images to a table."""
+    """Run `halfmoon predict`: write the predicted labels of a folder's images to a table.
+
+    With `--like FOLDER`, images that differ from those of that folder, on which the model may be wrong, are marked.
+    """
     from halfmoon.sites.inference.image_folder import predict_folder
 
     model = model_loader(args.model, args.device, args.network)()
