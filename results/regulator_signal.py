@@ -5,8 +5,8 @@
 
 `run` trains in the folders RUNS/SET-ROW-SEED; finished runs are read, so that a stopped command goes on. `report` writes
 regulator_signal.csv from the finished runs, if RUNS is given, and then the tables of regulator_signal.md. A seed is that
-of training and of the split. The rows, `signal_weight` and F-reg's learning
-rate were chosen on digits with seeds 100 and 101, by AUCs on the unlabeled images, without test accuracies.
+of training and of the split. The learning rate of a shared F-reg was
+chosen on digits with seed 100 and `signal_weight` with seed 101, by AUCs on the unlabeled images.
 """
 
 import argparse
