@@ -47,6 +47,45 @@ def test_few_unreadable_images_are_left_out_and_named(tmp_path: Path) -> None:
     assert len([note for note in source.notes if note.startswith("2 of 42 images cannot be read")]) == 1
 
 
+def write_float_images(folder: Path, name: str, count: int) -> None:
+    """Write TIFFs of floats, whose black and white no file states."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        values = np.random.default_rng(number).random((8, 8), np.float32)
+        Image.fromarray(values).save(folder / name / f"float{number}.tif")
+
+
+def test_few_images_of_unknown_range_are_left_out_and_named(tmp_path: Path) -> None:
+    """One TIFF of floats stopped the whole run, while a damaged file is left out."""
+    write_classes(tmp_path, 20)
+    write_float_images(tmp_path, "cat", 2)
+    source = load(str(tmp_path))
+    assert len(source.train) + len(source.test) == 40
+    assert sorted(Path(image.path).name for image in source.skipped) == ["float0.tif", "float1.tif"]
+    assert all("32 bits and no known range" in image.reason for image in source.skipped)
+    assert [note for note in source.notes if note.startswith("2 of 42 images cannot be read")] != []
+
+
+def test_many_images_of_unknown_range_need_the_option(tmp_path: Path) -> None:
+    write_classes(tmp_path, 20)
+    write_float_images(tmp_path, "dog", 6)
+    with pytest.raises(UserError, match=r"6 of 46 images cannot be read") as caught:
+        load(str(tmp_path))
+    assert "skip_unreadable" in caught.value.options
+    assert "--window LOW HIGH" in str(caught.value)
+    assert len(load(str(tmp_path), preparation=SKIP).skipped) == 6
+
+
+def test_only_images_of_unknown_range_need_a_window(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write_float_images(tmp_path, name, 10)
+    with pytest.raises(UserError, match="no known range") as caught:
+        load(str(tmp_path))
+    assert caught.value.options == ("window",)
+    source = load(str(tmp_path), preparation=Preparation(window=(0.0, 1.0)))
+    assert not source.skipped
+
+
 def test_labels_of_the_other_images_remain(tmp_path: Path) -> None:
     """Classes of one shade each: a shifted label would be seen. The same with the cache, at both reads."""
     for name, shade in (("a", 10), ("b", 200)):

@@ -78,7 +78,11 @@ class UserError(ValueError):
 
 
 class ImageReadError(UserError):
-    """An image file that cannot be used whatever the options are: damaged, incomplete, too large or no image."""
+    """An image file that cannot be used and is left out: damaged, incomplete, too large or no image."""
+
+
+class UnknownRangeError(ImageReadError):
+    """An image of 32-bit values without a known range; the option `window` says which are black and white."""
 
 
 def as_flag(option: str, value: str = "") -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UnknownRangeError, UserError
 
 MAX_PIXELS = 2**26
 """Largest number of pixels of an image (8192x8192). A file of 100 kB can declare hundreds of times as many."""
@@ -142,10 +142,10 @@ def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, locati
         location: The file (and row), for messages.
 
     Raises:
-        UserError: If there is no window and the values have 32 bits or are floats, whose range is unknown.
+        UnknownRangeError: If there is no window and the values have 32 bits or are floats, whose range is unknown.
     """
     if window is None and (pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535):
-        raise UserError(
+        raise UnknownRangeError(
             f"{location}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
             "values are black and white ({window=LOW HIGH}).",
             option="window",

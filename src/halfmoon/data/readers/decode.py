@@ -8,7 +8,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 
-from halfmoon.core.errors import ImageReadError, UserError, one_line
+from halfmoon.core.errors import ImageReadError, UnknownRangeError, UserError, one_line
 from halfmoon.core.quiet import IGNORE_WARNINGS
 from halfmoon.data import dicom
 from halfmoon.data.images import SkippedImage
@@ -39,12 +39,14 @@ def decode_image(data: bytes, location: str) -> np.ndarray:
         location: The file (and row), for messages.
 
     Raises:
-        UserError: If the data are no complete image in a supported format, the mode is neither L nor RGB, or the image has
-            more than `MAX_PIXELS` pixels.
+        UserError: If the data are no complete image in a supported format, the mode is neither L nor RGB, the values are
+            floats (`UnknownRangeError`), or the image has more than `MAX_PIXELS` pixels.
     """
     image = _open(data, location)
     if "rescale" in image.info:  # a gray DICOM image: `dicom.read` stores its slope and intercept
         image = convert_channels(image, location, channels=1)
+    elif image.mode == "F":
+        image = convert_channels(image, location, channels=1)  # raises: a file of floats states no black and white
     if image.mode not in MODES:
         raise UserError(
             f"{location}: the image has mode {image.mode}; give {{channels=1}} (gray) or 3 (RGB), and all are converted.",
@@ -373,6 +375,7 @@ def _decode_same_shape(
     """
     shape = None
     first = ""  # the location of the first readable image
+    range_errors: list[UnknownRangeError] = []
     for row, (data, location) in enumerate(images):
         try:
             if isinstance(data, ImageReadError):
@@ -381,6 +384,8 @@ def _decode_same_shape(
                 decode_prepared(data, location, preparation) if preparation.converts else decode_image(data, location)
             )
         except ImageReadError as error:
+            if isinstance(error, UnknownRangeError):
+                range_errors.append(error)
             skipped.append(SkippedImage(row, location, str(error).removeprefix(f"{location}: ")))
             continue
         if rgb and preparation.channels is None and pixels.shape[2] == 1:
@@ -395,6 +400,9 @@ def _decode_same_shape(
                 option=("channels", "resize"),
             )
         yield pixels
+    if count and len(range_errors) == count:
+        # Replacing all files is the wrong remedy: a window makes them readable.
+        raise range_errors[0]
     if len(skipped) == count:
         check_skipped(skipped, count, preparation)
 
