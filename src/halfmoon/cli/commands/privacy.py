@@ -9,7 +9,7 @@ from halfmoon.config.option_types import parse_value
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
-INTEGER_FLAGS = {"clients": "number of clients", "cohort": "clients that train in a round", "rounds": "rounds to train"}
+INTEGER_FLAGS = {"clients": "number of clients", "cohort": "number of clients in a round", "rounds": "number of rounds"}
 NUMBER_FLAGS = {
     "noise": "dp_noise: standard deviation of the noise on the sum of updates, in units of dp_clip",
     "delta": f"dp_delta: delta at which epsilon is counted (default: {Config.dp_delta})",
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     plan = {name: _number(args, name, int) for name in INTEGER_FLAGS}
     missing = [name for name, value in plan.items() if value is None]
     if missing:
-        raise UserError(f"--{missing[0]} is missing: give the number of {INTEGER_FLAGS[missing[0]]}.")
+        raise UserError(f"--{missing[0]} is missing: give the {INTEGER_FLAGS[missing[0]]}.")
     clients = int(plan["clients"] or 0)
     cohort = int(plan["cohort"] or 0)
     rounds = int(plan["rounds"] or 0)
