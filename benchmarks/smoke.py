@@ -236,6 +236,11 @@ RESULTS: dict[str, Small] = {
         "--data-dir {data} --features {out}/features --out {out}/decisions.csv --sets digits --decisions 1 --unlabeled 30",
         {"IMAGES": 100},
     ),
+    "uneven_classes": (
+        "--data-dir {data} --features {out}/features --out {out}/uneven.csv --sets pneumonia_mnist --labels 3 "
+        "--draws 0 1 --images 60 --tests 40",
+        {"MIXES": ("even", "1:5"), "IMAGES": 30},
+    ),
     "open_set": (
         "--runs {out}/open --seeds 0 --sets digits --methods fedavg-soft-labels",
         {"SHARES": (0.3,), "TRAINED": {"rounds": 1}},

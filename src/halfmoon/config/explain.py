@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from halfmoon.config.schema import DEFAULT_LABELS_PER_CLASS, Config, lower_layers, option_types
-from halfmoon.methods import registry
 
 COMPUTED = "computed"
 """The layer of a value that follows from other options, such as a cohort of all clients where there are few."""
@@ -88,6 +87,9 @@ def _explain_method_options(
         fallback: the layer to name for values that none of them contains.
         preset_name: the name of the layer of the preset, which sets the options of the method's paper.
     """
+    # Imported here, as it imports PyTorch, without which the list of recipes is printed at once.
+    from halfmoon.methods import registry
+
     # A table has NAME for the trained method and {METHOD: {NAME: ...}} for others; flat names make layers comparable.
     tables = [Layer(layer.name, _flatten(layer.options.get("options", {}))) for layer in layers]
     values = _flatten(config.options)

@@ -78,7 +78,10 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         options: Mapping[str, Any] | None = None,
         random_state: Any = None,
     ) -> None:
-        """Store the arguments, which the class describes; `fit` checks them, as scikit-learn demands of estimators."""
+        """Store `method`, `n_clients`, `rounds`, `options` and `random_state` as they are given.
+
+        `fit` checks them, as scikit-learn demands of estimators.
+        """
         self.method = method
         self.n_clients = n_clients
         self.rounds = rounds
