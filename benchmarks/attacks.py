@@ -8,11 +8,10 @@ One site in five is hostile, and all hostile sites work together: they see the h
 send theirs. Each also claims twice the median number of images, which is the most that a server's cap lets through.
 
 `--search` draws random attacks instead of the fixed ones (`attack_search.py`), each with one of the seeds, and reports
-the worst for each rule. A finished run is a line of OUT.jsonl and is not repeated; OUT.md is written after each run.
+the worst for each rule. A finished run is a line of OUT.jsonl.gz and is not repeated; OUT.md is written after each run.
 """
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -23,7 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "results"))
+
 import numpy as np
+import records
 import torch
 from attack_search import NAMED, Attack, apply_attack, draw_attack, find_calm, format_search
 from torch import Tensor
@@ -275,9 +277,9 @@ def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, int, str, int], 
 
 def search(options: argparse.Namespace) -> None:
     """Run every try of a search under every rule, repeat the worst ones with all seeds, and write lines and page."""
-    lines = options.out.with_suffix(".jsonl")
+    lines = options.out.with_suffix(".jsonl.gz")
     page = options.out.with_suffix(".md")
-    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    rows = records.read_lines(lines)
     done = {Cell(*(row[name] for name in Cell._fields)) for row in rows}
     places = [
         (method, setting, sites)
@@ -305,8 +307,7 @@ def search(options: argparse.Namespace) -> None:
             number = int(attack.removeprefix("try "))
             row |= {"try": number, "description": draw_attack(number, ROUNDS).describe()}
         rows.append(row)
-        with lines.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        records.append_line(lines, row)
 
     def write_page() -> None:
         page.write_text("\n".join(head) + "\n" + format_search(rows, options.rules, options.seeds))
@@ -369,8 +370,8 @@ def main() -> None:
     if options.search:
         search(options)
         return
-    kept, page = options.out.with_suffix(".jsonl"), options.out.with_suffix(".md")
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    lines, page = options.out.with_suffix(".jsonl.gz"), options.out.with_suffix(".md")
+    rows = records.read_lines(lines)
     done = {Cell(*(row[name] for name in Cell._fields if name in row)) for row in rows}
     head = page.read_text().split("## digits")[0] if page.exists() else "# Attacks that know the rule\n\n"
     for sites in options.sites:
@@ -382,8 +383,7 @@ def main() -> None:
                             cell = Cell(seed, method, setting, sites, attack, rule, options.data, options.labels)
                             if cell not in done:
                                 rows.append(played(cell, options.data_dir))
-                                with kept.open("a") as file:
-                                    file.write(json.dumps(rows[-1]) + "\n")
+                                records.append_line(lines, rows[-1])
                                 page.write_text(head + table(rows))
     page.write_text(head + table(rows))
 

@@ -14,18 +14,21 @@ with plain `torch.func`:
     direction  the same divided by eta_s^2: phi^{t+1} moves by eta_s, so that the quantity has this factor by itself
     labeled    of CE(y, f(x; theta)), the labeled loss of the global model
 
-Finished runs stay in OUT.csv, and the command goes on where it stopped. With all of them it draws OUT.png and prints
+Finished runs stay in OUT.csv.gz, and the command goes on where it stopped. With all of them it draws OUT.png and prints
 the least of each norm and its mean over t, by T, and the slopes of their logarithms over log T, from the first T and
 from the second: the mean of the seeds' least squares slopes, with Student's 95 % interval.
 """
 
 import argparse
-import csv
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "results"))
+
 import numpy as np
+import records
 import torch
 from scipy import special
 
@@ -198,17 +201,12 @@ def main() -> None:
         for number, server in run.models():
             print(number, run.fit(server), flush=True)
         return
-    file = given.out.with_suffix(".csv")
-    done = {(int(row["seed"]), int(row["horizon"])) for row in csv.DictReader(file.open())} if file.exists() else set()
+    file = given.out.with_suffix(".csv.gz")
+    done = {(int(row["seed"]), int(row["horizon"])) for row in records.read_rows(file)}
     for seed, horizon in ((seed, horizon) for seed in SEEDS for horizon in HORIZONS):
         if (seed, horizon) not in done:
-            found = Measured(horizon, seed).rows()
-            with file.open("a", newline="") as lines:
-                writer = csv.DictWriter(lines, COLUMNS)
-                if not file.stat().st_size:
-                    writer.writeheader()
-                writer.writerows(found)
-    report(list(csv.DictReader(file.open())), given.out)
+            records.append_rows(file, Measured(horizon, seed).rows())
+    report(records.read_rows(file), given.out)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/federation_attacks.py [--only NAME ...] [--out results/federation_attacks]
 
 Three sites with digits and a server play four rounds; in the meantime somebody attacks. Writes a table (.md) and all
-that was measured (.json); with --only the other rows stay as the files have them. The attacks are those of
+that was measured (.json.gz); with --only the other rows stay as the files have them. The attacks are those of
 `tests/support/attackers.py`, of which `tests/federation/test_attacks.py` plays most at once. Only Linux, with nginx.
 """
 
@@ -19,8 +19,10 @@ from textwrap import shorten
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "results"))
 
 import attackers  # pyright: ignore[reportMissingImports]
+import records
 from attackers import (  # pyright: ignore[reportMissingImports]
     ATTACKS,
     EXPORT_COMMAND,
@@ -127,7 +129,7 @@ played again. An attack begins when round 1 is over; the run ends by itself.
   `tests/support/attacking/sitecustomize.py`. It is honest when it is asked again: otherwise the weights could not be
   compared.
 - Every pickle would create a file where somebody unpickled it. None was created.
-- A table cell has the first words; federation_attacks.json has all of them, and the other places where they stand.
+- A table cell has the first words; federation_attacks.json.gz has all of them, and the other places where they stand.
 - The last round waits until the attack has been refused (one of the sites holds its answer back).
 - TOGETHER
 - The sites join anew for each run, with the same folders.
@@ -167,8 +169,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/federation_attacks"))
     parser.add_argument("--at-once", action="store_true", help="all attacks in one run; and one that nobody attacks")
     options = parser.parse_args()
-    file, written = options.out.with_suffix(".json"), options.out.with_suffix(".md")
-    before = atomic_io.read_json(file) or {"attacks": {}}
+    file, written = options.out.with_suffix(".json.gz"), options.out.with_suffix(".md")
+    before = records.read_json(file) or {"attacks": {}}
     outcomes = {name: Outcome(**row) for name, row in before["attacks"].items() if name in RUNS}
     version = subprocess.run([str(NGINX), "-v"], capture_output=True, text=True, check=True).stderr.strip()
     failed: dict[str, str] = {}
@@ -189,7 +191,7 @@ def main() -> None:
                 command = f"python benchmarks/{Path(__file__).name}" + " --at-once" * options.at_once
                 facts = {"command": command, "machine": machine(), "nginx": version.partition(": ")[2]}
                 rows = {each: asdict(outcome) for each, outcome in outcomes.items()}
-                file.write_text(json.dumps({**facts, "attacks": rows}, indent=1) + "\n")
+                records.write_text(file, json.dumps({**facts, "attacks": rows}, indent=1) + "\n")
                 written.write_text(page(facts, outcomes))
         finally:
             fed.stop_all()

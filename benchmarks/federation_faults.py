@@ -3,7 +3,7 @@
     python benchmarks/federation_faults.py [--only NAME ...] [--out results/federation_faults]
 
 Three sites with digits and a server play four rounds; in the second one something happens while a site trains. Writes a
-table (.md) and all that was measured (.json); with --only the other rows stay as the files have them. Sites that
+table (.md) and all that was measured (.json.gz); with --only the other rows stay as the files have them. Sites that
 misbehave are joined by the plain command with `misbehaving/` in PYTHONPATH. Only Linux; a full disk needs root (mount).
 """
 
@@ -25,6 +25,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "results"))
+
+import records
 from disturbed import LATE, SITES, TIMEOUT, VICTIM, Federation, Stuck
 from federation_parity import export
 from safetensors.numpy import load_file
@@ -239,7 +242,7 @@ computed for half of its visit.
   counts. Both cost time alone. A site that is gone costs `absence` in every round that draws it.
 - Seconds lost: from the end of round 1 to the end of the run, beyond those of the undisturbed run. One run each, on a
   machine with other work: +-30 s. A kill costs a visit, and importing Flower and PyTorch where processes start again.
-- The log's lines are those that the undisturbed run does not have, whatever their numbers; the .json has all.
+- The log's lines are those that the undisturbed run does not have, whatever their numbers; the .json.gz has all.
 """
 
 
@@ -315,8 +318,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("results/federation_faults"))
     options = parser.parse_args()
-    file, written = options.out.with_suffix(".json"), options.out.with_suffix(".md")
-    before = atomic_io.read_json(file) or {"faults": {}}
+    file, written = options.out.with_suffix(".json.gz"), options.out.with_suffix(".md")
+    before = records.read_json(file) or {"faults": {}}
     outcomes = {name: Outcome(**row) for name, row in before["faults"].items() if name in FAULTS}
     command = f"python benchmarks/{Path(__file__).name}"
     failed: dict[str, str] = {}
@@ -332,7 +335,7 @@ def main() -> None:
             outcomes = {each: outcomes[each] for each in FAULTS if each in outcomes}
             facts = {"command": command, "machine": machine()}
             rows = {each: asdict(outcome) for each, outcome in outcomes.items()}
-            file.write_text(json.dumps({**facts, "faults": rows}, indent=1) + "\n")
+            records.write_text(file, json.dumps({**facts, "faults": rows}, indent=1) + "\n")
             written.write_text(page(facts, outcomes))
     failed |= _unequal(outcomes)
     if failed:

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 420
 """Seconds until a script counts as stuck."""
 
-IMPORTED = {"attack_search", "disturbed", "federation_stock", "peer_rounds", "peer_side", "smoke"}
-"""Modules of benchmarks/ that other scripts import or start."""
+IMPORTED = {"attack_search", "disturbed", "federation_stock", "peer_rounds", "peer_side", "records", "smoke"}
+"""Modules of benchmarks/ and results/ that other scripts import or start."""
 
 SHARED = [
     "torch", "numpy", "pyarrow.parquet", "PIL.Image", "matplotlib.pyplot", "scipy.stats", "sklearn.metrics",
@@ -199,20 +199,20 @@ SMALLEST: dict[str, Small] = {
 
 RESULTS: dict[str, Small] = {
     "choosing": (
-        "play fashion_mnist clients --seeds 9 --rows fedavg --runs {out} --data-dir {data}",
+        "run fashion_mnist clients --seeds 9 --rows fedavg --runs {out} --data-dir {data}",
         {"SHARED": {"rounds": 1}},
     ),
     "equal_trials": (
-        "play digits --trials 1 --seeds 90 91 --rounds 1 --runs {out}",
+        "run digits --trials 1 --seeds 90 91 --rounds 1 --runs {out}",
         {
             "KNOBS": dict.fromkeys(
                 ("fedavg-soft-labels", "fedavg-uda", "feddure", "fedmatch", "fedloke", "sage", "proxyfl")
             )
         },
     ),
-    "evidence": ("play digits --seeds 99 --rows fedavg --runs {out}", {"SETS": {"digits": {"rounds": 1}}}),
+    "evidence": ("run digits --seeds 99 --rows fedavg --runs {out}", {"SETS": {"digits": {"rounds": 1}}}),
     "feddure_budget": (
-        "play --seeds 9 --steps 1 --schedules constant --width 4 --shrink 4 --runs {out} --data-dir {data}",
+        "run --seeds 9 --steps 1 --schedules constant --width 4 --shrink 4 --runs {out} --data-dir {data}",
         {"METHODS": {"feddure": None, "fedavg-fixmatch": None}, "SHARED": {"rounds": 1, "clients": 4, "cohort": 2}},
     ),
     "full_size": (
@@ -222,9 +222,9 @@ RESULTS: dict[str, Small] = {
     "mechanisms": ("run --seeds 9 --rounds 1 --only fedloke --runs {out}", {}),
     "regulator_auc": ("run --seeds 9 --rounds 1 --runs {out}", {}),
     "regulator_signal": ("run --seeds 9 --rounds 1 --rows control prior-signal-halves --runs {out}", {}),
-    "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1, "ROUNDS": 1}),
+    "feddure_trials": ("run --seeds 9 --runs {out}", {"TRIALS": 1, "ROUNDS": 1}),
     "labels_curve": (
-        "play cifar10 --seeds 9 --runs {out} --data-dir {data}",
+        "run cifar10 --seeds 9 --runs {out} --data-dir {data}",
         {
             "SHARES": {"cifar10": 0.1},
             "LABELS": (1,),
@@ -249,6 +249,10 @@ RESULTS: dict[str, Small] = {
     "collect": ("smoke {run}", {}),
 }
 """The same of results/, in a copy of that folder; those that have a `report` write it, too."""
+
+
+REPORTING = ("choosing", "equal_trials", "evidence", "feddure_budget", "feddure_trials", "labels_curve")
+"""Scripts of results/ whose `report` needs only their records, which a run appends to."""
 
 
 def idx(path: Path, values: np.ndarray) -> None:
@@ -373,7 +377,7 @@ def started(name: str, folder: Path) -> tuple[float, str]:
         shutil.copytree(ROOT / "docs", out / "docs")
         shutil.copy(ROOT / "README.md", out)
     begin = time.perf_counter()
-    for line in [words, "report"] if words.startswith("play ") else words.split(" && "):
+    for line in [words, "report"] if name in REPORTING else words.split(" && "):
         given = (str(home), name, line.format(**places).split(), constants, str(out))
         process = SERVER.Process(target=child, args=given)
         process.start()

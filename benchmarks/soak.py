@@ -5,7 +5,7 @@
 Every minute or two something happens: a process is killed with -9 (and its command started again), the network to a
 site is cut for seconds to minutes, a site's process stands still, or a site's clock is moved by an hour. One site is
 slow: it sleeps `--seconds` over each answer. Memory and open files of every process are read from /proc every ten
-seconds. At the end the weights are compared with the simulator's. Writes .json, .md and .png. Only Linux.
+seconds. At the end the weights are compared with the simulator's. Writes .json.gz, .md and .png. Only Linux.
 """
 
 import argparse
@@ -26,8 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "results"))
+
 import disturbed
 import matplotlib
+import records
 from disturbed import Federation
 from federation_faults import machine
 from federation_parity import digest, export, free_port, written
@@ -258,7 +261,7 @@ No process grows by more than {largest:.1%} from the middle third of its longest
 
 {held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
 torch {held["torch"]}, Flower {held["flwr"]}.
-soak.json has a sample a minute and all events. "Clock": what `time.time` says in the processes of one site. A cut
+[soak.json.gz](soak.json.gz) has a sample a minute and all events. "Clock": what `time.time` says in the processes of one site. A cut
 closes all connections of a site's link and admits none.
 """
 
@@ -288,7 +291,7 @@ def main() -> None:
             "memory": medians(samples, "memory"), "files": medians(samples, "files"), "samples": thinned(samples),
         }  # fmt: skip
     chart(samples, events, options.out.with_suffix(".png"))
-    options.out.with_suffix(".json").write_text(json.dumps(facts) + "\n")
+    records.write_text(options.out.with_suffix(".json.gz"), json.dumps(facts) + "\n")
     options.out.with_suffix(".md").write_text(page(facts))
     if facts["weights"] != facts["straight"]:
         sys.exit("The model is not the simulator's.")

@@ -1,10 +1,10 @@
 """Which method to take: all of them at equal labeled steps, with labels at all clients, at some, or at the server.
 
-    python results/choosing.py play fashion_mnist clients --runs RUNS --data-dir DATA [--seeds 0 1 2]
+    python results/choosing.py run fashion_mnist clients --runs RUNS --data-dir DATA [--seeds 0 1 2]
     python results/choosing.py report
 
-`play` appends a line to choosing.jsonl for every run that is over and skips those that are there; a run that was
-stopped goes on. Seed S is the seed of training and of the split. The recipe of a data set is that of evidence.py,
+`run` trains, appends a line to choosing.jsonl.gz for every finished run, skips the runs that have one, and resumes a run
+that was stopped. Seed S is the seed of training and of the split. The recipe of a data set is that of evidence.py,
 shorter and on fewer images; nothing was searched for here, and no method but for its threshold departs from its
 defaults.
 """
@@ -19,10 +19,11 @@ from statistics import fmean
 from typing import Any
 
 import evidence
+import records
 from evidence import deviation, half_interval, interval, spread
 
 HERE = Path(__file__).parent
-LINES, TABLE, SHEET = (HERE / f"choosing.{suffix}" for suffix in ("jsonl", "md", "csv"))
+LINES, TABLE, SHEET = (HERE / f"choosing.{suffix}" for suffix in ("jsonl.gz", "md", "csv"))
 
 SHARED: dict[str, Any] = {"setting": "iid-dir", "dirichlet_alpha": 0.5, "clients": 20, "cohort": 5, "rounds": 80,
                           "steps": 8, "labeled_batch": 10, "unlabeled_batch": 30, "network": "small", "device": "cpu",
@@ -77,7 +78,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "fml": {},
     "fedavg-sl": {},
 }  # fmt: skip
-PLAYED: dict[str, tuple[str, ...]] = {
+METHODS: dict[str, tuple[str, ...]] = {
     "clients": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fedavg-soft-labels",
                 "fixmatch-proxy-tuning", "sage", "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb",
                 "fedmatch", "semifed", "feddure", "fml", "fedavg-sl"),
@@ -101,11 +102,11 @@ def configured(data: str, place: str, row: str, seed: int, folder: Path | None) 
     return Config(**values, data=data, seed=seed, split_seed=seed, data_dir=folder)
 
 
-def play(data: str, place: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
-    """Play what is missing, seed by seed, so that what was played at any moment compares."""
+def train_missing(data: str, place: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
+    """Train the missing runs, seed by seed, so that the runs of a stopped call still have a comparison."""
     from halfmoon.runs import runner
 
-    done = {(line["data"], line["place"], line["row"], line["seed"]) for line in evidence.records(LINES)}
+    done = {(line["data"], line["place"], line["row"], line["seed"]) for line in records.read_lines(LINES)}
     for seed in seeds:
         for row in rows:
             if (data, place, row, seed) in done:
@@ -118,8 +119,7 @@ def play(data: str, place: str, rows: list[str], seeds: list[int], runs: Path, f
             line |= {"used": summary.get("measured", {}).get("used", {}).get("last")}
             line |= {"right": summary.get("measured", {}).get("pseudo", {}).get("last")}
             line |= {"seconds": round(time.perf_counter() - began, 1)}
-            with LINES.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            records.append_line(LINES, line)
             print(json.dumps(line), flush=True)
 
 
@@ -129,11 +129,11 @@ def table(data: str, place: str, part: str = "accuracy") -> list[dict[str, Any]]
     `part` is "accuracy", of the test images, or "held", of the training images that were set aside.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for line in evidence.records(LINES):
+    for line in records.read_lines(LINES):
         if (line["data"], line["place"]) == (data, place) and part in line:
             found.setdefault(line["row"], {})[line["seed"]] = line
     made = []
-    for row in (row for row in PLAYED[place] if row in found):
+    for row in (row for row in METHODS[place] if row in found):
         runs = found[row]
         last = {seed: 100 * line[part] for seed, line in runs.items()}
         one = next(iter(runs.values()))
@@ -191,20 +191,20 @@ def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    playing = commands.add_parser("play")
-    playing.add_argument("data", choices=SETS)
-    playing.add_argument("place", choices=PLACES)
-    playing.add_argument("--runs", type=Path, required=True)
-    playing.add_argument("--data-dir", type=Path)
-    playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    playing.add_argument("--rows", nargs="+", choices=ROWS)
+    run_command = commands.add_parser("run")
+    run_command.add_argument("data", choices=SETS)
+    run_command.add_argument("place", choices=PLACES)
+    run_command.add_argument("--runs", type=Path, required=True)
+    run_command.add_argument("--data-dir", type=Path)
+    run_command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    run_command.add_argument("--rows", nargs="+", choices=ROWS)
     commands.add_parser("report")
     given = parser.parse_args()
     if given.command == "report":
         report()
     else:
-        rows = given.rows or list(PLAYED[given.place])
-        play(given.data, given.place, rows, given.seeds, given.runs, given.data_dir)
+        rows = given.rows or list(METHODS[given.place])
+        train_missing(given.data, given.place, rows, given.seeds, given.runs, given.data_dir)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """Every method with the same number of tuning trials, then compared on seeds that tuned nothing.
 
-    python results/equal_trials.py play digits --runs RUNS [--trials 20] [--seeds 0 1 2 3 4]
-    python results/equal_trials.py play fashion_mnist --runs RUNS --data-dir DATA
+    python results/equal_trials.py run digits --runs RUNS [--trials 20] [--seeds 0 1 2 3 4]
+    python results/equal_trials.py run fashion_mnist --runs RUNS --data-dir DATA
     python results/equal_trials.py report
 
 Each method searches three knobs with Optuna: the learning rate, and two of its own. A trial is judged on as many
-validation images as there are labels, 100, with seed and split 100. `play` writes each trial into
-equal_trials_search.csv and each final run into equal_trials.csv, and goes on where it was stopped.
+validation images as there are labels, 100, with seed and split 100. `run` appends each trial to
+equal_trials_search.csv.gz and each final run to equal_trials.csv.gz, and resumes where it was stopped.
 """
 
 import argparse
-import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import records
+
 HERE = Path(__file__).parent
-SEARCH, FINAL, PAGE = (HERE / name for name in ("equal_trials_search.csv", "equal_trials.csv", "equal_trials.md"))
+SEARCH, FINAL, PAGE = (HERE / name for name in ("equal_trials_search.csv.gz", "equal_trials.csv.gz", "equal_trials.md"))
 SHARED: dict[str, Any] = {"clients": 20, "cohort": 5, "steps": 8, "labeled_batch": 10, "unlabeled_batch": 30,
                           "labels": 100, "network": "small", "device": "cpu", "threads": 1}  # fmt: skip
 SETS: dict[str, dict[str, Any]] = {
@@ -40,32 +41,14 @@ KNOBS = {
 """The two knobs of each method beside the rate."""
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table, none where it is not there yet."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a table, which is made where it is missing."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        sheet = csv.DictWriter(file, list(row), lineterminator="\n")
-        if new:
-            sheet.writeheader()
-        sheet.writerow(row)
-
-
-def play(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | None, **changes: Any) -> None:
-    """Search for each method, then play its best values on every seed."""
+def run_trials(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | None, **changes: Any) -> None:
+    """Search for each method, then train its best values with every seed."""
     from halfmoon.config import schema
     from halfmoon.runs import runner
     from halfmoon.studies.tuning import BEST, Knob, tune
 
     own = set(schema.Config.__dataclass_fields__)
-    done = {(row["data"], row["method"], int(row["seed"])) for row in rows(FINAL)}
+    done = {(row["data"], row["method"], int(row["seed"])) for row in records.read_rows(FINAL)}
     for method, knobs in KNOBS.items():
         if all((data, method, seed) in done for seed in seeds):
             continue
@@ -73,19 +56,19 @@ def play(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | No
         base = schema.Config(**values, seed=100, split_seed=100)
         words = [RATE, *(knob if knob.partition("=")[0] in own else f"{method}.{knob}" for knob in knobs)]
         place = runs / data / method
-        searched = {row["trial"] for row in rows(SEARCH) if (row["data"], row["method"]) == (data, method)}
+        searched = {row["trial"] for row in records.read_rows(SEARCH) if (row["data"], row["method"]) == (data, method)}
         for trial in sorted(tune(base, [Knob.parse(word) for word in words], trials, [100], place, print), key=number):
             if str(trial.number) not in searched:
                 found = " ".join(f"{name}={value}" for name, value in trial.values.items())
                 row = {"data": data, "method": method, "trial": trial.number, "validation": trial.accuracy}
-                append(SEARCH, {**row, "values": found})
+                records.append_rows(SEARCH, [{**row, "values": found}])
         best = schema.resolve(schema.load_file(place / BEST), {}, place / BEST)
         for seed in seeds:
             if (data, method, seed) not in done:
                 config = replace(best, seed=seed, split_seed=seed, run_dir=None)
                 summary = runner.run_in_folder(config, place / f"seed{seed}")
                 row = {"data": data, "method": method, "seed": seed, "accuracy": summary["accuracy"]["last"]}
-                append(FINAL, row)
+                records.append_rows(FINAL, [row])
                 print(row, flush=True)
 
 
@@ -99,7 +82,7 @@ def report() -> None:
 
     page, scores = PAGE.read_text(), {}
     for data in SETS:
-        found = [row for row in rows(FINAL) if row["data"] == data]
+        found = [row for row in records.read_rows(FINAL) if row["data"] == data]
         if not found:
             continue
         summaries = [
@@ -138,7 +121,7 @@ def placed(page: str, name: str, text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["play", "report"])
+    parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("data", nargs="?", choices=sorted(SETS))
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--data-dir", type=Path)
@@ -150,7 +133,7 @@ def main() -> None:
         report()
     else:
         changes = {} if arguments.rounds is None else {"rounds": arguments.rounds}
-        play(arguments.data, arguments.trials, arguments.seeds, arguments.runs, arguments.data_dir, **changes)
+        run_trials(arguments.data, arguments.trials, arguments.seeds, arguments.runs, arguments.data_dir, **changes)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What semi-supervision gains, data set by data set: play the runs; write the tables, evidence.csv, evidence.png.
+"""What semi-supervision gains, data set by data set: train the runs; write the tables, evidence.csv, evidence.png.
 
-    python results/evidence.py play digits --runs RUNS [--data-dir DATA] [--seeds 0 1 2 3 4] [--rows fedavg feddure]
+    python results/evidence.py run digits --runs RUNS [--data-dir DATA] [--seeds 0 1 2 3 4] [--rows fedavg feddure]
     python results/evidence.py report
 
-`play` appends a line to evidence.jsonl for every run that is over and skips those that are there; a run that was
-stopped goes on. Seed S is the seed of training and of the split, so an interval covers both. The recipes below were
+`run` trains, appends a line to evidence.jsonl.gz for every finished run, skips the runs that have one, and resumes a run
+that was stopped. Seed S is the seed of training and of the split, so an interval covers both. The recipes below were
 chosen on validation images of seeds 100 to 102 (docs/training.md); no test image chose anything.
 """
 
@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import records
 
 HERE = Path(__file__).parent
-LINES, SHEET, PICTURE = (HERE / f"evidence.{suffix}" for suffix in ("jsonl", "csv", "png"))
+LINES, SHEET, PICTURE = (HERE / f"evidence.{suffix}" for suffix in ("jsonl.gz", "csv", "png"))
 PAGES = (
     HERE / "evidence.md",
     HERE / "evidence_images.md",
@@ -221,24 +222,23 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
     return config
 
 
-def play(data: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
-    """Play what is missing, seed by seed, so that what was played at any moment compares."""
-    whole = (line for line in records(LINES) if line["row"] in FLOORS or "correct" in line)
+def train_missing(data: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
+    """Train the missing runs, seed by seed, so that the runs of a stopped call still have a comparison."""
+    whole = (line for line in records.read_lines(LINES) if line["row"] in FLOORS or "correct" in line)
     done = {(line["data"], line["row"], line["seed"]) for line in whole}
     for seed in seeds:
         for row in rows:
             if (data, row, seed) in done:
                 continue
             began = time.perf_counter()
-            made = floor(data, row, seed, folder) if row in FLOORS else run(data, row, seed, runs, folder)
+            made = floor(data, row, seed, folder) if row in FLOORS else train_run(data, row, seed, runs, folder)
             line = {"data": data, "row": row, "seed": seed, **made, "seconds": round(time.perf_counter() - began, 1)}
-            with LINES.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            records.append_line(LINES, line)
             print(json.dumps(line), flush=True)
 
 
-def run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -> dict[str, Any]:
-    """Play one run in its folder, or go on there."""
+def train_run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -> dict[str, Any]:
+    """Train one run in its folder, or resume it there, and measure it."""
     from halfmoon.runs import runner
 
     place = runs / f"{data.replace(', ', '-').replace(' ', '')}-{row}-{seed}"
@@ -332,11 +332,6 @@ def _alone(config: Any, problem: Any, clients: int) -> float:
     return found
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    """Return what was played, a line a run."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def renewed(page: str, begin: str, text: str) -> str:
     """Return a page with a text in place of what stands between the mark `begin` and the next `END`."""
     before, after = page.split(begin, 1)
@@ -358,7 +353,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
     right: dict[str, dict[int, np.ndarray | None]] = {}
-    for line in records(LINES):
+    for line in records.read_lines(LINES):
         if line["data"] == data and key in line["accuracy"]:  # what was played again counts as it was last
             found.setdefault(line["row"], {})[line["seed"]] = line["accuracy"]
             right.setdefault(line["row"], {})[line["seed"]] = correct(line) if key == "last" else None
@@ -571,18 +566,18 @@ def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    playing = commands.add_parser("play")
-    playing.add_argument("data", choices=SETS)
-    playing.add_argument("--runs", type=Path, required=True)
-    playing.add_argument("--data-dir", type=Path)
-    playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    playing.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    run_command = commands.add_parser("run")
+    run_command.add_argument("data", choices=SETS)
+    run_command.add_argument("--runs", type=Path, required=True)
+    run_command.add_argument("--data-dir", type=Path)
+    run_command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    run_command.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     commands.add_parser("report")
     given = parser.parse_args()
     if given.command == "report":
         report()
     else:
-        play(given.data, given.rows, given.seeds, given.runs, given.data_dir)
+        train_missing(given.data, given.rows, given.seeds, given.runs, given.data_dir)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Is FedDure's published lead a matter of labeled steps? Three methods at 5 and at 45 equal labeled steps a visit.
 
-    python results/feddure_budget.py play --data-dir DATA --runs RUNS [--seeds 0 1 2] [--schedules cosine] [--width 64]
+    python results/feddure_budget.py run --data-dir DATA --runs RUNS [--seeds 0 1 2] [--schedules cosine] [--width 64]
     python results/feddure_budget.py report
 
 CIFAR-10 at half size, (DIR, DIR), 100 clients, 5 in a round, 200 rounds, ResNet-9: labels-only FedAvg, FixMatch and
 FedDure (with what its paper fixes), at a constant and at a cosine rate. At 5 steps of 10 labels the 5,000 labels are
-seen in 10 epochs over the run, at 45 in 90. `play` appends a line to feddure_budget.jsonl for every run that is over
+seen in 10 epochs over the run, at 45 in 90. `run` trains and appends a line to feddure_budget.jsonl.gz for every run that is over
 and skips those that are there; a run that was stopped goes on. At the defaults it takes hours of a core: on a GPU give
 --width 64 --shrink 1 instead.
 """
@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from evidence import deviation, half_interval, interval, records, renewed, spread
+import records
+from evidence import deviation, half_interval, interval, renewed, spread
 
 HERE = Path(__file__).parent
-LINES, TABLE = HERE / "feddure_budget.jsonl", HERE / "feddure_budget.md"
+LINES, TABLE = HERE / "feddure_budget.jsonl.gz", HERE / "feddure_budget.md"
 BEGIN = "<!-- table -->\n"
 
 SHARED: dict[str, Any] = {"data": "cifar10", "clients": 100, "cohort": 5, "setting": "dir-dir", "dirichlet_alpha": 0.5,
@@ -36,12 +37,12 @@ CELL = ("width", "shrink", "steps", "schedule")
 """What a cell of the table has in common, beside the method."""
 
 
-def play(given: argparse.Namespace) -> None:
-    """Play what is missing, seed by seed, so that what was played at any moment compares."""
+def train_missing(given: argparse.Namespace) -> None:
+    """Train the missing runs, seed by seed, so that the runs of a stopped call still have a comparison."""
     from halfmoon.config.schema import resolve
     from halfmoon.runs import runner
 
-    done = {tuple(line[name] for name in (*CELL, "method", "seed")) for line in records(LINES)}
+    done = {tuple(line[name] for name in (*CELL, "method", "seed")) for line in records.read_lines(LINES)}
     cells = [(seed, schedule, steps, method) for seed in given.seeds for schedule in given.schedules
              for steps in given.steps for method in METHODS]  # fmt: skip
     for seed, schedule, steps, method in cells:
@@ -55,15 +56,14 @@ def play(given: argparse.Namespace) -> None:
         summary = runner.run_in_folder(resolve(values, {}), given.runs / "-".join(map(str, line.values())))
         line |= {"accuracy": summary["accuracy"], "cost": summary["cost"]}
         line |= {name: each["last"] for name, each in summary.get("measured", {}).items()}
-        with LINES.open("a") as file:
-            file.write(json.dumps({**line, "seconds": round(time.perf_counter() - began, 1)}) + "\n")
+        records.append_line(LINES, {**line, "seconds": round(time.perf_counter() - began, 1)})
         print(json.dumps(line), flush=True)
 
 
 def report() -> None:
     """Write the table: the last round in percent, and its paired difference to labels only, in points."""
     found: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
-    for line in records(LINES):
+    for line in records.read_lines(LINES):
         cell = found.setdefault(tuple(line[name] for name in CELL), {})
         cell.setdefault(line["method"], {})[line["seed"]] = 100 * line["accuracy"]["last"]
     table = "| steps a visit | rate | width | method | last % | to labels only, points (95 %) | seeds |\n"
@@ -83,20 +83,20 @@ def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    playing = commands.add_parser("play")
-    playing.add_argument("--data-dir", type=Path)
-    playing.add_argument("--runs", type=Path, required=True)
-    playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    playing.add_argument("--steps", type=int, nargs="+", default=STEPS)
-    playing.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
-    playing.add_argument("--width", type=int, default=16)
-    playing.add_argument("--shrink", type=int, default=2)
+    run_command = commands.add_parser("run")
+    run_command.add_argument("--data-dir", type=Path)
+    run_command.add_argument("--runs", type=Path, required=True)
+    run_command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    run_command.add_argument("--steps", type=int, nargs="+", default=STEPS)
+    run_command.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    run_command.add_argument("--width", type=int, default=16)
+    run_command.add_argument("--shrink", type=int, default=2)
     commands.add_parser("report")
     given = parser.parse_args()
     if given.command == "report":
         report()
     else:
-        play(given)
+        train_missing(given)
 
 
 if __name__ == "__main__":

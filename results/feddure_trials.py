@@ -1,10 +1,10 @@
 """One line of evidence for each of FedDure's options: short runs on digits, judged by validation images.
 
-    python results/feddure_trials.py play --runs RUNS [--seeds 100 101 102]
+    python results/feddure_trials.py run --runs RUNS [--seeds 100 101 102]
     python results/feddure_trials.py report
 
 The recipe is that of digits in evidence.py, for 40 rounds; a fifth of the training images is set aside, no test image
-is looked at, and seeds and splits are of no reported run. `play` appends a line to feddure_trials.jsonl for each run
+is looked at, and seeds and splits are of no reported run. `run` trains and appends a line to feddure_trials.jsonl.gz for each run
 that is over, `report` writes the table into feddure_trials.md. Each option is changed alone, against labels of the
 received model, centered logits, a bias of 0 and a rate of 5e-5 of F-reg.
 """
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import evidence
+import records
 
 HERE = Path(__file__).parent
-LINES, PAGE = HERE / "feddure_trials.jsonl", HERE / "feddure_trials.md"
+LINES, PAGE = HERE / "feddure_trials.jsonl.gz", HERE / "feddure_trials.md"
 BEGIN = "<!-- table: options -->\n"
 ROUNDS, SHARE, LATE = 40, 0.2, 10
 
@@ -48,11 +49,11 @@ def configured(row: str, options: dict[str, Any], seed: int) -> Any:
     return replace(base, rounds=ROUNDS, validation_share=SHARE, options={**base.options, **options})
 
 
-def play(runs: Path, seeds: list[int]) -> None:
-    """Play what is missing."""
+def train_missing(runs: Path, seeds: list[int]) -> None:
+    """Train the missing runs."""
     from halfmoon.runs import runner
 
-    done = [(line["row"], line["options"], line["seed"]) for line in evidence.records(LINES)]
+    done = [(line["row"], line["options"], line["seed"]) for line in records.read_lines(LINES)]
     for row, options in TRIALS:
         for seed in seeds:
             if (row, options, seed) in done:
@@ -60,8 +61,7 @@ def play(runs: Path, seeds: list[int]) -> None:
             place = runs / "-".join([row, str(seed), *(f"{name}={value}" for name, value in options.items())])
             runner.run_in_folder(configured(row, options, seed), place, tests=False)
             line = {"row": row, "options": options, "seed": seed, **told(place)}
-            with LINES.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            records.append_line(LINES, line)
             print(json.dumps(line), flush=True)
 
 
@@ -81,7 +81,7 @@ def told(place: Path) -> dict[str, float | None]:
 
 def report() -> None:
     """Write the table."""
-    found = evidence.records(LINES)
+    found = records.read_lines(LINES)
     floor = {line["seed"]: line["held"] for line in found if line["row"] == "fedavg"}
     base = {line["seed"]: line["held"] for line in found if line["row"] == "feddure-received" and not line["options"]}
     names = ["trial", "accuracy %", "to labels only", "to FedDure (seed by seed)", "m, round 1", "m, late"]
@@ -126,15 +126,15 @@ def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    playing = commands.add_parser("play")
-    playing.add_argument("--runs", type=Path, required=True)
-    playing.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102])
+    run_command = commands.add_parser("run")
+    run_command.add_argument("--runs", type=Path, required=True)
+    run_command.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102])
     commands.add_parser("report")
     given = parser.parse_args()
     if given.command == "report":
         report()
     else:
-        play(given.runs, given.seeds)
+        train_missing(given.runs, given.seeds)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python results/full_size.py report --runs RUNS --device cpu
 
 `run` trains on one thread in the folder RUNS/ROW-seedN; the same command after an interruption continues from the last
-checkpoint. `report` writes full_size.csv (the test accuracy of each evaluated round), full_size_regulators.csv (how well
+checkpoint. `report` writes full_size.csv (the test accuracy of each evaluated round), full_size_regulators.csv.gz (how well
 FedDure's weights tell right pseudo-labels, each round) and the tables of full_size.md.
 """
 
@@ -15,11 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import records
+
 import halfmoon
 
 HERE = Path(__file__).parent
 CURVES = HERE / "full_size.csv"
-REGULATORS = HERE / "full_size_regulators.csv"
+REGULATORS = HERE / "full_size_regulators.csv.gz"
 PAGE = HERE / "full_size.md"
 BEGIN = "<!-- table -->"
 
@@ -175,7 +177,7 @@ def regulator_table(entries: list[dict[str, str]]) -> str:
 def write_report(runs: Path | None, device: str) -> None:
     """Replace the curves of a device by those of the run folders, and write the tables of full_size.md."""
     curves = read_curves()
-    regulators = list(csv.DictReader(REGULATORS.open(newline=""))) if REGULATORS.exists() else []
+    regulators = records.read_rows(REGULATORS)
     if runs is not None:
         curves = [entry for entry in curves if entry["device"] != device]
         regulators = [entry for entry in regulators if entry["device"] != device]
@@ -186,7 +188,7 @@ def write_report(runs: Path | None, device: str) -> None:
                     regulators += regulators_of(folder, device)
     write_csv(CURVES, curves)
     if regulators:
-        write_csv(REGULATORS, regulators)
+        records.write_text(REGULATORS, records.format_rows(regulators, header=True))
     text = PAGE.read_text()
     tables = f"{BEGIN}\n\n{accuracy_table(curves)}\n{regulator_table(regulators)}"
     PAGE.write_text(text[: text.index(BEGIN)] + tables)

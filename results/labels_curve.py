@@ -1,18 +1,17 @@
 """Accuracy against labels a class: federated methods on frozen features and from scratch, beside pooled floors.
 
-    python results/labels_curve.py play cifar10 --runs RUNS --data-dir DATA [--seeds 0 1 2 3 4] [--minutes 10]
-    python results/labels_curve.py play cifar10 --part places ...
-    python results/labels_curve.py play cifar10 --part layers ...
-    python results/labels_curve.py play cifar10 --part scratch ...
+    python results/labels_curve.py run cifar10 --runs RUNS --data-dir DATA [--seeds 0 1 2 3 4] [--minutes 10]
+    python results/labels_curve.py run cifar10 --part places ...
+    python results/labels_curve.py run cifar10 --part layers ...
+    python results/labels_curve.py run cifar10 --part scratch ...
     python results/labels_curve.py report
 
-`play` appends a line to labels_curve.csv for every run that is over and skips those that are there; it ends after so
+`run` trains and appends a line to labels_curve.csv.gz for every run that is over and skips those that are there; it ends after so
 many minutes. Seed S is that of training and of the split. Nothing was tuned: every option that is not named here has
 its default. Features are computed once for a set, and kept.
 """
 
 import argparse
-import csv
 import itertools
 import sys
 import time
@@ -23,10 +22,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import records
 from evidence import half_interval, interval, renewed
 
 HERE = Path(__file__).parent
-LINES, PAGE, FIGURE = (HERE / f"labels_curve.{suffix}" for suffix in ("csv", "md", "png"))
+LINES, PAGE, FIGURE = (HERE / f"labels_curve.{suffix}" for suffix in ("csv.gz", "md", "png"))
 NAMES = ("data", "where", "labels", "setting", "row", "seed", "accuracy", "seconds")
 
 TRAIN, TEST = 2500, 2000
@@ -100,7 +100,7 @@ def configured(data: str, point: Point, folder: Path | None) -> Any:
     return Config.of(**values, seed=seed, split_seed=seed)
 
 
-def play(data: str, part: str, seeds: list[int], runs: Path, folder: Path | None, minutes: float) -> None:
+def train_missing(data: str, part: str, seeds: list[int], runs: Path, folder: Path | None, minutes: float) -> None:
     """Play what is missing until the time is over."""
     from halfmoon.runs import factory, runner
 
@@ -129,8 +129,7 @@ def play(data: str, part: str, seeds: list[int], runs: Path, folder: Path | None
             place = runs / "-".join(map(str, (data, *point))).replace(" ", "_")
             accuracy = runner.run_in_folder(config, place, shared=problem)["accuracy"]["last"]
         line = [data, *point, f"{accuracy:.6f}", f"{time.process_time() - began:.2f}"]
-        with LINES.open("a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([line] if file.tell() else [NAMES, line])
+        records.append_rows(LINES, [dict(zip(NAMES, line, strict=True))])
         print(*line, flush=True)
 
 
@@ -152,12 +151,9 @@ def _floor(row: str, problem: Any, seed: int) -> float:
 
 
 def lines() -> list[dict[str, Any]]:
-    """Return what was played."""
-    if not LINES.exists():
-        return []
-    with LINES.open(newline="") as file:
-        kinds = {"labels": int, "seed": int, "accuracy": float, "seconds": float}
-        return [{name: kinds.get(name, str)(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+    """Read the finished runs."""
+    kinds = {"labels": int, "seed": int, "accuracy": float, "seconds": float}
+    return [{name: kinds.get(name, str)(cell) for name, cell in row.items()} for row in records.read_rows(LINES)]
 
 
 def _point(line: dict[str, Any]) -> Point:
@@ -235,19 +231,19 @@ def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    playing = commands.add_parser("play")
-    playing.add_argument("data", choices=SHARES)
-    playing.add_argument("--part", choices=("curve", "places", "layers", "scratch"), default="curve")
-    playing.add_argument("--runs", type=Path, required=True)
-    playing.add_argument("--data-dir", type=Path)
-    playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    playing.add_argument("--minutes", type=float, default=10)
+    run_command = commands.add_parser("run")
+    run_command.add_argument("data", choices=SHARES)
+    run_command.add_argument("--part", choices=("curve", "places", "layers", "scratch"), default="curve")
+    run_command.add_argument("--runs", type=Path, required=True)
+    run_command.add_argument("--data-dir", type=Path)
+    run_command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    run_command.add_argument("--minutes", type=float, default=10)
     commands.add_parser("report")
     given = parser.parse_args()
     if given.command == "report":
         report()
     else:
-        play(given.data, given.part, given.seeds, given.runs, given.data_dir, given.minutes)
+        train_missing(given.data, given.part, given.seeds, given.runs, given.data_dir, given.minutes)
 
 
 if __name__ == "__main__":

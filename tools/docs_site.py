@@ -36,7 +36,7 @@ def places() -> dict[str, str]:
         if path.suffix in (".md", ".png"):
             found[path.relative_to(ROOT).as_posix()] = path.relative_to(ROOT / "docs").as_posix()
     for path in sorted((ROOT / "results").glob("*")):  # what lies in results/sweeps is part of results/published.md
-        if path.suffix in (".md", ".png", ".csv", ".json", ".toml"):
+        if path.suffix in (".md", ".png", ".csv", ".gz", ".json", ".toml"):
             name = path.relative_to(ROOT).as_posix()
             found[name] = re.sub(r"README\.md$", "index.md", name)
     return found
