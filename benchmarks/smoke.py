@@ -50,7 +50,7 @@ LONGEST = ("federation_cost", "federation_link", "soak", "foreign_app", "feature
 Small = tuple[str, dict[str, Any]]
 
 REHEARSED = {
-    "federation_attacks": ("attackers", "Besieged"),
+    "federation_attacks": ("attackers", "AttackedFederation"),
     "federation_faults": ("disturbed", "Federation"),
     "hostile_site": ("disturbed", "Federation"),
 }
