@@ -22,7 +22,7 @@ from halfmoon.cli import main as cli
 from halfmoon.config import schema
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.runs import factory, runner
+from halfmoon.runs import factory, runner, workers
 from halfmoon.runs.callbacks import NULL_CALLBACK
 from halfmoon.sites import inference
 
@@ -248,7 +248,8 @@ def fingerprint(config: Config, folder: Path) -> str:
     """Hash what a run is built of: images, split, task, method, batches, views, runtime, and rules of the loop."""
     schema.check_methods(config)
     shared = factory.build_problem(config)
-    experiment = runner._build_experiment(config, shared, folder, map, NULL_CALLBACK)
+    with workers.open_executor(config) as executor:
+        experiment = runner._build_experiment(config, shared, folder, executor, NULL_CALLBACK)
     runtime: Any = experiment.runtime
     examples = [None if each is None else (each.images.numpy(), each.labels.numpy()) for each in
                 (shared.train, shared.test, shared.validation)]  # fmt: skip
@@ -257,10 +258,11 @@ def fingerprint(config: Config, folder: Path) -> str:
     parts = (
         examples,
         (shared.split.client, shared.split.labeled, shared.split.stage),
-        repr(loop),
-        repr((runtime.settings, runtime.dataset.reuse_labeled, runtime.store.cap)),
-        repr((runtime.local_clients.training, runtime.views)),
+        describe(loop),
+        describe((runtime.settings, runtime.dataset.reuse_labeled, runtime.store.cap)),
+        describe((runtime.local_clients.training, runtime.views)),
         [describe(stage) for stage in runtime.aggregators],
+        type(executor).__name__,
     )
     return hashlib.sha256(pickle.dumps(parts)).hexdigest()
 

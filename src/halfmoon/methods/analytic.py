@@ -502,7 +502,7 @@ def estimate_log_shares(log_totals: Tensor, noise: float) -> Tensor:
 
     Args:
         log_totals: logarithms of the totals of the soft labels without a correction, (K,), up to a constant.
-        noise: variance of the logarithms that errors cause, for many classes. It is measured in results/heads.md.
+        noise: variance of the logarithms that errors cause, for many classes. results/uneven_classes.md has its effect.
 
     Returns:
         Logarithms (K,) of shares times K, which sum to K.
