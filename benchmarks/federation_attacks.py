@@ -180,7 +180,7 @@ def main() -> None:
         attackers.write_federation_file(exported)
         fed = AttackedFederation(Path(folder, "fed"), exported)
         try:
-            fed.prepare()
+            fed.create_keys_and_proxy()
             for names in groups(options.only, options.at_once):
                 try:
                     outcomes |= play(names, fed)

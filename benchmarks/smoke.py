@@ -50,11 +50,11 @@ LONGEST = ("federation_cost", "federation_link", "soak", "foreign_app", "feature
 Small = tuple[str, dict[str, Any]]
 
 REHEARSED = {
-    "federation_attacks": ("attackers", "AttackedFederation"),
-    "federation_faults": ("disturbed", "Federation"),
-    "hostile_site": ("disturbed", "Federation"),
+    "federation_attacks": ("attackers", "AttackedFederation", "start_command"),
+    "federation_faults": ("disturbed", "Federation", "start"),
+    "hostile_site": ("disturbed", "Federation", "start"),
 }
-"""Scripts whose federations are played in one process, and the class that would start their processes."""
+"""Scripts whose federations run in one process, and the module, class and method that would start their processes."""
 
 ONE = ("site-00",)
 NAMES = ("site-00", "site-01")
@@ -337,6 +337,12 @@ def rehearse(fed: Any, who: str, *words: str, **_: str) -> None:
         local.rehearse(file, fed.run, file.parent)
 
 
+def rehearse_command(fed: Any, process_name: str, arguments: list[str], environment: dict[str, str]) -> Any:
+    """Rehearse the federation of a command of `AttackedFederation`, with its arguments in a list."""
+    rehearse(fed, process_name, *arguments)
+    return fed.running[process_name]
+
+
 def child(home: str, name: str, words: list[str], constants: dict[str, Any], out: str) -> None:
     """Run a script in this process: as its command line does, or its `main` with other constants."""
     with open(f"{out}/said", "w") as said:
@@ -354,8 +360,9 @@ def child(home: str, name: str, words: list[str], constants: dict[str, Any], out
                 module = importlib.import_module(place or name)
                 setattr(module, key, smaller(getattr(module, key), small))
             if name in REHEARSED:
-                place, key = REHEARSED[name]
-                getattr(importlib.import_module(place), key).start = rehearse
+                place, key, method = REHEARSED[name]
+                rehearsal = rehearse_command if method == "start_command" else rehearse
+                setattr(getattr(importlib.import_module(place), key), method, rehearsal)
             script.main()
         else:
             runpy.run_path(str(path), run_name="__main__")
