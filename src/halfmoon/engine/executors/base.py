@@ -28,7 +28,7 @@ MAX_ATTEMPTS = 3
 """How often a task is started before it counts as failed because its worker died."""
 
 
-class Task(Protocol):
+class ExecutorTask(Protocol):
     """A task that runs on its own, such as a run of a sweep: plain data that can be sent to another machine."""
 
     @property
@@ -42,7 +42,7 @@ class Task(Protocol):
         ...
 
 
-AnyTask = TypeVar("AnyTask", bound=Task)
+AnyTask = TypeVar("AnyTask", bound=ExecutorTask)
 
 
 @dataclass(frozen=True)
