@@ -558,7 +558,7 @@ def _draw(found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
         fontsize=9,
     )
     drawing = io.BytesIO()
-    figure.savefig(drawing, dpi=80)
+    figure.savefig(drawing, dpi=80, bbox_inches="tight")  # titles of rows are wider than the figure
     Image.open(drawing).convert("RGB").quantize(32).save(PICTURE, optimize=True)  # a fifth of the size in full color
 
 

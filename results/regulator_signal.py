@@ -5,8 +5,8 @@
 
 `run` trains in the folders RUNS/SET-ROW-SEED; finished runs are read, so that a stopped command goes on. `report` writes
 regulator_signal.csv from the finished runs, if RUNS is given, and then the tables of regulator_signal.md. A seed is that
-of training and of the split. The learning rate of a shared F-reg was
-chosen on digits with seed 100 and `signal_weight` with seed 101, by AUCs on the unlabeled images.
+of training and of the split. The learning rate of a shared F-reg was chosen on digits with seed 100, and `signal_weight`
+with seed 101, by AUCs on the unlabeled images.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
+import evidence
 
 import halfmoon
 
@@ -27,44 +27,20 @@ PAGE = Path(__file__).with_name("regulator_signal.md")
 TABLE = Path(__file__).with_name("regulator_signal.csv")
 BEGIN = "<!-- tables -->"
 
-SHARED: dict[str, Any] = {
-    "setting": "dir-dir",
-    "dirichlet_alpha": 0.5,
-    "clients": 20,
-    "cohort": 5,
-    "labels_per_class": 0.5,
-    "labeled_view": "weak",
-    "labeling": "running",
-    "network": "small",
-    "schedule": "cosine",
-    "budget": "labeled-steps",
-    "reference": "feddure",
-    "executor": "loop",
-    "threads": 1,
-    "device": "cpu",
-}
-
+SHARED: dict[str, Any] = {**evidence.SHARED, "labeling": "running"}
 SETS: dict[str, dict[str, Any]] = {
-    "digits": {
-        "rounds": 80,
-        "steps": 6,
-        "labeled_batch": 10,
-        "unlabeled_batch": 30,
-        "lr": 6e-3,
-        "evaluate_every": 5,
-    },
+    "digits": evidence.SETS["digits"],
     "fashion_mnist": {
+        **evidence.SETS["digits"],
         "rounds": 25,
-        "steps": 6,
         "labeled_batch": 20,
-        "unlabeled_batch": 30,
         "lr": 5e-3,
         "shrink": 2,
         "width": 16,
         "evaluate_every": 10,
     },
 }
-"""Recipes of results/evidence.py for uneven labels; that of Fashion-MNIST is smaller."""
+"""The recipe of results/evidence.py for uneven digits; that of Fashion-MNIST is of the same size."""
 
 FEDDURE: dict[str, Any] = {"labels": "round", "regulator_bias": 0.0}
 SHARED_REGULATOR: dict[str, Any] = {**FEDDURE, "share_regulator": True, "regulator_lr": 6e-3}
@@ -173,11 +149,11 @@ def is_run_of(folder: Path, data: str, row: str) -> bool:
 
 
 def interval(values: Sequence[float], digits: int = 1) -> str:
-    """Word a mean with its 95 % interval of Student's t over seeds."""
+    """Word a mean with its 95 % interval of Student's t over seeds, if there are three or more."""
     mean = statistics.fmean(values)
-    if len(values) < 2:
+    half_width = evidence.half_interval(list(values))
+    if half_width is None:
         return f"{mean:.{digits}f}"
-    half_width = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return f"{mean:.{digits}f} [{mean - half_width:.{digits}f}, {mean + half_width:.{digits}f}]"
 
 

@@ -1,5 +1,7 @@
 """ProtoFSSL: an episode by loops over images, prototypes by hand, and the head that stands for them."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from method_helpers import make_random_images, simulate_rounds
@@ -20,14 +22,19 @@ def textbook(options: ProtoFSSL, params: Tree, broadcast: Tree, batch: Batch) ->
     _, e, _ = NETWORK.embed(params, torch.cat([batch.x, batch.u["weak"]]))
     helpers = broadcast["helpers"][: int(broadcast["there"].sum())]
     own = [e[0], helpers[:, 1].mean(0), e[1]]
-    d = lambda f, p: (f - p).square().sum() / len(f)  # noqa: E731
-    text = lambda f, protos: torch.stack([-d(f, p) for p in protos]).log_softmax(0)  # noqa: E731
-    loss = (-text(e[2], own)[2] - text(e[3], own)[0]) / 2
+
+    def distance(f: Tensor, prototype: Tensor) -> Tensor:
+        return (f - prototype).square().sum() / len(f)
+
+    def log_probabilities(f: Tensor, prototypes: Sequence[Tensor]) -> Tensor:
+        return torch.stack([-distance(f, prototype) for prototype in prototypes]).log_softmax(0)
+
+    loss = (-log_probabilities(e[2], own)[2] - log_probabilities(e[3], own)[0]) / 2
     for f in e[4:]:
-        prediction = sum(text(f, h[:3]).exp() for h in helpers) / len(helpers)
+        prediction = sum(log_probabilities(f, h[:3]).exp() for h in helpers) / len(helpers)
         target = prediction**2 / (prediction**2).sum()
         target = target if options.through_target else target.detach()
-        loss = loss - options.unlabeled_weight * (target * text(f, own)).sum() / (len(e) - 4)
+        loss = loss - options.unlabeled_weight * (target * log_probabilities(f, own)).sum() / (len(e) - 4)
     return loss
 
 

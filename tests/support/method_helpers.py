@@ -102,7 +102,10 @@ def assert_params_match(params: Tree, module: nn.Module, rtol: float = 1e-8, ato
 def make_batches(names: tuple[str, ...], count: int = 3) -> list[Batch]:
     """Return batches of 5 labeled and 6 unlabeled random images, each with all of the named views."""
     g = torch.Generator().manual_seed(1)
-    draw_images = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
+
+    def draw_images(n: int) -> Tensor:
+        return torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)
+
     result = []
     for _ in range(count):
         x = draw_images(5)

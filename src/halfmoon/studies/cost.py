@@ -124,8 +124,8 @@ def measure_round_cost(config: Config, shared: Problem) -> RoundCost:
         config: the configuration of the run.
         shared: the data, split and task of the run, which are built once for several methods.
     """
-    # Only the last round is evaluated and saved, so that the second one times the training by itself. A moving
-    # average of models (`server_ema`) says nothing after three rounds.
+    # Only the last round is evaluated and saved, so that the second one times the training by itself. A moving average
+    # of models (`server_ema`), which only evaluation uses, is left out.
     short = replace(config, rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run"
