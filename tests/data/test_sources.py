@@ -317,6 +317,22 @@ def test_an_image_column_of_numbers_is_refused(tmp_path: Path) -> None:
     assert_load_refused("column image holds double, but images must be encoded bytes", str(tmp_path))
 
 
+@pytest.mark.parametrize("content", [{"a": b"x"}, [1, 2], "text", 1.5])
+def test_bytes_of_another_type_are_refused(tmp_path: Path, content: object) -> None:
+    parquet_set(tmp_path, [good()], [0])
+    table = pa.table({"image": [{"bytes": content, "path": None}], "label": [0]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    assert_load_refused("column image holds struct.*, but images must be encoded bytes", str(tmp_path))
+
+
+def test_a_path_that_is_not_text_is_a_sentence(tmp_path: Path) -> None:
+    parquet_set(tmp_path, [good()], [0])
+    path = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff.png"]).buffers())
+    images = pa.StructArray.from_arrays([pa.array([None], pa.binary()), path], ["bytes", "path"])
+    pq.write_table(pa.table({"image": images, "label": [0]}), tmp_path / "train.parquet")
+    assert_load_refused("unreadable after row 0", str(tmp_path))
+
+
 def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
     path = parquet_set(tmp_path, [good(), good()], [0, 1]) / "train.parquet"
     whole = path.read_bytes()

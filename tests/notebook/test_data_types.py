@@ -293,6 +293,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "sizes": (([Image.new("L", (8, 8)), Image.new("L", (9, 8))] * 4, [0, 1] * 4), "image 1 is 9x8 with 1 channel"),
     "no image": ((["a", "b"], [0, 1]), "a: the file cannot be read"),
     "element": (([3, 4], [0, 1]), "image 0 is int: it must be a PIL image"),
+    "bytes of another type": (([{"bytes": 3}, {"bytes": 4}], [0, 1]), "image 0 is dict: it must be a PIL image"),
     "no train part": ({"test": Rows(X, Y)}, "data has test, but no part 'train'"),
     "columns": (Rows(X, Y, image="picture"), "there is no column image or img; it has picture, label"),
 }

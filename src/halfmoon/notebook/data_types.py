@@ -347,7 +347,8 @@ def _read_image(image: Any, preparation: Preparation, name: str) -> np.ndarray:
             return decode_prepared(Path(image).read_bytes(), str(image), preparation)
         except OSError as error:
             raise UserError(f"{image}: the file cannot be read ({error.strerror}).") from error
-    if isinstance(image, Mapping) and image.get("bytes"):  # Hugging Face's images that are not decoded
+    # Hugging Face's images that are not decoded
+    if isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes):
         return decode_prepared(image["bytes"], name, preparation)
     if not isinstance(image, np.ndarray | torch.Tensor | list):
         raise UserError(f"{name} is {_describe_type(image)}: it must be a PIL image, an array, a tensor or a path.")

@@ -244,7 +244,10 @@ def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageRead
     column_type = schema.field(name).type
     # Hugging Face stores an image as a struct of its bytes and the path of its file.
     is_struct = pa.types.is_struct(column_type) and column_type.get_field_index("bytes") >= 0
-    if not is_struct and not (pa.types.is_binary(column_type) or pa.types.is_large_binary(column_type)):
+    content_type = column_type.field("bytes").type if is_struct else column_type
+    is_encoded = pa.types.is_binary(content_type) or pa.types.is_large_binary(content_type)
+    # A struct whose images are all in files of their own has bytes of type null.
+    if not is_encoded and not (is_struct and pa.types.is_null(content_type)):
         raise UserError(
             f"{path}: column {name} holds {column_type}, but images must be encoded bytes "
             "(binary, or a struct with a field bytes)."
@@ -260,7 +263,7 @@ def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageRead
                 location = f"{path}, row {row}"
                 yield _read_file(path, file_path, location) if value is None else value, location
                 row += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # a path may not be UTF-8
         raise UserError(f"{path}: unreadable after row {row} ({one_line(error)}); fetch the file again.") from error
 
 
