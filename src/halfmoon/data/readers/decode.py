@@ -43,10 +43,10 @@ def decode_image(data: bytes, location: str) -> np.ndarray:
             floats (`UnknownRangeError`), or the image has more than `MAX_PIXELS` pixels.
     """
     image = _open(data, location)
-    if "rescale" in image.info:  # a gray DICOM image: `dicom.read` stores its slope and intercept
+    # A gray DICOM image has the slope and intercept that `dicom.read` stores. Floats are refused there: their file does
+    # not state which values are black and white.
+    if "rescale" in image.info or image.mode == "F":
         image = convert_channels(image, location, channels=1)
-    elif image.mode == "F":
-        image = convert_channels(image, location, channels=1)  # raises: a file of floats states no black and white
     if image.mode not in MODES:
         raise UserError(
             f"{location}: the image has mode {image.mode}; give {{channels=1}} (gray) or 3 (RGB), and all are converted.",
