@@ -11,13 +11,13 @@ import pytest
 from fake_transport import IMAGE_SPEC, SITES, TERMS, make_terms
 
 from halfmoon.config import schema as settings
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.plan import FederationPlan, FederationTable, Rules, load_plan, option_descriptions
 from halfmoon.federation.server.server import defense_warning, describe_round
 from halfmoon.methods import registry
-from halfmoon.storage import toml
 
 TABLE: dict[str, Any] = {"sites": ["north", "south", "west"], "classes": ["sound", "ill"], "image": [1, 8, 8]}
 OPTIONS: dict[str, Any] = {"network": "small", "method": "fedavg", "cohort": 2, "rounds": 3}

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config, identity, method_options
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.methods import registry
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.runs import factory, runner
-from halfmoon.storage import toml
 from halfmoon.studies import recipe
 from halfmoon.studies.grid import RecipeCell, build_cells, parse_selection
 from halfmoon.studies.recipe import Recipe, find_published

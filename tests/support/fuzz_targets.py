@@ -36,7 +36,7 @@ from PIL import Image
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.config.template import config_template
-from halfmoon.core import rng, tree
+from halfmoon.core import rng, toml, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import Split
@@ -74,7 +74,7 @@ from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.folders.site_folder import read_site as read_site
 from halfmoon.sites.inference import load_model
 from halfmoon.sites.inference.image_folder import predict_folder
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io
 from halfmoon.storage.state_store import TreeStore
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

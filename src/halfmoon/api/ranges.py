@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
-from halfmoon.storage import toml
 
 LARGEST_INTEGER = 10**100
 """Largest integer of an option. No option needs more digits, and a float cannot represent all of such an integer."""

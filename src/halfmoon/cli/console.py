@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halfmoon.config.schema import security_options
-from halfmoon.storage.toml import format_text as toml_text
+from halfmoon.core.toml import format_text as toml_text
 
 if TYPE_CHECKING:
     from halfmoon.runs.callbacks import RunInfo

@@ -21,8 +21,8 @@ from halfmoon.cli.commands import base, data, federation, methods, paged, privac
 from halfmoon.config import preset, retired
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError, suggest
-from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult

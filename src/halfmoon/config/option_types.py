@@ -8,8 +8,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError, one_line, suggest
-from halfmoon.storage import toml
 
 MAX_SHOWN_CHARACTERS = 120
 """Characters of a wrong value that an error message shows."""

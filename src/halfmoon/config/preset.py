@@ -11,9 +11,8 @@ from importlib import resources
 from typing import Any
 
 from halfmoon.config.sections import PartitionOptions
-from halfmoon.core import hubs
+from halfmoon.core import hubs, toml
 from halfmoon.core.errors import UserError
-from halfmoon.storage import toml
 
 PROTOCOL_RECIPES = {"sage": "_proxyfl", "fedloke": "_fedloke"}
 """Protocols that are the table [protocol] of a recipe, by the recipe's file; protocols.toml has the others."""

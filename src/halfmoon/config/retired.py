@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
-from halfmoon.storage import toml
 
 NO_DEFAULT = object()
 """Marks a removed option that no file of an earlier version contains at its default."""

@@ -25,9 +25,8 @@ from halfmoon.config.option_types import convert_value, merge_method_options, pa
 from halfmoon.config.preset import LABEL_AMOUNTS, PARTITION_OPTIONS
 from halfmoon.config.sections import SECTIONS
 from halfmoon.config.validation import check_cohort, check_combinations, default_aggregation
-from halfmoon.core import hubs, plugins, weight_files
+from halfmoon.core import hubs, plugins, toml, weight_files
 from halfmoon.core.errors import UserError, suggest
-from halfmoon.storage import toml
 
 SETTINGS = (
     *("iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir"),

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from halfmoon.config import schema
 from halfmoon.config.option_types import describe_type
-from halfmoon.storage import toml
+from halfmoon.core import toml
 
 
 def config_template() -> str:

@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from halfmoon.core import hubs
+from halfmoon.core import hubs, toml
 from halfmoon.core.errors import UserError
-from halfmoon.storage import toml
 
 DEFAULT_DEFENSES = ("cosine-trimmed", "cosine")
 """The aggregation of a federation whose file does not set one: the first rule that its method can be combined with."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from halfmoon.storage import toml
+from halfmoon.core import toml
 
 
 @dataclass(frozen=True)

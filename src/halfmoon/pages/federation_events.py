@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfmoon.core import toml
 from halfmoon.sites.folders.labels import STATE_FOLDER
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io
 from halfmoon.storage.events import EVENTS_FILE, SERVER_LOG, SITE_LOG, Event, read_events
 
 MAX_LOG_LINES = 150

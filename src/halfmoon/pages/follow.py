@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from halfmoon.core import toml
 from halfmoon.pages import federation_events
 from halfmoon.report.bands import pick_evenly, six_digits
 from halfmoon.report.styles import line_styles, style_to_json
-from halfmoon.storage import atomic_io, locks, toml
+from halfmoon.storage import atomic_io, locks
 from halfmoon.storage.folder_writer import LOCK
 
 METRICS_FILE = "metrics.jsonl"

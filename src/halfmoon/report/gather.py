@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
 from halfmoon.report.run_reader import StoredRun, dataset_name, read_runs
 from halfmoon.report.study import (
@@ -24,7 +25,7 @@ from halfmoon.report.study import (
     number_to_letters,
     read_sweep,
 )
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io
 
 DATA_OPTIONS = (
     *("data", "data_share", "unknown_classes", "validation_share", "validation_part", "image_size", "shrink"),

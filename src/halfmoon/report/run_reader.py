@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
-from halfmoon.storage import integrity, toml
+from halfmoon.storage import integrity
 from halfmoon.storage.atomic_io import parse_json, read_json, read_number_pairs, read_rows
 from halfmoon.storage.folder_writer import START
 

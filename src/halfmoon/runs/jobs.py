@@ -10,8 +10,9 @@ from typing import Any
 from halfmoon.config import retired
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config, resolve, to_toml
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
-from halfmoon.storage import integrity, toml
+from halfmoon.storage import integrity
 from halfmoon.storage.folder_writer import CONFIG
 
 COMPARISON = "comparison.json"

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
-from halfmoon.storage import toml
 
 PLAIN = "1"
 SCALED = "2"

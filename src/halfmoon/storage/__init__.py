@@ -1,1 +1,1 @@
-"""Files that survive a kill: atomic writes, TOML, trees as bytes, checkpoints and run folders."""
+"""Files that survive a kill: atomic writes, trees as bytes, checkpoints and run folders."""

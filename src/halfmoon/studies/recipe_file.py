@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.config import schema as settings
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError, suggest
-from halfmoon.storage import toml
 
 Layer = Mapping[str, Any]
 """Options of a run, and optionally `UNSET`."""

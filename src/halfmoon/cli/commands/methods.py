@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import add_command, line_writer, print_json
 from halfmoon.config.option_types import describe_type, parse_value
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
-from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -31,8 +31,8 @@ from halfmoon.cli.commands.base import (
     requested_options,
 )
 from halfmoon.config import schema as settings
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
-from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.engine.executors.base import Executor

@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data.images import UNKNOWN, Source
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io
 
 SERVER = -2
 """The client number of the server's rows, which are all labeled. (-1 is no client.)"""

@@ -15,7 +15,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from halfmoon.storage import toml
+from halfmoon.core import toml
 
 APPS = ("halfmoon.federation.transport.server_app:app", "halfmoon.federation.transport.client_app:app")
 """The import paths of the ServerApp and the ClientApp of every federation."""

@@ -17,14 +17,13 @@ import torch
 from halfmoon.api.types import ClientUpdate
 from halfmoon.config.schema import Config, method_options
 from halfmoon.core import hubs as names
-from halfmoon.core import tree
+from halfmoon.core import toml, tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.models import Network, hubs
 from halfmoon.runs.factory import ImageSpec, build_task
-from halfmoon.storage import toml
 
 MAX_TERMS_BYTES = 2**20
 

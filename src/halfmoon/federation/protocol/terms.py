@@ -18,7 +18,7 @@ from halfmoon.api.requirements import requirements_of
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import ATTACK_OPTIONS, EXECUTION_OPTIONS, PARTITION_OPTIONS, SITE_NAME, Config
 from halfmoon.config.validation import effective_norm
-from halfmoon.core import hubs, weight_files
+from halfmoon.core import hubs, toml, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
 from halfmoon.federation.protocol import bundle, header, limits
@@ -30,7 +30,6 @@ from halfmoon.runs.factory import ImageSpec, build_method, build_task, image_pre
 from halfmoon.sites.folders import PreparedSite, prepare_site
 from halfmoon.sites.folders.prepare import open_prepared_site
 from halfmoon.sites.folders.site_folder import SiteFolder, read_site, suggest_class
-from halfmoon.storage import toml
 
 MAX_SIDE_PIXELS = 4096
 

@@ -10,7 +10,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.option_types import convert_value
 from halfmoon.config.schema import EXECUTION_OPTIONS, FEDERATION_TABLE, Config
 from halfmoon.config.validation import default_aggregation
-from halfmoon.core import hubs, weight_files
+from halfmoon.core import hubs, toml, weight_files
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.data.partition.split import Split
 from halfmoon.federation.protocol.terms import Terms, shared_options
@@ -19,7 +19,6 @@ from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.hubs import weights_file as published
 from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import find_labels_at
-from halfmoon.storage import toml
 
 SERVER_OPTIONS = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema", "patience")
 """Options that concern only the server, so that they are not part of the terms."""

@@ -22,7 +22,7 @@ from halfmoon.config.validation import (
     MIN_COHORT_FOR_DEFENSE,
     effective_norm,
 )
-from halfmoon.core import tree
+from halfmoon.core import toml, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.core.user_cache import user_cache
@@ -58,7 +58,7 @@ from halfmoon.runs.features import select_inputs
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.inference.load import load_model
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io
 from halfmoon.storage.events import SERVER_LOG, EventLog, EventRecorder
 from halfmoon.storage.run_folder import MODEL, RunFolder
 from halfmoon.storage.state_store import StateView, TreeStore

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.bundle import APPS, PROJECT_FILE, render_project
 from halfmoon.federation.transport.admission import KEYS_FILE, TIMEOUT_SECONDS, Admission
@@ -27,7 +28,7 @@ from halfmoon.federation.transport.processes import (
     stop_process,
 )
 from halfmoon.sites.keys import Access
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io
 from halfmoon.storage.events import SERVER_LOG, EventLog, EventTail, Tail
 
 METRICS_FILE = "metrics.jsonl"

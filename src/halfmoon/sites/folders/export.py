@@ -16,12 +16,13 @@ import numpy as np
 from PIL import Image
 
 from halfmoon.config.schema import ADDED_OPTIONS, FEDERATION_TABLE, PARTITION_OPTIONS, PIXEL_OPTIONS, Config
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import protect_cell
 from halfmoon.data.images import Images, Source
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.sites.folders.site_folder import CLASSES_FILE, LABELS_FILE
-from halfmoon.storage import atomic_io, locks, toml
+from halfmoon.storage import atomic_io, locks
 
 if TYPE_CHECKING:
     from halfmoon.api.requirements import LabelLocation

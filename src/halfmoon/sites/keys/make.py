@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from halfmoon.config.schema import SITE_NAME
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.sites.keys import certificates, paths
 from halfmoon.sites.keys.key_folder import (
@@ -38,7 +39,7 @@ from halfmoon.sites.keys.key_folder import (
     open_record,
 )
 from halfmoon.sites.keys.paths import CA, CERTIFICATE, JOIN, KEY, LOGS, PROXY, SITE_KEYS, SUPERLINK
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io
 
 _NGINX_LIMITS = {"body": "6m", "connections": 16384, "files": 32768, "backlog": 4096, "handshake": 5}
 """Limits of nginx: size of a request's body (Flower sends 5 MiB and a few hundred bytes), connections of a worker, open
