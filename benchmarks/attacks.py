@@ -36,9 +36,9 @@ from halfmoon.aggregation.robust import RobustAggregator
 from halfmoon.aggregation.weights import FACTOR, WeightCap
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
+from halfmoon.core.errors import Diverged
 from halfmoon.core.memory import retain_freed_memory
 from halfmoon.data import Split
-from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, evaluate_model
 from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.local_clients import FederatedDataset, Training

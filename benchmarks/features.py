@@ -42,9 +42,9 @@ def plain(data: str, folder: str, method: str, share: float, clients: int, round
     from torch import nn
 
     import halfmoon
+    from halfmoon.core.normalize import Normalize
     from halfmoon.data.views import Strong, Weak
     from halfmoon.models.efficientnet import EfficientNetLite, renamed
-    from halfmoon.models.network import Normalize
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

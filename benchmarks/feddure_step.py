@@ -46,10 +46,10 @@ from torch_models import TorchResNet9, load_weights
 from halfmoon.api.types import Batch, ClientData, Statistics, Task
 from halfmoon.core import tree
 from halfmoon.core.memory import retain_freed_memory
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import Adam
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9
-from halfmoon.models.network import Normalize
 
 Calls = dict[str, Callable[[], object]]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -33,7 +33,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
-from halfmoon.aggregation.mean import average_stacked_uploads
+from halfmoon.api.upload_mean import average_stacked_uploads
 from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree

@@ -32,6 +32,7 @@ from halfmoon.api.types import Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import retain_freed_memory
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
@@ -45,7 +46,7 @@ from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models import ResNet9, SmallCNN
-from halfmoon.models.network import Network, Normalize
+from halfmoon.models.network import Network
 from halfmoon.storage import serialization
 from halfmoon.storage.manifest import START, Commit, ManifestEntry, StoreContents
 from halfmoon.storage.state_store import StateView, TreeStore

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from halfmoon.core.normalize import Normalize
 from halfmoon.data.views import Strong
-from halfmoon.models.network import Normalize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import pillow_reference

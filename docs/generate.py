@@ -30,6 +30,7 @@ from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import describe_type
 from halfmoon.core import tree
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import Adam
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
@@ -48,7 +49,6 @@ from halfmoon.federation.server.plan import FederationTable, Rules, option_descr
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import Objective
 from halfmoon.models import SmallCNN
-from halfmoon.models.network import Normalize
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.studies import grid, recipe
 

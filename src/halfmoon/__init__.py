@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfmoon.api.types import Batch, ClientData, ClientUpdate, Federation, Method, StepMetrics, Task
     from halfmoon.config.schema import Config
-    from halfmoon.core.errors import UserError
+    from halfmoon.core.errors import Diverged, UserError
     from halfmoon.data import Images, Scenario, Source, Split
-    from halfmoon.engine.driver import Diverged
     from halfmoon.notebook.calls import compare, load_data, load_run, problem, resume, run, save_data, sweep
     from halfmoon.notebook.estimator import FederatedClassifier
     from halfmoon.notebook.results import Results, SweepResults
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "api.types": ("Batch", "ClientUpdate", "Federation", "ClientData", "Method", "StepMetrics", "Task"),
     "config.schema": ("Config",),
-    "core.errors": ("UserError",),
+    "core.errors": ("Diverged", "UserError"),
     "data": ("Images", "Scenario", "Source", "Split"),
-    "engine.driver": ("Diverged",),
     "notebook.calls": ("compare", "load_data", "load_run", "problem", "resume", "run", "save_data", "sweep"),
     "notebook.estimator": ("FederatedClassifier",),
     "notebook.results": ("Results", "SweepResults"),

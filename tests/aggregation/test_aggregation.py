@@ -9,9 +9,9 @@ import torch
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator, compute_update, downloaded_values, replace_update
-from halfmoon.aggregation.mean import UploadMean
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.requirements import requirements_of
+from halfmoon.api.upload_mean import UploadMean
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
 from halfmoon.contract.small_federation import (

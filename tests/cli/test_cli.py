@@ -25,9 +25,8 @@ from halfmoon.cli import main as cli
 from halfmoon.cli.commands import methods
 from halfmoon.config import schema as config
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import Diverged, UserError
 from halfmoon.data import Split
-from halfmoon.engine.driver import Diverged
 from halfmoon.methods import registry
 from halfmoon.runs.callbacks import RunInfo
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
 from halfmoon.data.views import Labeled, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.data.views.pools import CUTOUT, FEDDURE_POOL, IDENTITY, OPERATION_NAMES, SOLARIZE
-from halfmoon.models.network import Normalize
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_partition import mixed
 
-from halfmoon.api.split_options import SplitOptions
 from halfmoon.core.errors import UserError
+from halfmoon.core.split_options import SplitOptions
 from halfmoon.data.partition import rules
 from halfmoon.data.partition.primitives import named_generator
 from halfmoon.data.partition.rules import RowPool

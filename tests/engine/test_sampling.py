@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from halfmoon.api.types import ClientData, Task, UpdateRequirements
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD
 from halfmoon.data.views import Plain, Shared, Strong, Weak
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
@@ -15,7 +16,6 @@ from halfmoon.engine.sampling import Amount, Batching, DrawnUpdate, Views, batch
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import SmallCNN
-from halfmoon.models.network import Normalize
 
 PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
 PIXELS = Normalize((0.0,), (1 / 255,), torch.float64)  # the value of a pixel as it is

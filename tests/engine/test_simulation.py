@@ -28,13 +28,13 @@ from halfmoon.contract.small_federation import (
     trees_equal,
 )
 from halfmoon.core import tree
+from halfmoon.core.errors import Diverged
 from halfmoon.core.optim import SGD, CosineSchedule
 from halfmoon.data.partition.heterogeneity import jensen_shannon
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine import driver
 from halfmoon.engine import simulation as simulation_module
 from halfmoon.engine.budget import Budget
-from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, Quality, compute_mean_prediction
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.executors.vmap import VmapExecutor

@@ -18,12 +18,12 @@ from halfmoon.contract.small_federation import (
 )
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
 from halfmoon.data.partition.split import SERVER
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate_statistics
 from halfmoon.methods.heterofl import HeteroFL
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.models import SmallCNN
-from halfmoon.models.network import Normalize
 
 AS_IS = Normalize((0.0,), (1 / 255,), torch.float64)
 """Pixels as they are, 0 to 255."""

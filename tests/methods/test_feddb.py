@@ -24,13 +24,13 @@ from halfmoon.contract.small_federation import (
     trees_equal,
 )
 from halfmoon.core import tree
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD
 from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddb import FedDB, compute_aggregation_weights, distance_from_uniform
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.base import debias_logits
-from halfmoon.models.network import Normalize
 
 WAYS = pytest.mark.parametrize("dma", ["paper", "released", "logits", "uniform", "size"])
 DPL = FixMatch(0.39, labels="round", debias=True, mean="used")

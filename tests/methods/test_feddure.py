@@ -17,13 +17,13 @@ from halfmoon.contract import check_method
 from halfmoon.contract.small_federation import CLASSES, make_task
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.driver import create_first_memory
 from halfmoon.methods import registry
 from halfmoon.methods.feddure import FedDure, compute_log_shares, look_up_signals, update_running_mean, update_signals
 from halfmoon.methods.fine_regulator import compute_instance_weights
 from halfmoon.models import ResNet9, SmallCNN
-from halfmoon.models.network import Normalize
 
 NORMALIZE = Normalize((0.5,), (0.5,))
 LABELS = torch.tensor([0, 0, 0, 1, 2, 3, 3])

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from halfmoon.api.types import Batch, Labeling, Statistics, Task
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives import UDA, FixMatch, Objective, PseudoLabel, Supervised
 from halfmoon.models import Network
-from halfmoon.models.network import ForwardPass, Normalize
+from halfmoon.models.network import ForwardPass
 
 W = log(3)
 

@@ -8,10 +8,10 @@ from test_objectives import Line, batch
 from torch.func import grad_and_value
 
 from halfmoon.api.types import ClientData, Task
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import SAGE
-from halfmoon.models.network import Normalize
 
 NOBODY = ClientData(*[torch.zeros(0)] * 3, torch.tensor(0), torch.tensor(0))
 

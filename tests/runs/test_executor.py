@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import halfmoon
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.engine.driver import Diverged
+from halfmoon.core.errors import Diverged
 from halfmoon.runs import factory, runner
 
 RUN: dict[str, Any] = {

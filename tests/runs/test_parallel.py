@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from halfmoon.config.schema import Config
-from halfmoon.engine.driver import Diverged
+from halfmoon.core.errors import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.methods import registry
 from halfmoon.runs import assembly, parallel, runner

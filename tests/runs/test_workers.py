@@ -18,8 +18,7 @@ from test_executor import left
 
 import halfmoon
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError
-from halfmoon.engine.driver import Diverged
+from halfmoon.core.errors import Diverged, UserError
 from halfmoon.engine.executors.pools import pack, unpack
 from halfmoon.engine.executors.processes import ProcessExecutor
 from halfmoon.engine.executors.ray_cluster import RayExecutor, client_resources

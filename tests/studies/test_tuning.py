@@ -106,7 +106,7 @@ def test_no_model_is_shown_a_test_image(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_rate_that_diverges_is_a_trial_without_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from halfmoon.engine.driver import Diverged
+    from halfmoon.core.errors import Diverged
 
     def cell(*args: Any, **how: Any) -> Any:
         raise Diverged(0, 0, 0, float("nan"))

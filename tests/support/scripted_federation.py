@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.mean import average_stacked_uploads
 from halfmoon.api.types import StateStore
+from halfmoon.api.upload_mean import average_stacked_uploads
 from halfmoon.api.uploads import Upload, UploadSpec, stack
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree

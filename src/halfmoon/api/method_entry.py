@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, LABEL_LOCATIONS, LabelLocation, requirements_of
+from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method
+from halfmoon.core.label_locations import ALL_LABEL_LOCATIONS, LABEL_LOCATIONS, LabelLocation
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-LabelLocation = Literal["clients", "some", "server"]
-"""Holder of the labels: every client, some of the clients, or the server."""
-
-LABEL_LOCATIONS: dict[LabelLocation, str] = {
-    "clients": "every client",
-    "some": "some clients",
-    "server": "the server",
-}
-ALL_LABEL_LOCATIONS: tuple[LabelLocation, ...] = ("clients", "some", "server")
+from halfmoon.core.label_locations import LabelLocation
 
 
 @dataclass(frozen=True)

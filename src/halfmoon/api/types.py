@@ -10,10 +10,10 @@ from torch import Tensor
 
 from halfmoon.api.uploads import UPDATE_ONLY, Precision, Upload, UploadSpec
 from halfmoon.core import tree
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import ConstantSchedule, Number, Optimizer, Schedule
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network, track
-from halfmoon.models.network import Normalize
 
 Statistics = Literal["joint", "separate"]
 """Images that share a forward pass, and so their batch statistics: all views of a step, or each view separately."""

@@ -139,7 +139,7 @@ def _describe_error(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, KeyboardInterrupt):
         return "stopped.", 130
     # Imported late, because it loads torch: errors of the command line itself need no torch.
-    from halfmoon.engine.driver import Diverged
+    from halfmoon.core.errors import Diverged
 
     return (str(error), 1) if isinstance(error, Diverged) else None
 
@@ -489,7 +489,7 @@ def _train(
     from rich.console import Console
 
     from halfmoon.cli.console import make_progress
-    from halfmoon.engine.driver import Diverged
+    from halfmoon.core.errors import Diverged
     from halfmoon.runs.callbacks import Callbacks
 
     # Progress goes to stderr, so that stdout has only the results.

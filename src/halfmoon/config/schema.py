@@ -18,8 +18,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from halfmoon.api.ranges import Range
-from halfmoon.api.requirements import LABEL_LOCATIONS
 from halfmoon.config import preset, retired, sections
 from halfmoon.config.option_types import convert_value, merge_method_options, parse_value, union_members
 from halfmoon.config.preset import LABEL_AMOUNTS, PARTITION_OPTIONS
@@ -27,6 +25,8 @@ from halfmoon.config.sections import SECTIONS
 from halfmoon.config.validation import check_cohort, check_combinations, default_aggregation
 from halfmoon.core import hubs, plugins, toml, weight_files
 from halfmoon.core.errors import UserError, suggest
+from halfmoon.core.label_locations import LABEL_LOCATIONS
+from halfmoon.core.ranges import Range
 
 SETTINGS = (
     *("iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir"),

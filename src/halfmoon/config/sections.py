@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from halfmoon.api.ranges import BELOW_HALF, BELOW_ONE, BETWEEN, POSITIVE, PROBABILITY, SHARE, at_least
-from halfmoon.api.split_options import SplitOptions
+from halfmoon.core.ranges import BELOW_HALF, BELOW_ONE, BETWEEN, POSITIVE, PROBABILITY, SHARE, at_least
+from halfmoon.core.split_options import SplitOptions
 
 Scalar = bool | int | float | str
 Options = Mapping[str, Scalar | Mapping[str, Scalar]]

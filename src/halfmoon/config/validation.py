@@ -1,4 +1,4 @@
-"""Check combinations of options, and values that no range (`halfmoon.api.ranges`) can describe."""
+"""Check combinations of options, and values that no range (`halfmoon.core.ranges`) can describe."""
 
 import math
 from collections.abc import Callable

@@ -11,6 +11,7 @@ import torch
 from halfmoon.aggregation import Aggregator
 from halfmoon.api.types import Method, Task
 from halfmoon.core import rng, tree
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import Adam
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
@@ -24,7 +25,6 @@ from halfmoon.engine.runtime import RoundReport, RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.models import Network, SmallCNN
-from halfmoon.models.network import Normalize
 from halfmoon.storage.state_store import TreeStore
 
 SIZES = ((5, 11), (3, 6), (6, 14), (4, 9))

@@ -1,4 +1,4 @@
-"""Errors that a user can repair, and helpers that word them."""
+"""The errors of invalid input and of diverged training, and helpers that word them."""
 
 import difflib
 import re
@@ -75,6 +75,41 @@ class UserError(ValueError):
         if self.options and self.value is not None:
             text = f"{write_option(self.options[0], '')} is {self.value}: {text}"
         return text
+
+
+class Diverged(RuntimeError):
+    """Training must stop: a loss or a weight is not finite, or a loss is larger than `halfmoon.engine.driver.MAX_LOSS`.
+
+    Attributes:
+        round: the round, from 0.
+        client: the client; None if the model of a whole round is meant.
+        step: the client's step, from 0; None likewise.
+    """
+
+    def __init__(self, round: int, client: int | None, step: int | None, value: float, quantity: str = "loss") -> None:
+        """Word the error of a training that diverged: in the message, rounds and steps count from 1.
+
+        Args:
+            round: the round, from 0.
+            client: the client; None if the model of a whole round is meant.
+            step: the client's step, from 0; None likewise.
+            value: the value that is not finite or too large.
+            quantity: name of the quantity with this value.
+        """
+        location = "" if client is None or step is None else f" at client {client}, step {step + 1}"
+        super().__init__(
+            f"The {quantity} became {value:.6g} in round {round + 1}{location}: training stopped. "
+            "The last checkpoint is from before it; a smaller learning rate is the usual remedy."
+        )
+        self.round = round
+        self.client = client
+        self.step = step
+        self._value = value
+        self._quantity = quantity
+
+    def __reduce__(self) -> "tuple[type[Diverged], tuple[int, int | None, int | None, float, str]]":
+        # Exceptions are pickled with their message only: worker processes send the arguments instead.
+        return type(self), (self.round, self.client, self.step, self._value, self._quantity)
 
 
 class ImageReadError(UserError):

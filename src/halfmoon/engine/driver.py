@@ -11,6 +11,7 @@ from halfmoon.api.types import Batch, ClientData, ClientUpdate, PseudoLabels, St
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import vmap_clients
+from halfmoon.core.errors import Diverged
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.groups import WorkSize
@@ -31,41 +32,6 @@ MAX_LOSS = 1e6
 
 MAX_DROPOUT_KEY = 2**62
 """Keys of a step's dropout masks are drawn below this number."""
-
-
-class Diverged(RuntimeError):
-    """Training must stop: a loss or a weight is not finite, or a loss is larger than `MAX_LOSS`.
-
-    Attributes:
-        round: the round, from 0.
-        client: the client; None if the model of a whole round is meant.
-        step: the client's step, from 0; None likewise.
-    """
-
-    def __init__(self, round: int, client: int | None, step: int | None, value: float, quantity: str = "loss") -> None:
-        """Word the error of a training that diverged: in the message, rounds and steps count from 1.
-
-        Args:
-            round: the round, from 0.
-            client: the client; None if the model of a whole round is meant.
-            step: the client's step, from 0; None likewise.
-            value: the value that is not finite or too large.
-            quantity: name of the quantity with this value.
-        """
-        location = "" if client is None or step is None else f" at client {client}, step {step + 1}"
-        super().__init__(
-            f"The {quantity} became {value:.6g} in round {round + 1}{location}: training stopped. "
-            "The last checkpoint is from before it; a smaller learning rate is the usual remedy."
-        )
-        self.round = round
-        self.client = client
-        self.step = step
-        self._value = value
-        self._quantity = quantity
-
-    def __reduce__(self) -> "tuple[type[Diverged], tuple[int, int | None, int | None, float, str]]":
-        # Exceptions are pickled with their message only: worker processes send the arguments instead.
-        return type(self), (self.round, self.client, self.step, self._value, self._quantity)
 
 
 def diverged(losses: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from halfmoon.api.types import NO_PSEUDO_LABELS, Labeling, PseudoLabels
 from halfmoon.core import tree
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.tensors import to_floats
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
 from halfmoon.engine.executors.base import Executor
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.models import Network
-from halfmoon.models.network import Normalize
 
 SERIAL = SerialExecutor()
 """The executor of evaluations that need no other."""

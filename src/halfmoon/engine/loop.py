@@ -11,12 +11,11 @@ import torch
 
 from halfmoon.api.types import Method, Task
 from halfmoon.core import rng, tree
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import Diverged, UserError
 from halfmoon.core.memory import release_memory
 from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
-from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import (
     SERIAL,
     Examples,

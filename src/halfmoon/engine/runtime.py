@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, Aggregator
-from halfmoon.aggregation.mean import UploadMean, average_stacked_uploads
 from halfmoon.aggregation.precision import decompress_upload
 from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedMetric
+from halfmoon.api.upload_mean import UploadMean, average_stacked_uploads
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError

@@ -16,9 +16,9 @@ from torch import Tensor
 from halfmoon.api.types import Batch, ClientData, UpdateRequirements
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.tensors import tensor_from_numpy
 from halfmoon.data.views import Draws, Labeled, Plain, Shared, Strong, View, Weak
-from halfmoon.models.network import Normalize
 
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
 

@@ -28,12 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.ranges import POSITIVE, PROBABILITY, at_least
-from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
+from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import ClientData, ClientUpdate, Federation, Passes, Task, UpdateRequirements
 from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.label_locations import ALL_LABEL_LOCATIONS
+from halfmoon.core.ranges import POSITIVE, PROBABILITY, at_least
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import split_into_chunks
 from halfmoon.models.vectors import LinearClassifier

@@ -17,11 +17,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfmoon.api.requirements import LabelLocation, Requirements
+from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import ClientData, ClientUpdate, Federation, Passes, Task, UpdateRequirements
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.label_locations import LabelLocation
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import index_chunks, split_into_chunks
 

@@ -50,7 +50,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
+from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import (
     Batch,
     ClientData,
@@ -67,6 +67,7 @@ from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
+from halfmoon.core.label_locations import ALL_LABEL_LOCATIONS
 from halfmoon.core.tensors import euclidean_norm, normal_cdf, normal_quantile, tensor_from_numpy, to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average_uploads

@@ -32,10 +32,11 @@ from dataclasses import dataclass, field
 import torch
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
+from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import ClientUpdate, Federation, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import check_minimum
+from halfmoon.core.label_locations import ALL_LABEL_LOCATIONS
 from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import LocalTraining

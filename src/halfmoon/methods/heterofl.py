@@ -30,12 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
+from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Federation, StepMetrics, Task, UpdateRequirements
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
+from halfmoon.core.label_locations import ALL_LABEL_LOCATIONS
 from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, take_momentum_step

@@ -23,10 +23,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.mean import average_stacked_uploads
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.api.types import ClientUpdate, Federation, Method, Task
+from halfmoon.api.upload_mean import average_stacked_uploads
 from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import rng
 from halfmoon.core.errors import check_minimum

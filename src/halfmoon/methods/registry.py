@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from halfmoon import methods
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.ranges import FINITE, POSITIVE, PROBABILITY, Range, at_least
-from halfmoon.api.requirements import LabelLocation
 from halfmoon.api.types import Method
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, suggest
+from halfmoon.core.label_locations import LabelLocation
+from halfmoon.core.ranges import FINITE, POSITIVE, PROBABILITY, Range, at_least
 from halfmoon.methods import objectives
 from halfmoon.methods.analytic import ON_FEATURES
 from halfmoon.methods.fedavg import FedAvg

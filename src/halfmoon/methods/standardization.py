@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
+from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import ClientData, ClientUpdate, Federation, Task
+from halfmoon.core.label_locations import ALL_LABEL_LOCATIONS
 from halfmoon.core.tree import Tree
 from halfmoon.methods.analytic import MeanSums, SumsUpdate, count_faults, sum_over_clients
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError, suggest
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.tree import Tree
 from halfmoon.models.efficientnet import centered
 from halfmoon.models.feature_classifier import FeatureClassifier
-from halfmoon.models.network import Network, Normalize, forward_tangent
+from halfmoon.models.network import Network, forward_tangent
 from halfmoon.models.weights import Weights, fit_weights_to_network, is_head_path
 
 BACKBONE = "backbone"

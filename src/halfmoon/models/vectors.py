@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.core import tree
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.tree import Tree
 from halfmoon.models.feature_classifier import FeatureClassifier
-from halfmoon.models.network import Normalize
 
 
 @dataclass(frozen=True)

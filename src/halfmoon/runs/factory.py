@@ -18,7 +18,6 @@ from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger
 from halfmoon.aggregation.robust import FiniteCheck, RobustAggregator
 from halfmoon.aggregation.secure.fixed_point import FixedPointMean
 from halfmoon.aggregation.weights import WeightCap
-from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import Method, Task
 from halfmoon.config.schema import Config, count_rounds, initial_weights, method_options
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, PartitionOptions
@@ -27,6 +26,7 @@ from halfmoon.core import hubs, tree, weight_files
 from halfmoon.core.arithmetic import gpu_arithmetic
 from halfmoon.core.errors import UserError
 from halfmoon.core.hubs import frozen_layers
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import (
     SGD,
     Adam,
@@ -37,6 +37,7 @@ from halfmoon.core.optim import (
     Optimizer,
     StepSchedule,
 )
+from halfmoon.core.split_options import SplitOptions
 from halfmoon.core.user_cache import user_cache
 from halfmoon.data import (
     Images,
@@ -62,7 +63,6 @@ from halfmoon.models import registry as networks
 from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.finetuned import backbone_paths, feature_head, fine_tune
 from halfmoon.models.hubs import weights_file as published_weights_file
-from halfmoon.models.network import Normalize
 from halfmoon.models.weights import read_weights_file as read_weights
 from halfmoon.runs.features import Progress, select_inputs
 

@@ -27,6 +27,7 @@ from halfmoon.config.schema import Config, explicit_method_options
 from halfmoon.core import hubs, rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import retain_freed_memory
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.user_cache import is_private, trim
 from halfmoon.data.views import Plain, View
 from halfmoon.engine.evaluation import Examples
@@ -35,7 +36,6 @@ from halfmoon.engine.sampling import Views
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.models.modules import ModuleNetwork, feature_function
-from halfmoon.models.network import Normalize
 from halfmoon.storage import atomic_io
 
 Progress = Callable[[int, int], None]

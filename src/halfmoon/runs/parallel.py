@@ -13,9 +13,8 @@ from queue import Empty
 from typing import Any, NamedTuple
 
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import Diverged, UserError
 from halfmoon.core.parents import exit_with_parent
-from halfmoon.engine.driver import Diverged
 from halfmoon.engine.executors.pools import available_processors, make_process_context, terminate_pool
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfmoon.api.ranges import POSITIVE
 from halfmoon.api.types import Method, Task
 from halfmoon.config.option_types import convert_value
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.optim import SGD
+from halfmoon.core.ranges import POSITIVE
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import Split
 from halfmoon.data.views import Plain

@@ -13,6 +13,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
 from halfmoon.data import Images, Source, Split, take_share
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES
 from halfmoon.data.readers.class_folders import (
@@ -26,7 +27,6 @@ from halfmoon.methods import registry
 from halfmoon.methods.analytic import MixtureHead
 from halfmoon.models.efficientnet import FEATURES, SIDE
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
-from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.studies.cost import (

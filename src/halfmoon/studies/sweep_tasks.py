@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfmoon.config.schema import Config, resolve
-from halfmoon.core.errors import UserError
-from halfmoon.engine.driver import Diverged
+from halfmoon.core.errors import Diverged, UserError
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.storage.folder_writer import FolderInUse

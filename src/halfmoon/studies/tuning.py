@@ -23,9 +23,8 @@ from halfmoon.config import schema as settings
 from halfmoon.config.option_types import union_members
 from halfmoon.config.schema import Config
 from halfmoon.core import rng
-from halfmoon.core.errors import UserError, install_command
+from halfmoon.core.errors import Diverged, UserError, install_command
 from halfmoon.core.spreadsheet import escape_formula
-from halfmoon.engine.driver import Diverged
 from halfmoon.runs import runner
 from halfmoon.storage import atomic_io
 

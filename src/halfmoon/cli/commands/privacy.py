@@ -3,11 +3,11 @@
 import argparse
 from typing import Any
 
-from halfmoon.api.ranges import POSITIVE
 from halfmoon.cli.commands.base import add_command, print_json, print_text
 from halfmoon.config.option_types import parse_value
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
+from halfmoon.core.ranges import POSITIVE
 
 INTEGER_FLAGS = {"clients": "number of clients", "cohort": "number of clients in a round", "rounds": "number of rounds"}
 NUMBER_FLAGS = {

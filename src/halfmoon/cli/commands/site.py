@@ -115,8 +115,8 @@ def _print_survey(result: Survey) -> None:
     """Print the contents of a site folder, its faults, and the methods that it can take part in."""
     from rich.console import Console
 
-    from halfmoon.api.requirements import LABEL_LOCATIONS
     from halfmoon.cli.console import wrap_text
+    from halfmoon.core.label_locations import LABEL_LOCATIONS
 
     labeled_share = f" ({result.labeled / result.readable:.1%})" if result.readable else ""
     print_text(

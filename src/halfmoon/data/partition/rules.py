@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.api.split_options import SplitOptions
 from halfmoon.core.errors import UserError
+from halfmoon.core.split_options import SplitOptions
 from halfmoon.data.partition.primitives import apportion, spread_by_dirichlet
 
 FEDMATCH_CLASS_PROBABILITIES = (0.50, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15)

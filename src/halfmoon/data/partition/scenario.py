@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
-from halfmoon.api.ranges import Range, at_least
-from halfmoon.api.requirements import LabelLocation
-from halfmoon.api.split_options import SplitOptions
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.label_locations import LabelLocation
+from halfmoon.core.ranges import Range, at_least
+from halfmoon.core.split_options import SplitOptions
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition import rules
 from halfmoon.data.partition.primitives import (

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
 from halfmoon.data.views.operations import apply_operations
 from halfmoon.data.views.pools import FEDDURE_POOL, IDENTITY, OPERATION_NAMES, SEMIFL_POOL, OperationPool, fedloke_pool
 from halfmoon.data.views.tables import box_masks, crop_maps, gather_pixels, paint_gray_boxes_
-from halfmoon.models.network import Normalize
 
 Draws = dict[str, Tensor]
 Shape = tuple[int, int, int]

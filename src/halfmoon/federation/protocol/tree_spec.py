@@ -12,11 +12,12 @@ from torch import Tensor
 
 from halfmoon.api.types import ClientUpdate, Task
 from halfmoon.core import rng, tree
+from halfmoon.core.errors import Diverged
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import Split
 from halfmoon.data.views import Plain
 from halfmoon.engine.budget import Budget
-from halfmoon.engine.driver import ClientContext, Diverged
+from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Batching, Views

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.mean import average_stacked_uploads
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method, StateStore, Task
+from halfmoon.api.upload_mean import average_stacked_uploads
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError

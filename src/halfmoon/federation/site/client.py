@@ -17,8 +17,7 @@ from typing import Any
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.core import plugins, tree
-from halfmoon.core.errors import UserError
-from halfmoon.engine.driver import Diverged
+from halfmoon.core.errors import Diverged, UserError
 from halfmoon.federation.protocol import limits, messages
 from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.messages import (

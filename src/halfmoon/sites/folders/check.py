@@ -28,7 +28,7 @@ from halfmoon.sites.folders.site_folder import (
 )
 
 if TYPE_CHECKING:
-    from halfmoon.api.requirements import LabelLocation
+    from halfmoon.core.label_locations import LabelLocation
 
 
 MIN_USED_RANGE = 0.1

@@ -25,7 +25,7 @@ from halfmoon.sites.folders.site_folder import CLASSES_FILE, LABELS_FILE
 from halfmoon.storage import atomic_io, locks
 
 if TYPE_CHECKING:
-    from halfmoon.api.requirements import LabelLocation
+    from halfmoon.core.label_locations import LabelLocation
 
 FEDERATION_FILE = "federation.toml"
 

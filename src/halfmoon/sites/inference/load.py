@@ -10,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 from halfmoon.core import hubs, plugins, tree
 from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.tree import Tree
 from halfmoon.data.images import average_pool, pad_to
 from halfmoon.models import Network
 from halfmoon.models.efficientnet import FEATURES as TOP_FEATURES
 from halfmoon.models.modules import ModuleNetwork
-from halfmoon.models.network import Normalize
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY

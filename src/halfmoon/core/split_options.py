@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from halfmoon.api.ranges import BELOW_ONE, POSITIVE, SHARE, Range, at_least
-from halfmoon.api.requirements import LabelLocation
+from halfmoon.core.label_locations import LabelLocation
+from halfmoon.core.ranges import BELOW_ONE, POSITIVE, SHARE, Range, at_least
 
 # With a larger concentration, the gamma variates from which a Dirichlet variate is computed overflow.
 ALPHA = Range(0, 1e9, "above 0 and at most 1e9", with_low=False)
