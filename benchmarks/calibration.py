@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from halfmoon.data import load
-from halfmoon.engine.evaluation import find_temperature
+from halfmoon.models.temperature import find_temperature
 from halfmoon.sites.inference.load import load_model
 from halfmoon.sites.inference.measure import measure_fit
 

@@ -28,8 +28,8 @@ from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import launch
 from halfmoon.models import SmallCNN
+from halfmoon.models.model_card import Card
 from halfmoon.runs.factory import build_task
-from halfmoon.runs.model_card import Card
 from halfmoon.sites import folders
 from halfmoon.sites.inference import card_document
 from halfmoon.sites.inference.load import load_model

@@ -29,13 +29,13 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import escape_formulas
 from halfmoon.data import load
-from halfmoon.engine.evaluation import MAX_TEMPERATURE, MIN_TEMPERATURE
-from halfmoon.engine.evaluation import find_temperature as of_tensors
 from halfmoon.models import NETWORKS
+from halfmoon.models.model_card import Card
+from halfmoon.models.temperature import MAX_TEMPERATURE, MIN_TEMPERATURE
+from halfmoon.models.temperature import find_temperature as of_tensors
 from halfmoon.notebook import trained
 from halfmoon.report import diagrams
 from halfmoon.runs import factory
-from halfmoon.runs.model_card import Card
 from halfmoon.sites.inference import InferenceModel, export, load_model, measure
 from halfmoon.sites.inference import load as deployed
 from halfmoon.sites.inference.image_folder import list_images, list_labeled_images

@@ -4,7 +4,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 def format_key(name: str) -> str:
@@ -30,7 +30,8 @@ def format_value(item: Any) -> str:
         # JSON escapes what TOML's basic strings must escape, except DEL.
         return json.dumps(str(item), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(item, Sequence):
-        return f"[{', '.join(map(format_value, item))}]"
+        elements = cast(Sequence[Any], item)
+        return f"[{', '.join(map(format_value, elements))}]"
     raise TypeError(f"no TOML for {item!r}")
 
 

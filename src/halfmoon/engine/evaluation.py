@@ -19,6 +19,7 @@ from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
 from halfmoon.engine.executors.base import Executor
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.models import Network
+from halfmoon.models.temperature import find_temperature
 
 SERIAL = SerialExecutor()
 """The executor of evaluations that need no other."""
@@ -31,13 +32,6 @@ LOGIT_PIXELS = 2**16
 
 BATCH_STATISTICS_IMAGES = 250
 """Consecutive test images that share batch statistics, where a model is normalized by these."""
-
-MIN_TEMPERATURE = 0.05
-MAX_TEMPERATURE = 20.0
-"""The range of temperatures. If all images are classified correctly, the best temperature would be 0."""
-
-BISECTIONS = 60
-"""Number of bisections by which a temperature is found: more than a float has digits."""
 
 
 class Examples(NamedTuple):
@@ -406,38 +400,6 @@ def roc_auc(positive: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> flo
     mean_ranks = np.cumsum(score_counts) - (score_counts - 1) / 2
     rank_sum = float(mean_ranks[score_index][positive].sum())
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
-
-
-def find_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Fit the temperature that minimizes the mean cross-entropy of softmax(logits / temperature).
-
-    Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes.
-
-    Args:
-        logits: float64 (N, classes).
-        labels: int64 (N,).
-
-    Returns:
-        The temperature, between `MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
-    """
-    true_logits = logits.gather(1, labels[:, None])[:, 0]
-
-    def slope(scale: float) -> float:
-        """Compute the derivative of the cross-entropy in scale = 1 / temperature: the mean of E_p[z] - z_y."""
-        probabilities = (scale * logits).softmax(1)
-        expected_logits = (probabilities * logits).sum(1)
-        return float((expected_logits - true_logits).mean())
-
-    # The cross-entropy is convex in scale, so its slope changes its sign once: bisect log(scale) between the bounds.
-    low = math.log(1 / MAX_TEMPERATURE)
-    high = math.log(1 / MIN_TEMPERATURE)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        if slope(math.exp(middle)) < 0:
-            low = middle
-        else:
-            high = middle
-    return math.exp(-(low + high) / 2)
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ from halfmoon.engine.loop import Experiment, Row
 from halfmoon.engine.runtime import ServerRuntime
 from halfmoon.methods import registry
 from halfmoon.models import Network
+from halfmoon.models.model_card import Card
 from halfmoon.report.remarks import list_remarks, summarize_pseudo_labels
 from halfmoon.report.run_reader import StoredRun
 from halfmoon.report.tables import comparison_table
 from halfmoon.runs.factory import ImageSpec, image_preparation
-from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.checkpoints import TIMINGS
 from halfmoon.storage.folder_writer import WriteError, resume_command

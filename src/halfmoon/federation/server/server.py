@@ -53,9 +53,9 @@ from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.secure_sum import lasting_keys
 from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.methods import registry
+from halfmoon.models.model_card import Card
 from halfmoon.runs import assembly, budgets, factory
 from halfmoon.runs.features import select_inputs
-from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io

@@ -53,8 +53,8 @@ from halfmoon.federation.site.runtime import (
 )
 from halfmoon.federation.site.site_keys import KeyFiles, KnownKeys
 from halfmoon.methods import registry
+from halfmoon.models.model_card import Card
 from halfmoon.runs.factory import apply_compute_settings, count_site_threads
-from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.folders.site_folder import MODEL_FOLDER, suggest_class
 from halfmoon.sites.inference import card_document

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from halfmoon.models.model_card import Card
 from halfmoon.models.registry import describe
-from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io
 
 CARD_FILES = ("model-card.md", "model-card.html")

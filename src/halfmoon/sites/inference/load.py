@@ -15,8 +15,8 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.images import average_pool, pad_to
 from halfmoon.models import Network
 from halfmoon.models.efficientnet import FEATURES as TOP_FEATURES
+from halfmoon.models.model_card import Card
 from halfmoon.models.modules import ModuleNetwork
-from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY
 from halfmoon.storage.serialization import check_checksum

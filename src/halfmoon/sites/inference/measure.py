@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import escape_formulas
 from halfmoon.data.readers.class_folders import find_part
-from halfmoon.engine.evaluation import find_temperature
+from halfmoon.models.temperature import find_temperature
 from halfmoon.sites.inference.image_folder import UnreadableImage, check_confidence, list_labeled_images, read_batches
 from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_model
 from halfmoon.storage import atomic_io, integrity
