@@ -1,7 +1,4 @@
-"""What of Flower is used without a promise is there, in the version that is installed, and what is made of it.
-
-A site that has just answered asks again soon; one that has nothing to do asks as seldom as Flower's own program.
-"""
+"""What of Flower is used without a promise is there, in the version that is installed, and what is made of it."""
 
 import importlib
 import inspect
@@ -30,7 +27,6 @@ from flwr.supernode import fleet_http_connection
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.grid import GridTransport, unwrap_message, wrap_message
 from halfmoon.federation.transport.internals import NAMES, VERSIONS, act_as_node, set_message_id
-from halfmoon.federation.transport.node import poll_delay
 
 VERSION = metadata.version("flwr")
 
@@ -85,19 +81,6 @@ def test_a_worker_imports_nothing_for_its_first_gradient():
     """What is imported late is imported for every message to a site; torch.func's own gradient needs 800 modules."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_polls_become_seldom_and_never_more_seldom_than_flowers():
-    assert [poll_delay(idle) for idle in (0.0, 0.1, 1.0, 4.0, 1000.0)] == [0.1, 0.1, 0.5, 2.0, 3.0]
-
-
-def test_a_request_waits_half_of_the_round_at_most():
-    """Whenever the request comes after 0.2 s, the time until the poll that fetches it is half of the wait before."""
-    time = 0.0
-    while time < 100:
-        step = poll_delay(time)
-        assert step <= max(0.1, time / 2)
-        time += step
 
 
 class Late:

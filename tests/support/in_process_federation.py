@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.data import Images, sources
+from halfmoon.federation.protocol import polling
 from halfmoon.federation.protocol.messages import (
     Acceptance,
     FinalModel,
@@ -28,7 +29,6 @@ from halfmoon.federation.protocol.messages import (
     Request,
     read_message,
 )
-from halfmoon.federation.server import sessions
 from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.transport import client_app, local
 from halfmoon.federation.transport.grid import GridTransport, unwrap_message
@@ -161,7 +161,8 @@ def speed_up_rehearsals() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "_load_digits", load_few_digits)
         patch.setattr(os, "fsync", lambda handle: None)
-        patch.setattr(sessions, "MIN_PAUSE_SECONDS", 0.001)
+        patch.setattr(polling, "UNKNOWN_STEP_SECONDS", 0.001)
+        patch.setattr(polling, "SHORTEST_SECONDS", 0.001)
         yield
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import ForeignBundle
+from halfmoon.federation.protocol.polling import PollSchedule
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT, Fleet, Packet
 from halfmoon.federation.transport.processes import SUPERNODE, WORKER, claim_lock, command, interruptible
@@ -33,21 +34,11 @@ WRONG_BUNDLE = 7
 WORKER_DIED = 8
 """Codes of Flower's `ErrorCode`."""
 
-MIN_POLL_SECONDS = 0.1
 MAX_POLL_SECONDS = 3.0
-"""Bounds of the time between two polls."""
+"""Longest time between two polls, which is that of Flower's node."""
 
 IDLE_SHARE = 0.5
-"""Time between two polls as a share of the time since the last reply.
-
-A round has several messages to the same sites, so a site that has just replied is likely to get the next message soon. An
-idle site polls as rarely as Flower's node.
-"""
-
-
-def poll_delay(idle_seconds: float) -> float:
-    """Compute the seconds until the next poll of a site, from the seconds since its last reply."""
-    return min(MAX_POLL_SECONDS, max(MIN_POLL_SECONDS, IDLE_SHARE * idle_seconds))
+"""Time between two polls of a site whose next message is late, as a share of the delay."""
 
 
 def run_node(folder: Path) -> int:
@@ -86,14 +77,16 @@ def _reply_forever(fleet: Fleet, worker: "Worker", checker: "BundleChecker", con
         checker: finds runs whose program is not the one that the site's people agreed to; these get an error.
         config: options of the site's app.
     """
+    schedule = PollSchedule(IDLE_SHARE, MAX_POLL_SECONDS, MAX_POLL_SECONDS)
     last_reply = time.monotonic()
     while True:
+        time.sleep(schedule.pause(time.monotonic() - last_reply))
         packet = fleet.receive()
         if packet is None:
-            time.sleep(poll_delay(time.monotonic() - last_reply))
             continue
-        internals.print_line(MESSAGE_RECEIVED)
         start = time.monotonic()
+        schedule.record(start - last_reply)
+        internals.print_line(MESSAGE_RECEIVED)
         fault = checker.find_fault(fleet, packet.message.metadata.run_id)
         if fault is not None:
             reply = internals.error_reply(packet.message, WRONG_BUNDLE, "another program")
