@@ -12,7 +12,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import MISSING, fields
 from functools import cache
@@ -47,6 +48,7 @@ from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.plan import FederationTable, Rules, option_descriptions
 from halfmoon.methods import registry
+from halfmoon.methods.analytic import ON_FEATURES
 from halfmoon.methods.objectives import Objective
 from halfmoon.models import SmallCNN
 from halfmoon.runs.factory import ImageSpec
@@ -112,15 +114,37 @@ def _brief(kind: str) -> str:
 
 
 def methods() -> str:
-    """Return a table of the catalog and of its centralized methods, each name linked to its page."""
-    every = [registry.entry(name) for name in registry.names()]
-    groups = [each for each in every if not each.pooled], [each for each in every if each.pooled]
-    tables = list[str]()
-    for entries in groups:
-        rows = [[f"[`{each.name}`](methods/{page_of(each.name)}.md)", each.labels, each.about] for each in entries]
-        tables.append(table(["name", "labels needed", "in a sentence"], rows))
-    federated, centralized = tables
-    return f"{federated}\nCentralized, with all images in one place, to compare with:\n\n{centralized}"
+    """Write the tables of methods: those to begin with, the federated ones, and the centralized ones.
+
+    Year, idea and use of a method are in docs/methods.toml; the rest is in the catalog.
+
+    Raises:
+        ValueError: a method of the catalog is missing in docs/methods.toml, or the other way round.
+    """
+    notes = tomllib.loads((ROOT / "docs" / "methods.toml").read_text(encoding="utf-8"))
+    names = [*registry.names(), *(entry.name for entry in ON_FEATURES)]
+    if different := set(notes) ^ set(names):
+        raise ValueError(f"docs/methods.toml and the catalog of methods differ in {sorted(different)}")
+    first = [name for name in notes if notes[name].get("first")]
+    rest = [name for name in names if name not in first]
+    federated = [name for name in rest if not registry.entry(name).pooled]
+    centralized = [name for name in rest if registry.entry(name).pooled]
+
+    def rows(of: Sequence[str]) -> str:
+        head = ["name", "year", "labels needed at", "how unlabeled images are used", "when to use it"]
+        return table(head, [_method_row(name, notes[name]) for name in of])
+
+    return (
+        f"Begin with these:\n\n{rows(first)}\nAll others:\n\n{rows(federated)}\n"
+        f"Centralized, with all images in one place, to compare with:\n\n{rows(centralized)}"
+    )
+
+
+def _method_row(name: str, note: Mapping[str, Any]) -> list[str]:
+    """Return a method's cells: name with a link to its page, year, who needs labels, idea, and use."""
+    entry = registry.entry(name)
+    page = "weights.md" if entry in ON_FEATURES else f"methods/{page_of(name)}.md"
+    return [f"[`{name}`]({page})", str(note["year"]), entry.labels, note["idea"], note["use"]]
 
 
 def page_of(name: str) -> str:

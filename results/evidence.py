@@ -33,7 +33,6 @@ PAGES = (
     HERE / "evidence_images.md",
     HERE / "evidence_xrays.md",
     HERE / "evidence_older.md",
-    HERE.parent / "docs" / "index.md",
 )
 """Where tables stand, between `<!-- table: NAME -->` and `END`."""
 END = "<!-- /table -->"
@@ -183,11 +182,6 @@ PICTURED = (("digits, IID labels", "last"), ("digits, IID labels, kept optimizer
             ("pneumonia_mnist, IID labels", "auc"), ("pneumonia_mnist", "held"),
             ("pneumonia_mnist", "last"), ("pneumonia_mnist", "auc"))  # fmt: skip
 """The tables that are drawn and told in short; the others are older recipes, or say the same of other images."""
-
-FIRST = (("digits, IID labels", "last"), ("fashion_mnist", "last"), ("cifar10", "last"),
-         ("pneumonia_mnist, 80 labels", "held"), ("pneumonia_mnist, 80 labels", "held_balanced"))  # fmt: skip
-"""The tables that the front page of the docs summarizes, without the columns `LATER`."""
-LATER = ("labels lie", "in one place")
 
 LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all images",
           "pneumonia_mnist, 80 labels": "evenly, 80 in all",
@@ -435,8 +429,6 @@ def report() -> None:
     write_sheet(SHEET, names, chain.from_iterable(found.values()))
     tables = {f"{data}{PARTS[key].words}": _markdown(rows, PARTS[key].head) for (data, key), rows in found.items()}
     tables["in short"] = _columns(_short(found, PICTURED))
-    first = _short(found, FIRST)
-    tables["first"] = _columns({head: cells for head, cells in first.items() if head not in LATER})
     pages = {path: path.read_text() for path in PAGES}
     for title, table_ in tables.items():
         begin = f"<!-- table: {title} -->\n"
