@@ -15,7 +15,7 @@ PICTURE = Path(__file__).resolve().parent / "images" / "architecture.png"
 ROWS = (
     {"notebook": "results as objects"},
     {"cli": "commands and flags", "pages": "label, review, watch"},
-    {"studies": "sweeps, image folders", "federation": "server, sites, Flower", "contract": "check-method"},
+    {"studies": "sweeps, image folders", "federation": "server, sites, Flower, check-method"},
     {"sites": "folders, keys, trained models"},
     {"runs": "from a configuration to objects to a run folder"},
     {"config": "every option once", "methods": "one file a method or a loss, registry"},

@@ -14,7 +14,10 @@ from halfmoon.api.requirements import requirements_of
 from halfmoon.api.upload_mean import UploadMean
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.engine.loop import TooFewReplies
+from halfmoon.federation.contract.small_federation import (
     make_dataset,
     make_simulation,
     make_task,
@@ -22,9 +25,6 @@ from halfmoon.contract.small_federation import (
     run_rounds,
     start_server,
 )
-from halfmoon.core import tree
-from halfmoon.core.errors import UserError
-from halfmoon.engine.loop import TooFewReplies
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedrgd import FedRGD

@@ -16,7 +16,12 @@ from halfmoon.aggregation.robust import FiniteCheck, RobustAggregator
 from halfmoon.api.uploads import Upload
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import (
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.local_clients import FederatedDataset
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     SIZES,
     make_dataset,
@@ -25,11 +30,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import rng, tree
-from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
-from halfmoon.data.partition.split import SERVER
-from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.federation.server.plan import load_plan
 from halfmoon.runs import runner
 from halfmoon.storage.checkpoints import METRICS

@@ -31,7 +31,13 @@ from halfmoon.cli import console
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.engine import loop
+from halfmoon.engine.loop import Experiment
+from halfmoon.engine.runtime import RuntimeSettings
+from halfmoon.federation.contract.small_federation import (
     NETWORK,
     make_dataset,
     make_simulation,
@@ -41,12 +47,6 @@ from halfmoon.contract.small_federation import (
     run_rounds,
     start_server,
 )
-from halfmoon.core import tree
-from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
-from halfmoon.engine import loop
-from halfmoon.engine.loop import Experiment
-from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime

@@ -31,10 +31,10 @@ from halfmoon.aggregation.robust import (
 )
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import max_difference, run_rounds, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
+from halfmoon.federation.contract.small_federation import max_difference, run_rounds, start_server, trees_equal
 from halfmoon.methods import registry
 from halfmoon.runs.factory import build_aggregators, build_method
 from halfmoon.storage.checkpoints import METRICS

@@ -46,11 +46,11 @@ from halfmoon.aggregation.secure.masking import (
 )
 from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
-from halfmoon.contract.checks import SIZES
-from halfmoon.contract.small_federation import max_difference, run_rounds, start_server
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFewReplies
+from halfmoon.federation.contract.checks import SIZES
+from halfmoon.federation.contract.small_federation import max_difference, run_rounds, start_server
 from halfmoon.federation.protocol.messages import (
     ANNOUNCE_KEYS,
     DEAL_SHARES,

@@ -19,8 +19,11 @@ from halfmoon import Config
 from halfmoon.aggregation.precision import compress_upload, decompress_upload, quantize
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.uploads import UPDATE_ONLY, Upload
-from halfmoon.contract.sites import Wire, make_remote_runtime
-from halfmoon.contract.small_federation import (
+from halfmoon.core import rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.engine.sampling import Amount, Batching, Views
+from halfmoon.federation.contract.sites import Wire, make_remote_runtime
+from halfmoon.federation.contract.small_federation import (
     NETWORK,
     make_dataset,
     make_simulation,
@@ -29,9 +32,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import rng, tree
-from halfmoon.core.errors import UserError
-from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.federation.protocol.messages import Reply, read_message, write_message
 from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server.calls import Inspection

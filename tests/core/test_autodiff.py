@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import PseudoLabels, StepMetrics, WeightedMetric
-from halfmoon.contract.small_federation import trees_equal
 from halfmoon.core import tree
 from halfmoon.core.autodiff import cross_entropy, grad_and_value, inside_transform, vjp, vmap_clients
+from halfmoon.federation.contract.small_federation import trees_equal
 from halfmoon.models import SmallCNN
 
 NETWORK = SmallCNN(1, 4, 4)

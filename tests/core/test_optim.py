@@ -5,7 +5,6 @@ import torch
 from torch.func import vmap
 
 from halfmoon.api.types import Task
-from halfmoon.contract.small_federation import NETWORK
 from halfmoon.core import tree
 from halfmoon.core.optim import (
     SGD,
@@ -17,6 +16,7 @@ from halfmoon.core.optim import (
     StepSchedule,
     gradient_step,
 )
+from halfmoon.federation.contract.small_federation import NETWORK
 
 RULES = [
     (SGD(0.1), torch.optim.SGD, {"lr": 0.1}),

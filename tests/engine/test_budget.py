@@ -6,9 +6,15 @@ from hypothesis import given
 
 from halfmoon.api.types import ClientUpdate, Passes
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import make_dataset, make_simulation, make_task, run_rounds, start_server
 from halfmoon.engine.budget import Budget, ClientSize, Cost, batch_rule_amount, find_largest_update, images_per_step
 from halfmoon.engine.sampling import Amount, Batching
+from halfmoon.federation.contract.small_federation import (
+    make_dataset,
+    make_simulation,
+    make_task,
+    run_rounds,
+    start_server,
+)
 from halfmoon.methods import registry
 from halfmoon.runs import runner
 

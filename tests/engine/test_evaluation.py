@@ -11,7 +11,6 @@ from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import PseudoLabels
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import CLASSES, make_examples, make_task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
@@ -28,6 +27,7 @@ from halfmoon.engine.evaluation import (
     summarize_clients,
 )
 from halfmoon.engine.loop import summarize_pseudo_labels
+from halfmoon.federation.contract.small_federation import CLASSES, make_examples, make_task
 from halfmoon.models import SmallCNN, track
 from halfmoon.runs import factory
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfmoon.contract.small_federation import make_dataset, make_simulation, make_task, start_server
 from halfmoon.core import tree
 from halfmoon.engine.executors.base import MAX_ATTEMPTS, Executor, WorkerDied
 from halfmoon.engine.executors.processes import ProcessExecutor
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.executors.vmap import VmapExecutor
+from halfmoon.federation.contract.small_federation import make_dataset, make_simulation, make_task, start_server
 from halfmoon.methods.fedavg import FedAvg
 
 

@@ -11,13 +11,19 @@ from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Method
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import CLASSES, make_examples, make_simulation, make_task, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split, summarize
 from halfmoon.engine import loop
 from halfmoon.engine.evaluation import evaluate_model
 from halfmoon.engine.loop import Experiment, run_rounds
+from halfmoon.federation.contract.small_federation import (
+    CLASSES,
+    make_examples,
+    make_simulation,
+    make_task,
+    trees_equal,
+)
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.runs import runner

@@ -20,11 +20,11 @@ import torch
 from test_contract import in_turn, scene
 
 from halfmoon.api.types import ClientData
-from halfmoon.contract.small_federation import run_rounds, start_server
 from halfmoon.core import tree
 from halfmoon.engine import driver
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.executors.vmap import VmapExecutor
+from halfmoon.federation.contract.small_federation import run_rounds, start_server
 
 META = torch.device("meta")
 

@@ -11,8 +11,12 @@ from torch.func import vmap
 
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method
-from halfmoon.contract.checks import compare_executors
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.engine import driver
+from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.checks import compare_executors
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     NETWORK,
     ExecutorName,
@@ -24,10 +28,6 @@ from halfmoon.contract.small_federation import (
     run_rounds,
     start_server,
 )
-from halfmoon.core import tree
-from halfmoon.core.autodiff import grad_and_value
-from halfmoon.engine import driver
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.cbafed import CBAFed
 from halfmoon.methods.fedavg import FedAvg

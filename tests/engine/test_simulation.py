@@ -15,18 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, ClientData, Method
-from halfmoon.contract.small_federation import (
-    CLASSES,
-    NETWORK,
-    SIZES,
-    make_dataset,
-    make_simulation,
-    make_task,
-    max_difference,
-    run_rounds,
-    start_server,
-    trees_equal,
-)
 from halfmoon.core import tree
 from halfmoon.core.errors import Diverged
 from halfmoon.core.optim import SGD, CosineSchedule
@@ -41,6 +29,18 @@ from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.engine.runtime import first_of_permutation, sample_responders
 from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.small_federation import (
+    CLASSES,
+    NETWORK,
+    SIZES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure

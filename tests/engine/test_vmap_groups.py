@@ -9,12 +9,18 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmoon.api.types import ClientUpdate, Method
-from halfmoon.contract.checks import compare_executors
-from halfmoon.contract.small_federation import make_dataset, make_simulation, make_task, run_rounds, start_server
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
 from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.groups import MAX_PADDING, WorkSize, group_clients
 from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.checks import compare_executors
+from halfmoon.federation.contract.small_federation import (
+    make_dataset,
+    make_simulation,
+    make_task,
+    run_rounds,
+    start_server,
+)
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure

@@ -6,7 +6,7 @@ In a file of its own behind `test_contract.py`, whose runs it compares with: one
 import pytest
 from test_contract import BATCHINGS, in_turn, row_of, straight
 
-from halfmoon.contract import checks
+from halfmoon.federation.contract import checks
 from halfmoon.methods import registry
 
 CASES = [case for case in in_turn(BATCHINGS) if not registry.entry(str(case.values[0])).pooled]

@@ -10,8 +10,8 @@ from fake_transport import VERSION, FakeTransport, exchange_messages, make_node,
 from safetensors.torch import save_file
 from test_site_client import folder as folder_of
 
-from halfmoon.contract.small_federation import trees_equal
 from halfmoon.core import rng, tree, weight_files
+from halfmoon.federation.contract.small_federation import trees_equal
 from halfmoon.federation.protocol.messages import (
     Acceptance,
     FinalModel,

@@ -23,11 +23,11 @@ from test_messages import FEDERATED, REQUEST, Bad, federation
 from test_site_client import TERMS, folder, made, offer, play, told
 from text_log import TextLog
 
-from halfmoon.contract.sites import HASH, RUN, SEED, VERSION, Wire
-from halfmoon.contract.small_federation import start_server
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount, Views
+from halfmoon.federation.contract.sites import HASH, RUN, SEED, VERSION, Wire
+from halfmoon.federation.contract.small_federation import start_server
 from halfmoon.federation.protocol import header, limits
 from halfmoon.federation.protocol.messages import (
     MAX_INTEGER,

@@ -11,8 +11,8 @@ from test_contract import BATCHINGS, ROUNDS, scene, straight
 from text_log import TextLog
 
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, make_remote_runtime
-from halfmoon.contract.small_federation import start_server, trees_equal
+from halfmoon.federation.contract.sites import HASH, RUN, VERSION, Wire, make_remote_runtime
+from halfmoon.federation.contract.small_federation import start_server, trees_equal
 from halfmoon.federation.protocol.messages import (
     Acceptance,
     MalformedMessage,

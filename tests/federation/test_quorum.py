@@ -11,11 +11,11 @@ import torch
 from test_contract import BATCHINGS, ROUNDS, scene
 from text_log import TextLog
 
-from halfmoon.contract.sites import HASH, VERSION, make_remote_runtime
-from halfmoon.contract.small_federation import run_rounds, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFewReplies
+from halfmoon.federation.contract.sites import HASH, VERSION, make_remote_runtime
+from halfmoon.federation.contract.small_federation import run_rounds, start_server, trees_equal
 from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read_message, write_message
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules

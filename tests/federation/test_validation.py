@@ -19,7 +19,6 @@ from test_messages import REQUEST
 
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, StepMetrics, Task, UpdateRequirements
 from halfmoon.api.uploads import UPDATE_ONLY, Aux, Upload, UploadSpec
-from halfmoon.contract.small_federation import make_task, start_server
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -27,6 +26,7 @@ from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import ClientContext, ClientResult
 from halfmoon.engine.sampling import Amount, Views
+from halfmoon.federation.contract.small_federation import make_task, start_server
 from halfmoon.federation.protocol.messages import Reply
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe, make_tree_spec
 from halfmoon.federation.server.cohorts import Quarantine, Refusals

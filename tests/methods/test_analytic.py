@@ -15,12 +15,12 @@ import halfmoon
 from halfmoon import Config, UserError
 from halfmoon.aggregation.privacy.accounting import compute_epsilon
 from halfmoon.api.types import Task
-from halfmoon.contract.small_federation import make_simulation, run_rounds, start_server
 from halfmoon.core import tree
 from halfmoon.core.optim import Adam
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset
+from halfmoon.federation.contract.small_federation import make_simulation, run_rounds, start_server
 from halfmoon.methods.analytic import (
     MixtureHead,
     RidgeHead,

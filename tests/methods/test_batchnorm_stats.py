@@ -7,7 +7,11 @@ from scripted_federation import OneWeightNetwork, ScriptedFederation, get_weight
 from torch import nn
 
 from halfmoon.api.types import ClientData
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.normalize import Normalize
+from halfmoon.data.partition.split import SERVER
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     SIZES,
     make_dataset,
@@ -16,10 +20,6 @@ from halfmoon.contract.small_federation import (
     max_difference,
     start_server,
 )
-from halfmoon.core import tree
-from halfmoon.core.errors import UserError
-from halfmoon.core.normalize import Normalize
-from halfmoon.data.partition.split import SERVER
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate_statistics
 from halfmoon.methods.heterofl import HeteroFL
 from halfmoon.methods.semifl import SemiFL

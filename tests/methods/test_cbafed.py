@@ -8,11 +8,17 @@ import torch.nn.functional as F
 from method_helpers import assert_params_match, begin_update, make_random_images, make_torch_module, simulate_rounds
 
 from halfmoon.api.types import Batch, ClientData
-from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
 from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.small_federation import (
+    make_dataset,
+    make_task,
+    max_difference,
+    start_server,
+    trees_equal,
+)
 from halfmoon.methods.cbafed import CBAFed, CBAFedClient, blend_with_saved
 
 

@@ -12,9 +12,16 @@ from reference_objectives import ReferenceModel, mean_teacher
 from torch_models import make_state_dict
 
 from halfmoon.api.types import Batch, Method
-from halfmoon.contract.small_federation import SIZES, make_dataset, make_simulation, make_task, run_rounds, start_server
 from halfmoon.core.optim import SGD, CosineSchedule
 from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.small_federation import (
+    SIZES,
+    make_dataset,
+    make_simulation,
+    make_task,
+    run_rounds,
+    start_server,
+)
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import (
+from halfmoon.core import rng
+from halfmoon.core.errors import UserError
+from halfmoon.federation.contract.small_federation import (
     make_dataset,
     make_simulation,
     make_task,
@@ -16,8 +18,6 @@ from halfmoon.contract.small_federation import (
     run_rounds,
     start_server,
 )
-from halfmoon.core import rng
-from halfmoon.core.errors import UserError
 from halfmoon.federation.server.plan import load_plan
 from halfmoon.methods import registry
 from halfmoon.methods.objectives.base import labeled_cross_entropy, soft_cross_entropy

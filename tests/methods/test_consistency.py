@@ -14,7 +14,8 @@ from test_objectives import Line, W, batch, pseudo_label
 from torch.func import grad_and_value
 
 from halfmoon.api.types import Batch, Task
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.federation.contract.small_federation import (
     make_dataset,
     make_simulation,
     make_task,
@@ -22,7 +23,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch, MeanTeacher, Objective, PiModel, PseudoLabel
 from halfmoon.methods.objectives.base import compute_mean_prediction, ramp_weight, update_teacher

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from halfmoon.api.types import Method, Task
-from halfmoon.contract import checks
-from halfmoon.contract.checks import BATCHINGS, ROUNDS
-from halfmoon.contract.small_federation import CLASSES, Snapshot, max_difference, run_rounds, start_server
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.simulation import Simulation
+from halfmoon.federation.contract import checks
+from halfmoon.federation.contract.checks import BATCHINGS, ROUNDS
+from halfmoon.federation.contract.small_federation import CLASSES, Snapshot, max_difference, run_rounds, start_server
 from halfmoon.methods import registry
 from halfmoon.models import SmallCNN
 

@@ -3,7 +3,7 @@
 import pytest
 from method_helpers import simulate_rounds
 
-from halfmoon.contract.small_federation import CLASSES, make_dataset, make_task, max_difference, trees_equal
+from halfmoon.federation.contract.small_federation import CLASSES, make_dataset, make_task, max_difference, trees_equal
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch

@@ -16,7 +16,13 @@ from method_helpers import (
 from scripted_federation import OneWeightNetwork, ScriptedFederation, get_weight, make_one_weight_params
 
 from halfmoon.api.uploads import Upload, stack
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD, Adam
+from halfmoon.core.tree import Tree
+from halfmoon.data.views import Plain
+from halfmoon.engine.sampling import Batching, Views
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     make_dataset,
     make_simulation,
@@ -26,12 +32,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.errors import UserError
-from halfmoon.core.optim import SGD, Adam
-from halfmoon.core.tree import Tree
-from halfmoon.data.views import Plain
-from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
 from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.fedavg import FedAvg

@@ -22,7 +22,10 @@ from torch import nn
 
 import halfmoon
 from halfmoon.api.types import Batch
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     make_dataset,
     make_task,
@@ -30,9 +33,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.errors import UserError
-from halfmoon.core.optim import SGD
 from halfmoon.methods.fedcon import FedCon
 
 

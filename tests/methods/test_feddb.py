@@ -13,7 +13,10 @@ from torch.func import grad
 
 from halfmoon.api.types import Batch, ClientData, Task
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.normalize import Normalize
+from halfmoon.core.optim import SGD
+from halfmoon.federation.contract.small_federation import (
     ADAM,
     make_dataset,
     make_simulation,
@@ -23,9 +26,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.normalize import Normalize
-from halfmoon.core.optim import SGD
 from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddb import FedDB, compute_aggregation_weights, distance_from_uniform

@@ -14,12 +14,12 @@ from torch_models import TorchResNet9, TorchSmall, load_weights
 from halfmoon.api.types import Batch, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.contract import check_method
-from halfmoon.contract.small_federation import CLASSES, make_task
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.driver import create_first_memory
+from halfmoon.federation.contract.small_federation import CLASSES, make_task
 from halfmoon.methods import registry
 from halfmoon.methods.feddure import FedDure, compute_log_shares, look_up_signals, update_running_mean, update_signals
 from halfmoon.methods.fine_regulator import compute_instance_weights

@@ -14,8 +14,8 @@ from method_helpers import (
 from torch import Tensor
 
 from halfmoon.api.types import Batch
-from halfmoon.contract.small_federation import CLASSES, make_dataset, make_task, start_server
 from halfmoon.core.optim import SGD
+from halfmoon.federation.contract.small_federation import CLASSES, make_dataset, make_task, start_server
 from halfmoon.methods.fedirm import FedIRM
 
 

@@ -26,7 +26,10 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from halfmoon.api.types import Batch, Task
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.small_federation import (
     make_simulation,
     make_task,
     max_difference,
@@ -34,9 +37,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.optim import SGD
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedloke import FedLoKe
 from halfmoon.methods.objectives import UDA

@@ -10,7 +10,11 @@ from recording_methods import RecordingMethod
 from torch import Tensor
 
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     make_dataset,
     make_simulation,
@@ -20,10 +24,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.optim import SGD
-from halfmoon.core.tree import Tree
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedrgd import FedRGD, assign_groups, mean
 from halfmoon.methods.objectives import FixMatch

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from method_helpers import begin_update, make_client_data, make_random_images, make_torch_module, simulate_rounds
 
 from halfmoon.api.types import Batch
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.federation.contract.small_federation import (
     NETWORK,
     make_dataset,
     make_task,
@@ -14,8 +16,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.optim import SGD
 from halfmoon.methods.fl2 import FL2, compute_asam_step
 from halfmoon.methods.semifl import SemiFL
 

@@ -26,7 +26,10 @@ from torch.distributions import Categorical
 from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, Task
-from halfmoon.contract.small_federation import (
+from halfmoon.core import rng, tree
+from halfmoon.core.optim import SGD
+from halfmoon.engine.driver import create_first_memory
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     SIZES,
     make_dataset,
@@ -37,9 +40,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import rng, tree
-from halfmoon.core.optim import SGD
-from halfmoon.engine.driver import create_first_memory
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fml import FML
 from halfmoon.models import SmallCNN

@@ -14,7 +14,11 @@ from torch_models import build_module
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.optim import SGD
+from halfmoon.core.tree import Tree
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     SIZES,
     make_dataset,
@@ -25,10 +29,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.errors import UserError
-from halfmoon.core.optim import SGD
-from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.heterofl import HeteroFL, cut_to_leading_channels, fixed_dimensions, parse_rates
 from halfmoon.models import SmallCNN, WideResNet

@@ -14,9 +14,15 @@ from test_consistency import check, learned
 from test_objectives import Line, W, batch
 
 from halfmoon.api.types import Batch, ClientData
-from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
+from halfmoon.federation.contract.small_federation import (
+    make_dataset,
+    make_task,
+    max_difference,
+    start_server,
+    trees_equal,
+)
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import MixMatch, ReMixMatch
 from halfmoon.methods.objectives.base import mix_rows, one_hot, sharpen, soft_cross_entropy

@@ -9,10 +9,17 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.small_federation import CLASSES, NETWORK, make_dataset, make_task, max_difference, start_server
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
+from halfmoon.federation.contract.small_federation import (
+    CLASSES,
+    NETWORK,
+    make_dataset,
+    make_task,
+    max_difference,
+    start_server,
+)
 from halfmoon.methods.protofssl import ProtoFSSL, distances, first_of_each_class
 from halfmoon.models import SmallCNN
 

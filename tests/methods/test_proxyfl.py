@@ -10,7 +10,10 @@ from method_helpers import make_random_images, simulate_rounds
 from torch import Tensor
 
 from halfmoon.api.types import Batch
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.tree import Tree
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     NETWORK,
     make_simulation,
@@ -20,9 +23,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import ICPL

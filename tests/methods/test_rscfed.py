@@ -9,9 +9,15 @@ from method_helpers import assert_params_match, make_client_data, make_random_im
 
 from halfmoon.api.types import Batch
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.small_federation import make_dataset, make_task, max_difference, start_server, trees_equal
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
+from halfmoon.federation.contract.small_federation import (
+    make_dataset,
+    make_task,
+    max_difference,
+    start_server,
+    trees_equal,
+)
 from halfmoon.methods.rscfed import RSCFed
 
 

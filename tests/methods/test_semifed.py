@@ -12,7 +12,11 @@ from scripted_federation import LinearNetwork, make_linear_params
 from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientData
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     make_dataset,
     make_simulation,
@@ -22,10 +26,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.optim import SGD
-from halfmoon.core.tree import Tree
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.semifed import SemiFed, SemiFedClient
 from halfmoon.models import Network, SmallCNN

@@ -25,7 +25,13 @@ from test_batchnorm_stats import counted
 
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.data.partition.split import SERVER
+from halfmoon.data.views import Plain
+from halfmoon.engine.driver import ClientContext, update_one
+from halfmoon.engine.sampling import Amount, Batching, Views
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     NETWORK,
     make_dataset,
@@ -36,12 +42,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.optim import SGD
-from halfmoon.data.partition.split import SERVER
-from halfmoon.data.views import Plain
-from halfmoon.engine.driver import ClientContext, update_one
-from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.semifl import SemiFL, SemiFLClient, step_towards_mean

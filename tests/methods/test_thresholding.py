@@ -9,9 +9,9 @@ from test_objectives import Line, batch, pseudo_label
 from torch import Tensor
 
 from halfmoon.api.types import ClientData, Task
-from halfmoon.contract.small_federation import make_dataset, make_task, trees_equal
 from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD
+from halfmoon.federation.contract.small_federation import make_dataset, make_task, trees_equal
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import FixMatch, PseudoLabel
 from halfmoon.methods.objectives.pseudo_labeling import select_more_confident

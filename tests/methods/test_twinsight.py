@@ -10,7 +10,10 @@ from torch import Tensor
 from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.small_federation import (
     NETWORK,
     make_dataset,
     make_simulation,
@@ -19,9 +22,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.optim import SGD
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.twinsight import TwinSight, compute_gram_distance, compute_info_nce
 

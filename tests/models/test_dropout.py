@@ -9,7 +9,8 @@ from interrupted_runs import run_with_interruption
 from torch import Tensor, nn
 
 from halfmoon.config.schema import Config
-from halfmoon.contract.small_federation import (
+from halfmoon.core import plugins, rng, tree
+from halfmoon.federation.contract.small_federation import (
     make_dataset,
     make_simulation,
     make_task,
@@ -17,7 +18,6 @@ from halfmoon.contract.small_federation import (
     run_rounds,
     start_server,
 )
-from halfmoon.core import plugins, rng, tree
 from halfmoon.methods import registry
 from halfmoon.models.dropout import drop, dropout_key
 from halfmoon.models.modules import from_factory

@@ -13,11 +13,17 @@ from torch import nn
 from torch_models import TorchSmall
 
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.checks import check_sites, run_experiment
-from halfmoon.contract.small_federation import make_simulation, make_task, max_difference, run_rounds, trees_equal
 from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
+from halfmoon.federation.contract.checks import check_sites, run_experiment
+from halfmoon.federation.contract.small_federation import (
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    trees_equal,
+)
 from halfmoon.methods import registry
 from halfmoon.models import Network, ResNet8, SmallCNN
 from halfmoon.models import registry as networks

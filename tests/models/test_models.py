@@ -7,9 +7,9 @@ from torch import nn
 from torch.func import grad
 from torch_models import build_module, load_weights, make_example
 
-from halfmoon.contract.small_federation import max_difference
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
+from halfmoon.federation.contract.small_federation import max_difference
 from halfmoon.models import (
     NETWORKS,
     ResNet8,

@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from halfmoon.contract.small_federation import (
+from halfmoon.core import plugins, rng, tree
+from halfmoon.core.errors import UserError
+from halfmoon.core.tree import Tree
+from halfmoon.federation.contract.small_federation import (
     Snapshot,
     make_dataset,
     make_simulation,
@@ -20,9 +23,6 @@ from halfmoon.contract.small_federation import (
     run_rounds,
     start_server,
 )
-from halfmoon.core import plugins, rng, tree
-from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.models import SmallCNN
 from halfmoon.models import registry as networks

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from halfmoon import Config
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.engine.evaluation import compute_mean_prediction, evaluate_model
+from halfmoon.engine.sampling import Batching
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     make_dataset,
     make_examples,
@@ -18,10 +22,6 @@ from halfmoon.contract.small_federation import (
     run_rounds,
     start_server,
 )
-from halfmoon.core import tree
-from halfmoon.core.optim import SGD
-from halfmoon.engine.evaluation import compute_mean_prediction, evaluate_model
-from halfmoon.engine.sampling import Batching
 from halfmoon.federation.protocol.terms import shared_options
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure

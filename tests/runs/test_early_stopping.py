@@ -11,11 +11,11 @@ import torch
 from interrupted_runs import run_with_interruption
 
 from halfmoon.config.schema import Config, identity
-from halfmoon.contract.small_federation import make_examples, make_simulation, make_task, trees_equal
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine import loop
 from halfmoon.engine.loop import Experiment, run_rounds
+from halfmoon.federation.contract.small_federation import make_examples, make_simulation, make_task, trees_equal
 from halfmoon.federation.server.server import FederationServer
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch

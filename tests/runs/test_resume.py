@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from halfmoon.contract.small_federation import make_simulation, make_task, run_rounds, start_server, trees_equal
+from halfmoon.federation.contract.small_federation import (
+    make_simulation,
+    make_task,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.methods.feddure import FedDure
 from halfmoon.storage.state_store import TreeStore
 

@@ -9,14 +9,21 @@ from torch import Tensor, nn
 from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method, Task
-from halfmoon.contract.checks import compare_executors
-from halfmoon.contract.small_federation import CLASSES, NETWORK, Snapshot, make_simulation, run_rounds, start_server
 from halfmoon.core import tree
 from halfmoon.core.normalize import Normalize
 from halfmoon.core.tree import Tree
 from halfmoon.data.views import Plain
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.engine.sampling import Views
+from halfmoon.federation.contract.checks import compare_executors
+from halfmoon.federation.contract.small_federation import (
+    CLASSES,
+    NETWORK,
+    Snapshot,
+    make_simulation,
+    run_rounds,
+    start_server,
+)
 from halfmoon.models import Network
 from halfmoon.models.passes import ForwardPass
 

@@ -106,7 +106,7 @@ def add_check(commands: Any) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Run `check-method`: run all checks of the contract, and print each result at once."""
-    from halfmoon.contract import check_method
+    from halfmoon.federation.contract import check_method
 
     write_line = line_writer(args.json)
     promises = []

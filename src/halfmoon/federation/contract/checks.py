@@ -9,8 +9,12 @@ import torch
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.types import Method, Task, WeightedMetric
-from halfmoon.contract.sites import make_remote_runtime
-from halfmoon.contract.small_federation import (
+from halfmoon.core import tree
+from halfmoon.core.tree import Tree
+from halfmoon.engine.sampling import Batching
+from halfmoon.engine.simulation import Simulation
+from halfmoon.federation.contract.sites import make_remote_runtime
+from halfmoon.federation.contract.small_federation import (
     NETWORK,
     ExecutorName,
     Snapshot,
@@ -22,10 +26,6 @@ from halfmoon.contract.small_federation import (
     start_server,
     trees_equal,
 )
-from halfmoon.core import tree
-from halfmoon.core.tree import Tree
-from halfmoon.engine.sampling import Batching
-from halfmoon.engine.simulation import Simulation
 from halfmoon.federation.protocol.messages import Reply, read_message
 from halfmoon.models import Network
 from halfmoon.storage.run_folder import RunFolder

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from halfmoon.api.uploads import Upload
-from halfmoon.contract import checks
-from halfmoon.contract.checks import BATCHINGS, ROUNDS, BrokenPromise
-from halfmoon.contract.small_federation import (
+from halfmoon.core import rng, tree
+from halfmoon.federation.contract import checks
+from halfmoon.federation.contract.checks import BATCHINGS, ROUNDS, BrokenPromise
+from halfmoon.federation.contract.small_federation import (
     CLASSES,
     NETWORK,
     Snapshot,
@@ -22,7 +23,6 @@ from halfmoon.contract.small_federation import (
     run_rounds,
     start_server,
 )
-from halfmoon.core import rng, tree
 from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
