@@ -13,7 +13,6 @@ from halfmoon.report.figures import GRAY, new_figure
 PICTURE = Path(__file__).resolve().parent / "images" / "architecture.png"
 
 ROWS = (
-    {"notebook": "results as objects"},
     {"cli": "commands and flags", "pages": "label, review, watch"},
     {"studies": "sweeps, image folders", "federation": "server, sites, Flower, check-method"},
     {"sites": "folders, keys, trained models"},

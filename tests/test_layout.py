@@ -38,7 +38,6 @@ PACKAGES = [
     "federation.contract",
     "pages",
     "cli",
-    "notebook",
     "__main__",
 ]
 """The packages in the order of their imports: each imports from itself and from those above it in this list only."""

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from halfmoon.config.schema import Config
     from halfmoon.core.errors import Diverged, UserError
     from halfmoon.data import Images, Scenario, Source, Split
-    from halfmoon.notebook.calls import compare, load_data, load_run, problem, resume, run, save_data, sweep
-    from halfmoon.notebook.estimator import FederatedClassifier
-    from halfmoon.notebook.results import Results, SweepResults
-    from halfmoon.notebook.trained import Model, load_model
     from halfmoon.runs.callbacks import Callback, Callbacks, NullCallback, RunInfo
     from halfmoon.runs.factory import Problem
     from halfmoon.runs.trackers import tracker
+    from halfmoon.sites.inference.model import Model, load_model
+    from halfmoon.studies.estimator import FederatedClassifier
+    from halfmoon.studies.python_api import compare, load_data, load_run, problem, resume, run, save_data, sweep
+    from halfmoon.studies.results import Results, SweepResults
 
 _MODULES = {
     "api.types": ("Batch", "ClientUpdate", "Federation", "ClientData", "Method", "StepMetrics", "Task"),
     "config.schema": ("Config",),
     "core.errors": ("Diverged", "UserError"),
     "data": ("Images", "Scenario", "Source", "Split"),
-    "notebook.calls": ("compare", "load_data", "load_run", "problem", "resume", "run", "save_data", "sweep"),
-    "notebook.estimator": ("FederatedClassifier",),
-    "notebook.results": ("Results", "SweepResults"),
-    "notebook.trained": ("Model", "load_model"),
     "runs.callbacks": ("Callback", "Callbacks", "NullCallback", "RunInfo"),
     "runs.factory": ("Problem",),
     "runs.trackers": ("tracker",),
+    "sites.inference.model": ("Model", "load_model"),
+    "studies.estimator": ("FederatedClassifier",),
+    "studies.python_api": ("compare", "load_data", "load_run", "problem", "resume", "run", "save_data", "sweep"),
+    "studies.results": ("Results", "SweepResults"),
 }
 """The public names by the modules that have them."""
 

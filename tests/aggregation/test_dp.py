@@ -27,7 +27,6 @@ from halfmoon.aggregation.privacy.dp import DifferentialPrivacy, PrivacyPlan, co
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger, Release
 from halfmoon.aggregation.secure import csprng
 from halfmoon.api.uploads import Upload
-from halfmoon.cli import console
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
@@ -53,6 +52,7 @@ from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.server import FederationServer, describe_round
 from halfmoon.methods import registry
 from halfmoon.runs import factory, runner
+from halfmoon.runs.progress import Progress, describe_progress
 from halfmoon.storage.run_folder import RunFolder
 from halfmoon.storage.state_store import TreeStore
 
@@ -730,9 +730,9 @@ def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
 def test_epsilon_is_told() -> None:
     row = {"round": 3, "cohort": [0, 1], "train": {}, "aggregation": {"epsilon": 1.23456, "delta": 1e-5}}
     assert describe_round(row, 9) == "round 3 of 9: 2 sites; epsilon 1.235 (delta 1e-05)"
-    progress = console.Progress(Path("run"), "FedAvg", 3, 0, 0.0)
+    progress = Progress(Path("run"), "FedAvg", 3, 0, 0.0)
     progress.add(row)
-    assert console.describe_progress(progress, 0.0) == "FedAvg: round 3/3, epsilon 1.235, delta 1e-05"
+    assert describe_progress(progress, 0.0) == "FedAvg: round 3/3, epsilon 1.235, delta 1e-05"
 
 
 def test_the_command_says_what_a_plan_costs(capsys: pytest.CaptureFixture[str]) -> None:

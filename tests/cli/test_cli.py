@@ -29,6 +29,15 @@ from halfmoon.core.errors import Diverged, UserError
 from halfmoon.data import Split
 from halfmoon.methods import registry
 from halfmoon.runs.callbacks import RunInfo
+from halfmoon.runs.progress import (
+    LineProgress,
+    LiveProgress,
+    Progress,
+    describe_progress,
+    duration,
+    make_progress,
+    print_line,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -440,7 +449,7 @@ def running(title: str, rounds: int) -> RunInfo:
     return RunInfo(Path("r"), Config(rounds=rounds), title)
 
 
-def drawn(watch: console.LiveProgress) -> list[str]:
+def drawn(watch: LiveProgress) -> list[str]:
     """Return the lines that a watcher shows on its terminal."""
     plain = Console(file=io.StringIO(), width=watch.console.width)
     with plain.capture() as shown:
@@ -450,20 +459,20 @@ def drawn(watch: console.LiveProgress) -> list[str]:
 
 def test_time_left_is_the_mean_pace_of_this_session() -> None:
     # Going on after round 10 of 40: 5 rounds in 20 s are 4 s a round; 25 rounds are left, so 100 s.
-    progress = console.Progress(Path("run"), "FedAvg", 40, first=10, start_time=1000.0)
+    progress = Progress(Path("run"), "FedAvg", 40, first=10, start_time=1000.0)
     assert progress.seconds_left(1001.0) is None
     # Heads are evaluated after the last round only: until then there is no accuracy to print.
-    assert console.describe_progress(progress, 1001.0) == "FedAvg: round 10/40"
+    assert describe_progress(progress, 1001.0) == "FedAvg: round 10/40"
     progress.add(row(15, 0.5, 0.25))
     assert progress.seconds_left(1020.0) == 100.0
     progress.add(row(16))
-    assert console.describe_progress(progress, 1020.0) == "FedAvg: round 16/40, accuracy 50.0 %, 1:20 left"
+    assert describe_progress(progress, 1020.0) == "FedAvg: round 16/40, accuracy 50.0 %, 1:20 left"
 
 
 @given(st.integers(1, 500))
 def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
     file = io.StringIO()
-    watch = console.LineProgress(Console(file=file, width=40), clock=lambda: 0.0)
+    watch = LineProgress(Console(file=file, width=40), clock=lambda: 0.0)
     run = running("FedDure", rounds)
     watch.begin(run)
     for number in range(1, rounds + 1):
@@ -476,8 +485,8 @@ def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
 def test_a_terminal_gets_one_live_row_a_method() -> None:
     file = io.StringIO()
     now = [0.0]
-    watch = console.make_progress(Console(file=file, width=110, force_terminal=True))
-    assert isinstance(watch, console.LiveProgress)
+    watch = make_progress(Console(file=file, width=110, force_terminal=True))
+    assert isinstance(watch, LiveProgress)
     watch.clock = lambda: now[0]
     with watch:
         one = running("FedAvg [labeled]", 4)
@@ -509,19 +518,19 @@ def test_a_table_loses_nothing_on_a_narrow_terminal(width: int, ruled: bool) -> 
 def test_what_looks_like_a_picture_stays_as_it_is_written() -> None:
     file = io.StringIO()
     screen = Console(file=file, width=80, force_terminal=True)
-    console.print_line(screen, "run folder: runs/:cat:")
+    print_line(screen, "run folder: runs/:cat:")
     console.print_table(screen, [":dog:"], [["12:CD:34"]])
     assert all(word in file.getvalue() for word in ("runs/:cat:", ":dog:", "12:CD:34"))
 
 
 @pytest.mark.parametrize(("seconds", "message"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
 def test_durations(seconds: float | None, message: str) -> None:
-    assert console.duration(seconds) == message
+    assert duration(seconds) == message
 
 
 def test_json_on_a_pipe_shows_no_progress() -> None:
     file = io.StringIO()
-    watch = console.make_progress(Console(file=file), as_json=True)
+    watch = make_progress(Console(file=file), as_json=True)
     run = running("FedDure", 1)
     watch.begin(run)
     watch.round(run, row(1, 0.5))
@@ -533,7 +542,7 @@ def test_json_on_a_pipe_shows_no_progress() -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_each_of_many_runs_would_say_is_said_once(terminal: bool) -> None:
     file = io.StringIO()
-    with console.make_progress(Console(file=file, force_terminal=terminal, width=80)) as watch:
+    with make_progress(Console(file=file, force_terminal=terminal, width=80)) as watch:
         for text in ("batches repeat", "batches repeat", "another", "batches repeat"):
             watch.say(text)
     assert (file.getvalue().count("batches repeat"), file.getvalue().count("another")) == (1, 1)
@@ -542,8 +551,8 @@ def test_what_each_of_many_runs_would_say_is_said_once(terminal: bool) -> None:
 @pytest.mark.parametrize("width", [50, 60, 72, 80, 90, 110])
 def test_a_narrow_terminal_never_loses_the_time_that_is_left(width: int) -> None:
     """With the longest titles, epsilon and hours; columns go before the time does, and names before columns."""
-    watch = console.make_progress(Console(file=io.StringIO(), width=width, force_terminal=True))
-    assert isinstance(watch, console.LiveProgress)
+    watch = make_progress(Console(file=io.StringIO(), width=width, force_terminal=True))
+    assert isinstance(watch, LiveProgress)
     now = [0.0]
     watch.clock = lambda: now[0]
     run = running("FedProx + FixMatch without a coarse-grained regulator", 2000)
@@ -588,7 +597,7 @@ def test_the_package_runs_as_the_command_does(
 def test_the_time_left_is_that_of_all_rows() -> None:
     """Ten rounds of a second, four of them played, one of three rows begun: 6 + 2 * 10 s, and 5 s of other work."""
     now = [0.0]
-    watch = console.LineProgress(Console(file=io.StringIO()), lambda: now[0], rows=3, seconds_after_runs=5)
+    watch = LineProgress(Console(file=io.StringIO()), lambda: now[0], rows=3, seconds_after_runs=5)
     assert watch.total_seconds_left() is None
     run = RunInfo(Path("run"), Config(rounds=10), "one")
     watch.begin(run)

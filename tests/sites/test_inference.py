@@ -33,11 +33,11 @@ from halfmoon.models import NETWORKS
 from halfmoon.models.model_card import Card
 from halfmoon.models.temperature import MAX_TEMPERATURE, MIN_TEMPERATURE
 from halfmoon.models.temperature import find_temperature as of_tensors
-from halfmoon.notebook import trained
 from halfmoon.report import diagrams
 from halfmoon.runs import factory
 from halfmoon.sites.inference import InferenceModel, export, load_model, measure
 from halfmoon.sites.inference import load as deployed
+from halfmoon.sites.inference import model as trained
 from halfmoon.sites.inference.image_folder import list_images, list_labeled_images
 from halfmoon.sites.inference.measure import measure_fit
 from halfmoon.storage import integrity

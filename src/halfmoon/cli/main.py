@@ -488,9 +488,9 @@ def _train(
     """
     from rich.console import Console
 
-    from halfmoon.cli.console import make_progress
     from halfmoon.core.errors import Diverged
     from halfmoon.runs.callbacks import Callbacks
+    from halfmoon.runs.progress import make_progress
 
     # Progress goes to stderr, so that stdout has only the results.
     progress = make_progress(Console(stderr=True), args.json, rows, seconds_after_runs)

@@ -1,7 +1,7 @@
 """Data sets that a Python program passes as objects: a registry by digest, in place of a folder.
 
 A configuration stores a name such as "memory:1f3a9c07b2d4-77e0a1": a hash of the training images with their labels and
-classes, and one of test images and clients. `halfmoon.notebook.data_types` makes collections from arrays, PIL images, and
+classes, and one of test images and clients. `halfmoon.data.conversion` makes collections from arrays, PIL images, and
 data sets of other libraries.
 """
 

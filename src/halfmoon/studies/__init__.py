@@ -1,1 +1,1 @@
-"""Sweeps: grids of runs with published numbers beside them."""
+"""What a user starts from Python or the command line: runs, sweeps of a paper, the study of a folder; their results."""

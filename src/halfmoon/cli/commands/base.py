@@ -311,9 +311,9 @@ def print_text(text: str) -> None:
     """Print a text to stdout without markup or wrapping."""
     from rich.console import Console
 
-    from halfmoon.cli import console
+    from halfmoon.runs.progress import print_line
 
-    console.print_line(Console(), text)
+    print_line(Console(), text)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

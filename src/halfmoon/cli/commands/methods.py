@@ -74,7 +74,8 @@ def print_methods(console: Console, entries: Sequence[MethodEntry], options: Map
         entries: the methods.
         options: the options of each method as one text, by its name.
     """
-    from halfmoon.cli.console import print_line, print_table, wrap_text
+    from halfmoon.cli.console import print_table, wrap_text
+    from halfmoon.runs.progress import print_line
 
     pooled = [entry for entry in entries if entry.pooled]
     federated = [entry for entry in entries if not entry.pooled]

@@ -132,7 +132,7 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     """
     from rich.console import Console
 
-    from halfmoon.cli import console as screen
+    from halfmoon.runs.progress import duration, make_progress, print_line
     from halfmoon.studies.run_sweep import run_sweep
 
     console = Console(stderr=True)
@@ -145,13 +145,13 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
         elif step.summary and "accuracy" in step.summary:
             accuracy = step.summary["accuracy"]
             text += f"last {100 * accuracy['last']:.2f}, best {100 * accuracy['best']:.2f} %"
-            text += ", finished before" if step.finished_before else f" ({screen.duration(step.summary['seconds'])})"
+            text += ", finished before" if step.finished_before else f" ({duration(step.summary['seconds'])})"
         else:
             text += "finished"
-        screen.print_line(console, text)
+        print_line(console, text)
 
     # Lines of several runs at once would mix; a line for each finished run remains.
-    progress = screen.make_progress(console, args.json or jobs > 1 or args.engine == "ray")
+    progress = make_progress(console, args.json or jobs > 1 or args.engine == "ray")
     try:
         # Ray prints to stdout, which is only for results.
         with redirect_stdout(sys.stderr), progress, ExitStack() as cleanup:
@@ -425,7 +425,7 @@ def _tune(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from halfmoon.cli import console as screen
+    from halfmoon.runs.progress import print_line
     from halfmoon.studies.tuning import BEST, DEFAULT_KNOBS, TABLE, Knob
     from halfmoon.studies.tuning import tune as search
 
@@ -437,7 +437,7 @@ def _tune(args: argparse.Namespace) -> int:
     folder = config.run_dir or settings.next_free_folder(config, "tune")
     console = Console(stderr=True)
     # All trials in the folder, the best first. With enough trials from an earlier call nothing is trained.
-    trials = search(config, knobs, args.trials, args.seeds, folder, lambda text: screen.print_line(console, text))
+    trials = search(config, knobs, args.trials, args.seeds, folder, lambda text: print_line(console, text))
     if args.json:
         rows = [
             {"trial": trial.number, "validation_accuracy": trial.accuracy, "values": trial.values} for trial in trials

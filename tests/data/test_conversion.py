@@ -12,7 +12,7 @@ from PIL import Image
 import halfmoon
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
-from halfmoon.notebook.data_types import convert_images
+from halfmoon.data.conversion import convert_images
 from halfmoon.storage.atomic_io import read_rows
 
 SMALL = {"rounds": 1, "clients": 3, "cohort": 2, "steps": 1, "network": "small", "threads": 1, "progress": False}

@@ -10,15 +10,15 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
+from halfmoon.config.python_names import python_errors
 from halfmoon.core.errors import UserError, install_command
 from halfmoon.data import memory
+from halfmoon.data.conversion import make_memory_data
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import Split
-from halfmoon.notebook import calls
-from halfmoon.notebook.data_types import make_memory_data
-from halfmoon.notebook.progress import python_errors
 from halfmoon.runs import vectors
 from halfmoon.runs.vectors import LinearModel
+from halfmoon.studies import python_api
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin
@@ -177,7 +177,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         test = [X[row] for row in rows], labels[rows]
         data = make_memory_data((X, labels), test, clients)
         with tempfile.TemporaryDirectory() as folder, memory.registered(data) as name:
-            result = calls.run(
+            result = python_api.run(
                 data=name,
                 clients=int(clients.max()) + 1,
                 seed=seed,

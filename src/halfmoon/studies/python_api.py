@@ -8,25 +8,26 @@ from typing import Any
 
 from halfmoon import data
 from halfmoon.config import schema
+from halfmoon.config.python_names import python_errors, to_path, warn
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source, Split, memory
+from halfmoon.data.conversion import make_memory_data
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.methods import registry
-from halfmoon.notebook.data_types import make_memory_data
-from halfmoon.notebook.progress import make_progress, note, python_errors, to_path, warn
-from halfmoon.notebook.results import Results, SweepResults, load_results
 from halfmoon.report.paired import ONE_SEED_HINT
 from halfmoon.report.remarks import list_remarks
 from halfmoon.runs import factory, outside, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
 from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import parse_config
+from halfmoon.runs.python_progress import make_progress, note
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import BASELINES, RunFolder
 from halfmoon.studies import grid, recipe, run_plan, run_sweep
 from halfmoon.studies import plan as planning
 from halfmoon.studies.plan import Plan
+from halfmoon.studies.results import Results, SweepResults, load_results
 from halfmoon.studies.sweep_folder import SweepFolder
 
 load_data = python_errors(data.load)
@@ -59,7 +60,7 @@ def run(
 
     The option `data` is the name of a data set, a folder, or labeled images in memory: `(X, y)` with arrays, tensors or a
     list of PIL images; a torch `Dataset` of (image, label); or a `Dataset` or `DatasetDict` of Hugging Face
-    (`halfmoon.notebook.data_types` lists shapes and values). Images with y = -1 are unlabeled: clients train on them as
+    (`halfmoon.data.conversion` lists shapes and values). Images with y = -1 are unlabeled: clients train on them as
     unlabeled images, and no model is tested on them. Without `test`, a fifth of the labeled images of every class is the
     test. If no image is unlabeled, the options `labels_per_class`, `labels` or `label_ratio` choose the labels that are
     used; the others are hidden. The option `clients` is a number, or one id for each image of `data`.

@@ -12,15 +12,15 @@ import pandas as pd
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.engine.loop import Row
 from halfmoon.methods import registry
-from halfmoon.notebook.progress import in_notebook
-from halfmoon.notebook.trained import Model, load_model
 from halfmoon.report import frame, gather, study, tables
 from halfmoon.report.headline import write_headline
 from halfmoon.report.latex import escape_latex, format_latex
 from halfmoon.report.paired import compare_methods
 from halfmoon.report.remarks import describe_gain, list_remarks
 from halfmoon.report.run_reader import StoredRun
+from halfmoon.runs.python_progress import in_notebook
 from halfmoon.runs.runner import CSV, CURVES, MARKDOWN
+from halfmoon.sites.inference.model import Model, load_model
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import DECISION, MODEL
 from halfmoon.studies import sweep_folder

@@ -8,9 +8,11 @@ import pytest
 from matplotlib.figure import Figure
 
 import halfmoon
+from halfmoon.config.python_names import in_python
 from halfmoon.methods.objectives import FixMatch
-from halfmoon.notebook import progress
 from halfmoon.report.run_reader import StoredRun
+from halfmoon.runs import python_progress
+from halfmoon.runs.progress import Progress
 from halfmoon.storage.atomic_io import read_rows
 
 SMALL = {"rounds": 2, "clients": 4, "cohort": 2, "data_share": 0.3, "steps": 2, "threads": 1}
@@ -160,7 +162,7 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
     ],
 )
 def test_sentences_in_python(message: str, python: str) -> None:
-    assert progress.in_python(message) == python
+    assert in_python(message) == python
 
 
 def test_without_a_finished_run_there_is_no_model(tmp_path: Path) -> None:
@@ -188,9 +190,9 @@ def test_parts_are_printed_short() -> None:
 
 
 def test_the_table_of_a_notebook_escapes_titles() -> None:
-    line = progress.Progress(Path(), "<b>", 10, 0, 0.0)
+    line = Progress(Path(), "<b>", 10, 0, 0.0)
     line.add({"round": 5, "test": {"accuracy": 0.5}})
-    page = progress.progress_table([line], 10.0)
+    page = python_progress.progress_table([line], 10.0)
     assert "<b>" not in page
     assert all(message in page for message in ('value="5" max="10"', "50.0 %", "0:10 left"))
 
@@ -300,13 +302,13 @@ def test_messages_are_plain_text(capsys: pytest.CaptureFixture[str], monkeypatch
     """To stderr, in a notebook to stdout, and with Python's names of options."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        progress.note("give --clients 2.")
+        python_progress.note("give --clients 2.")
         assert capsys.readouterr() == ("", "halfmoon: give clients=2.\n")
-        progress.note("give --clients 2.", show=False)
+        python_progress.note("give --clients 2.", show=False)
         assert capsys.readouterr() == ("", "")
-        monkeypatch.setattr(progress, "in_notebook", lambda: True)
-        progress.note("give --clients 2.")
+        monkeypatch.setattr(python_progress, "in_notebook", lambda: True)
+        python_progress.note("give --clients 2.")
         assert capsys.readouterr() == ("halfmoon: give clients=2.\n", "")
-        with progress.make_progress(show=False) as screen:
+        with python_progress.make_progress(show=False) as screen:
             screen.say("give --clients 2.")
     assert capsys.readouterr() == ("", "")

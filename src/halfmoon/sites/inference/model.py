@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 import torch
 
+from halfmoon.config.python_names import python_errors, to_path, warn
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, memory
+from halfmoon.data.conversion import find_test, open_images, read_unlabeled
 from halfmoon.data.preparation import Preparation
-from halfmoon.notebook.data_types import find_test, open_images, read_unlabeled
-from halfmoon.notebook.progress import python_errors, to_path, warn
 from halfmoon.sites.inference import export, image_folder, load, measure
 
 

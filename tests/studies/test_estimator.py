@@ -287,7 +287,7 @@ def test_wrong_labels_and_clients_are_a_sentence() -> None:
 
 
 def test_without_scikit_learn_a_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "halfmoon.notebook.estimator")
+    monkeypatch.delitem(sys.modules, "halfmoon.studies.estimator")
     monkeypatch.setitem(sys.modules, "sklearn.base", None)
     with pytest.raises(
         UserError, match=r"needs scikit-learn 1.6 or later: pip install -c constraints.txt '.\[sklearn\]'"

@@ -1,1 +1,0 @@
-"""Functions and result objects for scripts and notebooks."""
