@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from PIL import Image
 
+import halfmoon
 from halfmoon.federation.contract.small_federation import (
     make_simulation,
     make_task,
@@ -25,6 +28,7 @@ from halfmoon.federation.contract.small_federation import (
     trees_equal,
 )
 from halfmoon.methods.feddure import FedDure
+from halfmoon.storage.image_digests import DIGESTS
 from halfmoon.storage.state_store import TreeStore
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -95,6 +99,8 @@ while line := sys.stdin.readline():
 SMALL = "--rounds 4 --clients 4 --cohort 2 --steps 1 --width 4 --threads 1"
 RUN = f"run --method feddure --baselines fedavg {SMALL}"
 COMPARE = f"compare --methods feddure fedavg {SMALL}"
+SITE = "run --minutes 0.01 --resize 8 --network small --width 4 --steps 1 --rounds 3 --checkpoint-every 1 --threads 1 --data"
+"""Training of a single site on its folder: two methods, and five more runs of each for the decision."""
 
 
 class Done(NamedTuple):
@@ -166,6 +172,8 @@ def results(root: Path) -> dict[str, Any]:
         elif path.name == "checksums.json":  # that of the summary, which has seconds, apart
             files = json.loads(path.read_text())["files"]
             found[name] = {key: value for key, value in files.items() if key != "summary.json"}
+        elif path.name == DIGESTS:  # with a random key
+            found[name] = path.stat().st_size
         else:
             found[name] = path.read_bytes()
     return found
@@ -199,10 +207,10 @@ def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight:
     assert not [name for name in names if "checkpoint-" in name or "clients/" in name]
 
 
-def killed_often(shell: Shell, text: str, root: Path, changes: int = 45) -> int:
+def killed_often(shell: Shell, text: str, root: Path, changes: int = 45, seed: int = 0) -> int:
     """Start a command, kill it, resume and kill until it comes to its end; return how many kills met it alive.
     Each process dies at one of its first `changes` of the disk."""
-    chance = random.Random(0)
+    chance = random.Random(seed)
     kills = 0
     done = shell(f"{text} --run-dir {root}", doom=1)
     while done.code == -signal.SIGKILL:
@@ -254,6 +262,66 @@ def test_kills_at_every_stage_change_no_byte(shell: Shell, straight: Path, tmp_p
             assert {path.name for path in root.iterdir() if "split" in path.name} == splits[doom]
     assert shell(f"resume {root}").code == 0
     assert_same(root, straight)
+
+
+@pytest.fixture(scope="module")
+def site_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a site: 36 digits of three classes, 15 of them with a label."""
+    folder = tmp_path_factory.mktemp("site") / "ward"
+    folder.mkdir()
+    train = halfmoon.load_data("digits").train
+    lines = ["path,label"]
+    for label in range(3):
+        for number, row in enumerate(np.flatnonzero(train.labels == label)[:12]):
+            name = f"{label}-{number:02}.png"
+            Image.fromarray(train.images[row, :, :, 0]).resize((32, 32)).save(folder / name)
+            lines += [f"{name},{label}"] if number < 5 else []
+    (folder / "labels.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight_site(shell: Shell, site_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a single site's training that nothing disturbed."""
+    path = tmp_path_factory.mktemp("straight-site") / "run"
+    assert shell(f"{SITE} {site_folder} --run-dir {path}").code == 0
+    return path
+
+
+def test_kills_of_a_single_sites_training_change_no_byte(
+    shell: Shell, site_folder: Path, straight_site: Path, tmp_path: Path
+) -> None:
+    """One kill at each of: the plan, the configuration, a checkpoint, the end of the method, the middle of its baseline,
+    the first and the last of the runs that the decision compares, and the decision itself."""
+    root = tmp_path / "run"
+    stages = [
+        *(
+            "plan.json",
+            "config.toml",
+            "checkpoint-000002.json",
+            "summary.json",
+            "baselines/fedavg/checkpoint-000001.json",
+        ),
+        *("splits/1/checkpoint-000001.json", "splits/5/baselines/fedavg/summary.json", "decision.json"),
+    ]
+    for doom in stages:
+        # Before there is a run to resume, the user repeats the command.
+        repeated = f"resume {root}" if (root / "config.toml").exists() else f"{SITE} {site_folder} --run-dir {root}"
+        done = shell(repeated, doom=doom)
+        assert done.code == -signal.SIGKILL, (doom, done)
+    assert shell(f"resume {root}").code == 0
+    assert "decision.json" in results(root)
+    assert_same(root, straight_site)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_of_a_single_sites_training_at_any_time_change_no_byte(
+    shell: Shell, site_folder: Path, straight_site: Path, tmp_path: Path, seed: int
+) -> None:
+    command = f"{SITE} {site_folder}"
+    assert killed_often(shell, command, tmp_path / "run", changes=150, seed=seed) >= 8
+    assert_same(tmp_path / "run", straight_site)
 
 
 def test_a_kill_right_after_the_summary_changes_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:

@@ -60,6 +60,9 @@ def load_plan(root: Path) -> Plan | None:
         return None
     with RunFolder.open(root) as folder:
         config = replace(parse_config(folder.config, root), baselines=tuple(record["baselines"]))
+    # The folder's configuration names the method whose budget all methods share, even if the plan's does not. Runs on
+    # splits use the plan's, so that those of a resumed plan have the same bytes. Plans of halfmoon 0.2 lack it.
+    config = replace(config, reference=record.get("reference", config.reference))
     contents = scan_data(config.data, config.group_pattern)
     if contents is None:
         raise UserError(f"{config.data}, on which {root} was trained, holds no images any more: put them back.")
@@ -134,6 +137,7 @@ def _write_plan(plan: Plan, root: Path) -> None:
         "splits": plan.splits,
         "share": plan.share,
         "baselines": plan.config.baselines,
+        "reference": plan.config.reference,
     }
     root.mkdir(parents=True, exist_ok=True)
     atomic_io.write_atomically(root / PLAN, json.dumps(record).encode())
