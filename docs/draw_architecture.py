@@ -13,18 +13,17 @@ from halfmoon.report.figures import GRAY, new_figure
 PICTURE = Path(__file__).resolve().parent / "images" / "architecture.png"
 
 ROWS = (
-    {"cli": "commands and flags", "pages": "label, review, watch"},
-    {"studies": "sweeps, image folders", "federation": "server, sites, Flower, check-method"},
-    {"sites": "folders, keys, trained models"},
-    {"runs": "from a configuration to objects to a run folder"},
-    {"config": "every option once", "methods": "one file a method or a loss, registry"},
-    {"engine": "the round loop, clients", "report": "tables, charts"},
-    {"data": "readers, splits, views", "aggregation": "robust rules, secure sums, privacy"},
-    {"api": "Method, ClientUpdate", "storage": "run folders"},
-    {"models": "networks"},
+    {"cli": "commands and flags"},
+    {"pages": "label, review, watch"},
+    {"studies": "Python API, sweeps, image folders", "federation": "server, sites, Flower, check-method"},
+    {"runs": "from options to a run folder", "sites": "folders, keys, trained models"},
+    {"config": "every option once", "engine": "the round loop, clients, executors"},
+    {"methods": "one file a method or a loss", "aggregation": "robust rules, secure sums, privacy"},
+    {"api": "Method, ClientUpdate", "data": "readers, splits, views", "report": "tables, charts"},
+    {"models": "networks, model files", "storage": "run folders, checkpoints"},
     {"core": "trees, random streams, gradients, optimizers, errors"},
 )
-"""The packages from the top down: each imports from its own row and those below it."""
+"""The packages from the top down. Each imports only from the rows below it: those of a row do not know one another."""
 
 PANEL, BLUE, ORANGE = "#f4f4f4", "#dbe7f5", "#fbe6d0"
 ROUND = (
@@ -58,7 +57,7 @@ def draw_box(
 
 def draw_packages(axes: Axes) -> None:
     """Draw the rows of packages."""
-    axes.set_title("Packages: imports go down only", fontsize=10, loc="left")
+    axes.set_title("Packages: each imports from lower rows only", fontsize=10, loc="left")
     for number, row in enumerate(reversed(ROWS)):
         width = 10 / len(row)
         for column, (package, task) in enumerate(row.items()):

@@ -25,7 +25,7 @@ from halfmoon.config.sections import SECTIONS
 from halfmoon.config.validation import check_cohort, check_combinations, default_aggregation
 from halfmoon.core import hubs, plugins, toml, weight_files
 from halfmoon.core.errors import UserError, suggest
-from halfmoon.core.label_locations import LABEL_LOCATIONS
+from halfmoon.core.label_locations import LABEL_LOCATIONS, LabelLocation
 from halfmoon.core.ranges import Range
 
 SETTINGS = (
@@ -381,8 +381,13 @@ def check_label_location(method: str, labels_at: Any) -> None:
     if labels_at not in entry.label_locations:
         raise UserError(
             f"method {method} needs labels at {entry.labels}, but they are at {LABEL_LOCATIONS[labels_at]}; "
-            f"choose another labels_at, or one of: {', '.join(_registry().names_at(labels_at))}."
+            f"choose another labels_at, or one of: {', '.join(list_methods_at(labels_at))}."
         )
+
+
+def list_methods_at(labels_at: LabelLocation) -> list[str]:
+    """List the federated semi-supervised methods that can train with labels at this location."""
+    return _registry().names_at(labels_at)
 
 
 def method_options(config: Config, method: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The executor that trains the clients of a cohort, and the number of its processes."""
+"""The executor that trains the clients of a cohort or the runs of a sweep, and the number of its processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.engine.executors.base import Executor
 from halfmoon.engine.executors.pools import available_processors
 from halfmoon.engine.executors.processes import ProcessExecutor
-from halfmoon.engine.executors.ray_cluster import RayExecutor, client_resources
+from halfmoon.engine.executors.ray_cluster import RayExecutor, client_resources, run_resources
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.methods import registry
@@ -83,3 +83,21 @@ def open_executor(config: Config) -> Iterator[Executor]:
         yield executor
     finally:
         executor.close()
+
+
+def make_sweep_executor(engine: str, jobs: int, ray_address: str | None = None) -> Executor:
+    """Create the executor that trains the runs of a sweep; the caller closes it.
+
+    Args:
+        engine: the option `engine`: "ray" for a Ray cluster, otherwise processes of this machine.
+        jobs: the number of runs at the same time; with 1 they train in this process.
+        ray_address: the address of the cluster; None for one that Ray starts here.
+
+    Raises:
+        UserError: an address is given without Ray, or Ray cannot be used.
+    """
+    if engine == "ray":
+        return RayExecutor(partial(run_resources, jobs=jobs), ray_address)
+    if ray_address is not None:
+        raise UserError("{ray_address} needs {engine=ray}.", option=("ray_address", "engine"))
+    return ProcessExecutor(jobs) if jobs > 1 else SerialExecutor()

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,6 @@ from halfmoon.core import toml
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.engine.executors.base import Executor
-    from halfmoon.runs.callbacks import Callback
     from halfmoon.studies.grid import GridExplanation
     from halfmoon.studies.recipe import Recipe, Value
     from halfmoon.studies.run_sweep import RunReport
@@ -132,7 +129,9 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     """
     from rich.console import Console
 
+    from halfmoon.runs.callbacks import Callbacks
     from halfmoon.runs.progress import duration, make_progress, print_line
+    from halfmoon.runs.workers import make_sweep_executor
     from halfmoon.studies.run_sweep import run_sweep
 
     console = Console(stderr=True)
@@ -155,39 +154,18 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     try:
         # Ray prints to stdout, which is only for results.
         with redirect_stdout(sys.stderr), progress, ExitStack() as cleanup:
-            executor, callback = _make_executor(args, progress, jobs)
+            trackers = Callbacks(*make_trackers(args))
+            executor = make_sweep_executor(args.engine, jobs, args.ray_address)
             cleanup.callback(executor.close)
+            # With several processes, trackers run in the workers; the progress display cannot be sent there.
+            is_here = args.engine != "ray" and jobs == 1
+            callback = Callbacks(progress, trackers, warn=progress.say) if is_here else trackers
             failed = run_sweep(folder, cells, executor, print_step, callback)
     except KeyboardInterrupt:
         if args.debug:
             raise
         return print_warning("stopped; run the same command again to continue.", 130)
     return 1 if failed else 0
-
-
-def _make_executor(args: argparse.Namespace, progress: Any, jobs: int) -> tuple[Executor, Callback]:
-    """Create the executor of a sweep's runs (Ray, several processes, or this process) and the callback of its runs.
-
-    Args:
-        args: the parsed command line.
-        progress: the progress display.
-        jobs: the number of runs at the same time.
-    """
-    from halfmoon.engine.executors.processes import ProcessExecutor
-    from halfmoon.engine.executors.serial import SerialExecutor
-    from halfmoon.runs.callbacks import Callbacks
-
-    if args.ray_address is not None and args.engine != "ray":
-        raise UserError("{ray_address} needs {engine=ray}.", option=("ray_address", "engine"))
-    # With several processes, trackers run in the workers; the progress display cannot be sent there.
-    trackers = Callbacks(*make_trackers(args))
-    if args.engine == "ray":
-        from halfmoon.engine.executors.ray_cluster import RayExecutor, run_resources
-
-        return RayExecutor(partial(run_resources, jobs=jobs), args.ray_address), trackers
-    if jobs > 1:
-        return ProcessExecutor(jobs), trackers
-    return SerialExecutor(), Callbacks(progress, trackers, warn=progress.say)
 
 
 def _print_cells(cells: list[Any], as_json: bool) -> int:

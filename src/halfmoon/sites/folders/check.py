@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halfmoon.config.schema import list_methods_at
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import used_range_share
@@ -378,7 +379,5 @@ def _find_missing_classes(site: SiteFolder, class_counts: Mapping[str, int], lab
 
 def _usable_methods(labeled: bool) -> dict[LabelLocation, tuple[str, ...]]:
     """List the methods that a site with or without labels can serve, by the location of labels."""
-    from halfmoon.methods import registry  # imports torch, which is slow
-
     locations: tuple[LabelLocation, ...] = ("clients", "some") if labeled else ("some", "server")
-    return {location: tuple(registry.names_at(location)) for location in locations}
+    return {location: tuple(list_methods_at(location)) for location in locations}

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from halfmoon.config.schema import ADDED_OPTIONS, FEDERATION_TABLE, PARTITION_OPTIONS, PIXEL_OPTIONS, Config
+from halfmoon.config.schema import (
+    ADDED_OPTIONS,
+    FEDERATION_TABLE,
+    PARTITION_OPTIONS,
+    PIXEL_OPTIONS,
+    Config,
+    list_methods_at,
+)
 from halfmoon.core import toml
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import protect_cell
@@ -113,8 +120,6 @@ def render_federation_file(config: Config, source: Source, split: Split) -> str:
         source: the data set.
         split: the images of each client.
     """
-    from halfmoon.methods import registry  # imports torch, which is slow
-
     height, width, channels = source.train.images.shape[1:]
     options = {
         name: getattr(config, name)
@@ -131,7 +136,7 @@ def render_federation_file(config: Config, source: Source, split: Split) -> str:
     if height == width:  # with any network, the simulator then pads images to the size that the sites have
         options["image_size"] = height
     labels_at = find_labels_at(split) if config.split is not None else config.labels_at
-    methods = registry.names_at(labels_at)
+    methods = list_methods_at(labels_at)
     options["method"] = Config.method if Config.method in methods else methods[0]
     options["cohort"] = min(Config.cohort, split.clients)
     clients = clients_by_folder(split)
