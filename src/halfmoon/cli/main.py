@@ -288,6 +288,8 @@ def _run(args: argparse.Namespace) -> int:
             "halfmoon run": _with_processes(file_options, {}),
         }
         return _print_explanation(args, config, layers)
+    used_methods = [config.method, *config.baselines, *([config.reference] if config.reference else [])]
+    base.check_option_flags(flags, used_methods)
     requested = {**file_options, **flags_and_recipe}
     # The method "recommended" was resolved to the one for the location of the labels: print which.
     if requested.get("method") == preset.RECOMMENDED:
@@ -405,7 +407,10 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
     # An option of the user can make others of the recipe meaningless: --epochs replaces its steps.
     displaced = preset.displaced_options(flags)
     recipe = {name: value for name, value in MAIN_JOB.items() if name not in displaced}
-    method_options = settings.merge_method_options(recipe["options"], flags.get("options", {}), "--option")
+    recipe_options = dict(recipe["options"])
+    if flags.get("options", {}).get("fine") is False:
+        del recipe_options["regulator_bias"]  # of F-reg, which the user has turned off
+    method_options = settings.merge_method_options(recipe_options, flags.get("options", {}), "--option")
     return {**recipe, **flags, "options": method_options}
 
 
@@ -441,6 +446,7 @@ def _compare(args: argparse.Namespace) -> int:
     if args.explain:
         layers = {"flag": flags, f"file {file}": file_options, "halfmoon compare": _with_processes(file_options, {})}
         return _print_explanation(args, config, layers)
+    base.check_option_flags(flags, [*args.methods, *([config.reference] if config.reference else [])])
     folder = config.run_dir or settings.next_free_folder(config, "compare")
     from halfmoon.runs import runner
 

@@ -422,6 +422,19 @@ def explicit_method_options(config: Config, method: str) -> dict[str, Any]:
     return converted
 
 
+def check_effects(config: Config, method: str) -> None:
+    """Raise UserError if the configuration sets an option of `method` that has no effect beside its other options.
+
+    Stored configurations of earlier versions may have such options: this check is for new runs only.
+    """
+    explicit = explicit_method_options(config, method)
+    declared = _registry().options(method)
+    changed = {name for name, value in explicit.items() if value != declared[name].default}
+    unused = _registry().unused_options(_registry().make(method, method_options(config, method)))
+    for name in sorted(changed & unused.keys()):
+        raise UserError(f"option {name} of {method} has no effect {unused[name]}: leave it out.")
+
+
 def count_rounds(config: Config) -> int:
     """Return the number of rounds: a head that is solved from sums needs one, and those of EM after it."""
     if config.method not in preset.SOLVER_EM_ROUNDS:

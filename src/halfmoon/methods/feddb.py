@@ -55,7 +55,7 @@ from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.base import compute_mean_prediction, predict_all_rows
 from halfmoon.methods.objectives.pseudo_labeling import Teacher, refuse_average_teacher
-from halfmoon.methods.objectives.thresholding import Rule
+from halfmoon.methods.objectives.thresholding import Rule, unused_threshold_options
 
 DMA = Literal["paper", "released", "logits", "uniform", "size"]
 """Weights of the clients in the average: from their APP-U in one of three ways, equal, or by their rows."""
@@ -101,6 +101,11 @@ class FedDB(ModelAveraging):
 
     def __post_init__(self) -> None:
         refuse_average_teacher("FedDB", self.objective)
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        return unused_threshold_options(self.thresholding)
 
     @property
     def objective(self) -> FixMatch:

@@ -62,8 +62,21 @@ from halfmoon.methods.fine_regulator import (
 )
 from halfmoon.methods.objectives.base import cross_entropy_per_image, label_weights
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
-from halfmoon.methods.objectives.thresholding import NO_LABEL, Rule, recall_row_labels
+from halfmoon.methods.objectives.thresholding import NO_LABEL, Rule, recall_row_labels, unused_threshold_options
 from halfmoon.models.network import linear
+
+ONLY_WITH_FREG = (
+    "hidden",
+    "regulator_bias",
+    "regulator_input",
+    "regulator_start",
+    "virtual_lr",
+    "regulator_lr",
+    "keep_regulator",
+    "keep_regulator_optimizer",
+    "through_weights",
+)
+ONLY_WITH_CREG = ("coarse_lr", "coarse_step", "sign", "reward_baseline", "reward_bound")
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,23 @@ class FedDure(ModelAveraging):
                 "through_weights is 'product', but F-reg's input is the confidence, through which no gradient passes: "
                 "set through_weights to 'detached'."
             )
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        if self.fine:
+            reason = "with F-reg (fine is true), which weighs every pseudo-label"
+            unused = dict.fromkeys(("threshold", "thresholding", "threshold_decay"), reason)
+        else:
+            unused = unused_threshold_options(self.thresholding)
+            unused |= dict.fromkeys(ONLY_WITH_FREG, "without F-reg (fine is false)")
+        if not self.coarse:
+            unused |= dict.fromkeys(ONLY_WITH_CREG, "without C-reg (coarse is false)")
+        if not self.fine and not self.coarse:
+            unused |= dict.fromkeys(("judging", "judge_prior", "through_weights"), "without regulators")
+        if not self.keep_regulator and self.fine:
+            unused["keep_regulator_optimizer"] = "if clients do not keep F-reg (keep_regulator is false)"
+        return unused
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": FedDureClient(task, self)}

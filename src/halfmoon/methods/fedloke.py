@@ -98,6 +98,11 @@ class FedLoKe(ModelAveraging):
         if self.ramp_rounds < 0:
             raise UserError(f"ramp_rounds is {self.ramp_rounds}: give a number of rounds, or 0 for no ramp.")
 
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        return {} if self.local else dict.fromkeys(("ema", "private"), "without a local model (local is false)")
+
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": FedLoKeClient(task, self)}
 

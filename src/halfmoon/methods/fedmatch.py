@@ -79,7 +79,7 @@ from halfmoon.methods.objectives.base import (
     predict_all_rows,
     predict_with_teacher,
 )
-from halfmoon.methods.objectives.thresholding import Rule, Threshold
+from halfmoon.methods.objectives.thresholding import Rule, Threshold, unused_threshold_options
 from halfmoon.models import forward, track
 from halfmoon.models.network import kernels
 
@@ -138,6 +138,11 @@ class FedMatch:
     debias: bool = False
     thresholding: Rule = "fixed"
     threshold_decay: float = 0.999
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        return unused_threshold_options(self.thresholding)
 
     @property
     def rule(self) -> Threshold:

@@ -227,6 +227,26 @@ def options_in(node: Any) -> dict[str, Option]:
     return defaults
 
 
+def unused_options(node: Any) -> dict[str, str]:
+    """List the options of a method, with those of its objective, that have no effect beside its other options.
+
+    A method or objective may have a property `unused_options`, a mapping from such options to the reason, which is the
+    end of a sentence: "without debias".
+
+    Args:
+        node: a method or objective, a dataclass.
+
+    Returns:
+        For each option without effect the reason.
+    """
+    unused = dict(getattr(node, "unused_options", {}))
+    for each in fields(node):
+        value = node.__dict__[each.name]
+        if is_dataclass(value):
+            unused |= unused_options(value)
+    return unused
+
+
 @cache
 def _types(kind: type) -> dict[str, Any]:
     """Evaluate the type annotations of a class; cached, as Python evaluates them all at each call."""

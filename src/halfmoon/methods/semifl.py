@@ -82,7 +82,7 @@ from halfmoon.methods.objectives.base import (
     predict_with_running_stats,
     predict_with_teacher,
 )
-from halfmoon.methods.objectives.thresholding import Rule, Threshold
+from halfmoon.methods.objectives.thresholding import Rule, Threshold, unused_threshold_options
 from halfmoon.models import forward
 
 
@@ -139,6 +139,11 @@ class SemiFL:
                 "halves is set and fine_tune is not: clients train one half of each kernel and the server the other, "
                 "so there is nothing to average; set fine_tune, or leave halves out."
             )
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        return unused_threshold_options(self.thresholding)
 
     @property
     def rule(self) -> Threshold:

@@ -15,6 +15,7 @@ import numpy as np
 from halfmoon.aggregation.attacks import HostileClients, draw_hostile_clients
 from halfmoon.config.schema import (
     Config,
+    check_effects,
     check_methods,
     count_rounds,
     explicit_method_options,
@@ -67,6 +68,8 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     """
     watch = isolate_failures(watch)
     check_methods(config)
+    for method in (config.method, *config.baselines):
+        check_effects(config, method)
     root = config.run_dir or next_free_folder(config, config.method)
     _refuse_existing(root, identity(config, config.method))  # the identity is a hash of the options
     jobs = _create_jobs(config)  # one for each method, with its folder
@@ -115,6 +118,7 @@ def compare(
     jobs = create_jobs(config.reference or methods[0])
     for job in jobs:
         check_methods(job.config)
+        check_effects(job.config, job.config.method)
     root = config.run_dir or next_free_folder(config, "compare")
     # An existing comparison is refused only below: whether it is this one depends on the jobs.
     exists = (root / COMPARISON).exists()
@@ -279,6 +283,8 @@ def run_in_folder(
     """
     watch = isolate_failures(watch)
     check_methods(config)
+    if not RunFolder.exists(path):
+        check_effects(config, config.method)
     job = Job(".", config)
     if not _is_finished(path, config):
         shared = _load_shared([job], _load_stored_split(path), watch, shared)

@@ -203,6 +203,24 @@ def read_layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     return values, settings.resolve_paths(flags, Path()), args.config or "the file"
 
 
+def check_option_flags(flags: Mapping[str, Any], methods: Sequence[str]) -> None:
+    """Raise UserError if a flag --option METHOD.NAME=VALUE names a method that is not used.
+
+    A file may have tables of options for more methods than a command trains, but a flag is for this command only.
+
+    Args:
+        flags: the options of the command line.
+        methods: the methods that the command uses.
+    """
+    for method, values in flags.get("options", {}).items():
+        if isinstance(values, Mapping) and method not in methods:
+            name = next(iter(values), "NAME")
+            raise UserError(
+                f"--option {method}.{name} has no effect: {method} is not among the methods of this command "
+                f"({', '.join(dict.fromkeys(methods))}); leave it out, or add {method} to them."
+            )
+
+
 def _parse_value(text: str) -> Any:
     """Parse the value of a method option as TOML; a text that is no TOML scalar remains a string."""
     try:

@@ -168,6 +168,7 @@ def load_plan(path: Path) -> FederationPlan:
             f"min_class_images in {path.name} has no effect with secure_aggregation, which hides the sums of single sites: "
             "leave it out."
         )
+    settings.check_effects(terms.config, terms.config.method)
     server_values = {
         **values,
         **{name: raw[name] for name in SERVER_OPTIONS if name in raw},

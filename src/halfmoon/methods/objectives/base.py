@@ -167,6 +167,11 @@ class Objective:
         return Passes(images, images)
 
 
+def unused_ramp_options(ramp: float) -> dict[str, str]:
+    """List the options of `ramp_weight` that have no effect beside `ramp`, each with the reason."""
+    return {} if ramp else {"ramp_shape": "with ramp 0, a constant weight"}
+
+
 @dataclass(frozen=True)
 class Consistency(Objective):
     """Cross-entropy of labeled images plus a consistency term between two weak views.
@@ -178,6 +183,11 @@ class Consistency(Objective):
     _: KW_ONLY
     ramp: float = 0.4
     ramp_shape: Ramp = "linear"
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        return unused_ramp_options(self.ramp)
 
     @property
     def requirements(self) -> UpdateRequirements:

@@ -17,6 +17,7 @@ from halfmoon.methods.objectives.base import (
     StepResult,
     labeled_cross_entropy,
     ramp_weight,
+    unused_ramp_options,
 )
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 
@@ -42,6 +43,11 @@ class FixMatch(PseudoLabeling, Objective):
     mean: Literal["all", "used"] = "all"
     ramp: float = 0.0
     ramp_shape: Ramp = "linear"
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        return {**super().unused_options, **unused_ramp_options(self.ramp)}
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY

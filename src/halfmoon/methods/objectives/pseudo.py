@@ -18,6 +18,7 @@ from halfmoon.methods.objectives.base import (
     forward_and_predict,
     labeled_cross_entropy,
     ramp_weight,
+    unused_ramp_options,
 )
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling, predict_with_received, select_more_confident
 from halfmoon.models import forward
@@ -38,6 +39,11 @@ class PseudoLabel(PseudoLabeling, Objective):
     unlabeled_weight: float = 1.0
     ramp: float = 0.4
     ramp_shape: Ramp = "linear"
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        return {**super().unused_options, **unused_ramp_options(self.ramp)}
 
     @property
     def requirements(self) -> UpdateRequirements:

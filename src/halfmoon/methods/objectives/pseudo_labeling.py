@@ -17,7 +17,7 @@ from halfmoon.methods.objectives.base import (
     forward_weak_and_strong,
     predict_all_rows,
 )
-from halfmoon.methods.objectives.thresholding import Rule, Threshold
+from halfmoon.methods.objectives.thresholding import Rule, Threshold, unused_threshold_options
 from halfmoon.models import forward
 
 Teacher = Literal["local", "global", "both", "average"]
@@ -63,6 +63,16 @@ class PseudoLabeling:
             )
         if not 0 <= self.teacher_decay < 1:
             raise UserError(f"teacher_decay is {self.teacher_decay}: it must be at least 0 and below 1.")
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        unused = unused_threshold_options(self.thresholding)
+        if self.teacher != "average":
+            unused["teacher_decay"] = f"with teacher {self.teacher!r}, which is no average"
+        if not self.debias:
+            unused["debias_over"] = "without debias"
+        return unused
 
     @property
     def requirements(self) -> UpdateRequirements:

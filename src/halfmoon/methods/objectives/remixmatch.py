@@ -27,6 +27,7 @@ from halfmoon.methods.objectives.base import (
     ramp_weight,
     sharpen,
     soft_cross_entropy,
+    unused_ramp_options,
 )
 
 TINY = 1e-6
@@ -74,6 +75,14 @@ class ReMixMatch(Objective):
     def __post_init__(self) -> None:
         if self.anchors < 1:
             raise UserError(f"anchors is {self.anchors}: ReMixMatch needs at least 1 strong view.")
+
+    @property
+    def unused_options(self) -> dict[str, str]:
+        """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        unused = unused_ramp_options(self.ramp)
+        if not self.align:
+            unused["alignment_decay"] = "without align"
+        return unused
 
     @property
     def requirements(self) -> UpdateRequirements:

@@ -31,6 +31,24 @@ from halfmoon.core.tree import Tree
 Rule = Literal["fixed", "freematch", "flexmatch", "softmatch", "fl2"]
 """Rules for the pseudo-labels to use."""
 
+RULES_WITH_THRESHOLD = ("fixed", "flexmatch")
+RULES_WITH_RUNNING_MEANS = ("freematch", "softmatch")
+
+
+def unused_threshold_options(rule: Rule) -> dict[str, str]:
+    """List the options of thresholding that have no effect under a rule.
+
+    Returns:
+        For each of them the reason, as the end of a sentence.
+    """
+    unused: dict[str, str] = {}
+    if rule not in RULES_WITH_THRESHOLD:
+        unused["threshold"] = f"with thresholding {rule!r}, which computes its threshold"
+    if rule not in RULES_WITH_RUNNING_MEANS:
+        unused["threshold_decay"] = f"with thresholding {rule!r}, which has no running means"
+    return unused
+
+
 NO_LABEL = -1
 PADDING_LABEL = -2
 TINY = 1e-6
