@@ -46,12 +46,15 @@ FLOORS = {"clients": "fedavg", "some": "fedavg", "server": "partially-supervised
 FIXMATCH = {"clients": "fedavg-fixmatch", "some": "fedavg-fixmatch", "server": "semifl",
             "clients, DIR": "fedavg-fixmatch"}  # fmt: skip
 """What each method is compared with beside labels alone; with labels at the server FixMatch's like is SemiFL."""
+CONTROL = "fedavg-control"
+"""Labels only, with unlabeled images in batch normalization: gains of pseudo-labels are differences to it."""
 
 PARTS = {"accuracy": "", "held": ", held-out training images"}
 
 RECEIVED: dict[str, Any] = {"labels": "round"}
 ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {},
+    "fedavg-control": {},
     "fedavg-fixmatch": {"threshold": True},
     "fixmatch-received": {"method": "fedavg-fixmatch", "threshold": True, "options": RECEIVED, "labeling": "running"},
     "fedavg-fixmatch-global": {"threshold": True},
@@ -79,13 +82,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "fedavg-sl": {},
 }  # fmt: skip
 METHODS: dict[str, tuple[str, ...]] = {
-    "clients": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fedavg-soft-labels",
-                "fixmatch-proxy-tuning", "sage", "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb",
+    "clients": ("fedavg", "fedavg-control", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global",
+                "fedavg-soft-labels", "fixmatch-proxy-tuning", "sage", "proxyfl", "feddure-received", "protofssl", "fedloke", "feddb",
                 "fedmatch", "semifed", "feddure", "fml", "fedavg-sl"),
-    "some": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global", "fedavg-soft-labels", "cbafed",
-             "twin-sight", "rscfed", "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
+    "some": ("fedavg", "fedavg-control", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global",
+             "fedavg-soft-labels", "cbafed", "twin-sight", "rscfed", "sage", "proxyfl", "feddb", "fedloke", "fedavg-sl"),
     "server": ("partially-supervised", "semifl", "fl2", "semifl-feddpl", "fedmatch", "fedrgd", "fedavg-sl"),
-    "clients, DIR": ("fedavg", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global",
+    "clients, DIR": ("fedavg", "fedavg-control", "fedavg-fixmatch", "fixmatch-received", "fedavg-fixmatch-global",
                      "fedavg-soft-labels", "fixmatch-proxy-tuning", "sage", "proxyfl", "fedavg-sl"),
 }  # fmt: skip
 
@@ -146,10 +149,10 @@ def table(data: str, place: str, part: str = "accuracy") -> list[dict[str, Any]]
             "last": fmean(last.values()),
         }
         line["deviation"] = deviation(list(last.values()))
-        for name, other in (("floor", FLOORS[place]), ("fixmatch", FIXMATCH[place])):
+        for name, other in (("floor", FLOORS[place]), ("control", CONTROL), ("fixmatch", FIXMATCH[place])):
             base = {seed: 100 * each[part] for seed, each in found.get(other, {}).items()}
             differences = [last[seed] - base[seed] for seed in last if seed in base]
-            if row != other and differences:
+            if row != other and differences and not (name == "control" and row == FLOORS[place]):
                 line |= {name: fmean(differences), f"{name}_half": half_interval(differences)}
         line |= {"forward": one["cost"]["forward"], "bytes": one["cost"]["bytes_down"] + one["cost"]["bytes_up"]}
         made.append(line)
@@ -158,8 +161,8 @@ def table(data: str, place: str, part: str = "accuracy") -> list[dict[str, Any]]
 
 def report() -> None:
     """Write the tables into choosing.md, and the numbers behind them."""
-    names = ("data", "place", "part", "row", "seeds", "last", "deviation", "floor", "floor_half", "fixmatch",
-             "fixmatch_half", "forward", "bytes")  # fmt: skip
+    names = ("data", "place", "part", "row", "seeds", "last", "deviation", "floor", "floor_half", "control",
+             "control_half", "fixmatch", "fixmatch_half", "forward", "bytes")  # fmt: skip
     page, sheets = TABLE.read_text(), []
     for data, place, (part, words) in itertools.product(SETS, PLACES, PARTS.items()):
         rows = table(data, place, part)
@@ -174,11 +177,14 @@ def report() -> None:
 
 def _markdown(rows: list[dict[str, Any]], place: str) -> str:
     least = min(row["forward"] for row in rows)
-    made = f"| method | last % | to labels only | to {FIXMATCH[place]} | forward passes | MB | seeds |\n"
-    made += "|---|--:|--:|--:|--:|--:|--:|\n"
+    with_control = any(row["row"] == CONTROL for row in rows)
+    control = " to the control |" if with_control else ""
+    made = f"| method | last % | to labels only |{control} to {FIXMATCH[place]} | forward passes | MB | seeds |\n"
+    made += f"|---|--:|--:|{'--:|' if with_control else ''}--:|--:|--:|--:|\n"
     for row in rows:
         last = spread(row["last"], row["deviation"])
-        made += f"| `{row['row']}` | {last} | {_gain(row, 'floor')} | {_gain(row, 'fixmatch')} | "
+        control = f"{_gain(row, 'control')} | " if with_control else ""
+        made += f"| `{row['row']}` | {last} | {_gain(row, 'floor')} | {control}{_gain(row, 'fixmatch')} | "
         made += f"{row['forward'] / least:.1f} | {row['bytes'] / 1e6:.0f} | {row['seeds']} |\n"
     return made
 
