@@ -24,7 +24,7 @@ from halfmoon.aggregation.privacy import accounting
 from halfmoon.aggregation.privacy.accounting import CohortDraw
 from halfmoon.aggregation.privacy.clipping import ClippedMethod, ClippedUpdate, clip_upload
 from halfmoon.aggregation.privacy.dp import DifferentialPrivacy, PrivacyPlan, compute_spent_epsilon, sum_clipped_updates
-from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger, Release
+from halfmoon.aggregation.privacy.releases import Release
 from halfmoon.aggregation.secure import csprng
 from halfmoon.api.uploads import Upload
 from halfmoon.cli import main as cli
@@ -52,6 +52,7 @@ from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.server import FederationServer, describe_round
 from halfmoon.methods import registry
 from halfmoon.runs import factory, runner
+from halfmoon.runs.privacy_ledger import LEDGER, Ledger
 from halfmoon.runs.progress import Progress, describe_progress
 from halfmoon.storage.run_folder import RunFolder
 from halfmoon.storage.state_store import TreeStore

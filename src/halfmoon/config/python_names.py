@@ -1,7 +1,7 @@
 """Errors and warnings of the Python API, which name options as Python does: `clients=2`, not `--clients 2`."""
 
+import inspect
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -20,9 +20,9 @@ R = TypeVar("R")
 
 def warn(text: str) -> None:
     """Warn with the line of the user's code that called halfmoon, not a line of halfmoon."""
-    frame = sys._getframe(1)
-    level = 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    frame = inspect.currentframe()
+    level = 1  # level 1 is this function, level 2 its caller
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
         level += 1
     warnings.warn(in_python(text), RuntimeWarning, stacklevel=level)

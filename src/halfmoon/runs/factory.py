@@ -14,7 +14,6 @@ import torch
 from halfmoon.aggregation import Aggregator
 from halfmoon.aggregation.privacy import clipping
 from halfmoon.aggregation.privacy.dp import DifferentialPrivacy, PrivacyPlan
-from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger
 from halfmoon.aggregation.robust import FiniteCheck, RobustAggregator
 from halfmoon.aggregation.secure.fixed_point import FixedPointMean
 from halfmoon.aggregation.weights import WeightCap
@@ -65,6 +64,7 @@ from halfmoon.models.finetuned import backbone_paths, feature_head, fine_tune
 from halfmoon.models.hubs import weights_file as published_weights_file
 from halfmoon.models.weights import read_weights_file as read_weights
 from halfmoon.runs.features import Progress, select_inputs
+from halfmoon.runs.privacy_ledger import LEDGER, Ledger
 
 MAX_VMAP_PRODUCTS = 500_000
 """Largest number of multiplications per image of a network for which vmap is faster on a CPU than the loop."""

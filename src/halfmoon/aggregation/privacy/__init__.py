@@ -1,1 +1,1 @@
-"""Client-level differential privacy: clipping, noised sums, the accountant and its ledger."""
+"""Client-level differential privacy: clipping, noised sums, and the accountant of their privacy loss."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from halfmoon.aggregation.base import AggregationContext, Aggregator, compute_update, downloaded_values, replace_update
 from halfmoon.aggregation.privacy import accounting
 from halfmoon.aggregation.privacy.accounting import CohortDraw
-from halfmoon.aggregation.privacy.ledger import Ledger, Release
+from halfmoon.aggregation.privacy.releases import Release, ReleaseLog
 from halfmoon.aggregation.secure.csprng import derive_subkey, generate_gaussians
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
@@ -65,7 +65,7 @@ class DifferentialPrivacy(Aggregator):
 
     plan: PrivacyPlan
     secret: bytes
-    ledger: Ledger
+    ledger: ReleaseLog
     _round: int = field(default=-1, init=False)
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:

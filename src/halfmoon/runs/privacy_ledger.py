@@ -7,9 +7,10 @@ changed or removed line is detected. Lines missing at the end of the file have n
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from halfmoon.aggregation.privacy.accounting import CohortDraw
+from halfmoon.aggregation.privacy.releases import Release
 from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io
 
@@ -17,28 +18,8 @@ LEDGER = "privacy.jsonl"
 """Name of the ledger's file in a run folder."""
 
 
-class Release(NamedTuple):
-    """A noised sum that the server used.
-
-    Attributes:
-        round: The round, from 0.
-        attempt: The number of earlier attempts at this round.
-        query: The number of earlier queries in this round.
-        sampled: The draw of the cohort, None if it was not random.
-        noise: The noise z, in units of the clipping bound.
-        mark: A keyed hash that identifies the sum; without the server's secret it gives no information about it.
-    """
-
-    round: int
-    attempt: int
-    query: int
-    sampled: CohortDraw | None
-    noise: float
-    mark: str
-
-
 class Ledger:
-    """The noised sums of a run, loaded from and appended to a file.
+    """The noised sums of a run, loaded from and appended to a file: a `ReleaseLog` that survives a kill.
 
     Args:
         path: The file; it may not exist yet.
