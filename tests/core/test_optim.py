@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
 
 from halfmoon.api.types import Task
 from halfmoon.core import tree
 from halfmoon.core.optim import (
     SGD,
+    SMALL_MODEL_BYTES,
     Adam,
     ConstantSchedule,
     CosineSchedule,
@@ -262,3 +264,20 @@ def test_a_large_model_moves_as_its_leaves_do_alone():
         assert not gradient, "its leaves are free"
     assert all(torch.equal(whole[name], parts[name][name]) and torch.equal(whole[name], lean[name]) for name in parts)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(rest), strict=True))
+
+
+@pytest.mark.parametrize(("device", "at_once"), [("cpu", False), ("cuda", True)])
+def test_on_a_gpu_adam_updates_all_leaves_of_a_large_model_in_one_call(device, at_once, monkeypatch):
+    calls: list[float] = []
+
+    def record_call(self, params, gradient, state, terms, lr):
+        calls.append(lr)
+        return params, state
+
+    monkeypatch.setattr(Adam, "_step_all_leaves", record_call)
+    optimizer = Adam()
+    # Fake tensors have a device and a shape, but no memory, so that no GPU is needed.
+    with FakeTensorMode():
+        params = {name: torch.empty(2, SMALL_MODEL_BYTES // 8, device=device) for name in "ab"}
+        optimizer.step(params, tree.map(torch.ones_like, params), optimizer.init(params))
+    assert bool(calls) == at_once

@@ -1,18 +1,22 @@
 """How the clients of a run are played where nobody says: by the network's size alone, and to the end as it began."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from interrupted_runs import InterruptAfterRound
 from safetensors.torch import load_file
 
 import halfmoon
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import Diverged
+from halfmoon.core.errors import Diverged, UserError
 from halfmoon.runs import factory, runner
+from halfmoon.runs.callbacks import Callback
+from halfmoon.runs.jobs import Job
 
 RUN: dict[str, Any] = {
     "method": "fedavg", "clients": 4, "cohort": 3, "rounds": 2, "steps": 2, "width": 4, "labels_per_class": 2.0,
@@ -97,3 +101,84 @@ def test_a_last_round_that_diverges_is_no_result(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"^The test loss became \w+ in round 1: training stopped\."):
         halfmoon.run(config)
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+class Messages(Callback):
+    """Collects the messages of a run."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture(scope="module")
+def problem() -> factory.Problem:
+    return factory.build_problem(Config(**RUN))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "executor", "message"),
+    [
+        ({"loop": 0.5, "vmap": 0.25}, "vmap", "batched by vmap: 5 steps of a cohort took 0.50 s one by one and 0.25 s"),
+        ({"loop": 0.5, "vmap": 0.75}, "loop", "one by one: 5 steps of a cohort took 0.50 s one by one and 0.75 s"),
+        ({"loop": 0.5, "vmap": torch.OutOfMemoryError("out of memory.\nDetails")}, "loop", "by vmap: out of memory."),
+        ({"loop": 0.5, "vmap": UserError("an LSTM cannot be batched")}, "loop", "by vmap: an LSTM cannot be batched."),
+    ],
+)
+def test_a_gpu_takes_the_executor_that_was_faster_in_a_trial(problem, seconds, executor, message, monkeypatch) -> None:
+    trials: list[str] = []
+
+    def time_cohort(config: Config, shared: factory.Problem) -> float:
+        trials.append(config.executor)
+        result = seconds[config.executor]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(runner, "_time_cohort", time_cohort)
+    monkeypatch.setattr(factory, "select_device", lambda config: torch.device("cuda"))
+    watch = Messages()
+    jobs = [Job(f"seed{seed}", Config(**{**RUN, "device": "cuda", "seed": seed})) for seed in (0, 1)]
+    chosen = runner._choose_executors(jobs, problem, watch)
+    assert [job.config.executor for job in chosen] == [executor, executor]
+    assert trials == ["loop", "vmap"]  # once for both seeds
+    assert len(watch.texts) == 1
+    assert message in watch.texts[0]
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"method": "supervised"}])
+def test_a_gpu_makes_no_trial_for_runs_with_equal_bits_and_for_one_client(problem, options, monkeypatch) -> None:
+    monkeypatch.setattr(runner, "_time_cohort", None)
+    monkeypatch.setattr(factory, "select_device", lambda config: torch.device("cuda"))
+    (job,) = runner._choose_executors([Job(".", Config(**{**RUN, "device": "cuda", **options}))], problem, Messages())
+    assert job.config.executor == "loop"
+
+
+def test_a_trial_trains_two_rounds_and_changes_no_run(problem, tmp_path: Path, monkeypatch) -> None:
+    rounds: list[tuple[int, int]] = []
+    open_round = runner.Simulation.open
+
+    def record_round(self: Any, number: int) -> Any:
+        rounds.append((number, self.local_clients.training.batching.steps))
+        return open_round(self, number)
+
+    config = Config(**RUN, executor="loop")
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.Simulation, "open", record_round)
+        assert runner._time_cohort(config, problem) > 0
+    assert rounds == [(0, runner.TIMED_STEPS), (1, runner.TIMED_STEPS)]
+
+    halfmoon.run(Config(**RUN, executor="loop", run_dir=tmp_path / "untimed"))
+    choose_by_time = runner._choose_by_time
+    monkeypatch.setattr(
+        runner,
+        "_choose_executors",
+        lambda jobs, shared, watch: [
+            Job(job.folder, replace(job.config, executor=choose_by_time(job.config, shared, watch) and "loop"))
+            for job in jobs
+        ],
+    )
+    halfmoon.run(Config(**RUN, run_dir=tmp_path / "timed"))
+    assert left(tmp_path / "timed") == left(tmp_path / "untimed")

@@ -300,7 +300,7 @@ class MachineOptions:
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
     executor: Annotated[
         Literal["auto", "loop", "vmap"],
-        "clients one by one, or batched; auto: vmap on a GPU, or for a tiny network; loop with a table [federation]",
+        "clients one by one, or batched; auto: timed on a GPU, else vmap for a tiny network; loop with a table [federation]",
     ] = "auto"
     deterministic: Annotated[
         bool,

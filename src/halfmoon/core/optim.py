@@ -16,7 +16,7 @@ Number = float | Tensor
 """A learning rate: a number or a tensor ()."""
 
 SMALL_MODEL_BYTES = 2**24
-"""Size of the parameters below which a step of Adam processes all leaves at once, which needs more memory."""
+"""Size of the parameters below which a step of Adam processes all leaves at once on a CPU, which needs more memory."""
 
 
 class Optimizer(Protocol):
@@ -112,7 +112,9 @@ class Adam:
         # Three implementations with the same bits. The faster ones change tensors in place or use kernels for lists of
         # tensors, for which vmap has no rules.
         if not inside_transform() and not isinstance(lr, Tensor):
-            if tree.nbytes(params) < SMALL_MODEL_BYTES:
+            # A GPU takes large models at once, too: starting seven kernels a leaf takes longer than their arithmetic.
+            is_on_gpu = next(tree.leaves(params)).device.type == "cuda"
+            if is_on_gpu or tree.nbytes(params) < SMALL_MODEL_BYTES:
                 return self._step_all_leaves(params, gradient, state, terms, lr)
             if consume:
                 return self._step_in_place(params, gradient, state, terms, lr)

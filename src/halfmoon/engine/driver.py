@@ -163,8 +163,8 @@ def update_one(
     optimizer). Each step takes a minibatch and returns a new carry, and `ClientUpdate.finish` turns the last one into
     the upload and the memory.
 
-    On a CPU all images and weights are channels-last inside of this function. Upload and memory are contiguous,
-    so that they do not depend on how they were computed.
+    All images and weights are channels-last inside of this function, the layout for which the convolutions of CPUs and of
+    a GPU's tensor cores are made. Upload and memory are contiguous, so that they do not depend on how they were computed.
 
     Args:
         context: the settings of this query: what the clients run, and the names of its random streams.
@@ -179,10 +179,8 @@ def update_one(
     """
     client_update = context.client_update
     memory = tree.map(torch.clone, memory)  # the optimizer modifies it, and a store may have a reference to it
-    use_channels_last = data.x.device.type == "cpu"
-    if use_channels_last:
-        broadcast = tree.channels_last(broadcast)
-        memory = tree.channels_last(memory)
+    broadcast = tree.channels_last(broadcast)
+    memory = tree.channels_last(memory)
     data = _add_precomputed_views(context, client, data)
     # `begin` comes before the draws: its pseudo-labels may exclude images from the minibatches.
     carry = client_update.begin(broadcast, memory, data)
@@ -192,9 +190,7 @@ def update_one(
     take_step = _with_dropout(client_update)
     normalize = client_update.task.normalize
     for batch_of_one_client in batches([data], [drawn_update], context.views, normalize, context.view_images):
-        batch = _first_client(batch_of_one_client)
-        if use_channels_last:
-            batch = _to_channels_last(batch)
+        batch = _to_channels_last(_first_client(batch_of_one_client))
         carry, step_metrics = take_step(broadcast, carry, batch)
         log.add(step_metrics, batch.u_rows)
     samples, step_pseudo_labels = log.summarize(context, client)

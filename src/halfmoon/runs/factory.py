@@ -573,7 +573,10 @@ def select_device(config: MachineOptions) -> torch.device:
 
 
 def select_executor(config: Config) -> Literal["loop", "vmap"]:
-    """Select the executor of a cohort's clients; "auto" is vmap on a GPU and the loop on a CPU."""
+    """Select the executor of a cohort's clients.
+
+    "auto" remains in the files of runs that began without a choice: it is vmap on a GPU and the loop on a CPU.
+    """
     if config.executor != "auto":
         return config.executor
     return "vmap" if select_device(config).type == "cuda" else "loop"

@@ -3,16 +3,19 @@
 import csv
 import io
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from halfmoon.aggregation.attacks import HostileClients, draw_hostile_clients
+from halfmoon.aggregation.base import Aggregator
 from halfmoon.config.schema import (
     Config,
     check_effects,
@@ -35,7 +38,7 @@ from halfmoon.data.partition.split import SERVER
 from halfmoon.engine import evaluation
 from halfmoon.engine.executors.base import Executor
 from halfmoon.engine.local_clients import FederatedDataset, Training
-from halfmoon.engine.loop import Experiment, Row, run_rounds
+from halfmoon.engine.loop import Experiment, Row, initial_model, run_rounds
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
@@ -52,6 +55,9 @@ from halfmoon.storage import atomic_io, image_digests, integrity
 from halfmoon.storage.folder_writer import CONFIG, resume_command
 from halfmoon.storage.run_folder import BASELINES, PENDING, SKIPPED, SUMMARY, RunFolder
 from halfmoon.storage.state_store import TreeStore
+
+TIMED_STEPS = 5
+"""Steps of each client in the trial that chooses between loop and vmap on a GPU."""
 
 
 def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | None = None) -> RunResult:
@@ -76,7 +82,7 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     # Features of a frozen backbone may take hours: record the run before, so that it can be resumed after a kill.
     with _pending_record(root, config) as write_record:
         shared = _load_shared(jobs, split=None, watch=watch, shared=shared, before_features=write_record)
-    return _run_all(root, _choose_executors(jobs, shared), shared, watch)
+    return _run_all(root, _choose_executors(jobs, shared, watch), shared, watch)
 
 
 def compare(
@@ -130,7 +136,7 @@ def compare(
     # The costliest method is known only now: it depends on the data.
     if config.reference is None:
         jobs = create_jobs(find_costliest_method([job.config for job in jobs], shared))
-    jobs = _choose_executors(jobs, shared)
+    jobs = _choose_executors(jobs, shared, watch)
     plan = render_jobs(jobs)
     if again and is_same_plan(atomic_io.read(root / COMPARISON), plan):
         return resume(root, watch)
@@ -290,7 +296,7 @@ def run_in_folder(
         shared = _load_shared([job], _load_stored_split(path), watch, shared)
         shared = shared if tests else replace(shared, test=None)
         if not RunFolder.exists(path):
-            (job,) = _choose_executors([job], shared)
+            (job,) = _choose_executors([job], shared, watch)
         if factory.select_device(config).type == "cpu":
             retain_freed_memory()
     return _run_job(path, job, shared, watch)
@@ -343,15 +349,100 @@ def _create_jobs(config: Config) -> list[Job]:
     return jobs
 
 
-def _choose_executors(jobs: Sequence[Job], shared: Problem) -> list[Job]:
-    """Choose the executor of new jobs whose option is "auto".
+def _choose_executors(jobs: Sequence[Job], shared: Problem, watch: Callback = NULL_CALLBACK) -> list[Job]:
+    """Choose the executor of new jobs whose option is "auto": on a CPU by the network's size, on a GPU by a timed trial.
 
     The run's file stores the choice, so that a run resumes as it started. "auto" in a stored file has the meaning for
     large networks: there was no choice when earlier versions wrote it.
+
+    Args:
+        jobs: the jobs.
+        shared: their data.
+        watch: receives the times of a trial.
     """
     network = shared.task.network
     image = ImageSpec.of(shared.source).image
-    return [replace(job, config=factory.choose_executor(job.config, network, image)) for job in jobs]
+    # Jobs that differ only in the seed are timed once.
+    timed: dict[str, Literal["loop", "vmap"]] = {}
+    jobs_with_executor: list[Job] = []
+    for job in jobs:
+        config = factory.choose_executor(job.config, network, image)
+        if config.executor == "auto" and factory.select_device(config).type == "cuda":
+            key = to_toml(replace(config, seed=0))
+            if key not in timed:
+                timed[key] = _choose_by_time(config, shared, watch)
+            config = replace(config, executor=timed[key])
+        jobs_with_executor.append(replace(job, config=config))
+    return jobs_with_executor
+
+
+def _choose_by_time(config: Config, shared: Problem, watch: Callback) -> Literal["loop", "vmap"]:
+    """Choose between one client after the other and vmap by the time that a few steps of a cohort take with each.
+
+    Which one is faster depends on the network, the cohort and the GPU. Runs that must give the same bits on every start
+    (`deterministic`) and methods with a single client always take the loop.
+
+    Args:
+        config: the configuration, whose option `executor` is "auto".
+        shared: data, split, task, views and batch rule.
+        watch: receives a message with the times.
+    """
+    if config.deterministic or registry.entry(config.method).pooled:
+        return "loop"
+    loop_seconds = _time_cohort(replace(config, executor="loop"), shared)
+    try:
+        vmap_seconds = _time_cohort(replace(config, executor="vmap"), shared)
+    except (RuntimeError, UserError) as error:  # too little memory, or a layer for which vmap has no rule
+        reason = str(error).partition("\n")[0].rstrip(".")
+        watch.say(f"Clients train one by one, as they cannot be batched by vmap: {reason}.")
+        return "loop"
+    faster: Literal["loop", "vmap"] = "vmap" if vmap_seconds < loop_seconds else "loop"
+    watch.say(
+        f"Clients train {'batched by vmap' if faster == 'vmap' else 'one by one'}: {TIMED_STEPS} steps of a cohort took "
+        f"{loop_seconds:.2f} s one by one and {vmap_seconds:.2f} s by vmap (--executor chooses without a trial)."
+    )
+    return faster
+
+
+def _time_cohort(config: Config, shared: Problem) -> float:
+    """Measure the seconds of a round with `TIMED_STEPS` steps a client, after one round that is not counted.
+
+    The first round includes what happens once: PyTorch loads kernels, and cuDNN chooses its algorithms. The models are
+    thrown away, and every draw is a function of the seed and the round, so that the run itself does not change.
+
+    Args:
+        config: the configuration, whose executor is "loop" or "vmap".
+        shared: data, split, task, views and batch rule.
+
+    Returns:
+        Seconds.
+    """
+    few_steps = replace(shared.batching, steps=TIMED_STEPS)
+    few_server_steps = replace(shared.serving, steps=TIMED_STEPS)
+    shared = replace(shared, batching=few_steps, serving=few_server_steps)
+    device = factory.select_device(config)
+    seconds = 0.0
+    with (
+        workers.open_executor(config) as executor,
+        factory.apply_compute_settings(config, factory.count_threads(config)),
+    ):
+        simulation = _build_simulation(config, shared, executor, aggregators=())
+        method = factory.build_method(config)
+        server = method.start(simulation.task, initial_model(simulation.task, config.seed, device))
+        for number in range(2):
+            _wait_for_gpu(device)
+            started = time.perf_counter()
+            simulation.open(number)
+            server = method.round(simulation.task, server, simulation)
+            _wait_for_gpu(device)
+            seconds = time.perf_counter() - started
+    return seconds
+
+
+def _wait_for_gpu(device: torch.device) -> None:
+    """Wait until a GPU has computed all that it was given; without that, a clock measures only the giving."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _single_method_config(config: Config, name: str, reference: str, **changes: Any) -> Config:
@@ -658,13 +749,43 @@ def _build_experiment(config: Config, shared: Problem, path: Path, executor: Exe
         executor: trains clients and computes test batches.
         watch: receives a message if not every round is evaluated.
     """
-    entry = registry.entry(config.method)
-    task = replace(shared.task, rounds=count_rounds(config))
-    method = factory.build_method(config)
     hostile_clients = draw_hostile_clients(shared.split.clients, config.attackers, config.seed)
     attacks: tuple[HostileClients, ...] = ()
     if config.attack != "none":
         attacks = (HostileClients(config.attack, hostile_clients, config.seed, config.attack_factor),)
+    # The noise of a simulation is drawn from its seed, so that the run can be reproduced; a federation has a secret.
+    noise_seed = f"seed {config.seed}".encode()
+    aggregators = (*attacks, *factory.build_aggregators(config, noise_seed, path))
+    runtime = _build_simulation(config, shared, executor, aggregators)
+    interval = choose_evaluation_interval(config, shared)
+    if interval > 1 and config.evaluate_every is None:
+        watch.say(f"Test images are evaluated every {interval} rounds (--evaluate-every 1: after each).")
+    experiment = assembly.build_experiment(config, runtime.task, runtime, shared.test, shared.validation)
+    test_clients = None
+    if shared.test is not None:
+        test_clients = deal_test_images(
+            shared.split,
+            shared.train.labels.cpu().numpy(),
+            shared.test.labels.cpu().numpy(),
+            len(shared.source.classes),
+        )
+    return replace(experiment, executor=executor, evaluate_every=interval, test_clients=test_clients)
+
+
+def _build_simulation(
+    config: Config, shared: Problem, executor: Executor, aggregators: Sequence[Aggregator]
+) -> Simulation:
+    """Build the simulation of a configuration: its clients with their images, the method and the rules of a round.
+
+    Args:
+        config: the configuration.
+        shared: data, split, task, views and batch rule.
+        executor: trains clients.
+        aggregators: what uploads pass before the method averages them.
+    """
+    entry = registry.entry(config.method)
+    task = replace(shared.task, rounds=count_rounds(config))
+    hostile_clients = draw_hostile_clients(shared.split.clients, config.attackers, config.seed)
     dataset = FederatedDataset(
         shared.train,
         shared.split,
@@ -694,28 +815,13 @@ def _build_experiment(config: Config, shared: Problem, path: Path, executor: Exe
         client_dropout=config.client_dropout,
         client_models=config.client_models,
     )
-    # The noise of a simulation is drawn from its seed, so that the run can be reproduced; a federation has a secret.
-    noise_seed = f"seed {config.seed}".encode()
-    runtime = Simulation(
-        method,
+    return Simulation(
+        factory.build_method(config),
         task,
         dataset,
         shared.views,
         training,
         runtime_settings,
         store=TreeStore(cap=config.memory_cap * 1_000_000),  # the memories of clients, in bytes
-        aggregators=(*attacks, *factory.build_aggregators(config, noise_seed, path)),
+        aggregators=tuple(aggregators),
     )
-    interval = choose_evaluation_interval(config, shared)
-    if interval > 1 and config.evaluate_every is None:
-        watch.say(f"Test images are evaluated every {interval} rounds (--evaluate-every 1: after each).")
-    experiment = assembly.build_experiment(config, task, runtime, shared.test, shared.validation)
-    test_clients = None
-    if shared.test is not None:
-        test_clients = deal_test_images(
-            shared.split,
-            shared.train.labels.cpu().numpy(),
-            shared.test.labels.cpu().numpy(),
-            len(shared.source.classes),
-        )
-    return replace(experiment, executor=executor, evaluate_every=interval, test_clients=test_clients)
