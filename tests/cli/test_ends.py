@@ -64,7 +64,7 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
 ):
     closed = 0
     close = ServerRuntime.close
-    ask = ServerRuntime._train_responders
+    ask = ServerRuntime._train_clients
 
     def closing(self: ServerRuntime) -> Any:
         nonlocal closed
@@ -80,7 +80,7 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(ServerRuntime, "close", closing)
-        patch.setattr(ServerRuntime, "_train_responders", asking)
+        patch.setattr(ServerRuntime, "_train_clients", asking)
         assert main([*RUN.split(), str(tmp_path / "run")]) == 1
     text = capsys.readouterr().err
     assert "the memory of this machine is used up" in text

@@ -75,7 +75,7 @@ def test_no_step_reads_a_value_or_mixes_devices(name, executor, monkeypatch):
             task._replace(private=tree.to(task.private, META), memory=tree.to(task.memory, META), data=move(task.data))
             for task in group
         ]
-        results = driver.update_together(query.context, tree.to(query.broadcast, META), tasks)
+        results = driver.Query(query.context, tree.to(query.broadcast, META))(tasks)
         for task in tasks:
             result = results[task.client]
             assert {leaf.device for leaf in tree.leaves(result.upload.tree)} <= {META}

@@ -7,9 +7,9 @@ import pytest
 
 from halfmoon.cli.main import main
 from halfmoon.config.schema import Config, check_effects, resolve
-from halfmoon.contract.checks import run_experiment
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import leaves
+from halfmoon.federation.contract.checks import run_experiment
 from halfmoon.methods import registry
 from halfmoon.runs import runner
 

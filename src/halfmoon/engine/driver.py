@@ -128,30 +128,17 @@ class Query:
     broadcast: Tree
 
     def __call__(self, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
-        return update_together(self.context, self.broadcast, tasks)
-
-
-def update_together(context: ClientContext, broadcast: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
-    """Train clients, batched by `torch.func.vmap` if there are several.
-
-    Args:
-        context: the settings of this query.
-        broadcast: the tree that all clients receive.
-        tasks: each client's number, images, memory and number of steps, and the tree `private` that only it receives.
-
-    Returns:
-        The results by client number.
-    """
-    with torch.no_grad():
-        if len(tasks) == 1:
-            # For one client vmap would only add overhead.
-            task = tasks[0]
-            received = {**broadcast, **task.private}
-            result = update_one(context, task.client, received, task.memory, task.data, task.amount)
-            return {task.client: result}
-        per_client = tree.stack([task.private for task in tasks])
-        results = update_many(context, broadcast, per_client, tasks)
-    return {task.client: result for task, result in zip(tasks, results, strict=True)}
+        """Train clients, batched by `torch.func.vmap` if there are several, and return their results by number."""
+        with torch.no_grad():
+            if len(tasks) == 1:
+                # For one client vmap would only add overhead.
+                task = tasks[0]
+                received = {**self.broadcast, **task.private}
+                result = update_one(self.context, task.client, received, task.memory, task.data, task.amount)
+                return {task.client: result}
+            per_client = tree.stack([task.private for task in tasks])
+            results = update_many(self.context, self.broadcast, per_client, tasks)
+        return {task.client: result for task, result in zip(tasks, results, strict=True)}
 
 
 def update_one(

@@ -197,7 +197,8 @@ class LocalClients:
             Results without the memory and the pseudo-labels; the upload in the precision in which it would be sent.
         """
         hidden_labels: dict[int, Tensor] = {}  # true labels of unlabeled images, filled while clients train
-        results = self._train(context, clients, stage, broadcast, per_client, hidden_labels)
+        tasks = self._make_tasks(context.client_update, clients, stage, broadcast, per_client, hidden_labels)
+        results = self.training.executor.run_clients(Query(context, broadcast), tasks)
         for position, client in enumerate(clients):
             # Gradients are disabled only while clients train: the caller may need them between two results.
             with torch.no_grad():
@@ -215,26 +216,25 @@ class LocalClients:
         with torch.no_grad():
             next(results, None)  # let the map finish: a pool of processes ends its queue after the last result
 
-    def _train(
+    def _make_tasks(
         self,
-        context: ClientContext,
+        client_update: ClientUpdate,
         clients: Sequence[int],
         stage: int | None,
         broadcast: Tree,
         per_client: Tree,
         hidden_labels: dict[int, Tensor],
-    ) -> Iterator[ClientResult]:
-        """Return an iterator that trains clients and yields their results in the order of `clients`.
+    ) -> Iterator[ClientTask]:
+        """Return an iterator over the tasks of an executor, one for each client, in the order of `clients`.
 
         Args:
-            context: the query.
+            client_update: the update that the clients run.
             clients: numbers of the clients.
             stage: the stage of a data stream; None if there is none.
             broadcast: the tree that all clients receive.
             per_client: leaves (K, ...), of which each client receives its slice too.
-            hidden_labels: gets the true labels of each client's unlabeled images, by client.
+            hidden_labels: gets the true labels of each client's unlabeled images, by client, when its task is made.
         """
-        client_update = context.client_update
         amounts = [self._amount(client_update, client, stage) for client in clients]
         # Computed for one client only: a first memory may be a network, which takes time to initialize.
         first_received = {**broadcast, **tree.index(per_client, 0)}
@@ -253,8 +253,7 @@ class LocalClients:
             group_key = self._group_key(client_update, client, stage, amounts[k], memory)
             return ClientTask(client, private, memory, data, amounts[k], group_key)
 
-        tasks = map(make_task, range(len(clients)))  # lazy: only the tasks of unfinished groups are in memory
-        return self.training.executor.run_clients(Query(context, broadcast), tasks)
+        return map(make_task, range(len(clients)))  # lazy: only the tasks of unfinished groups are in memory
 
     def _group_key(
         self, client_update: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree

@@ -247,8 +247,9 @@ class ServerRuntime(ABC):
             raise ValueError(f"query({client_update!r}) has no clients: give at least one, or leave clients out.")
         private = {} if per_client is None else per_client
         query = self._query  # the next call increases it
+        update = self.client_updates[client_update]
         uploads: dict[int, Upload] = {}
-        for client, result in self._train_responders(client_update, recipients, broadcast, private):
+        for client, result in self._train_clients(update, recipients, broadcast, private):
             uploads[client] = result.upload
             del result
         upload = stack(list(uploads.values()))  # a copy
@@ -268,7 +269,7 @@ class ServerRuntime(ABC):
                 clients=responders,
                 cohort=len(recipients),
                 random_cohort=clients is None and self._uniform_cohort,
-                upload_spec=self.client_updates[client_update].requirements.upload_spec,
+                upload_spec=update.requirements.upload_spec,
                 memory=self.state_store,
             )
             upload = self._aggregate(context, upload)
@@ -292,13 +293,14 @@ class ServerRuntime(ABC):
         Returns:
             The mean, with the sum of the weights. `responders` is set to the clients that sent an upload.
         """
-        upload_spec = self.client_updates[client_update].requirements.upload_spec
+        update = self.client_updates[client_update]
+        upload_spec = update.requirements.upload_spec
         if self.aggregators:
             return average_stacked_uploads(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
         mean = UploadMean(upload_spec, client_update)
         recipients = self.cohort
         responders: list[int] = []
-        for client, result in self._train_responders(client_update, recipients, broadcast, {}):
+        for client, result in self._train_clients(update, recipients, broadcast, {}):
             mean.add(result.upload)
             responders.append(client)
             del result  # free the upload before the next client trains
@@ -313,7 +315,7 @@ class ServerRuntime(ABC):
         bytes_down = self.cost.bytes_down
         bytes_up = self.cost.bytes_up
         update = self.client_updates[client_update].at_server
-        ((_, result),) = self._train_clients(update, [SERVER], broadcast, {})
+        ((_, result),) = self._train_clients(update, torch.tensor([SERVER]), broadcast, {})
         self.cost.bytes_down = bytes_down
         self.cost.bytes_up = bytes_up
         return result.upload
@@ -353,39 +355,23 @@ class ServerRuntime(ABC):
         self.store.restore(clients)
         self.cost = Cost(**cost)
 
-    def _train_responders(
-        self, client_update: str, recipients: Tensor, broadcast: Tree, per_client: Tree
-    ) -> ClientResults:
-        """Train the clients of a query that do not drop out of this round.
-
-        Args:
-            client_update: the name of the update.
-            recipients: numbers of the clients, (n,).
-            broadcast: the tree that all of them receive.
-            per_client: leaves (n, ...), of which each receives its slice too.
-        """
-        present = sample_responders(recipients, self.settings.client_dropout, self.seed, self._round)
-        return self._train_clients(
-            self.client_updates[client_update],
-            to_ints(recipients[present]),
-            broadcast,
-            tree.map(lambda leaf: leaf[present], per_client),
-        )
-
     def _train_clients(
-        self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree
+        self, client_update: ClientUpdate, recipients: Tensor, broadcast: Tree, per_client: Tree
     ) -> ClientResults:
         """Send the next query of the round to clients; count the cost and the metrics of each result, and yield it.
 
         Args:
             client_update: the update that they run.
-            clients: numbers of the clients.
+            recipients: numbers of the clients, (n,). Those that drop out of this round do not train.
             broadcast: the tree that all of them receive.
-            per_client: leaves (len(clients), ...), of which each receives its slice too.
+            per_client: leaves (n, ...), of which each receives its slice too.
 
         Yields:
             Each client's number and result, with the upload in float32.
         """
+        present = sample_responders(recipients, self.settings.client_dropout, self.seed, self._round)
+        clients = to_ints(recipients[present])
+        per_client = tree.map(lambda leaf: leaf[present], per_client)
         context = ClientContext(
             client_update, self.views, self.seed, self._round, self._query, images_per_call(self.device)
         )
