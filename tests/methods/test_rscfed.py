@@ -10,6 +10,7 @@ from method_helpers import assert_params_match, make_client_data, make_random_im
 from halfmoon.api.types import Batch
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
+from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.federation.contract.small_federation import (
     make_dataset,
@@ -109,3 +110,58 @@ def test_a_group_of_clients_without_rows_is_left_out():
     server = {"params": {"a": torch.tensor([0.0])}, "stats": {}}
     new = RSCFed(groups=8, size=1).round(make_task(), server, OneUpload())  # pyright: ignore[reportArgumentType]
     assert new["params"]["a"].tolist() == [4.0]
+
+
+def test_the_warm_up_averages_models_of_clients_with_labels():
+    """In its rounds the server averages clients with labels by their rows, whatever the groups; teachers stay.
+
+    After it RSCFed's own average follows. Without unlabeled loss a round equals that of groups of all, labels only.
+    """
+    shared = make_task(rounds=2)
+    dataset = make_dataset(place="some")
+    warm = RSCFed(groups=1, size=1, warmup=0.5, unlabeled_weight=5.0)
+    first, second = simulate_rounds(warm, shared, dataset, rounds=2)
+    other = simulate_rounds(RSCFed(groups=3, size=2, warmup=0.5, unlabeled_weight=0.0), shared, dataset)[0]
+    assert trees_equal(first.server, other.server)
+    plain = simulate_rounds(RSCFed(groups=1, size=1, unlabeled_weight=5.0), shared, dataset)[0]
+    assert max_difference(first.server, plain.server) > 1e-3
+    assert max_difference(first.server, second.server) > 1e-3
+
+    update = {"params": {"a": torch.tensor([[1.0], [4.0], [7.0]])}, "stats": {}}
+    upload = Upload(update, torch.tensor([1.0, 3.0, 3.0]), {"labels": torch.tensor([1.0, 0.0, 1.0])})
+
+    class OneUpload:
+        def query(self, client_update, broadcast):
+            return upload
+
+    server = {"params": {"a": torch.tensor([0.0])}, "stats": {}}
+    new = warm.round(make_task(rounds=2), server, OneUpload())  # pyright: ignore[reportArgumentType]
+    assert new["params"]["a"].tolist() == [(1 + 3 * 7) / 4]
+    no_labels = upload._replace(aux={"labels": torch.zeros(3)})
+    upload = no_labels
+    assert warm.round(make_task(rounds=2), server, OneUpload()) == server  # pyright: ignore[reportArgumentType]
+
+
+def test_the_teacher_rests_in_the_warm_up():
+    shared = make_task(rounds=2)
+    client_update = RSCFed(warmup=0.5).client_updates(shared)["train"]
+    broadcast = start_server(RSCFed(), shared)
+    carry = client_update.begin(
+        broadcast, client_update.initial_memory(broadcast, torch.Generator()), make_client_data(2, 3)
+    )
+    u = {"weak": make_random_images(3, 0), "weak2": make_random_images(3, 1)}
+    batch = Batch(make_random_images(2, 2), torch.tensor([0, 1]), torch.arange(2), u, torch.arange(3))
+    after, metrics = client_update.step(broadcast, carry, batch)
+    assert trees_equal(after["teacher"], carry["teacher"])
+    assert float(after["teacher_steps"]) == -1
+    assert not metrics.pseudo[0].weight.any()
+    assert not trees_equal(after["params"], carry["params"])
+    _, stored = client_update.finish(broadcast, after, make_client_data(2, 3))
+    received = tree.map(lambda leaf: leaf + 1, broadcast)
+    later = client_update.begin(received, stored, make_client_data(2, 3))
+    assert trees_equal(later["teacher"], received["params"])
+
+
+def test_a_warm_up_beyond_the_rounds_is_refused():
+    with pytest.raises(UserError, match=r"warmup is 3: it is a share of the rounds, from 0 to 1"):
+        RSCFed(warmup=3.0)

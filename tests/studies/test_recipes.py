@@ -913,3 +913,23 @@ def test_sweep_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert cli.main(["sweep", str(file), "--out", str(tmp_path)]) != 0
     assert "unknown option 'rouns': did you mean 'rounds'?" in capsys.readouterr().err
     assert not list(tmp_path.glob("mine*/"))
+
+
+@pytest.mark.parametrize(
+    ("name", "statements"),
+    [
+        ("feddure-table1", ["three runs, as in the paper"]),
+        ("fedloke-table1", ["five runs, as in the paper", "`private` 'fresh'"]),
+        ("feddb-table1", ["`mean` 'used'", "SemiFL's RandAugment"]),
+        ("cbafed-table1", ["RSCFed starts with a warm-up on labels"]),
+        ("twinsight-table1", ["RSCFed starts with a warm-up on labels"]),
+    ],
+)
+def test_recipes_state_where_they_depart_from_their_papers(name: str, statements: list[str]) -> None:
+    loaded = recipe.load(name)
+    text = f"{loaded.sources} {loaded.reading}"
+    assert all(statement in text for statement in statements)
+    cells = build_cells(loaded, parse_selection(loaded, []), [0])
+    warmups = {cell.configs[0].options["rscfed"]["warmup"] for cell in cells if cell.configs[0].method == "rscfed"}
+    assert all(0 < warmup < 1 for warmup in warmups)
+    assert bool(warmups) == name.startswith(("cbafed", "twinsight"))

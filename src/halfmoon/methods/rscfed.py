@@ -19,8 +19,10 @@ state.  upload: params, stats, weight (rows), labels (1 with labels, else 0).
 
 Departures: a client trains once in a round for all its groups; in the authors' code it trains for each. Groups follow a
 hash of the round. The authors' code applies `labeled_factor` to the sizes and again to the weights, 36 in all; here it
-counts once. It starts with a model of the labeled client. The teacher's running statistics are the student's. All
-clients have the same learning rate (the authors: 0.03 with labels, 0.021 without).
+counts once. It starts with a model of the labeled client, whose training is not published; here `warmup`, by default 0,
+is the share of the rounds in which clients train on labels only and the server averages clients with labels. The
+teacher's running statistics are the student's. All clients have the same learning rate (the authors: 0.03 with labels,
+0.021 without).
 """
 
 from collections.abc import Mapping
@@ -36,7 +38,7 @@ from halfmoon.api.types import Batch, ClientData, ClientUpdate, Federation, Step
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.errors import check_minimum
+from halfmoon.core.errors import UserError, check_minimum
 from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average_uploads
@@ -65,6 +67,8 @@ class RSCFed(ModelAveraging):
         temperature: sharpens the teacher's predictions.
         decay: largest decay of the mean teacher.
         keep_optimizer: whether clients keep the optimizer's state between rounds.
+        warmup: share of the rounds, from the first, that train on labels only. The server then averages the models of
+            clients with labels, by their numbers of images, and teachers do not change.
     """
 
     uses_class_weights: ClassVar[bool] = True
@@ -82,9 +86,16 @@ class RSCFed(ModelAveraging):
     temperature: float = 0.5
     decay: float = 0.999
     keep_optimizer: bool = False
+    warmup: float = 0.0
 
     def __post_init__(self) -> None:
         check_minimum(self, 1, "groups", "size")
+        if not 0 <= self.warmup <= 1:
+            raise UserError(f"warmup is {self.warmup:g}: it is a share of the rounds, from 0 to 1.")
+
+    def is_warming_up(self, task: Task) -> bool:
+        """Return whether this round trains on labels only."""
+        return task.round < self.warmup * task.rounds
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": RSCFedClient(task, self)}
@@ -102,8 +113,12 @@ class RSCFed(ModelAveraging):
         """
         server = {"stats": {}, **server}
         upload = federation.query("train", server)
+        if self.is_warming_up(task):
+            upload = upload._replace(weight=upload.weight * (upload.aux["labels"] > 0))
         if not bool(upload.weight.sum() > 0):
             return server
+        if self.is_warming_up(task):
+            return average_uploads(upload, server)
         # Groups are the same for every seed, as a method draws no random numbers of the run.
         generator = rng.generator(0, "rscfed", task.round)
         group_means: list[Tree] = []
@@ -164,11 +179,23 @@ class RSCFedClient(MeanTeacherClient):
             upload_spec=upload_spec,
         )
 
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        carry = super().begin(broadcast, memory, data)
+        if self.options.warmup:
+            # A client may have stored its teacher in the warm-up: until its first step the teacher is the received model.
+            is_new = carry["teacher_steps"] < 0
+            carry["teacher"] = tree.select(is_new, broadcast["params"], carry["teacher"])
+        return carry
+
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.optimizer_step(carry, gradient, moments)
-        new |= update_teacher(carry, new["params"], self.options.decay)
-        return new, StepMetrics(loss, samples={}, pseudo=(as_pseudo_labels(target),))
+        pseudo = as_pseudo_labels(target)
+        if self.options.is_warming_up(self.task):
+            pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.confidence))
+        else:
+            new |= update_teacher(carry, new["params"], self.options.decay)
+        return new, StepMetrics(loss, samples={}, pseudo=(pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, memory = super().finish(broadcast, carry, data)
@@ -196,7 +223,8 @@ class RSCFedClient(MeanTeacherClient):
         target = sharpen(teacher_logits.softmax(-1), self.options.temperature)
         distance = padding.mean((student_logits.softmax(-1) - target).square().sum(-1), batch.u_real)
         labeled_loss = labeled_cross_entropy(labeled_logits, batch.y, batch.x_real, self.task.class_weights)
-        return labeled_loss + self.options.unlabeled_weight * distance, (moments, target)
+        weight = 0.0 if self.options.is_warming_up(self.task) else self.options.unlabeled_weight
+        return labeled_loss + weight * distance, (moments, target)
 
 
 ROWS = (
