@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import json
 import pickle
 import re
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.core import errors
-from halfmoon.core.errors import UserError, as_flag, as_keyword
+from halfmoon.core.errors import OptionText, UserError, as_flag, as_keyword, in_python
 
 
 def test_examples() -> None:
@@ -47,6 +48,20 @@ def test_an_error_survives_pickling() -> None:
     assert error.in_python() == "clip is 3: wrong; use clip=1."
 
 
+def test_a_text_of_options_survives_pickling_and_json() -> None:
+    text = OptionText("train fewer {jobs=2} in {other}", "jobs")
+    assert str(text) == json.loads(json.dumps(text)) == "train fewer --jobs 2 in {other}"
+    assert in_python(pickle.loads(pickle.dumps(text))) == "train fewer jobs=2 in {other}"
+    assert in_python("plain --jobs") == "plain --jobs"
+
+
+def test_a_folder_is_resumed_by_a_command_or_a_call() -> None:
+    """Also one whose name the shell or a pattern would read otherwise."""
+    error = UserError("{run_dir} is taken: {resume}", option="run_dir", resume=Path("my {run_dir}"))
+    assert str(error) == "--run-dir is taken: halfmoon resume 'my {run_dir}'"
+    assert in_python(error.as_text()) == 'run_dir is taken: halfmoon.resume("my {run_dir}")'
+
+
 SOURCE = Path(errors.__file__).parents[1]
 COMMAND_LINE_ONLY = ("cli/", "federation/transport/", "sites/keys/", "studies/tuning.py", "studies/site_rehearsal.py")
 """Modules whose errors only a user of the command line sees."""
@@ -65,6 +80,8 @@ def raised_errors() -> Iterator[tuple[str, list[str], set[str]]]:
                 continue
             options = {keyword.arg: keyword.value for keyword in call.keywords}.get("option")
             names = {leaf.value for leaf in ast.walk(options) if isinstance(leaf, ast.Constant)} if options else set()
+            if any(keyword.arg == "resume" for keyword in call.keywords):
+                names.add(errors.RESUME)
             leaves = [leaf for part in (*call.args, *call.keywords) for leaf in ast.walk(part)]
             texts = [leaf.value for leaf in leaves if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)]
             yield f"{path.relative_to(SOURCE).as_posix()}:{call.lineno}", texts, names
@@ -88,3 +105,19 @@ def test_every_option_in_a_message_is_declared() -> None:
     assert undeclared == {}
     assert not [location for location, texts, _ in raised_errors() if DOUBLED.search(" ".join(texts))]
     assert sum(bool(declared) for _, _, declared in found) > 60
+
+
+def test_messages_of_a_run_spell_no_flag() -> None:
+    """Callbacks of Python users get them, too: an option in one is a placeholder of `OptionText`."""
+    flags = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        location = path.relative_to(SOURCE).as_posix()
+        if location.startswith(COMMAND_LINE_ONLY):
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            is_message = isinstance(call, ast.Call) and ast.unparse(call.func).endswith(
+                (".say", "note", "warn", "OptionText")
+            )
+            if is_message and FLAG.search(COMMANDS.sub("", ast.unparse(call))):
+                flags.append(f"{location}:{call.lineno}")
+    assert flags == []

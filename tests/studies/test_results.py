@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import halfmoon
-from halfmoon.config.python_names import in_python
+from halfmoon.core.errors import OptionText
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.report.run_reader import StoredRun
 from halfmoon.runs import python_progress
@@ -95,7 +95,7 @@ def test_a_run_again_goes_on_and_another_one_is_refused(tmp_path: Path, capsys: 
         assert "contains this run, finished: its results are read; set another run_dir" in capsys.readouterr().err
         halfmoon.run(method="fedavg", progress=False, **there)
         assert capsys.readouterr() == ("", "")
-    with pytest.raises(halfmoon.UserError, match=r"another run_dir, or halfmoon.resume\(") as refusal:
+    with pytest.raises(halfmoon.UserError, match=r"another run_dir, or `halfmoon.resume\(") as refusal:
         halfmoon.run(method="fedavg", **{**there, "rounds": 3})
     assert "--" not in str(refusal.value)
 
@@ -148,21 +148,6 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
     assert result.to_latex().count("\\begin{table}") == 2  # at the end, and at equal steps
     with pytest.raises(halfmoon.UserError, match="belongs into the recipe"):
         halfmoon.sweep(recipe, out=tmp_path / "out", rounds=3)
-
-
-@pytest.mark.parametrize(
-    ("message", "python"),
-    [
-        ("choose another --run-dir.", "choose another run_dir."),
-        ("give --clients 2 and --resize N, or --seeds 0 1 2.", "give clients=2 and resize=N, or seeds=[0, 1, 2]."),
-        ("take --executor loop or --device cpu.", 'take executor="loop" or device="cpu".'),
-        ("say --freeze instead", "say freeze instead"),
-        ("`halfmoon run --data a --lr 2` or --lr 2", "`halfmoon run --data a --lr 2` or lr=2"),
-        ("go on with: halfmoon resume runs/a", 'go on with: halfmoon.resume("runs/a")'),
-    ],
-)
-def test_sentences_in_python(message: str, python: str) -> None:
-    assert in_python(message) == python
 
 
 def test_without_a_finished_run_there_is_no_model(tmp_path: Path) -> None:
@@ -302,12 +287,12 @@ def test_messages_are_plain_text(capsys: pytest.CaptureFixture[str], monkeypatch
     """To stderr, in a notebook to stdout, and with Python's names of options."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        python_progress.note("give --clients 2.")
+        python_progress.note(OptionText("give {clients=2}.", "clients"))
         assert capsys.readouterr() == ("", "halfmoon: give clients=2.\n")
-        python_progress.note("give --clients 2.", show=False)
+        python_progress.note("give more clients.", show=False)
         assert capsys.readouterr() == ("", "")
         monkeypatch.setattr(python_progress, "in_notebook", lambda: True)
-        python_progress.note("give --clients 2.")
+        python_progress.note(OptionText("give {clients=2}.", "clients"))
         assert capsys.readouterr() == ("halfmoon: give clients=2.\n", "")
         with python_progress.make_progress(show=False) as screen:
             screen.say("give --clients 2.")

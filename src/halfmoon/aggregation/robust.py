@@ -209,7 +209,7 @@ class FiniteCheck(Aggregator):
         finite_indices = find_finite_clients(list(tree.leaves(upload.tree)))
         not_finite = [client for index, client in enumerate(context.clients) if index not in finite_indices]
         if not_finite:
-            advice = "leave it out with --aggregation cosine-trimmed, cosine-nnm, cosine, clip, median, trimmed or krum"
+            advice = "leave it out with {aggregation=cosine-trimmed}, cosine-nnm, cosine, clip, median, trimmed or krum"
             if not self.robust:
                 advice = (
                     "an aggregation that would leave it out cannot be combined with secure_aggregation or dp_clip; run "
@@ -217,7 +217,8 @@ class FiniteCheck(Aggregator):
                 )
             raise UserError(
                 f"the upload of client {not_finite[0]} in round {context.round + 1} ({context.client_update}) is not "
-                f"finite, and in a mean it would spoil the model: {advice}."
+                f"finite, and in a mean it would spoil the model: {advice}.",
+                option="aggregation",
             )
         return finite_indices, upload  # these are all clients
 

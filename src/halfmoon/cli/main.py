@@ -22,7 +22,7 @@ from halfmoon.config import preset, retired
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import toml
-from halfmoon.core.errors import UserError, suggest
+from halfmoon.core.errors import RESUME, UserError, as_flag, suggest
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult
@@ -526,7 +526,5 @@ def _train(
 
 def _resume_advice(folder: Path) -> str:
     """Return the command that continues an interrupted run; "" if nothing was saved."""
-    from halfmoon.storage.folder_writer import resume_command
-
     saved = any((folder / name).exists() for name in ("run.json", "comparison.json", "pending.json"))
-    return f"go on with: {resume_command(folder)}" if saved else ""
+    return f"go on with: {as_flag(RESUME, str(folder))}" if saved else ""

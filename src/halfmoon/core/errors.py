@@ -1,8 +1,14 @@
 """The errors of invalid input and of diverged training, and helpers that word them."""
 
 import difflib
+import json
 import re
+import shlex
 from collections.abc import Callable, Iterable
+from pathlib import Path
+
+RESUME = "resume"
+"""The placeholder `{resume}` in a `UserError`: the command or the call that resumes the run in a folder."""
 
 
 class UserError(ValueError):
@@ -25,6 +31,7 @@ class UserError(ValueError):
         option: the configuration name of the option at fault, or of all options that the text mentions, that one first.
         value: the value that is refused; with it the text starts with the option and this value.
         hint: what to do; it is appended after a semicolon, so `message` then has no full stop.
+        resume: the run folder of which `{resume}` in the text is resumed.
 
     The exception's `options` are the names in `option`, as a tuple.
     """
@@ -36,6 +43,7 @@ class UserError(ValueError):
         option: str | tuple[str, ...] | None = None,
         value: object = None,
         hint: str | None = None,
+        resume: Path | None = None,
     ) -> None:
         """Create the error; its text, `str(error)`, writes options as flags of the command line.
 
@@ -44,11 +52,13 @@ class UserError(ValueError):
             option: the name of the option at fault, or of all options that the text mentions, that one first.
             value: the refused value; with it, the text starts with the option and this value.
             hint: what to do, appended after a semicolon.
+            resume: a run folder; "{resume}" in the text is written as `halfmoon resume FOLDER`.
         """
         self.message = message
         self.options = (option,) if isinstance(option, str) else option or ()
         self.value = value
         self.hint = hint
+        self.resume = resume
         super().__init__(self.render(as_flag))
 
     def in_python(self) -> str:
@@ -68,13 +78,56 @@ class UserError(ValueError):
         text = self.message
         if self.hint is not None:
             text = f"{text}; {self.hint}"
-        if self.options:
-            names = "|".join(map(re.escape, self.options))
-            placeholder = rf"{{({names})(?:=([^{{}}]*))?}}"  # {name} or {name=value}
-            text = re.sub(placeholder, lambda match: write_option(match[1], match[2] or ""), text)
+        text = write_placeholders(text, self.options, write_option)
+        if self.resume is not None:
+            text = text.replace(f"{{{RESUME}}}", write_option(RESUME, str(self.resume)))
         if self.options and self.value is not None:
             text = f"{write_option(self.options[0], '')} is {self.value}: {text}"
         return text
+
+    def as_text(self) -> "OptionText":
+        """Return the text of this error as a string that can be reworded later, such as in another process."""
+        text = OptionText(str(self))
+        text.python_text = self.in_python()
+        return text
+
+
+class OptionText(str):
+    """A message that mentions options: as a string it has flags, and `python_text` has Python keywords.
+
+    >>> text = OptionText("Tested every 5 rounds ({evaluate_every=1}: after each).", "evaluate_every")
+    >>> print(text)
+    Tested every 5 rounds (--evaluate-every 1: after each).
+    >>> text.python_text
+    'Tested every 5 rounds (evaluate_every=1: after each).'
+    """
+
+    python_text: str
+
+    def __new__(cls, message: str, *options: str) -> "OptionText":
+        """Create the text from a message with the names of options in braces, as in `UserError`."""
+        text = super().__new__(cls, write_placeholders(message, options, as_flag))
+        text.python_text = write_placeholders(message, options, as_keyword)
+        return text
+
+
+def in_python(text: str) -> str:
+    """Word a message with options as Python keywords; a text that mentions none is returned unchanged."""
+    return text.python_text if isinstance(text, OptionText) else text
+
+
+def write_placeholders(text: str, options: Iterable[str], write_option: Callable[[str, str], str]) -> str:
+    """Replace the placeholders `{name}` and `{name=value}` of these options; other braces remain.
+
+    Args:
+        text: the text.
+        options: the names.
+        write_option: returns an option as its user writes it, from its name and its value ("" without one).
+    """
+    names = "|".join(map(re.escape, options))
+    if not names:
+        return text
+    return re.sub(rf"{{({names})(?:=([^{{}}]*))?}}", lambda match: write_option(match[1], match[2] or ""), text)
 
 
 class Diverged(RuntimeError):
@@ -121,13 +174,20 @@ class UnknownRangeError(ImageReadError):
 
 
 def as_flag(option: str, value: str = "") -> str:
-    """Write an option as on the command line: `--run-dir`, `--seeds 0 1`."""
+    """Write an option as on the command line: `--run-dir`, `--seeds 0 1`; for `RESUME` the command."""
+    if option == RESUME:
+        return f"halfmoon resume {shlex.quote(value)}"
     flag = f"--{option.replace('_', '-')}"
     return f"{flag} {value}" if value else flag
 
 
 def as_keyword(option: str, value: str = "") -> str:
-    """Write an option as a Python keyword: `run_dir`, `seeds=[0, 1]`, `loss="mse"`; capitals stand for a value."""
+    """Write an option as a Python keyword: `run_dir`, `seeds=[0, 1]`, `loss="mse"`; capitals stand for a value.
+
+    For `RESUME` it is the call, with the folder.
+    """
+    if option == RESUME:
+        return f"halfmoon.resume({json.dumps(value, ensure_ascii=False)})"
     if not value:
         return option
     words = [word if word[0].isupper() or not word[0].isalpha() else f'"{word}"' for word in value.split()]

@@ -16,9 +16,10 @@ CONFIDENCE_LEVEL = 0.95
 ENOUGH_SEEDS = 5
 """Number of seeds below which intervals are wide."""
 
-ONE_SEED_HINT = (
-    "One seed is not enough to rank methods: halfmoon compare --seeds 0 1 2 3 4 gives intervals of differences."
-)
+
+def one_seed_hint(several_seeds: str) -> str:
+    """Word the hint about a comparison with one seed; `several_seeds` is the command or argument for several."""
+    return f"One seed is not enough to rank methods: {several_seeds} gives intervals of differences."
 
 
 class Difference(NamedTuple):

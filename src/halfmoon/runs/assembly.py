@@ -29,7 +29,7 @@ from halfmoon.report.tables import comparison_table
 from halfmoon.runs.factory import ImageSpec, image_preparation
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.checkpoints import TIMINGS
-from halfmoon.storage.folder_writer import WriteError, resume_command
+from halfmoon.storage.folder_writer import WriteError
 from halfmoon.storage.run_folder import RunFolder
 
 SPLIT = "split.parquet"
@@ -183,7 +183,8 @@ def save_split(path: Path, split: Split, data: Source) -> None:
     except OSError as error:
         raise WriteError(
             f"{path}: {SPLIT_COUNTS} cannot be written ({atomic_io.error_reason(error)}). "
-            f"First repair that, then continue with: {resume_command(path)}"
+            "First repair that, then continue with: {resume}",
+            resume=path,
         ) from error
     # Last, because a run that resumes takes this file as the sign that both are there.
     split.save(path / SPLIT)
@@ -204,7 +205,8 @@ def record_split_checksums(path: Path) -> None:
     except OSError as error:
         raise WriteError(
             f"{path}: {integrity.CHECKSUMS} cannot be written ({atomic_io.error_reason(error)}). "
-            f"First repair that, then continue with: {resume_command(path)}"
+            "First repair that, then continue with: {resume}",
+            resume=path,
         ) from error
 
 
@@ -252,7 +254,8 @@ def write_comparison(outcome: RunResult) -> None:
     except OSError as error:
         raise UserError(
             f"{outcome.folder}: tables and curves cannot be written ({atomic_io.error_reason(error)}); "
-            f"the runs are finished: first repair that, then: {resume_command(outcome.folder)}"
+            "the runs are finished: first repair that, then: {resume}",
+            resume=outcome.folder,
         ) from error
     finally:
         with suppress(OSError):

@@ -434,7 +434,7 @@ def get_split(config: Config, data: Source, split: Split | None = None) -> Split
     """
     if split is None and config.split is not None:
         if not config.split.is_file():
-            raise UserError(f"{config.split}: there is no such file; save a split with halfmoon data --save.")
+            raise UserError(f"{config.split}: there is no such file; save a split with `halfmoon data --save`.")
         split = Split.load(config.split)
     if split is not None:
         split.check(data)

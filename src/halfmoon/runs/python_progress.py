@@ -1,7 +1,7 @@
 """Progress of the runs that a Python program starts: rows on a terminal, a table in a notebook, no output elsewhere.
 
 Messages are plain text, printed to stderr, in a notebook below the cell. Only what the user should change is a Python
-warning (`halfmoon.config.python_names.warn`).
+warning (`halfmoon.core.python_names.warn`).
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from halfmoon.config.python_names import in_python
+from halfmoon.core.errors import in_python
 from halfmoon.runs.callbacks import RunInfo
 from halfmoon.runs.progress import LiveProgress, NullProgress, Progress, Row, duration, percent
 

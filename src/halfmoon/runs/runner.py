@@ -26,7 +26,7 @@ from halfmoon.config.schema import (
     next_free_folder,
     to_toml,
 )
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import OptionText, UserError
 from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.plugins import folder_name
 from halfmoon.core.spreadsheet import escape_formulas
@@ -52,7 +52,7 @@ from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, parse_jobs, render_jobs
 from halfmoon.runs.parallel import run_in_processes
 from halfmoon.storage import atomic_io, image_digests, integrity
-from halfmoon.storage.folder_writer import CONFIG, resume_command
+from halfmoon.storage.folder_writer import CONFIG
 from halfmoon.storage.run_folder import BASELINES, PENDING, SKIPPED, SUMMARY, RunFolder
 from halfmoon.storage.state_store import TreeStore
 
@@ -397,10 +397,11 @@ def _choose_by_time(config: Config, shared: Problem, watch: Callback) -> Literal
         watch.say(f"Clients train one by one, as they cannot be batched by vmap: {reason}.")
         return "loop"
     faster: Literal["loop", "vmap"] = "vmap" if vmap_seconds < loop_seconds else "loop"
-    watch.say(
+    text = (
         f"Clients train {'batched by vmap' if faster == 'vmap' else 'one by one'}: {TIMED_STEPS} steps of a cohort took "
-        f"{loop_seconds:.2f} s one by one and {vmap_seconds:.2f} s by vmap (--executor chooses without a trial)."
+        f"{loop_seconds:.2f} s one by one and {vmap_seconds:.2f} s by vmap ({{executor}} chooses without a trial)."
     )
+    watch.say(OptionText(text, "executor"))
     return faster
 
 
@@ -638,10 +639,11 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
             for warning in checkpoint.warnings:
                 watch.say(warning)
             if factory.select_device(config).type == "cuda" and not config.deterministic:
-                watch.say(
+                text = (
                     "some sums on a GPU have no fixed order, so a resumed run may differ from a straight one; new runs "
-                    "with --deterministic do not."
+                    "with {deterministic} do not."
                 )
+                watch.say(OptionText(text, "deterministic"))
         if folder.lock_warning:
             watch.say(folder.lock_warning)
         if not (path / SPLIT).exists():
@@ -706,9 +708,10 @@ def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
     if stored_plan is not None:
         which = "this" if is_same_plan(stored_plan, plan) else "another"
         raise UserError(
-            f"{root} holds a comparison of {which} configuration; `{resume_command(root)}` continues it, "
-            "or choose another {run_dir}.",
+            f"{root} holds a comparison of {which} configuration; `{{resume}}` continues it, or choose another "
+            "{run_dir}.",
             option="run_dir",
+            resume=root,
         )
     RunFolder.check_unused(root, run_identity)
 
@@ -759,7 +762,8 @@ def _build_experiment(config: Config, shared: Problem, path: Path, executor: Exe
     runtime = _build_simulation(config, shared, executor, aggregators)
     interval = choose_evaluation_interval(config, shared)
     if interval > 1 and config.evaluate_every is None:
-        watch.say(f"Test images are evaluated every {interval} rounds (--evaluate-every 1: after each).")
+        text = f"Test images are evaluated every {interval} rounds ({{evaluate_every=1}}: after each)."
+        watch.say(OptionText(text, "evaluate_every"))
     experiment = assembly.build_experiment(config, runtime.task, runtime, shared.test, shared.validation)
     test_clients = None
     if shared.test is not None:

@@ -4,7 +4,6 @@ A file is written under a temporary name, flushed to disk and renamed, so that a
 """
 
 import errno
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,12 +80,13 @@ class FolderWriter:
                 saved_state = f"the checkpoint of round {self.saved} is intact"
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
             if (self.path / CONFIG).exists():
-                next_step = f"go on with: {resume_command(self.path)}"
+                next_step = "go on with: {resume}"
             else:
                 next_step = "start the run again."
             raise WriteError(
                 f"{self.path}: {target} cannot be written ({atomic_io.error_reason(error)}); {saved_state}. "
-                f"First {remedy}, then {next_step}"
+                f"First {remedy}, then {next_step}",
+                resume=self.path,
             ) from error
 
 
@@ -116,8 +116,3 @@ def _lock_folder(path: Path) -> locks.Lock:
             option="run_dir",
             hint="make it writable or choose another {run_dir}.",
         ) from error
-
-
-def resume_command(path: Path) -> str:
-    """Write the command that resumes the run in a folder."""
-    return f"halfmoon resume {shlex.quote(str(path))}"

@@ -13,7 +13,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, integrity, locks
 from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, LoadedCheckpoint, software_versions
-from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, WriteError, resume_command
+from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, WriteError
 from halfmoon.storage.serialization import pack, with_checksum
 from halfmoon.storage.state_store import TreeStore
 
@@ -121,13 +121,15 @@ class RunFolder:
                     f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "
                     f"{identity[:8]})",
                     option="run_dir",
-                    hint=f"choose another {{run_dir}}, or `{resume_command(path)}` to go on with that one.",
+                    hint="choose another {run_dir}, or `{resume}` to go on with that one.",
+                    resume=path,
                 )
             state = "an unfinished" if atomic_io.read_json(path / SUMMARY) is None else "a finished"
             raise UserError(
                 f"{path} holds {state} run of this configuration",
                 option="run_dir",
-                hint=f"`{resume_command(path)}` goes on with it, or choose another {{run_dir}}.",
+                hint="`{resume}` goes on with it, or choose another {run_dir}.",
+                resume=path,
             )
 
     @staticmethod

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from halfmoon.config.python_names import python_errors
 from halfmoon.core.errors import UserError, install_command
+from halfmoon.core.python_names import python_errors
 from halfmoon.data import memory
 from halfmoon.data.conversion import make_memory_data
 from halfmoon.data.images import UNKNOWN

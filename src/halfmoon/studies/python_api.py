@@ -8,14 +8,14 @@ from typing import Any
 
 from halfmoon import data
 from halfmoon.config import schema
-from halfmoon.config.python_names import python_errors, to_path, warn
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, in_python
+from halfmoon.core.python_names import python_errors, to_path, warn
 from halfmoon.data import Source, Split, memory
 from halfmoon.data.conversion import make_memory_data
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.methods import registry
-from halfmoon.report.paired import ONE_SEED_HINT
+from halfmoon.report.paired import one_seed_hint
 from halfmoon.report.remarks import list_remarks
 from halfmoon.runs import factory, outside, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
@@ -144,8 +144,7 @@ def compare(
         # `again`: a comparison that its folder contains already is resumed or read.
         result = _make_results(runner.compare(config, names, numbers, callbacks, again=True), progress)
     if len(numbers) == 1:
-        # The hint names a command; here it is the argument.
-        note(ONE_SEED_HINT.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"), progress)
+        note(one_seed_hint("seeds=5"), progress)
     return result
 
 
@@ -282,9 +281,14 @@ def sweep(
     folder = SweepFolder(to_path(out), plan, size, f"halfmoon.sweep({str(name)!r})")
     with _show_progress(watch, progress) as callbacks:
         cells = grid.build_cells(plan, grid.parse_selection(plan, selections), numbers, size, machine_options)
-        for failed in run_sweep.run_sweep(folder, cells, SerialExecutor(), lambda step: None, callbacks):
-            warn(f"failed: {failed}")
+        run_sweep.run_sweep(folder, cells, SerialExecutor(), _warn_of_failure, callbacks)
     return SweepResults(folder.path)
+
+
+def _warn_of_failure(report: run_sweep.RunReport) -> None:
+    """Warn that a run of a sweep failed; say nothing about other runs."""
+    if report.failed:
+        warn(f"failed: {report.label}: {in_python(report.failed)}")
 
 
 def _register_data(config: Config | None, options: dict[str, Any], test: Any) -> tuple[dict[str, Any], bool]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfmoon.config.schema import Config, resolve
-from halfmoon.core.errors import Diverged, UserError
+from halfmoon.core.errors import Diverged, OptionText, UserError
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.storage.folder_writer import FolderInUse
@@ -72,12 +72,14 @@ def run_task(task: SweepTask, callback: Callback = NULL_CALLBACK) -> TaskResult:
             return TaskResult(runner.write_split(config, task.folder))
         return TaskResult(runner.run_in_folder(config, task.folder, callback))
     except FolderInUse as error:
-        return TaskResult(summary=None, failed=str(error), busy=True)
-    except (UserError, Diverged) as error:
+        return TaskResult(summary=None, failed=error.as_text(), busy=True)
+    except UserError as error:
+        return TaskResult(summary=None, failed=error.as_text())
+    except Diverged as error:
         return TaskResult(summary=None, failed=str(error))
     except (MemoryError, torch.OutOfMemoryError) as error:
-        reason = f"out of memory ({_first_line(error)}); use fewer --jobs, or a smaller scale."
-        return TaskResult(summary=None, failed=reason)
+        reason = f"out of memory ({_first_line(error)}); use fewer {{jobs}}, or a smaller scale."
+        return TaskResult(summary=None, failed=OptionText(reason, "jobs"))
     except Exception as error:  # a defect costs one cell, not a sweep of days
         path = task.folder.with_name(f"{task.folder.name}-{TRACEBACK_FILE}")
         path.parent.mkdir(parents=True, exist_ok=True)

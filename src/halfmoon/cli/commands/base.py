@@ -459,7 +459,7 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
     """
     from halfmoon.methods import registry
     from halfmoon.report import tables
-    from halfmoon.report.paired import ONE_SEED_HINT, compare_methods
+    from halfmoon.report.paired import compare_methods, one_seed_hint
     from halfmoon.report.remarks import describe_gain, list_remarks
 
     table = tables.comparison_table(outcome.summaries)
@@ -490,7 +490,7 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
         print_table(paired.headings, paired.cells)
         print_text(paired.sentence)
     elif decision is None and len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
-        print_text(ONE_SEED_HINT)
+        print_text(one_seed_hint("halfmoon compare --seeds 0 1 2 3 4"))
     if sentence:
         print_text(sentence)
     for note in notes:

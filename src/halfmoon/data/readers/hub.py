@@ -20,7 +20,7 @@ from halfmoon.data.readers.parquet import (
 )
 
 LAYOUT_HINT = (
-    "or give --data-dir a folder with train*.parquet and test*.parquet, with train/CLASS/*.png and "
+    "or give {data_dir} a folder with train*.parquet and test*.parquet, with train/CLASS/*.png and "
     "test/CLASS/*.png, or with the set's official files (docs/data.md names them)"
 )
 
@@ -45,7 +45,8 @@ def read(
         datasets = import_module("datasets")
     except ImportError as error:
         raise UserError(
-            f"{repository} is on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT_HINT}."
+            f"{repository} is on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT_HINT}.",
+            option="data_dir",
         ) from error
     parts = []
     names: tuple[str, ...] | None = None
@@ -55,7 +56,8 @@ def read(
         except Exception as error:  # the library raises whatever its network layer raises
             raise UserError(
                 f"{repository}: its {part} part could not be fetched from the Hugging Face hub "
-                f"({type(error).__name__}: {error}); go online, {LAYOUT_HINT}."
+                f"({type(error).__name__}: {error}); go online, {LAYOUT_HINT}.",
+                option="data_dir",
             ) from error
         location = f"{repository}, {part}"
         image_column = find_column(location, rows.column_names, IMAGE_COLUMNS)

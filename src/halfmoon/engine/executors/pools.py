@@ -140,14 +140,14 @@ class PoolExecutor(Executor):
         number: the number of processes.
         threads: the number of threads of each process.
         broken_error: the exception of a future whose process has ended.
-        failure_message: the error message if a process has ended.
+        failure_message: the error message if a process has ended, with `{workers}` for the option.
     """
 
     broken_error: type[BaseException] = BrokenProcessPool
 
     failure_message = (
         "a process that trained clients was killed, or the memory is full: go on with the run folder, or choose fewer "
-        "--workers."
+        "{workers}."
     )
 
     def __init__(self, number: int, threads: int = 1) -> None:
@@ -179,7 +179,7 @@ class PoolExecutor(Executor):
                 try:
                     result: CallResult = unpack(futures.popleft().result())
                 except self.broken_error as error:
-                    raise UserError(self.failure_message) from error
+                    raise UserError(self.failure_message, option="workers") from error
                 if result.error is not None:
                     raise result.error
                 yield result.value

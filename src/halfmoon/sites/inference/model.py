@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from halfmoon.config.python_names import python_errors, to_path, warn
 from halfmoon.core.errors import UserError
+from halfmoon.core.python_names import python_errors, to_path, warn
 from halfmoon.data import Images, Source, memory
 from halfmoon.data.conversion import find_test, open_images, read_unlabeled
 from halfmoon.data.preparation import Preparation
