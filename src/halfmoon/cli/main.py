@@ -39,6 +39,13 @@ MAIN_JOB: dict[str, Any] = {
 }  # fmt: skip
 """Options of `halfmoon run` without a method and a file: the recipe for digits, chosen on validation images."""
 
+RECOMMENDATION_LIMITS = {
+    "fedavg-soft-labels": "; it gained nothing over fedavg-control on X-rays: add --baselines fedavg fedavg-control",
+    "fedavg": "; no method gained over it",
+    "fl2": "; it gained on Fashion-MNIST and lost on X-rays: add --baselines partially-supervised",
+}
+"""Results of docs/choosing.md that limit the recommendation of a method."""
+
 OTHER_DATA_BASELINES = ("fedavg", "fedavg-control", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
 """Baselines of `halfmoon run` with other data than the digits and without a method."""
 
@@ -293,7 +300,8 @@ def _run(args: argparse.Namespace) -> int:
     requested = {**file_options, **flags_and_recipe}
     # The method "recommended" was resolved to the one for the location of the labels: print which.
     if requested.get("method") == preset.RECOMMENDED:
-        print(f"recommended method with labels at {config.labels_at}: {config.method}", file=sys.stderr)
+        limits = RECOMMENDATION_LIMITS.get(config.method, "")
+        print(f"recommended method with labels at {config.labels_at}: {config.method}{limits}", file=sys.stderr)
     _print_notes(config, requested)
     folder = config.run_dir or settings.next_free_folder(config, config.method)
     # Imported late, because it loads all that a training needs: --explain above does not wait for it.

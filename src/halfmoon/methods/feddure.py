@@ -65,7 +65,8 @@ from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 from halfmoon.methods.objectives.thresholding import NO_LABEL, Rule, recall_row_labels, unused_threshold_options
 from halfmoon.models.network import linear
 
-ONLY_WITH_FREG = (
+ONLY_WITHOUT_FREG: tuple[str, ...] = ("threshold", "thresholding", "threshold_decay")
+ONLY_WITH_FREG: tuple[str, ...] = (
     "hidden",
     "regulator_bias",
     "regulator_input",
@@ -76,7 +77,7 @@ ONLY_WITH_FREG = (
     "keep_regulator_optimizer",
     "through_weights",
 )
-ONLY_WITH_CREG = ("coarse_lr", "coarse_step", "sign", "reward_baseline", "reward_bound")
+ONLY_WITH_CREG: tuple[str, ...] = ("coarse_lr", "coarse_step", "sign", "reward_baseline", "reward_bound")
 
 
 @dataclass(frozen=True)
@@ -189,16 +190,18 @@ class FedDure(ModelAveraging):
     @property
     def unused_options(self) -> dict[str, str]:
         """List the options that have no effect beside the others, each with the reason (`registry.unused_options`)."""
+        unused: dict[str, str] = {}
         if self.fine:
             reason = "with F-reg (fine is true), which weighs every pseudo-label"
-            unused = dict.fromkeys(("threshold", "thresholding", "threshold_decay"), reason)
+            unused |= dict.fromkeys(ONLY_WITHOUT_FREG, reason)
         else:
-            unused = unused_threshold_options(self.thresholding)
+            unused |= unused_threshold_options(self.thresholding)
             unused |= dict.fromkeys(ONLY_WITH_FREG, "without F-reg (fine is false)")
         if not self.coarse:
             unused |= dict.fromkeys(ONLY_WITH_CREG, "without C-reg (coarse is false)")
         if not self.fine and not self.coarse:
-            unused |= dict.fromkeys(("judging", "judge_prior", "through_weights"), "without regulators")
+            without_regulators = ("judging", "judge_prior")
+            unused |= dict.fromkeys(without_regulators, "without regulators (fine and coarse are false)")
         if not self.keep_regulator and self.fine:
             unused["keep_regulator_optimizer"] = "if clients do not keep F-reg (keep_regulator is false)"
         return unused
