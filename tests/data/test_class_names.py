@@ -36,6 +36,10 @@ def test_names_that_differ_only_in_spelling() -> None:
     names = ["Cat", "cat", "left-lung", "left lung", "Left_Lung", "1", "01", "1.0", "2", "+", "-", "grade 1", "dog"]
     assert find_near_equal(names) == [("Cat", "cat"), ("left-lung", "left lung", "Left_Lung"), ("1", "01", "1.0")]
     assert find_near_equal(["a", "b", "-1", "1", "10", "1e1"]) == []
+    forms = ["cat", "\uff43\uff41\uff54", "class1", "class01", "stra\u00dfe", "STRASSE"]
+    assert find_near_equal(forms) == [("cat", "\uff43\uff41\uff54"), ("class1", "class01"), ("stra\u00dfe", "STRASSE")]
+    assert find_near_equal(["1-11", "11-1", "v1.10", "v1.1", "v1.01", "grade 1", "grade 2", "2020-1"]) == []
+    assert normalize_class_name("\u200bcat\x1b[31m\u202e\x00 ") == "cat[31m"
     assert normalize_class_name("  cafe\u0301   noir ") == "caf\u00e9 noir"
 
 

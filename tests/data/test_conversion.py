@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -12,7 +13,9 @@ from PIL import Image
 import halfmoon
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
-from halfmoon.data.conversion import convert_images
+from halfmoon.data.conversion import convert_images, make_memory_data
+from halfmoon.data.memory import load_memory, register
+from halfmoon.data.readers.parquet import encode_png
 from halfmoon.storage.atomic_io import read_rows
 
 SMALL = {"rounds": 1, "clients": 3, "cohort": 2, "steps": 1, "network": "small", "threads": 1, "progress": False}
@@ -278,13 +281,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "four channels": ((np.zeros((3, 8, 8, 4)), [0, 1, 2]), "with 1 or 3 channels"),
     "ambiguous": ((np.zeros((3, 3, 8, 3)), [0, 1, 2]), r"may be \(N, H, W, C\) or \(N, C, H, W\)"),
     "range": ((X / 16, Y), "data has pixels from 0 to 15.9375: floats must be from 0 to 1"),
-    "nan": ((np.where(X > 250, np.nan, X / 255), Y), "data has pixels from nan to nan"),
-    "type": ((X.astype(np.int64), Y), r"pixels of type int64: they must be uint8"),
+    "nan": ((np.where(X > 250, np.nan, X / 255), Y), "data has pixels that are nan"),
+    "type": ((X.astype(np.int64), Y), r"pixels of type int64 from 0 to 255: they must be uint8"),
     "length": ((X, Y[:5]), "data has 80 images, but 5 labels"),
     "no images": ((X[:0], Y[:0]), "data has no images"),
     "one-hot": ((X, np.eye(10)[Y]), r"the labels have the shape \(80, 10\)"),
     "negative label": ((X, Y - 3), "image 0 has the label -3: labels are whole numbers from 0 or strings"),
-    "nan label": ((X, np.where(Y == 3, np.nan, Y)), "image 24 has the label nan"),
     "two kinds": ((X, ["cat", *Y[1:].tolist()]), "some labels are numbers and some are strings"),
     "empty label": ((X, ["", *map(str, Y[1:])]), "image 0 has an empty label"),
     "one class": ((X[:8], Y[:8]), "data has labels of one class only, '0'"),
@@ -470,3 +472,131 @@ def test_sweep_refuses_data_in_memory_by_name() -> None:
     images = np.zeros((4, 8, 8), np.uint8)
     with pytest.raises(UserError, match=r"a recipe names its data sets.*compare\(methods, data=\.\.\., seeds=\.\.\.\)"):
         halfmoon.sweep("feddure-table1", data=(images, np.zeros(4, int)))
+
+
+MISSING = [*Y[:40].tolist(), *[None] * 40]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        pd.Series(MISSING, dtype="Int64"),
+        pd.Series(MISSING, dtype="float"),
+        pd.Series([None if value is None else str(value) for value in MISSING], dtype="string"),
+        pd.Series([float("nan") if value is None else str(value) for value in MISSING], dtype=object),
+        np.ma.array(Y, mask=np.arange(80) >= 40),
+        np.array(MISSING, object)[:, None],
+        pd.DataFrame({"y": MISSING}, dtype="Int64"),
+    ],
+)
+def test_a_missing_label_of_any_library_is_unlabeled(labels: Any) -> None:
+    found = convert_images((X, labels))
+    assert found.labels.tolist() == [*Y[:40].tolist(), *[-1] * 40]
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        X > 7,
+        pd.Series(as_pil(X)),
+        np.array([*as_pil(X), None], object)[:-1],
+        [encode_png(image[..., None]) for image in X],
+        to_tensor(X).to(torch.float64) + 1e-7,
+    ],
+    ids=["mask", "Series", "objects", "encoded", "rounding"],
+)
+def test_images_of_other_containers_are_read(images: Any) -> None:
+    expected = np.where(X > 7, 255, 0) if isinstance(images, np.ndarray) and images.dtype == bool else X
+    assert np.array_equal(convert_images((images, Y)).images[..., 0], expected)
+
+
+def test_bfloat16_is_read() -> None:
+    # Eight bits of precision: the values differ by less than two steps of 255.
+    found = convert_images((to_tensor(X).bfloat16(), Y)).images[..., 0].astype(int)
+    assert abs(found - X).max() <= 1
+
+
+def test_tables_and_dictionaries_are_read() -> None:
+    table = pd.DataFrame({"label": Y, "image": list(X)}, index=np.arange(len(Y))[::-1])
+    items = [{"label": int(label), "image": image, "id": 7} for image, label in zip(X, Y, strict=True)]
+    for data in (table, items):
+        found = convert_images(data)
+        assert np.array_equal(found.images[..., 0], X)
+        assert np.array_equal(found.labels, Y)
+
+
+def test_parts_have_the_names_that_folders_may_have() -> None:
+    parts = {"Training": (X, Y), "VAL": (X[:10], Y[:10])}
+    found = make_memory_data(parts)
+    assert len(found.train) == len(X)
+    assert found.test is not None
+    assert len(found.test) == 10
+
+
+def test_class_names_of_arrays_are_normalized_and_compared() -> None:
+    names = np.array(["cafe\u0301", " caf\u00e9 ", "Dog", "dog"])[np.arange(80) % 4]
+    data = make_memory_data((X, names))
+    assert data.train.classes == ("Dog", "caf\u00e9", "dog")
+    assert any("'Dog' and 'dog'" in note for note in load_memory(register(data)).notes)
+    assert make_memory_data((X, np.array(["10", "9"])[np.arange(80) % 2])).train.classes == ("9", "10")
+
+
+def test_copies_in_arrays_are_not_divided_and_are_reported() -> None:
+    images = np.concatenate([X[:20]] * 4)
+    labels = np.concatenate([np.arange(20) % 2] * 4)
+    source = load_memory(register(make_memory_data((images, labels))))
+    train = {image.tobytes() for image in source.train.images}
+    assert not train & {image.tobytes() for image in source.test.images}
+    assert source.train.groups is not None
+    assert source.notes[0].startswith("60 of 80 images are copies")
+    # An unlabeled copy of a test image would be trained on.
+    partly = np.where(np.arange(80) < 40, labels, -1)
+    source = load_memory(register(make_memory_data((images, partly))))
+    train = {image.tobytes() for image in source.train.images}
+    assert not train & {image.tobytes() for image in source.test.images}
+    assert any("unlabeled images are copies of test images" in note for note in source.notes)
+    given = load_memory(register(make_memory_data((X, Y), test=(X[:10], Y[:10]))))
+    assert any("10 of 10 test images are training images" in note for note in given.notes)
+
+
+def test_all_unreadable_images_are_named_at_once(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{row}.png" for row in range(len(X))]
+    for path, image in zip(paths, as_pil(X), strict=True):
+        image.save(path)
+    paths[3].write_bytes(b"")
+    paths[5].unlink()
+    with pytest.raises(UserError, match=r"3\.png.*; .*5\.png.*2 of 80 images of data cannot be read"):
+        convert_images((paths, Y))
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ((X, set(range(80))), "the labels are set"),
+        ((X, dict(enumerate(Y))), "the labels are dict"),
+        ((X, np.where(Y == 0, "nan", Y.astype(str))), "which tables write for a missing one"),
+        ((np.ma.array(X, mask=X > 3), Y), "has masked pixels"),
+        ((X.astype(np.uint16) * 256, Y), "scale them"),
+        ((np.where(X > 3, np.nan, 0.5), Y), "are nan"),
+        (([Image.fromarray(image.astype(np.float32)) for image in X], Y), "give an array of uint8 or of floats"),
+        ([(X[0], torch.eye(3)[0])], "one-hot"),
+        ([X, Y], "as a tuple"),
+    ],
+)
+def test_unusual_arrays_are_one_sentence(data: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        convert_images(data)
+
+
+@pytest.mark.parametrize(
+    "clients", [[None] * 80, [float("nan"), *["a"] * 79], ["a", ""] * 40, np.ma.masked_equal(Y, 1)]
+)
+def test_a_missing_client_is_refused(clients: Any) -> None:
+    with pytest.raises(UserError, match="clients"):
+        make_memory_data((X, Y), clients=clients)
+
+
+def test_ids_of_clients_are_normalized() -> None:
+    found = make_memory_data((X, Y), clients=["A", "A ", "e\u0301", "\u00e9"] * 20).clients
+    assert found is not None
+    assert found[:4].tolist() == [0, 0, 1, 1]

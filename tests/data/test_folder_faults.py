@@ -405,3 +405,25 @@ def test_files_whose_names_are_not_utf8_are_read(cached: bool, tmp_path: Path) -
     os.rename(os.fsencode(tmp_path / "in" / "cat" / "0-0.png"), os.fsencode(tmp_path / "in" / "cat") + b"/\xff.png")
     source = load(str(tmp_path / "in"), cache=tmp_path / "cache" if cached else None)
     assert len(source.train) + len(source.test) == 48
+
+
+@pytest.mark.parametrize("layout", ["plain", "train"])
+def test_files_that_are_not_used_are_named_by_every_reader(layout: str, tmp_path: Path) -> None:
+    """Only the plan named them; `run --method` and `load_data` were silent."""
+    parts = [tmp_path] if layout == "plain" else [tmp_path / "train", tmp_path / "test"]
+    for seed, part in enumerate(parts):
+        write_classes(part, 10, seed=seed)
+        Image.fromarray(make_noise_images(1, 8, seed=9 + seed)[0]).save(part / "loose.png")
+    Image.new("RGB", (8, 8)).save(parts[0] / "cat" / "photo.jp2")
+    notes = load(str(tmp_path)).notes
+    assert [note for note in notes if note.startswith(f"left out: images in no class folder ({len(parts)})")] != []
+    assert [note for note in notes if "1 .jp2" in note] != []
+
+
+def test_images_that_a_table_does_not_list_are_named(tmp_path: Path) -> None:
+    for seed, part in enumerate(("train", "test")):
+        write_classes(tmp_path / part, 4, seed=seed)
+    (tmp_path / "train" / "labels.csv").write_text("path,label\ncat/0-0.png,cat\ncat/1-0.png,cat\ndog/0-0.png,dog\n")
+    source = load(str(tmp_path))
+    assert len(source.train) == 3
+    assert [note for note in source.notes if "labels.csv does not list (5)" in note] != []

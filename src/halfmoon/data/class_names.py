@@ -8,12 +8,17 @@ from decimal import Decimal
 MISSING_LABELS = frozenset({"nan", "na", "n/a", "<na>", "null"})
 """Labels, in lower case, that spreadsheets and pandas write for a missing value."""
 
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]"
+)
+"""Control characters, and characters that change only the direction of text or its line breaks."""
+
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?", re.ASCII)
 
 
 def normalize_class_name(name: str) -> str:
-    """Compose accents (NFC), strip blanks at both ends, and join repeated blanks to one."""
-    return " ".join(unicodedata.normalize("NFC", name).split())
+    """Compose accents (NFC), remove invisible characters, strip blanks at both ends, and join repeated blanks to one."""
+    return " ".join(unicodedata.normalize("NFC", _INVISIBLE.sub("", name)).split())
 
 
 def is_missing_label(label: str) -> bool:
@@ -30,7 +35,7 @@ def sort_class_names(names: Iterable[str]) -> list[str]:
 
 
 def find_near_equal(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Find names that differ only in case, blanks, dashes or underscores, or in how a number is written.
+    """Find names that differ only in case, blanks, dashes, underscores, Unicode forms or in how a number is written.
 
     Returns:
         The names of each such group, in the order of `names`: ("Cat", "cat"), ("1", "1.0", "01").
@@ -39,6 +44,14 @@ def find_near_equal(names: Sequence[str]) -> list[tuple[str, ...]]:
     for name in names:
         groups.setdefault(_simplify(name), []).append(name)
     return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def describe_near_equal(names: Sequence[str]) -> list[str]:
+    """Describe in a sentence for the user each group of names that are nearly equal (see `find_near_equal`)."""
+    return [
+        f"the class names {' and '.join(map(repr, group))} are nearly the same: check that both are meant"
+        for group in find_near_equal(names)
+    ]
 
 
 def match_class_name(name: str, classes: Iterable[str]) -> str | None:
@@ -50,5 +63,11 @@ def _simplify(name: str) -> str:
     text = normalize_class_name(name)
     if _NUMBER.fullmatch(text):
         return str(Decimal(text).normalize())
+    # NFKC also unites forms of one character, such as full-width letters. Between digits a separator remains: 1-11, 11-1.
+    text = unicodedata.normalize("NFKC", text)
+    joined = re.sub(r"(?<=\d)[\s_-]+(?=\d)", "-", text)
+    joined = re.sub(r"(?<!\d)[\s_-]+|[\s_-]+(?!\d)", "", joined)
+    # "class01" and "class1", but not the decimals of "v1.10" and "v1.1".
+    joined = re.sub(r"(?<![\d.])0+(?=\d)", "", joined)
     # Names that consist of signs only, such as "+" and "-", remain different.
-    return re.sub(r"[\s_-]+", "", text).casefold() or text
+    return joined.casefold() or text

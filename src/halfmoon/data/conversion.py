@@ -7,30 +7,38 @@ An image is an array or tensor, a PIL image, or the path of a file. A batch of i
 (N, C, H, W), one image (H, W), (H, W, C) or (C, H, W), where C is 1 or 3. Values are uint8, or floats from 0 to 1, which
 are multiplied by 255 and rounded.
 
-Labels are whole numbers or strings. `-1` (in strings also "-1") and None mean "unlabeled", as in scikit-learn. Class names
+Labels are whole numbers or strings. `-1` (in strings also "-1"), None, NaN and masked values mean "unlabeled". Class names
 are the sorted different labels as text, unless the data set names its classes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 
-from halfmoon.core.errors import UserError, one_line
+from halfmoon.core.errors import ImageReadError, UnknownRangeError, UserError, one_line
 from halfmoon.data import Images, Source
+from halfmoon.data.class_names import is_missing_label, normalize_class_name, sort_class_names
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.memory import ImageCollection, MemoryData
 from halfmoon.data.preparation import UNCHANGED, Preparation
+from halfmoon.data.readers.class_folders import PART_NAMES
 from halfmoon.data.readers.decode import decode_prepared, prepare_image
+from halfmoon.data.readers.label_table import LABEL_TITLES, PATH_TITLES
 from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, find_column
 
 CHANNELS = (1, 3)
 """Numbers of channels of an image: gray and RGB."""
+
+FLOAT_TOLERANCE = 1e-4
+"""Distance from the range 0 to 1 that is a rounding error, such as of an interpolation, and is cut off."""
 
 ACCEPTED_TYPES = (
     "(X, y) of arrays or of a list of images and their labels, a torch Dataset of (image, label), or a Dataset or "
@@ -100,11 +108,17 @@ def open_images(data: Any, *, classes: Sequence[str] | None = None, name: str = 
         return _open_pair(data[0], data[1], classes, name)
     if _is_hugging_face(data):
         return _open_hugging_face(data, classes, name)
+    if isinstance(data, pd.DataFrame):
+        columns = list(map(str, data.columns))
+        image_column = columns.index(find_column(name, columns, (*IMAGE_COLUMNS, *PATH_TITLES)))
+        label_column = columns.index(find_column(name, columns, LABEL_TITLES))
+        return _open_pair(data.iloc[:, image_column].tolist(), data.iloc[:, label_column], classes, name)
     if isinstance(data, Mapping):
-        if "train" not in data:
+        part = _find_part(data, PART_NAMES[0])
+        if part is None:
             parts = ", ".join(map(str, data)) or "no parts"
             raise UserError(f"{name} has {parts}, but no part 'train'; rename the part of the training images.")
-        return open_images(data["train"], classes=classes, name=name)
+        return open_images(data[part], classes=classes, name=name)
     if (
         hasattr(data, "__getitem__")
         and isinstance(data, Sized)
@@ -205,6 +219,11 @@ def _open_pair(images: Any, labels: Any, classes: Sequence[str] | None, name: st
         name: the argument that the pair is, for errors.
     """
     values = _list_labels(labels, name)
+    if _has_mask(images):
+        raise UserError(f"{name} has masked pixels: fill them, such as by X.filled(0).")
+    # Tables and arrays of objects have images or paths as their elements.
+    if isinstance(images, pd.Series) or (isinstance(images, np.ndarray) and images.dtype.kind in "OUT"):
+        images = images.tolist()
     if isinstance(images, np.ndarray | torch.Tensor):
         pixels = _read_batch(_to_numpy(images), name)
         _check_lengths(len(pixels), len(values), name)
@@ -234,13 +253,18 @@ def _open_pairs(data: Any, classes: Sequence[str] | None, name: str) -> ImageCol
     values: list[Any] = []
     for row in range(len(data)):
         pair = data[row]
+        if isinstance(pair, Mapping):
+            location = f"{name}, item {row}"
+            keys = list(map(str, pair))
+            pair = pair[find_column(location, keys, IMAGE_COLUMNS)], pair[find_column(location, keys, LABEL_COLUMNS)]
         if not isinstance(pair, tuple | list) or len(pair) != 2:
+            hint = "; give (X, y) as a tuple" if isinstance(data, list) and len(data) == 2 else ""
             raise UserError(
-                f"{name}: item {row} is {_describe_type(pair)}, not a pair (image, label); give a data set of such pairs."
+                f"{name}: item {row} is {_describe_type(pair)}, not a pair (image, label); give a data set of such pairs"
+                f"{hint}."
             )
         images.append(_read_image(pair[0], UNCHANGED, f"{name}, image {row}"))
-        label = pair[1]
-        values.append(label.item() if isinstance(label, torch.Tensor | np.generic) else label)
+        values.append(_to_scalar(pair[1], f"{name}, image {row}"))
     _check_lengths(len(images), len(values), name)
     class_names = getattr(data, "classes", None)
     if not isinstance(class_names, Sequence) or isinstance(class_names, str):
@@ -285,8 +309,15 @@ def find_test(data: Any) -> Any:
         return data.test
     # A `DatasetDict`: many data sets of Hugging Face call their only test part "validation".
     if isinstance(data, Mapping):
-        return next((data[part] for part in ("test", "validation") if part in data), None)
+        part = _find_part(data, (*PART_NAMES[1], *PART_NAMES[2]))
+        return None if part is None else data[part]
     return None
+
+
+def _find_part(data: Mapping[Any, Any], names: Sequence[str]) -> Any:
+    """Find the key of a part of a data set, in any case, by the first of its usual names; None if there is none."""
+    keys = {str(key).lower(): key for key in data}
+    return next((keys[name] for name in names if name in keys), None)
 
 
 # Images
@@ -340,16 +371,24 @@ def _read_image(image: Any, preparation: Preparation, name: str) -> np.ndarray:
         preparation: resizing and channels.
         name: the image in errors, such as "data, image 3".
     """
-    if isinstance(image, Image.Image):
-        return prepare_image(image, name, preparation)
-    if isinstance(image, str | Path):
-        try:
+    try:
+        if isinstance(image, Image.Image):
+            return prepare_image(image, name, preparation)
+        if isinstance(image, str | Path):
             return decode_prepared(Path(image).read_bytes(), str(image), preparation)
-        except OSError as error:
-            raise UserError(f"{image}: the file cannot be read ({error.strerror}).") from error
-    # Hugging Face's images that are not decoded
-    if isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes):
-        return decode_prepared(image["bytes"], name, preparation)
+        # Hugging Face's images that are not decoded
+        if isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes):
+            image = image["bytes"]
+        if isinstance(image, bytes):
+            return decode_prepared(image, name, preparation)
+    except OSError as error:
+        raise ImageReadError(f"{image}: the file cannot be read ({error.strerror}).") from error
+    except UnknownRangeError as error:
+        # The option `window`, which the message of files advises, is only for files.
+        location = image if isinstance(image, str | Path) else name
+        raise UserError(
+            f"{location}: its pixels have 32 bits and no known range; give an array of uint8 or of floats from 0 to 1."
+        ) from error
     if not isinstance(image, np.ndarray | torch.Tensor | list):
         raise UserError(f"{name} is {_describe_type(image)}: it must be a PIL image, an array, a tensor or a path.")
     try:
@@ -396,25 +435,47 @@ def _to_bytes(array: np.ndarray, name: str) -> np.ndarray:
     """Convert pixels to uint8; floats from 0 to 1 are multiplied by 255 and rounded to nearest."""
     if array.dtype == np.uint8:
         return array
-    if array.dtype.kind != "f":
+    if array.dtype == bool:
+        return array.astype(np.uint8) * 255  # a mask: black and white
+    if array.dtype.kind not in "iuf":
         raise UserError(
-            f"{name} has pixels of type {array.dtype}: they must be uint8 (0 to 255) or floats from 0 to 1; convert them "
-            "with .astype('uint8')."
+            f"{name} has pixels of type {array.dtype}: they must be uint8 (0 to 255) or floats from 0 to 1; convert them."
         )
     low = float(array.min())
     high = float(array.max())
-    if not (low >= 0 and high <= 1):  # also for nan
+    if array.dtype.kind != "f":
+        fits = low >= 0 and 1 < high <= 255
+        advice = "convert them with .astype('uint8')" if fits else "scale them"
         raise UserError(
-            f"{name} has pixels from {low:g} to {high:g}: floats must be from 0 to 1; scale them, or give uint8."
+            f"{name} has pixels of type {array.dtype} from {low:g} to {high:g}: they must be uint8 (0 to 255) or floats "
+            f"from 0 to 1; {advice}."
+        )
+    if np.isnan(low):
+        raise UserError(f"{name} has pixels that are nan: floats must be from 0 to 1; replace them.")
+    if low < -FLOAT_TOLERANCE or high > 1 + FLOAT_TOLERANCE:
+        raise UserError(
+            f"{name} has pixels from {low:.7g} to {high:.7g}: floats must be from 0 to 1; scale them, or give uint8."
         )
     result = np.empty(array.shape, np.uint8)
     for row in range(len(array)):  # one by one, because float64 takes eight times the memory
-        result[row] = np.floor(array[row].astype(np.float64) * 255 + 0.5)  # halves are rounded up
+        scaled = np.floor(array[row].astype(np.float64) * 255 + 0.5)  # halves are rounded up
+        result[row] = scaled.clip(0, 255)
     return result
 
 
 def _to_numpy(values: Any) -> np.ndarray:
-    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    """Convert an array or tensor to NumPy's; types of torch that NumPy lacks, such as bfloat16, become float32."""
+    if not isinstance(values, torch.Tensor):
+        return np.asarray(values)
+    values = values.detach().cpu().resolve_neg().resolve_conj()
+    if values.is_floating_point() and values.dtype not in (torch.float16, torch.float32, torch.float64):
+        values = values.float()
+    return values.to_dense().numpy() if values.layout != torch.strided else values.numpy()
+
+
+def _has_mask(values: Any) -> bool:
+    """Check whether some values of a masked array of NumPy are masked."""
+    return bool(np.ma.is_masked(values))
 
 
 # Labels and clients
@@ -427,24 +488,47 @@ def _list_labels(labels: Any, name: str) -> list[Any]:
         labels: numbers or strings.
         name: the argument that has them, for errors.
     """
-    if isinstance(labels, str) or not isinstance(labels, Collection):
+    if isinstance(labels, str | bytes | Mapping | AbstractSet) or not isinstance(labels, Collection):
         raise UserError(
             f"{name}: the labels are {_describe_type(labels)}: give one number or string for each image, -1 for an "
             "unlabeled one."
         )
+    if isinstance(labels, pd.DataFrame):
+        labels = labels.to_numpy(dtype=object)
+    if _has_mask(labels):
+        labels = np.where(np.ma.getmaskarray(labels), None, np.ma.getdata(labels))  # a masked label is missing
     if isinstance(labels, np.ndarray | torch.Tensor):
         array = _to_numpy(labels)
     else:
-        items = [item.item() if isinstance(item, torch.Tensor | np.generic) else item for item in labels]
         # As objects: NumPy would convert numbers among strings to strings.
-        array = np.empty(len(items), object)
-        array[:] = items
+        array = np.empty(len(labels), object)
+        array[:] = [_to_scalar(item, f"{name}, image {row}") for row, item in enumerate(labels)]
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
     if array.ndim != 1:
         raise UserError(
             f"{name}: the labels have the shape {array.shape}: give one number or string for each image, such as "
             "y.argmax(1) for one-hot labels."
         )
     return array.tolist()
+
+
+def _to_scalar(label: Any, location: str) -> Any:
+    """Convert a label of one element of NumPy or torch to a Python value; other values are returned as they are.
+
+    Args:
+        label: the label.
+        location: the image, for errors.
+    """
+    if not isinstance(label, torch.Tensor | np.generic | np.ndarray):
+        return label
+    array = _to_numpy(label)
+    if array.size != 1:
+        raise UserError(
+            f"{location}: its label has the shape {array.shape}: give one number or string, such as y.argmax() for a "
+            "one-hot label."
+        )
+    return array.item()
 
 
 def _classify(
@@ -467,7 +551,7 @@ def _classify(
     # Integers remain integers here, all other labels become strings.
     texts = [_label_text(value, row, name) for row, value in enumerate(values)]
     if names:
-        dataset_names = tuple(str(each) for each in names)
+        dataset_names = tuple(normalize_class_name(str(each)) for each in names)
         named = [
             dataset_names[int(text)] if isinstance(text, int) and 0 <= text < len(dataset_names) else text
             for text in texts
@@ -480,7 +564,7 @@ def _classify(
         present = {text for text in texts if text != UNKNOWN}
         if len({type(text) for text in present}) > 1:
             raise UserError(f"{name}: some labels are numbers and some are strings; give one kind.")
-        classes = [str(text) for text in sorted(present)]  # type: ignore[type-var]
+        classes = sort_class_names(str(text) for text in present)
     return _number_labels(texts, classes, name), tuple(classes)
 
 
@@ -515,16 +599,22 @@ def _label_text(value: Any, row: int, name: str) -> int | str:
     """Convert a label of a user's data set to a whole number or a string; `UNKNOWN` (-1) for an unlabeled image.
 
     Args:
-        value: the label; -1, "-1" and None mean unlabeled.
+        value: the label; -1, "-1", None, NaN and pandas' NA mean unlabeled.
         row: the image's number, for errors.
         name: the argument that has the label, for errors.
     """
-    if value is None or value == "-1":
+    if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and np.isnan(value)):
         return UNKNOWN
     if isinstance(value, str):
-        if not value.strip():
+        class_name = normalize_class_name(value)
+        if not class_name:
             raise UserError(f"{name}: image {row} has an empty label; an unlabeled image has -1 or None.")
-        return value
+        if is_missing_label(class_name):
+            raise UserError(
+                f"{name}: image {row} has the label {value!r}, which tables write for a missing one; an unlabeled image has "
+                "-1 or None. If it is a class, rename it."
+            )
+        return UNKNOWN if class_name == "-1" else class_name
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and value.is_integer():
@@ -546,8 +636,11 @@ def _number_clients(clients: Any, count: int) -> np.ndarray:
     Returns:
         int64 (count,).
     """
+    if _has_mask(clients):
+        raise UserError("clients has ids that are masked; give a number or a string for each image.")
     try:
-        ids = _to_numpy(clients)
+        # As objects: NumPy would convert a missing value among strings to a string.
+        ids = _to_numpy(clients) if hasattr(clients, "dtype") else np.array(clients, object)
     except (TypeError, ValueError) as error:
         raise UserError(f"clients cannot be read as one id for each image ({one_line(error)}).") from error
     if ids.ndim != 1 or len(ids) != count:
@@ -555,12 +648,24 @@ def _number_clients(clients: Any, count: int) -> np.ndarray:
             f"clients has the shape {ids.shape}, but data has {count:,} images; give a number of clients, or one id for "
             "each image."
         )
-    if ids.dtype.kind == "f" or (ids.dtype == object and any(each is None for each in ids)):
+    values = ids.tolist()
+    if ids.dtype.kind not in "biufUSTO" or any(not _is_client_id(value) for value in values):
         raise UserError(
             "clients has ids that are missing or not whole numbers; give a number or a string for each image."
         )
     # Objects of several types cannot be sorted, their texts can.
-    return np.unique(ids.astype(str) if ids.dtype == object else ids, return_inverse=True)[1].astype(np.int64)
+    if any(isinstance(value, str) for value in values):
+        ids = np.array([normalize_class_name(str(value)) for value in values])
+    elif ids.dtype == object:
+        ids = np.array(values)
+    return np.unique(ids, return_inverse=True)[1].astype(np.int64)
+
+
+def _is_client_id(value: Any) -> bool:
+    """Check whether a value is a string that is not empty, or a whole number."""
+    if isinstance(value, str | bytes):
+        return bool(value.strip())
+    return isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
 
 
 def _check_lengths(images: int, labels: int, name: str) -> None:

@@ -6,17 +6,21 @@ data sets of other libraries.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import ImageReadError, UnknownRangeError, UserError
+from halfmoon.data.class_names import describe_near_equal
+from halfmoon.data.copies import group_copies
+from halfmoon.data.groups import hash_pixels, merge_equal_images
 from halfmoon.data.images import UNKNOWN, Images, Source, channel_statistics
-from halfmoon.data.partition.primitives import named_generator
+from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import HELD_OUT_SHARE
+from halfmoon.data.readers.decode import MAX_LISTED
 
 PREFIX = "memory:"
 """Start of the names of data sets in memory."""
@@ -58,11 +62,37 @@ class ImageCollection:
         """Compute a SHA-256 of images, labels and class names."""
         digest = hashlib.sha256("\0".join(self.classes).encode())
         digest.update(np.ascontiguousarray(self.labels, "<i8").tobytes())
-        for row in range(len(self)):
-            image = self.read(row, UNCHANGED)
+        for image in self._read_all(UNCHANGED):
             digest.update(str(image.shape).encode())
             digest.update(np.ascontiguousarray(image).tobytes())
         return digest.hexdigest()
+
+    def _read_all(self, preparation: Preparation) -> Iterator[np.ndarray]:
+        """Decode the images in turn; raise UserError that names all unreadable ones at the first of them."""
+        for row in range(len(self)):
+            try:
+                image = self.read(row, preparation)
+            except ImageReadError as error:
+                raise self._describe_unreadable(row, error, preparation) from error
+            yield image
+
+    def _describe_unreadable(self, first: int, error: ImageReadError, preparation: Preparation) -> UserError:
+        """Describe all images that cannot be read, of which `first` is the first row and `error` its error."""
+        errors = [error]
+        for row in range(first + 1, len(self)):
+            try:
+                self.read(row, preparation)
+            except ImageReadError as later_error:
+                errors.append(later_error)
+        if len(errors) == 1 or isinstance(error, UnknownRangeError):
+            return error
+        # The advice of each error is dropped, because the message ends with one for all images.
+        reasons = [str(each).removesuffix("; replace or remove it.").removesuffix(".") for each in errors]
+        more = f" and {len(errors) - MAX_LISTED:,} more" if len(errors) > MAX_LISTED else ""
+        return UserError(
+            f"{'; '.join(reasons[:MAX_LISTED])}{more}. {len(errors):,} of {len(self):,} images of {self.name} cannot be "
+            "read; leave them and their labels out."
+        )
 
     def load(self, preparation: Preparation = UNCHANGED) -> np.ndarray:
         """Decode and prepare all images, uint8 (N, H, W, C).
@@ -77,8 +107,7 @@ class ImageCollection:
         if self.pixels is not None:
             return preparation.convert(self.pixels)
         images: np.ndarray | None = None
-        for row in range(len(self)):
-            image = self.read(row, preparation)
+        for row, image in enumerate(self._read_all(preparation)):
             if images is None:
                 images = np.empty((len(self), *image.shape), np.uint8)
             if image.shape != images.shape[1:]:
@@ -184,6 +213,7 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
     data = find(name)
     train = Images(data.train.load(preparation), data.train.labels, clients=data.clients)
     selection_note = ""
+    notes: list[str] = []
     if data.test is not None:
         test = Images(data.test.load(preparation), data.test.labels)
         if test.images.shape[3] != train.images.shape[3]:
@@ -191,27 +221,68 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
                 "data and test have different numbers of channels; give {channels=1} or 3.", option="channels"
             )
     else:
-        is_test = _draw_test_rows(data.train)
+        is_test, is_left_out = _draw_test_rows(data.train, hash_pixels(train.images))
         selection_note = (
             f"no test was given, so {HELD_OUT_SHARE:.0%} of the labeled images of every class, {is_test.sum():,} in "
             "all, are held out as the test; where images share a patient or an object, give test yourself"
         )
+        if is_left_out.any():
+            notes.append(f"{is_left_out.sum():,} unlabeled images are copies of test images and are left out")
         test = replace(train.rows(is_test), clients=None)  # test images are at no client
-        train = train.rows(~is_test)
+        train = train.rows(~is_test & ~is_left_out)
     mean, std = channel_statistics(train.images)
-    return Source(TITLE, train, test, data.train.classes, data.mirror, mean, std, selection_note=selection_note)
+    train, test, copy_notes = group_copies(train, test)
+    notes += [*copy_notes, *describe_near_equal(data.train.classes)]
+    return Source(
+        TITLE,
+        train,
+        test,
+        data.train.classes,
+        data.mirror,
+        mean,
+        std,
+        selection_note=selection_note,
+        notes=tuple(notes),
+    )
 
 
-def _draw_test_rows(collection: ImageCollection) -> np.ndarray:
+def _draw_test_rows(collection: ImageCollection, hashes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Draw `HELD_OUT_SHARE` of the labeled images of every class as test images, the same ones in every run.
 
+    Images with equal pixels are all test images or all training images.
+
+    Args:
+        collection: the images, some of which may be unlabeled.
+        hashes: a hash of each image's pixels.
+
     Returns:
-        True for a test image, bool (N,).
+        True for a test image, and True for an unlabeled image that is a copy of one, bool (N,) each.
 
     Raises:
-        UserError: If a class has fewer than two labeled images.
+        UserError: If a class has fewer than two different labeled images.
+    """
+    is_test = _hold_out(collection, [""] * len(collection))
+    labeled = collection.labels != UNKNOWN
+    test_hashes = {hashes[row] for row in np.flatnonzero(is_test)}
+    # As for class folders, the first draw remains if it has divided no copies.
+    if any(hashes[row] in test_hashes for row in np.flatnonzero(labeled & ~is_test)):
+        merged = merge_equal_images(None, hashes)
+        assert merged is not None, "there are copies"
+        is_test = _hold_out(collection, merged)
+        test_hashes = {hashes[row] for row in np.flatnonzero(is_test)}
+    is_copy = np.array([image_hash in test_hashes for image_hash in hashes])
+    return is_test, is_copy & ~labeled
+
+
+def _hold_out(collection: ImageCollection, groups: Sequence[str]) -> np.ndarray:
+    """Draw test images so that no group is divided; True for a test image, bool (N,).
+
+    Args:
+        collection: the images, some of which may be unlabeled.
+        groups: the group of each image, "" for none: images with equal pixels.
     """
     is_test = np.zeros(len(collection), bool)
+    holdout = GroupHoldout()
     for label, name in enumerate(collection.classes):
         rows = np.flatnonzero(collection.labels == label)
         if len(rows) < 2:
@@ -222,7 +293,13 @@ def _draw_test_rows(collection: ImageCollection) -> np.ndarray:
         # The random stream of class folders, so that the same images in a folder give the same test.
         order = named_generator(0, "held out", name).permutation(len(rows))
         count = max(1, round(HELD_OUT_SHARE * len(rows)))
-        is_test[rows[order[:count]]] = True
+        drawn = holdout.draw(order, [groups[row] for row in rows], count)
+        if not 0 < len(drawn) < len(rows):
+            raise UserError(
+                f"{collection.name}: too few of the {len(rows):,} labeled images of class {name!r} are different ones to "
+                "train and test on (the others are copies with equal pixels); add other images, or give test."
+            )
+        is_test[rows[drawn]] = True
     return is_test
 
 

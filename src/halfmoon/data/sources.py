@@ -11,9 +11,9 @@ import numpy as np
 
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.data import memory
-from halfmoon.data.class_names import find_near_equal
+from halfmoon.data.class_names import describe_near_equal
+from halfmoon.data.copies import group_copies
 from halfmoon.data.datasets import DATASETS, DatasetInfo
-from halfmoon.data.groups import describe_equal_images, hash_pixels, merge_equal_images
 from halfmoon.data.images import UNKNOWN, Images, SkippedImage, Source, channel_statistics
 from halfmoon.data.partition.primitives import apportion, draw_labeled, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
@@ -105,13 +105,12 @@ def load(
         train, tests = (replace(each, images=preparation.convert(each.images)) for each in (train, tests))
         mean, std = train.spread or channel_statistics(train.images)
     if folder is not None and info is None and official is None:
-        train, tests, copies = _group_copies(train, tests)
+        train, tests, copies = group_copies(train, tests)
         notes += copies
-        notes += _describe_nested(folder)
-        for group in find_near_equal(classes):
-            notes.append(
-                f"the class names {' and '.join(map(repr, group))} are nearly the same: check that both are meant"
-            )
+        if _has_class_folders(folder):
+            notes += _describe_nested(folder)
+            notes += [f"left out: {note}" for note in class_folders.describe_left_out(folder)]
+        notes += describe_near_equal(classes)
     return Source(
         title,
         train,
@@ -130,50 +129,22 @@ def _describe_skipped(skipped: Sequence[SkippedImage], count: int) -> list[str]:
     """Describe in a sentence the images that were left out, next to `count` readable ones; no sentence without any."""
     if not skipped:
         return []
-    names = f"{skipped[0].path} ({skipped[0].reason.removesuffix('; replace or remove it.')})"
+    names = f"{skipped[0].path} ({skipped[0].reason.removesuffix('; replace or remove it.').removesuffix('.')})"
     more = f" and {len(skipped) - 1:,} more" if len(skipped) > 1 else ""
-    images = "image cannot be read and is" if len(skipped) == 1 else "images cannot be read and are"
+    images = f"images cannot be read and {'is' if len(skipped) == 1 else 'are'}"
     return [f"{len(skipped):,} of {count + len(skipped):,} {images} left out: {names}{more}"]
 
 
-def _group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str]]:
-    """Assign images with equal pixels to one group, as copies must not be on different sides of a later split.
-
-    A copy in both train and test remains in both, with a warning: the folders of the user divide them.
-
-    Returns:
-        Training and test images with their groups, and sentences for the user about copies.
-    """
-    hashes = [*hash_pixels(train.images), *hash_pixels(tests.images)]
-    notes = describe_equal_images(hashes, np.concatenate([train.labels, tests.labels]))
-    if not notes:
-        return train, tests, []
-    if train.groups is None and tests.groups is None:
-        groups = None
-    else:
-        groups = [*(train.groups or [""] * len(train)), *(tests.groups or [""] * len(tests))]
-    merged = merge_equal_images(groups, hashes)
-    train_hashes = set(hashes[: len(train)])
-    shared = sum(image_hash in train_hashes for image_hash in hashes[len(train) :])
-    if shared:
-        # Only folders that divide the images themselves can have copies on both sides. The first note then must not end
-        # with the clause that all copies are on one side.
-        notes[0] = notes[0].partition(": all copies")[0]
-        notes.append(
-            f"{shared:,} of {len(tests):,} test images are training images as well, so the accuracy is too high: remove "
-            "them from one of the two"
-        )
-    assert merged is not None, "there are copies"
-    train_groups = merged[: len(train)]
-    test_groups = merged[len(train) :]
-    return replace(train, groups=train_groups), replace(tests, groups=test_groups), notes
+def _has_class_folders(folder: Path) -> bool:
+    """Check whether a folder is read as class folders, and not as parquet or other files."""
+    if has_official_files(folder):
+        return False
+    return class_folders.find_part(folder, "train") is not None or class_folders.has_classes(folder)
 
 
 def _describe_nested(folder: Path) -> list[str]:
     """Describe in a sentence how many images are in subfolders of class folders."""
     train = class_folders.find_part(folder, "train")
-    if parquet.find_shards(folder, "train") or (train is None and not class_folders.has_classes(folder)):
-        return []
     nested = class_folders.count_nested(class_folders.list_classes(train or folder), train or folder)
     return [f"{nested:,} {NESTED_NOTE}"] if nested else []
 

@@ -18,9 +18,8 @@ from halfmoon.data import Images, Source, Split, take_share
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES
 from halfmoon.data.readers.class_folders import (
     HELD_OUT_SHARE,
+    describe_left_out,
     describe_unsupported_formats,
-    find_part,
-    list_images,
 )
 from halfmoon.data.sources import NESTED_NOTE
 from halfmoon.methods import registry
@@ -233,7 +232,8 @@ def _check_images(plan: Plan) -> Plan:
         source = factory.load_images(plan.config)
         factory.get_split(plan.config, source)
     # The first sentence of the plan already counts the images in nested folders.
-    notes = [note for note in source.notes if NESTED_NOTE not in note]
+    # Files that are left out have reasons of their own.
+    notes = [note for note in source.notes if NESTED_NOTE not in note and not note.startswith("left out: ")]
     if not notes:
         return plan
     return replace(plan, reasons=(*plan.reasons, ("notes", "; ".join(notes))))
@@ -807,12 +807,12 @@ def _other_reasons(config: Config, contents: FolderContents, share: float, repea
         reasons.append(("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)"))
     if contents.in_memory:
         return reasons
-    has_train_folder = find_part(contents.folder, "train") is not None  # beside which no folder `unlabeled` is read
-    if not contents.site and not has_train_folder and (loose_images := list_images(contents.folder)):
-        advice = "put them into a folder unlabeled, and they train without a label"
-        reasons.append(("left out", f"images in no class folder ({len(loose_images):,}): {advice}"))
-    if formats := describe_unsupported_formats(contents.folder):
-        reasons.append(("left out", formats))
+    if contents.site:
+        formats = describe_unsupported_formats(contents.folder)
+        notes = [formats] if formats else []
+    else:
+        notes = describe_left_out(contents.folder)
+    reasons += [("left out", note) for note in notes]
     if animations := count_animations(contents.folder):
         reasons.append(("animated", f"{animations:,} GIF files with several frames: only the first frame is used"))
     return reasons

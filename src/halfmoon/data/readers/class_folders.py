@@ -20,7 +20,7 @@ from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import decode_all, drop_skipped
 from halfmoon.data.readers.formats import AVIF_SUFFIXES, HEIF_SUFFIXES, list_suffixes
-from halfmoon.data.readers.label_table import read_paths_by_class
+from halfmoon.data.readers.label_table import LABELS_FILE, read_paths_by_class
 
 SUFFIXES = list_suffixes()
 PART_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
@@ -149,6 +149,40 @@ def find_part(folder: Path, part: str) -> Path | None:
     accepted_names = next((names for names in PART_NAMES if part in names), (part,))
     folders = {path.name.lower(): path for path in sorted(folder.iterdir()) if path.is_dir()}
     return next((folders[name] for name in accepted_names if name in folders), None)
+
+
+def describe_left_out(folder: Path) -> list[str]:
+    """Describe in sentences the files in a data set of class folders that are not used.
+
+    These are images in no class folder, images that a table of labels does not list, files of formats that are not read,
+    and frames of animations.
+
+    Args:
+        folder: The folder, with class folders or with the folders train and test.
+    """
+    train = find_part(folder, "train")
+    candidates = [find_part(folder, names[0]) for names in PART_NAMES]
+    parts = [folder] if train is None else [folder, *(part for part in candidates if part is not None)]
+    loose = 0
+    unlisted = 0
+    for part in parts:
+        listed = read_paths_by_class(part)
+        if listed is None:
+            loose += len(list_images(part))
+        else:
+            used = {path.resolve() for paths in listed.values() for path in paths}
+            unlisted += sum(is_image(path) and path.resolve() not in used for path in walk_files(part))
+    notes = []
+    if loose:
+        place = (
+            "a folder unlabeled, and they train without a label" if train is None else "the folders of their classes"
+        )
+        notes.append(f"images in no class folder ({loose:,}): put them into {place}")
+    if unlisted:
+        notes.append(f"images that {LABELS_FILE} does not list ({unlisted:,}): add them, or remove them")
+    if formats := describe_unsupported_formats(folder):
+        notes.append(formats)
+    return notes
 
 
 def find_unlabeled(folder: Path) -> Path | None:
@@ -415,10 +449,11 @@ def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
         distinct = {normalize_class_name(name) for name in group}
         indistinguishable = len(distinct) < len(group)
         if indistinguishable or not distinct <= listed:
+            confirmation = f"; if both are meant, name all classes in {part / CLASSES_FILE}, one a line"
             raise UserError(
-                f"{part}: the class folders {' and '.join(map(repr, group))} differ only in case, blanks, dashes, "
-                "underscores or the form of a number: move their images into one of them; if both are meant, name all "
-                f"classes in {part / CLASSES_FILE}, one a line."
+                f"{part}: the class folders {' and '.join(map(ascii if indistinguishable else repr, group))} differ only in "
+                "case, blanks, dashes, underscores, Unicode forms or the form of a number: move their images into one of "
+                f"them{'' if indistinguishable else confirmation}."
             )
 
 

@@ -110,7 +110,7 @@ def prepare_image(image: Image.Image, location: str, preparation: Preparation) -
         if "exif" in image.info:
             upright = _apply_orientation(image.copy())
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{location}: the image cannot be decoded ({one_line(error)}).") from error
+        raise ImageReadError(f"{location}: the image cannot be decoded ({one_line(error)}).") from error
     return _convert(upright, location, preparation)
 
 
