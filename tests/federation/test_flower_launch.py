@@ -9,18 +9,17 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from fake_transport import free_port
 from PIL import Image
+from toy_federation import JOIN, ToyFederation, create_authority, wait_until
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
@@ -47,18 +46,6 @@ pytest.importorskip("flwr")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 
 
-def authority(folder: Path) -> dict[str, Path]:
-    """Write the files of an authority and of a server's certificate that it signed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    now = datetime.now(UTC)
-    signer = certificates.create_authority(2, now)
-    server = certificates.create_server_certificate(signer, (), 1, now)
-    files = {name: folder / f"{name}.pem" for name in ("ca", "certificate", "key")}
-    for path, data in zip(files.values(), (signer.certificate, server.certificate, server.key), strict=True):
-        path.write_bytes(data)
-    return files
-
-
 def test_the_superlink_is_started_with_its_queue_and_without_installing(tmp_path: Path):
     """It listens at the given address, without TLS if there are no certificates; its queue is in memory by default."""
     options = ServerOptions(tmp_path / "f.toml", tmp_path / "run", port=9099)
@@ -68,7 +55,7 @@ def test_the_superlink_is_started_with_its_queue_and_without_installing(tmp_path
     database = str(tmp_path / "run" / "flower" / "state.db")
     on_disk = superlink_arguments(replace(options, queue="disk"))
     assert on_disk == [*address, "--database", database, flag, "--insecure"]
-    files = authority(tmp_path)
+    files = create_authority(tmp_path)
     safe = superlink_arguments(ServerOptions(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", **files))
     assert "--insecure" not in safe
     pairs = dict(zip(safe[-6::2], safe[-5::2], strict=True))
@@ -84,7 +71,7 @@ def test_what_flower_is_told_beside_the_app(tmp_path: Path):
     folder = tmp_path / 'a "b" é'
     given = tomllib.loads(render_run_config(ServerOptions(folder / "f.toml", folder / "run")))
     assert given == {"federation": f"{folder}/f.toml", "run-dir": f"{folder}/run"}
-    files = authority(tmp_path)
+    files = create_authority(tmp_path)
     safe = tomllib.loads(render_connection(ServerOptions(folder / "f.toml", folder / "run", "0.0.0.0", 7000, **files)))
     held = {"address": "127.0.0.1:7000", "root-certificates": str(files["ca"])}
     assert safe["superlink"] == {"default": "halfmoon", "halfmoon": held}
@@ -109,7 +96,7 @@ def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_a
     assert node_options(member(folder)) == {
         "server": "127.0.0.1:9092", "ca": None, "key": None, "apps": apps, "config": config,
     }  # fmt: skip
-    files = authority(tmp_path)
+    files = create_authority(tmp_path)
     safe = node_options(member(folder, ca=files["ca"], key=files["key"]))
     assert (safe["ca"], safe["key"], safe["config"]["key"]) == (str(files["ca"]), *[str(files["key"])] * 2)
 
@@ -127,7 +114,7 @@ def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_a
 )
 def test_a_server_is_refused(tmp_path: Path, given: dict, words: str):
     """Without TLS a server is for this machine; files of TLS come together, exist, and are what they should be."""
-    authority(tmp_path)
+    create_authority(tmp_path)
     files = {name: tmp_path / f"{value}.pem" if isinstance(value, str) else value for name, value in given.items()}
     files |= {"host": given["host"]} if "host" in given else {}
     with pytest.raises(UserError, match=words):
@@ -150,7 +137,7 @@ def test_a_server_is_refused(tmp_path: Path, given: dict, words: str):
 )
 def test_a_site_is_refused(tmp_path: Path, given: dict, words: str):
     """A name that is a folder's or a flag's, a plain connection through a network, keys without TLS."""
-    authority(tmp_path)
+    create_authority(tmp_path)
     (tmp_path / "folder.pem").mkdir()
     files = {name: tmp_path / f"{given[name]}.pem" for name in ("ca", "key") if name in given}
     with pytest.raises(UserError, match=words):
@@ -161,7 +148,7 @@ def test_a_site_is_refused(tmp_path: Path, given: dict, words: str):
 @pytest.mark.parametrize("make", ["-t ecdsa -b 384 -N secret", "-t rsa -b 2048 -N", "-t ecdsa -m PEM -N", "public"])
 def test_a_key_that_flower_does_not_take_is_refused_before_anything_starts(tmp_path: Path, make: str):
     """It has a passphrase, is of another kind or form, or is the public half: to try it again would never help."""
-    files = authority(tmp_path)
+    files = create_authority(tmp_path)
     key = tmp_path / "north"
     flags = ["-t", "ecdsa", "-N", ""] if make == "public" else make.split()
     flags += [""] if flags[-1] == "-N" else []
@@ -272,10 +259,10 @@ def listening(known: str = "/health", **files: Path) -> Iterator[Address]:
 
 
 def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    files = authority(tmp_path / "a")
-    strange = authority(tmp_path / "b")
+    files = create_authority(tmp_path / "a")
+    strange = create_authority(tmp_path / "b")
     monkeypatch.setattr(certificates, "LOCAL_HOSTS", ("192.0.2.7",))
-    elsewhere = authority(tmp_path / "c")
+    elsewhere = create_authority(tmp_path / "c")
     with pytest.raises(ServerUnreachable, match="does not answer"):
         check_server(Address("127.0.0.1", free_port()), None)
     with pytest.raises(ServerUnreachable):
@@ -297,14 +284,6 @@ def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path, monkeypatc
         check_server(named, elsewhere["ca"])
 
 
-def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
-    """Wait until something is so."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.05)
-
-
 def holder(folder: Path, script: str) -> subprocess.Popen[bytes]:
     code = "import sys, time; from pathlib import Path; from halfmoon.federation.transport import processes; "
     code += "processes.lock_until_exit(processes.lock_path(Path(sys.argv[1]), sys.argv[2])); time.sleep(60)"
@@ -318,7 +297,7 @@ def test_who_holds_a_lock_is_alive_and_can_be_ended(tmp_path: Path):
     assert not home.has_started(SUPERLINK)
     process = holder(tmp_path, SUPERLINK)
     try:
-        wait(lambda: home.has_started(SUPERLINK))
+        wait_until(lambda: home.has_started(SUPERLINK))
         assert home.is_running(SUPERLINK)
         assert not home.is_running(SERVER_APP)
         home.kill_all()
@@ -408,151 +387,40 @@ def test_the_end_of_a_log_is_followed_by_whole_lines(tmp_path: Path):
     assert tail.read_lines() == ["new"]
 
 
-APPS = """
-import json, time
-from pathlib import Path
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
-from halfmoon.storage.events import EventLog
-
-server = ServerApp()
-client = ClientApp()
-
-@server.main()
-def main(grid: Grid, context: Context) -> None:
-    run, metrics = Path(context.run_config["run-dir"]), Path(context.run_config["run-dir"], "metrics.jsonl")
-    rounds = json.loads(Path(context.run_config["federation"]).read_text())["rounds"]
-    log = EventLog(run / "serve.log")
-    done = metrics.read_text().count("\\n") if metrics.exists() else 0
-    log.record("resumed", f"goes on after round {done}")
-    for number in range(done, rounds):
-        content, asked, replies = RecordDict({"c": ConfigRecord({"n": number})}), {}, []
-        while not replies:
-            for node in set(grid.get_node_ids()) - asked.keys():  # one that is gone counts as connected for a minute
-                (asked[node],) = grid.push_messages([Message(content, node, "query")])
-            time.sleep(0.1)
-            replies = [reply for reply in grid.pull_messages(asked.values()) if not reply.has_error()]
-        with metrics.open("a") as file:
-            file.write(json.dumps({"round": number, "site": replies[0].content["c"]["name"]}) + "\\n")
-        log.record("round_finished", f"round {number + 1} is over")
-    (run / "model.safetensors").write_bytes(b"")
-    (run / "summary.json").write_text("{}")
-
-@client.query()
-def query(message: Message, context: Context) -> Message:
-    EventLog(Path(context.node_config["home"]) / "join.log").record("note", f"asked for {message.content['c']['n']}")
-    return Message(RecordDict({"c": ConfigRecord({"name": context.node_config["name"]})}), reply_to=message)
-"""
-
-SERVE = """
-import sys
-from pathlib import Path
-from halfmoon.cli.commands.base import line_writer
-from halfmoon.federation.transport.launch import ServerOptions, serve
-from halfmoon.federation.transport.processes import interruptible
-config, run, port, *files = sys.argv[1:]
-with interruptible():
-    apps = ("toys:server", "toys:client")
-    serve(ServerOptions(Path(config), Path(run), "127.0.0.1", int(port), *map(Path, files), apps=apps), line_writer(False))
-"""
-
-JOIN = """
-import sys
-from pathlib import Path
-from halfmoon.cli.commands.base import line_writer
-from halfmoon.federation.transport.contact import Address
-from halfmoon.federation.transport.site_process import SiteOptions, join_federation
-from halfmoon.federation.transport.processes import interruptible
-port, folder, ca = sys.argv[1:]
-server, folder = Address("127.0.0.1", int(port)), Path(folder)
-site = SiteOptions(server, "site-00", folder, 3, 2, folder / "home", Path(ca), apps=("toys:server", "toys:client"))
-with interruptible():
-    join_federation(site, line_writer(False))
-"""
-
-
-class Stage:
-    """A folder with toy apps, and the processes that are started in it."""
-
-    def __init__(self, folder: Path, rounds: int = 3) -> None:
-        self.folder = folder
-        self.run = folder / "run"
-        self.port = free_port()
-        (folder / "toys.py").write_text(APPS)
-        (folder / "f.toml").write_text(json.dumps({"rounds": rounds}))
-        self.files = authority(folder)
-        self.started: list[subprocess.Popen[bytes]] = []
-
-    def start(self, code: str, name: str, *arguments: object) -> subprocess.Popen[bytes]:
-        """Start a program whose output goes to the file `name`."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{self.folder}:{os.environ.get('PYTHONPATH', '')}",
-            "OMP_NUM_THREADS": "1",
-        }
-        with (self.folder / name).open("wb") as log:
-            command = [sys.executable, "-c", code, *map(str, arguments)]
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env=environment)
-        self.started.append(process)
-        return process
-
-    def serve(self, name: str) -> subprocess.Popen[bytes]:
-        return self.start(SERVE, name, self.folder / "f.toml", self.run, self.port, *self.files.values())
-
-    def said(self, name: str) -> str:
-        return (self.folder / name).read_text()
-
-    def family(self, part: str = "") -> list[str]:
-        """Return the processes that were started in this folder, or a part of it, by whomever."""
-        found = []
-        for each in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{processes.FOLDER_VARIABLE}={self.folder / part}".encode() in (each / "environ").read_bytes():
-                    found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-        return found
-
-
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Stage]:
-    """Give a stage; whatever happens, nothing goes on afterwards."""
-    made = Stage(tmp_path)
-    yield made
-    for each in made.started:
-        each.kill()
-        each.wait()
-    for folder in (tmp_path / "run" / "flower", tmp_path / "ward" / "home" / "flower"):
-        ProcessFolder(folder).kill_all()
+def toys(tmp_path: Path) -> Iterator[ToyFederation]:
+    """Yield a federation of toy apps; no process is left afterwards."""
+    federation = ToyFederation(tmp_path)
+    yield federation
+    federation.kill_all()
 
 
 @pytest.mark.nightly  # kills of a site are in test_dicom_federation.py
 @LINUX
-def test_a_federation_survives_kills_and_leaves_no_process(scene: Stage):
+def test_a_federation_survives_kills_and_leaves_no_process(toys: ToyFederation):
     """Over TLS: the SuperLink is killed after round 1 and `serve` after round 2; each round was played once, in order.
     A killed `serve` takes its processes along at once, and so does a site that is told to end."""
-    (scene.folder / "ward").mkdir()
-    site = scene.start(JOIN, "j", scene.port, scene.folder / "ward", scene.files["ca"])
-    serving = scene.serve("s")
-    wait(lambda: "round 1 is over" in scene.said("s"))
-    os.kill(int((scene.run / "flower" / "flower-superlink.lock").read_text()), signal.SIGKILL)
-    wait(lambda: "round 2 is over" in scene.said("s"))
-    assert "the SuperLink died; it is started again, and the federation goes on after round 1" in scene.said("s")
-    assert len(scene.family("run")) >= 3  # the reader of processes is not blind
+    (toys.folder / "ward").mkdir()
+    site = toys.start(JOIN, "j", toys.port, toys.folder / "ward", toys.files["ca"])
+    serving = toys.start_server("s")
+    wait_until(lambda: "round 1 is over" in toys.read_output("s"))
+    os.kill(int((toys.run / "flower" / "flower-superlink.lock").read_text()), signal.SIGKILL)
+    wait_until(lambda: "round 2 is over" in toys.read_output("s"))
+    assert "the SuperLink died; it is started again, and the federation goes on after round 1" in toys.read_output("s")
+    assert len(toys.list_processes("run")) >= 3  # the reader of processes is not blind
     serving.kill()
     serving.wait()
-    wait(lambda: not scene.family("run"), 5)
-    repeated = scene.serve("s2")
-    assert repeated.wait(90) == 0, scene.said("s2")
-    rows = [json.loads(line) for line in (scene.run / "metrics.jsonl").read_text().splitlines()]
+    wait_until(lambda: not toys.list_processes("run"), 5)
+    repeated = toys.start_server("s2")
+    assert repeated.wait(90) == 0, toys.read_output("s2")
+    rows = [json.loads(line) for line in (toys.run / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"round": number, "site": "site-00"} for number in range(3)]
-    assert is_finished(scene.run)
+    assert is_finished(toys.run)
     site.send_signal(signal.SIGTERM)
     site.wait(20)
-    assert scene.family() == []
-    text = scene.said("j")
-    assert f"site-00 (3 images, 2 labeled) joins 127.0.0.1:{scene.port}" in text
+    assert toys.list_processes() == []
+    text = toys.read_output("j")
+    assert f"site-00 (3 images, 2 labeled) joins 127.0.0.1:{toys.port}" in text
     # Each loss is said once, however often Flower tries; the last one may be of the server that has finished.
     assert text.count(": waiting for it") - text.count("answers\n") in (0, 1)
     assert text.count(": waiting for it") <= 5

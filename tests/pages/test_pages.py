@@ -321,8 +321,8 @@ def test_forty_concurrent_requests_for_a_large_image_need_little_memory(kind: st
     """16 million pixels are 32 MB of 16-bit grays or 64 MB as Pillow has RGB; 40 decoders would take 2 GB.
 
     A JPEG is decoded at a quarter of its sides."""
-    script = Path(__file__).parents[2] / "benchmarks" / "page_memory.py"
-    command = [sys.executable, str(script), "--side", "4096", "--kinds", kind]
+    script = Path(__file__).parents[2] / "benchmarks" / "resources.py"
+    command = [sys.executable, str(script), "page", "--side", "4096", "--kinds", kind]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert found["answered"] == 40
     assert found["above"] < bound

@@ -1,75 +1,35 @@
-"""Disks that refuse the Nth call or lose their power at it: a run goes on to the same bytes, or says a sentence."""
+"""Check runs on disks that refuse the Nth call or lose power at it: resumed, they end with the same bytes or a UserError."""
 
-import errno
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from disk_failures import ERROR_NUMBERS, count_calls, run_and_read, run_with_failure
 from failing_disk import FailingDisk, PowerLoss, replace_file_calls
 
-from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.federation.site.runtime import SiteMemory
-from halfmoon.runs import runner
-
-RUN: dict[str, Any] = {
-    "data": "digits", "clients": 3, "cohort": 2, "network": "small", "width": 2, "steps": 1, "method": "fedloke",
-    "device": "cpu", "executor": "loop", "threads": 1, "labels_per_class": 3.0, "rounds": 2, "evaluate_every": 2,
-}  # fmt: skip
-REFUSALS = (errno.EIO, errno.ENOSPC, errno.EMFILE)
-FILES = ("model.safetensors", "metrics.jsonl", "split.parquet")
-
-
-def run_and_read(folder: Path) -> list[bytes]:
-    """Run or resume a run, and return the content of its result files."""
-    runner.run_in_folder(Config(**RUN), folder)
-    return [(folder / name).read_bytes() for name in FILES]
-
-
-def count_calls(folder: Path) -> int:
-    with replace_file_calls(FailingDisk(folder)) as disk:
-        run_and_read(folder)
-    return disk.count
-
-
-def run_with_failure(folder: Path, at: int, number: int | None, wanted: list[bytes]) -> str:
-    """Run on a disk that fails at a call, then resume; return "same" or the message of a UserError."""
-    disk = FailingDisk(folder, at, number)
-    try:
-        with replace_file_calls(disk):
-            run_and_read(folder)
-    except (PowerLoss, UserError, OSError):
-        pass
-    if number is None:
-        disk.drop_unflushed(random.Random(at))
-    try:
-        assert run_and_read(folder) == wanted, f"other bytes after call {at} with {number}"
-    except UserError as error:
-        return str(error)
-    return "same"
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], int]:
     folder = tmp_path_factory.mktemp("straight")
-    return run_and_read(folder / "run"), count_calls(folder / "again")
+    return run_and_read(folder / "run"), count_calls(folder / "counted")
 
 
-@pytest.mark.parametrize("places", [2, pytest.param(12, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("number", [*REFUSALS, None], ids=["EIO", "ENOSPC", "EMFILE", "power"])
-def test_a_run_survives_its_disk(straight: tuple[list[bytes], int], tmp_path: Path, number: int | None, places: int):
-    """A few calls, spread over the whole run; benchmarks/failing_disks.py plays every one."""
-    wanted, count = straight
+@pytest.mark.parametrize("calls", [2, pytest.param(12, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [*ERROR_NUMBERS, None], ids=["EIO", "ENOSPC", "EMFILE", "power"])
+def test_run_survives_disk_failure(straight: tuple[list[bytes], int], tmp_path: Path, number: int | None, calls: int):
+    """A few calls, spread over the whole run; benchmarks/faults.py tries random ones for minutes."""
+    expected, count = straight
     assert count > 50
-    for at in random.Random(number).sample(range(count), places):
-        assert run_with_failure(tmp_path / str(at), at, number, wanted)
+    for at in random.Random(number).sample(range(count), calls):
+        assert run_with_failure(tmp_path / str(at), at, number, expected)
 
 
-def test_the_simulated_disk_loses_what_was_not_flushed(tmp_path: Path):
-    """A write without a flush may be gone, whole or in part; after a flush it never is."""
+def test_simulated_disk_loses_unflushed_bytes(tmp_path: Path):
+    """A write without a flush may be lost, in whole or in part; after a flush it never is."""
     import os
 
     lengths = set()
@@ -87,9 +47,9 @@ def test_the_simulated_disk_loses_what_was_not_flushed(tmp_path: Path):
     assert len(lengths) > 2
 
 
-@pytest.mark.parametrize("number", [*REFUSALS, None])
-def test_a_sites_memory_is_the_old_one_or_the_new_one(tmp_path: Path, number: int | None):
-    """At every call of a write: what a site remembers of the visit before is there, or all of the new one."""
+@pytest.mark.parametrize("number", [*ERROR_NUMBERS, None])
+def test_client_memory_is_the_old_or_the_new_one_after_a_disk_failure(tmp_path: Path, number: int | None):
+    """A failure at any call of a write leaves the memory of the round before, or the complete new one."""
 
     def memory(folder: Path, round: int) -> SiteMemory:
         return SiteMemory(

@@ -1,4 +1,4 @@
-"""The rounds that `peers.py` times: who trains on what, halfmoon's round, and the one that somebody writes by hand."""
+"""Build the rounds that `peers.py` and `executors.py` time: halfmoon's, and one of a plain PyTorch loop."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 from torch_models import TorchResNet9, TorchSmall, load_weights
 
@@ -38,18 +38,22 @@ Step = tuple[Tensor, Tensor, dict[str, Tensor]]
 """The images and labels of one step, and its unlabeled views by name."""
 
 
-class Scene(NamedTuple):
-    """Who trains on what: a configuration, the form of its images, and these by client."""
+class Setup(NamedTuple):
+    """A configuration, the specification of its images, and the images of each client."""
 
     config: Config
-    form: ImageSpec
+    image_spec: ImageSpec
     dataset: FederatedDataset
 
 
-def scene(size: str, method: str, cohort: int, steps: int | None = None) -> Scene:
-    """Return the scene of a size, the same in every process: all clients of the cohort have 70 images of noise.
+def build_setup(size: str, method: str, cohort: int, steps: int | None = None) -> Setup:
+    """Return the setup of a size, the same in every process: each client of the cohort has 70 images of noise.
 
-    They take `steps` steps, or as many as the size has.
+    Args:
+        size: a key of `SIZES`.
+        method: a key of `METHODS`.
+        cohort: clients of a round.
+        steps: local steps, by default those of the size.
     """
     shared: dict[str, Any] = {"method": METHODS[method], "cohort": cohort, "clients": cohort, "device": "cpu"}
     g = torch.Generator().manual_seed(0)
@@ -61,65 +65,67 @@ def scene(size: str, method: str, cohort: int, steps: int | None = None) -> Scen
         side, channels, rows = 32, 3, 70
     images = torch.randint(0, 256, (cohort * rows, channels, side, side), generator=g, dtype=torch.uint8)
     labels = torch.arange(len(images)) % 10
-    form = ImageSpec((channels, side, side), tuple("0123456789"), False, (0.5,) * channels, (0.25,) * channels)
+    image_spec = ImageSpec((channels, side, side), tuple("0123456789"), False, (0.5,) * channels, (0.25,) * channels)
     rule = Scenario(setting="iid-iid", clients=cohort, labels_per_class=1.0)
-    split = rule.split(labels.numpy(), form.classes, "noise")
-    return Scene(config, form, FederatedDataset(Examples(images, labels), split))
+    split = rule.split(labels.numpy(), image_spec.classes, "noise")
+    return Setup(config, image_spec, FederatedDataset(Examples(images, labels), split))
 
 
-def chosen(size: str) -> str:
-    """Return how halfmoon runs the clients of a round of this size where nobody says."""
-    config, form, _ = scene(size, "fedavg", 2)
+def default_executor(size: str) -> str:
+    """Return the executor that `executor = "auto"` selects for a size."""
+    config, image_spec, _ = build_setup(size, "fedavg", 2)
     return factory.select_executor(
-        factory.choose_executor(config, factory.build_task(config, form).network, form.image)
+        factory.choose_executor(config, factory.build_task(config, image_spec).network, image_spec.image)
     )
 
 
-def ours(
+def build_round(
     size: str, method: str, cohort: int, executor: str, pool: ProcessExecutor | None = None, steps: int | None = None
 ) -> Callable[[], object]:
-    """Return one round of halfmoon."""
-    config, form, dataset = scene(size, method, cohort, steps)
+    """Return a function that runs one round of halfmoon; with `pool` clients train in its worker processes."""
+    config, image_spec, dataset = build_setup(size, method, cohort, steps)
     config = replace(config, executor=executor)
-    task, views = factory.build_task(config, form), factory.build_views(config, form)
+    task = factory.build_task(config, image_spec)
+    views = factory.build_views(config, image_spec)
     batching, serving = factory.build_batch_rules(config)
-    made = registry.make(config.method)
+    chosen = registry.make(config.method)
     inner = pool or SerialExecutor()
     is_vmapped = factory.select_executor(config) == "vmap"
     trainer = VmapExecutor(inner, factory.max_vmapped_clients(config)) if is_vmapped else inner
     training = Training(batching, Budget(), serving, trainer)
-    return one_round(made, Simulation(made, task, dataset, views, training, RuntimeSettings(cohort)))
+    return repeat_first_round(chosen, Simulation(chosen, task, dataset, views, training, RuntimeSettings(cohort)))
 
 
-def one_round(made: Method, runtime: Simulation) -> Callable[[], None]:
-    """Return what plays the first round of a method, from the same model each time."""
-    server = made.start(runtime.task, runtime.task.network.init(torch.Generator().manual_seed(0)))
+def repeat_first_round(method: Method, runtime: Simulation) -> Callable[[], None]:
+    """Return a function that runs the first round of a method, each time from the same model."""
+    server = method.start(runtime.task, runtime.task.network.init(torch.Generator().manual_seed(0)))
 
-    def play() -> None:
+    def run_round() -> None:
         runtime.open(0)
-        made.round(runtime.task.at(0), server, runtime)
+        method.round(runtime.task.at(0), server, runtime)
         runtime.close()
 
-    return play
+    return run_round
 
 
-class ByHand:
-    """What a client trains and on what, for whoever writes the loop: a `torch.nn` network, its steps, the loss."""
+class PlainClient:
+    """The local update in plain PyTorch: a `torch.nn` network, the batches of each step, and the loss."""
 
     def __init__(self, size: str, method: str, cohort: int) -> None:
-        """Make the scene, and the network as all sides start it."""
-        self.config, form, self.dataset = scene(size, method, cohort)
-        self.views, self.task = factory.build_views(self.config, form), factory.build_task(self.config, form)
+        """Build the setup, and the network with the initial weights of every competitor."""
+        self.config, image_spec, self.dataset = build_setup(size, method, cohort)
+        self.views = factory.build_views(self.config, image_spec)
+        self.task = factory.build_task(self.config, image_spec)
         self.batching = factory.build_batch_rules(self.config)[0]
         self.update = registry.make(self.config.method).client_updates(self.task)["train"]
         model = self.task.network.init(torch.Generator().manual_seed(0))
         width = self.task.network.width
-        module = (TorchSmall if size == "tiny" else TorchResNet9)(form.image[0], 10, width)
+        module = (TorchSmall if size == "tiny" else TorchResNet9)(image_spec.image[0], 10, width)
         self.net = load_weights(module, model).to(memory_format=torch.channels_last)
         self.first = {name: leaf.clone() for name, leaf in self.net.state_dict().items()}
 
     def steps(self, client: int) -> list[Step]:
-        """Return the steps of a client's update, of views that are made once."""
+        """Return the batches of a client's steps; each view is computed once."""
         local, _ = self.dataset.client_data(client)
         amount = Budget().amount(
             self.batching, self.update, self.dataset.training_size(client), self.dataset.split_size(client)
@@ -131,7 +137,7 @@ class ByHand:
             UpdateRequirements(self.update.requirements.views),
             None,
             0,
-            "visit",
+            "visit",  # the purpose that halfmoon draws with
             0,
             0,
             client,
@@ -149,7 +155,7 @@ class ByHand:
         ]
 
     def train(self, steps: Sequence[Step]) -> None:
-        """Train the network on the steps, from where it is."""
+        """Train the network on the batches of the steps."""
         self.net.train()
         optimizer = torch.optim.Adam(self.net.parameters(), lr=self.config.lr)
         for x, y, u in steps:
@@ -158,34 +164,33 @@ class ByHand:
             optimizer.step()
 
 
-def plain(size: str, method: str, cohort: int) -> Callable[[], object]:
-    """Return one round as somebody writes it by hand."""
-    hand = ByHand(size, method, cohort)
+def build_plain_round(size: str, method: str, cohort: int) -> Callable[[], object]:
+    """Return a function that runs one round in plain PyTorch, client after client."""
+    client = PlainClient(size, method, cohort)
 
-    def play() -> dict[str, Tensor]:
+    def run_round() -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         for k in range(cohort):
-            hand.net.load_state_dict(hand.first)
-            hand.train(hand.steps(k))
-            for name, leaf in hand.net.state_dict().items():
-                part = leaf.clone() / cohort if leaf.is_floating_point() else leaf.clone()
-                total[name] = total[name] + part if name in total else part
+            client.net.load_state_dict(client.first)
+            client.train(client.steps(k))
+            for name, leaf in client.net.state_dict().items():
+                share = leaf.clone() / cohort if leaf.is_floating_point() else leaf.clone()
+                total[name] = total[name] + share if name in total else share
         return total
 
-    return play
+    return run_round
 
 
 def loss(net: nn.Module, x: Tensor, y: Tensor, u: dict[str, Tensor]) -> Tensor:
     """Return FedAvg's labeled loss, or FixMatch's, with joint batch statistics."""
     if not u:
-        return F.cross_entropy(net(laid(x)), y)
-    logits = net(laid(torch.cat([x, u["strong"], u["weak"]])))
+        return F.cross_entropy(net(to_channels_last(x)), y)
+    logits = net(to_channels_last(torch.cat([x, u["strong"], u["weak"]])))
     labeled, strong, weak = logits.split([len(y), len(u["strong"]), len(u["weak"])])
     confidence, label = weak.detach().softmax(-1).max(-1)
     used = (confidence >= THRESHOLD).float()
     return F.cross_entropy(labeled, y) + (F.cross_entropy(strong, label, reduction="none") * used).mean()
 
 
-def laid(x: Tensor) -> Tensor:
-    """Lay images out channels-last."""
+def to_channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)

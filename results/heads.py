@@ -1,6 +1,6 @@
 """Compare heads on features of the top of EfficientNet-Lite0 with heads on those of the top and of middle blocks.
 
-    python benchmarks/head_features.py DATA [--images 850] [--tests 700] [--seeds 100 101 102 103 104]
+    python results/heads.py DATA [--images 850] [--tests 700] [--seeds 100 101 102 103 104]
 
 DATA is a folder with `cifar10`, `fashion_mnist` and `pneumonia_mnist`. For each seed, labels of 1, 3, 10 and 100 images a
 class are drawn, up to half of the training images; the others are unlabeled. Accuracy is that on official test images.
