@@ -1,5 +1,6 @@
 """tools/leaderboard.py: hand-computed numbers, the committed page equals the committed data, and error messages."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def summary(**changes: Any) -> dict[str, Any]:
 
 def put(results: Path, summary: dict[str, Any], name: str = "r") -> None:
     (results / "sweeps").mkdir(parents=True, exist_ok=True)
-    (results / "sweeps" / f"{name}.json").write_text(json.dumps(summary))
+    (results / "sweeps" / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(summary).encode()))
 
 
 def test_the_page_has_the_numbers_of_the_data(tmp_path: Path) -> None:
@@ -80,7 +81,8 @@ def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     results, page = tmp_path / "results", tmp_path / "page.md"
     flags = ["--results", str(results), "--out", str(page)]
     assert leaderboard.main(["--add", str(sweep), *flags]) == 0
-    assert (results / "sweeps" / "r-small.json").read_bytes() == (sweep / "sweep.json").read_bytes()
+    stored = (results / "sweeps" / "r-small.json.gz").read_bytes()
+    assert gzip.decompress(stored) == (sweep / "sweep.json").read_bytes()
     assert page.read_text() == leaderboard.format_page(results)
     assert leaderboard.main(["--check", *flags]) == 0
     page.write_text(page.read_text().replace("52.00", "92.00"))

@@ -5,7 +5,9 @@ python tools/leaderboard.py --check                           # exit with 1 if p
 """
 
 import argparse
+import gzip
 import sys
+import tempfile
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
@@ -18,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 PAGE = RESULTS / "published.md"
 SWEEPS = "sweeps"
-"""Folder in `results` with NAME.json, a copy of sweep.json, and an optional note NAME.md of every committed sweep."""
+"""Folder in `results` with NAME.json.gz, a copy of sweep.json, and an optional note NAME.md of every committed sweep."""
 
 VERDICT = ("difference", "within 2 sd")
 """Columns that are shown only for experiments of the paper's size."""
@@ -34,7 +36,7 @@ Written by `tools/leaderboard.py` from `results/sweeps`; a test compares both.
 
 
 def add(folder: Path, results: Path) -> Path:
-    """Copy the sweep.json of a sweep's folder into `results` and return the new file.
+    """Copy the sweep.json of a sweep's folder into `results`, compressed, and return the new file.
 
     Raises:
         UserError: if the folder contains no sweep, no run is finished, or the file cannot be written.
@@ -47,30 +49,46 @@ def add(folder: Path, results: Path) -> Path:
     study = read_sweep(folder / SWEEP_FILE)
     if not any(study.finished()):
         raise UserError(f"{folder}: none of its runs is finished; run the sweep first.")
-    target = results / SWEEPS / f"{folder.resolve().name}.json"
+    target = results / SWEEPS / f"{folder.resolve().name}.json.gz"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.write_atomically(target, atomic_io.read(folder / SWEEP_FILE) or b"")
+        content = atomic_io.read(folder / SWEEP_FILE) or b""
+        atomic_io.write_atomically(target, gzip.compress(content, mtime=0))
     except OSError as error:
         raise UserError(f"{target} cannot be written ({atomic_io.error_reason(error)}).") from error
     return target
 
 
+def read_compressed_sweep(file: Path) -> Study:
+    """Read a NAME.json.gz.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / file.stem
+        try:
+            copy.write_bytes(gzip.decompress(file.read_bytes()))
+        except (OSError, EOFError) as error:
+            raise UserError(f"{file} cannot be read ({error}).") from error
+        return read_sweep(copy)
+
+
 def format_page(results: Path) -> str:
     """Format all sweeps in a folder `results` as one Markdown page, sorted by paper.
 
-    A file NAME.md next to NAME.json is appended to the section of that sweep.
+    A file NAME.md next to NAME.json.gz is appended to the section of that sweep.
 
     Raises:
         UserError: if there is no sweep, or one cannot be read.
     """
-    files = sorted((results / SWEEPS).glob("*.json"))
+    files = sorted((results / SWEEPS).glob("*.json.gz"))
     if not files:
         raise UserError(f"{results / SWEEPS} contains no sweep; give the folder of one as --add.")
-    studies = sorted(((read_sweep(file), file) for file in files), key=lambda pair: (pair[0].sweep.paper, pair[1].name))
+    studies = sorted(((read_compressed_sweep(file), file) for file in files), key=lambda pair: (pair[0].sweep.paper, pair[1].name))
     parts = [HEAD]
     for study, file in studies:
-        note = file.with_suffix(".md")
+        note = file.with_name(file.name.replace(".json.gz", ".md"))
         try:
             note_text = note.read_text(encoding="utf-8") if note.exists() else ""
         except (OSError, UnicodeDecodeError) as error:
