@@ -51,11 +51,11 @@ from torch_models import TorchResNet9, load_weights
 from halfmoon.api.types import Batch, ClientData, Statistics, Task
 from halfmoon.core import tree
 from halfmoon.core.memory import retain_freed_memory
+from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import Adam
 from halfmoon.data.views import Strong
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9
-from halfmoon.core.normalize import Normalize
 
 # feddure
 
