@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from halfmoon.contract.checks import run_experiment
 
 from halfmoon.cli.main import main
 from halfmoon.config.schema import Config, check_effects, resolve
