@@ -85,7 +85,9 @@ def format_page(results: Path) -> str:
     files = sorted((results / SWEEPS).glob("*.json.gz"))
     if not files:
         raise UserError(f"{results / SWEEPS} contains no sweep; give the folder of one as --add.")
-    studies = sorted(((read_compressed_sweep(file), file) for file in files), key=lambda pair: (pair[0].sweep.paper, pair[1].name))
+    studies = sorted(
+        ((read_compressed_sweep(file), file) for file in files), key=lambda pair: (pair[0].sweep.paper, pair[1].name)
+    )
     parts = [HEAD]
     for study, file in studies:
         note = file.with_name(file.name.replace(".json.gz", ".md"))
