@@ -160,8 +160,8 @@ def test_a_split_of_other_data(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert cli.main(["run", "--split", "nowhere.parquet"]) == 2
     assert capsys.readouterr().err == (
-        f"halfmoon: {Path('nowhere.parquet').absolute()}: there is no such file; save a split with halfmoon data "
-        "--save.\n"
+        f"halfmoon: {Path('nowhere.parquet').absolute()}: there is no such file; save a split with `halfmoon data "
+        "--save`.\n"
     )
     assert not Path("runs").exists()
 
