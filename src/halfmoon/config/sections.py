@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from halfmoon.core.ranges import BELOW_HALF, BELOW_ONE, BETWEEN, POSITIVE, PROBABILITY, SHARE, at_least
+from halfmoon.core.ranges import BELOW_HALF, BELOW_ONE, BETWEEN, POSITIVE, PROBABILITY, SHARE, minimum
 from halfmoon.core.split_options import SplitOptions
 
 Scalar = bool | int | float | str
@@ -45,7 +45,7 @@ class DataOptions:
     unknown_classes: Annotated[
         int,
         "open set: the last so many classes have no label; their images are unlabeled (unknown_share) and not tested",
-        at_least(0),
+        minimum(0),
     ] = 0
     validation_share: Annotated[
         float, "share of the training images of each class held out to choose a round by; 0: none", BELOW_ONE
@@ -56,7 +56,7 @@ class DataOptions:
     resize: Annotated[
         int | None,
         "resample all images to this size while they are decoded; none: leave sizes as they are",
-        at_least(1),
+        minimum(1),
     ] = None
     channels: Annotated[int | None, "1: convert all images to gray, 3: to RGB; none: leave them as they are"] = None
     crop: Annotated[bool, "with resize: preserve proportions, and crop the longer side to its middle"] = False
@@ -70,7 +70,7 @@ class DataOptions:
         bool, "leave out any number of images that cannot be read; otherwise more than 5 % of them stop the run"
     ] = False
     image_size: Annotated[
-        int | None, "pad images with zeros to this size; none: what the network needs", at_least(1)
+        int | None, "pad images with zeros to this size; none: what the network needs", minimum(1)
     ] = None
     pixel_mean: Annotated[
         tuple[float, ...] | None, "mean to subtract from pixels (0 to 1), one or one a channel; none: the data's"
@@ -78,14 +78,14 @@ class DataOptions:
     pixel_std: Annotated[
         tuple[float, ...] | None, "standard deviation to divide pixels by, in the same form; none: the data's"
     ] = None
-    shrink: Annotated[int, "average-pool the images by this factor", at_least(1)] = 1
+    shrink: Annotated[int, "average-pool the images by this factor", minimum(1)] = 1
 
 
 @dataclass(frozen=True)
 class PartitionOptions(SplitOptions):
     """The partition: the images of each client, and which of them are labeled."""
 
-    split_seed: Annotated[int, "seed of the split; the seed of training does not change it", at_least(0)] = 0
+    split_seed: Annotated[int, "seed of the split; the seed of training does not change it", minimum(0)] = 0
     split: Annotated[Path | None, "a saved split to load instead of making one"] = None
 
 
@@ -93,9 +93,9 @@ class PartitionOptions(SplitOptions):
 class RoundOptions:
     """The number of rounds, and of clients in a round."""
 
-    cohort: Annotated[int, "clients that train in a round; all if there are fewer", at_least(1)] = 5
-    rounds: Annotated[int, "rounds to train", at_least(1)] = 40
-    seed: Annotated[int, "seed of the first model, the cohorts, batches and views", at_least(0)] = 0
+    cohort: Annotated[int, "clients that train in a round; all if there are fewer", minimum(1)] = 5
+    rounds: Annotated[int, "rounds to train", minimum(1)] = 40
+    seed: Annotated[int, "seed of the first model, the cohorts, batches and views", minimum(0)] = 0
     client_dropout: Annotated[float, "probability that a client of the cohort drops out of a round", BELOW_ONE] = 0.0
 
 
@@ -104,26 +104,24 @@ class BatchOptions:
     """The batches of a step, the length of local training, and the budget that all methods share."""
 
     labeled_batch: Annotated[
-        int | Literal["all"], "labeled images in a step; all: every labeled image of the client", at_least(1)
+        int | Literal["all"], "labeled images in a step; all: every labeled image of the client", minimum(1)
     ] = 10
     unlabeled_batch: Annotated[
         int | Literal["rest"],
         "unlabeled images in a step; rest: all, spread over one pass of the labeled ones",
-        at_least(1),
+        minimum(1),
     ] = 10
-    epochs: Annotated[int, "local epochs in a round", at_least(1)] = 1
+    epochs: Annotated[int, "local epochs in a round", minimum(1)] = 1
     epoch: Annotated[
         Literal["auto", "labeled", "unlabeled", "larger"],
         "the images an epoch passes over once; auto: labeled with unlabeled_batch rest, else unlabeled; "
         "larger: those that take a client more steps",
     ] = "auto"
-    steps: Annotated[int | None, "local steps in a round instead of epochs", at_least(1)] = None
+    steps: Annotated[int | None, "local steps in a round instead of epochs", minimum(1)] = None
     server_batch: Annotated[
-        int | None, "images in a step of training on the server; none: labeled_batch", at_least(1)
+        int | None, "images in a step of training on the server; none: labeled_batch", minimum(1)
     ] = None
-    server_epochs: Annotated[int | None, "epochs of training on the server in a round; none: epochs", at_least(1)] = (
-        None
-    )
+    server_epochs: Annotated[int | None, "epochs of training on the server in a round; none: epochs", minimum(1)] = None
     statistics: Annotated[
         Literal["joint", "separate"],
         "whether all views share a forward pass (joint), and so their batch statistics, or not",
@@ -153,7 +151,7 @@ class NetworkOptions:
         "the network (auto: small for digits, else resnet9), my_module:make that returns an nn.Module, or "
         "transformers:FOLDER, torchvision:NAME, timm:NAME",
     ] = "auto"
-    width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its default", at_least(1)] = None
+    width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its default", minimum(1)] = None
     norm: Annotated[Literal["batch", "group", "none"], "how the network normalizes"] = "batch"
     precision: Annotated[
         Literal["float32", "float32-ieee", "tf32", "bf16"],
@@ -184,9 +182,9 @@ class OptimizerOptions:
 
     optimizer: Annotated[Literal["adam", "sgd"], "the clients' optimizer"] = "adam"
     lr: Annotated[float, "the clients' learning rate", POSITIVE] = 3e-3
-    momentum: Annotated[float, "momentum of sgd", at_least(0)] = 0.0
+    momentum: Annotated[float, "momentum of sgd", minimum(0)] = 0.0
     nesterov: Annotated[bool, "Nesterov momentum in sgd"] = False
-    weight_decay: Annotated[float, "weight decay of the clients' optimizer", at_least(0)] = 0.0
+    weight_decay: Annotated[float, "weight decay of the clients' optimizer", minimum(0)] = 0.0
     clip_norm: Annotated[float | None, "largest Euclidean norm of a gradient; none: no clipping", POSITIVE] = None
     clip_value: Annotated[float | None, "largest absolute value in a gradient; none: no clipping", POSITIVE] = None
     class_weights: Annotated[
@@ -233,18 +231,18 @@ class EvaluationOptions:
     evaluate_every: Annotated[
         int | None,
         "rounds between evaluations on the test images; none: so many that they are at most a tenth of a run's work",
-        at_least(1),
+        minimum(1),
     ] = None
     patience: Annotated[
         int | None,
         "evaluations in a row without a better validation accuracy (for equal ones: loss) after which training stops; "
         "none: train all rounds",
-        at_least(1),
+        minimum(1),
     ] = None
     client_models: Annotated[
         int,
         "clients of a round whose local models are measured as well, and the averaged model on their images",
-        at_least(0),
+        minimum(0),
     ] = 0
 
 
@@ -273,7 +271,7 @@ class AggregationOptions:
     attackers: Annotated[float, "share of the clients that is hostile", BELOW_HALF] = 0.0
     attack_factor: Annotated[float, "length of a flipped update, relative to the true one", POSITIVE] = 1.0
     weight_cap: Annotated[
-        float, "largest weight of a simulated upload, in its cohort's medians; 0: no cap", at_least(0)
+        float, "largest weight of a simulated upload, in its cohort's medians; 0: no cap", minimum(0)
     ] = 0.0
 
 
@@ -309,20 +307,20 @@ class MachineOptions:
     threads: Annotated[
         int | None,
         "processor threads of each process; none: 1, or all for a centralized method",
-        at_least(1),
+        minimum(1),
     ] = None
     workers: Annotated[
         int | Literal["auto", "ray"],
         "processes in which the clients of a cohort train; auto: one a processor for large networks; ray: a cluster",
-        at_least(1),
+        minimum(1),
     ] = "auto"
     processes: Annotated[
         int | Literal["auto"],
         "runs that train at the same time; auto: one for each processor (default on the command line: auto)",
-        at_least(1),
+        minimum(1),
     ] = 1
-    memory_cap: Annotated[int, "MB of client memory that stay in RAM; the rest is stored on disk", at_least(1)] = 2048
-    checkpoint_every: Annotated[int, "rounds between checkpoints", at_least(1)] = 1
+    memory_cap: Annotated[int, "MB of client memory that stay in RAM; the rest is stored on disk", minimum(1)] = 2048
+    checkpoint_every: Annotated[int, "rounds between checkpoints", minimum(1)] = 1
     run_dir: Annotated[Path | None, "the run folder; none: the next free runs/<data>-<method>-seed<seed>-<n>"] = None
 
 

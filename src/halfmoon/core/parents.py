@@ -1,4 +1,4 @@
-"""End a process when its parent is gone, however the parent ended: also by SIGKILL, which no handler sees."""
+"""End a process when its parent has exited, however it exited: also by SIGKILL, which no handler sees."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_with_parent() -> None:
-    """End this process of `multiprocessing` as soon as the process that started it is gone, even by SIGKILL.
+    """End this process of `multiprocessing` as soon as the process that started it has exited, even by SIGKILL.
 
     On all systems a thread waits for the end of a pipe that only the parent holds open. If a fork server is between the
     two, Linux is also asked to kill this process when the server ends, which ends with the parent: this works even
@@ -31,23 +31,23 @@ def exit_with_parent() -> None:
         _request_kill()
 
     def wait() -> None:
-        connection.wait([parent.sentinel])  # the end of the pipe, which becomes readable when the parent is gone
+        connection.wait([parent.sentinel])  # the end of the pipe, which becomes readable when the parent has exited
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 def exit_with_starter(number: int) -> None:
-    """End this program as soon as the process that started it is gone.
+    """End this program as soon as the process that started it has exited.
 
     Linux sends a signal when the starting THREAD ends, so that the starter's main thread, or one that lives as long,
     must have started this program. Other systems have no such signal: there a thread checks for the parent regularly.
 
     Args:
-        number: the process number (PID) of the starter, which may be gone already.
+        number: the process number (PID) of the starter, which may have exited already.
     """
     _request_kill()  # nothing except on Linux
-    # A process whose parent is gone gets another parent. This check is after the request, which does not report an
+    # A process whose parent has exited gets another parent. This check is after the request, which does not report an
     # earlier end.
     if os.getppid() != number:
         os._exit(1)

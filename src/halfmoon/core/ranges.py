@@ -45,7 +45,7 @@ class Range:
             raise UserError(f"{name} is {toml.format_text(value)[:40]}...: it must be at most 10^100.")
 
 
-def at_least(low: int) -> Range:
+def minimum(low: int) -> Range:
     """Build the range of finite numbers from `low` on."""
     return Range(low, math.inf, f"at least {low}", with_high=False)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from halfmoon.core.label_locations import LabelLocation
-from halfmoon.core.ranges import BELOW_ONE, POSITIVE, SHARE, Range, at_least
+from halfmoon.core.ranges import BELOW_ONE, POSITIVE, SHARE, Range, minimum
 
 # With a larger concentration, the gamma variates from which a Dirichlet variate is computed overflow.
 ALPHA = Range(0, 1e9, "above 0 and at most 1e9", with_low=False)
@@ -18,7 +18,7 @@ class SplitOptions:
         str,
         "rule that distributes labeled and unlabeled images over the clients (see halfmoon data), or my_module:rule",
     ] = "dir-dir"
-    clients: Annotated[int, "number of clients", at_least(1)] = 20
+    clients: Annotated[int, "number of clients", minimum(1)] = 20
     dirichlet_alpha: Annotated[
         float, "concentration of the Dirichlet distribution; a smaller value is more uneven", ALPHA
     ] = 0.5
@@ -31,20 +31,20 @@ class SplitOptions:
         None
     )
     labels: Annotated[
-        int | None, "instead of labels_per_class: total number of labeled images, the same for each class", at_least(1)
+        int | None, "instead of labels_per_class: total number of labeled images, the same for each class", minimum(1)
     ] = None
     labels_at: Annotated[LabelLocation, "holders of labels: all clients, some clients, or the server"] = "clients"
-    labeled_clients: Annotated[int | None, "with labels_at some: number of clients with labels", at_least(1)] = None
+    labeled_clients: Annotated[int | None, "with labels_at some: number of clients with labels", minimum(1)] = None
     classes_per_client: Annotated[
-        int, "with setting semifl-shards: number of shards of a client, each of one class", at_least(1)
+        int, "with setting semifl-shards: number of shards of a client, each of one class", minimum(1)
     ] = 2
     stages: Annotated[
-        int, "portions of each client's unlabeled images, which become available one after the other", at_least(1)
+        int, "portions of each client's unlabeled images, which become available one after the other", minimum(1)
     ] = 1
     unlabeled_share: Annotated[float, "share of its unlabeled images that each client uses", SHARE] = 1.0
     unknown_share: Annotated[
         float, "with unknown_classes: share of each client's unlabeled images that are of these classes", BELOW_ONE
     ] = 0.0
     min_size: Annotated[
-        int | None, "fewest labeled, and unlabeled, images of a client; none: a fifth of the mean, 1 to 10", at_least(0)
+        int | None, "fewest labeled, and unlabeled, images of a client; none: a fifth of the mean, 1 to 10", minimum(0)
     ] = None

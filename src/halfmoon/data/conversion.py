@@ -29,7 +29,7 @@ from halfmoon.data.class_names import is_missing_label, normalize_class_name, so
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.memory import ImageCollection, MemoryData
 from halfmoon.data.preparation import UNCHANGED, Preparation
-from halfmoon.data.readers.class_folders import PART_NAMES
+from halfmoon.data.readers.class_folders import SUBSET_NAMES
 from halfmoon.data.readers.decode import decode_prepared, prepare_image
 from halfmoon.data.readers.label_table import LABEL_TITLES, PATH_TITLES
 from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, find_column
@@ -73,7 +73,7 @@ def convert_images(
     Types are pairs of arrays, PIL images, and data sets of PyTorch and Hugging Face; this module lists them.
 
     Args:
-        data: the images with their labels. Of a `DatasetDict` or a `Source`, the part "train" is used.
+        data: the images with their labels. Of a `DatasetDict` or a `Source`, the subset "train" is used.
         classes: the class names; None: those of the data.
         preparation: resizing and channels; images of different sizes need a size.
         name: the argument that `data` is, for errors.
@@ -114,11 +114,11 @@ def open_images(data: Any, *, classes: Sequence[str] | None = None, name: str = 
         label_column = columns.index(find_column(name, columns, LABEL_TITLES))
         return _open_pair(data.iloc[:, image_column].tolist(), data.iloc[:, label_column], classes, name)
     if isinstance(data, Mapping):
-        part = _find_part(data, PART_NAMES[0])
-        if part is None:
+        subset = _find_subset(data, SUBSET_NAMES[0])
+        if subset is None:
             parts = ", ".join(map(str, data)) or "no parts"
             raise UserError(f"{name} has {parts}, but no part 'train'; rename the part of the training images.")
-        return open_images(data[part], classes=classes, name=name)
+        return open_images(data[subset], classes=classes, name=name)
     if (
         hasattr(data, "__getitem__")
         and isinstance(data, Sized)
@@ -136,7 +136,7 @@ def make_memory_data(data: Any, test: Any = None, clients: Any = None) -> Memory
     """Convert training images, test images and clients into a data set in memory.
 
     Args:
-        data: training images with labels, of any type of `convert_images`. Of a `DatasetDict` the part "test" (or
+        data: training images with labels, of any type of `convert_images`. Of a `DatasetDict` the subset "test" (or
             "validation") is the test, and so is that of a `Source`.
         test: test images with labels, of any of these types; None: those in `data`, or held-out training images.
         clients: the client of each training image, numbers or strings; None: a scenario assigns them.
@@ -307,15 +307,15 @@ def find_test(data: Any) -> Any:
     """Return the test images that a data set contains; None if there are none."""
     if isinstance(data, Source):
         return data.test
-    # A `DatasetDict`: many data sets of Hugging Face call their only test part "validation".
+    # A `DatasetDict`: many data sets of Hugging Face call their only test subset "validation".
     if isinstance(data, Mapping):
-        part = _find_part(data, (*PART_NAMES[1], *PART_NAMES[2]))
-        return None if part is None else data[part]
+        subset = _find_subset(data, (*SUBSET_NAMES[1], *SUBSET_NAMES[2]))
+        return None if subset is None else data[subset]
     return None
 
 
-def _find_part(data: Mapping[Any, Any], names: Sequence[str]) -> Any:
-    """Find the key of a part of a data set, in any case, by the first of its usual names; None if there is none."""
+def _find_subset(data: Mapping[Any, Any], names: Sequence[str]) -> Any:
+    """Find the key of a subset of a data set, in any case, by the first of its usual names; None if there is none."""
     keys = {str(key).lower(): key for key in data}
     return next((keys[name] for name in names if name in keys), None)
 

@@ -24,7 +24,7 @@ class DatasetInfo:
         files: A description of the official files.
         folder: The folder of these files in the official archive.
         config: The configuration, if the repository has several.
-        test_part: The hub's name of the test part.
+        test_part: The hub's name of the test subset.
         gray: True if some images are gray and must be converted to RGB.
         mirror: True if a mirrored image has the same class.
     """

@@ -207,7 +207,9 @@ def pad_to(images: np.ndarray, size: int) -> np.ndarray:
 
 def pad_source(source: Source, size: int) -> Source:
     """Pad all images of a data set with `pad_to`; mean and std remain those of the unpadded pixels."""
-    parts = {name: replace(part, images=pad_to(part.images, size), spread=None) for name, part in source.parts.items()}
+    parts = {
+        name: replace(subset, images=pad_to(subset.images, size), spread=None) for name, subset in source.parts.items()
+    }
     return replace(source, **parts)
 
 
@@ -355,8 +357,8 @@ def shrink(source: Source, factor: int) -> Source:
         return source
     # `spread`, the mean and std of the pixels before, is cleared.
     parts = {
-        name: replace(part, images=average_pool(part.images, factor), spread=None)
-        for name, part in source.parts.items()
+        name: replace(subset, images=average_pool(subset.images, factor), spread=None)
+        for name, subset in source.parts.items()
     }
     mean, std = channel_statistics(parts["train"].images)
     return replace(source, **parts, mean=mean, std=std)

@@ -57,7 +57,7 @@ def load(
             Fashion-MNIST or MNIST (idx), CIFAR-10 or CIFAR-100 (binary version), or Tiny ImageNet.
         data_dir: the folder of a known data set, or its parent folder; None to download from the hub.
         cache: a folder for decoded images.
-        test: the part for evaluation (`validation` if a data set has it).
+        test: the subset for evaluation (`validation` if a data set has it).
         mirror: True if a mirrored image has the same class; None: False for digits and svhn, True otherwise.
         preparation: the conversion of images while they are decoded.
 
@@ -139,12 +139,12 @@ def _has_class_folders(folder: Path) -> bool:
     """Check whether a folder is read as class folders, and not as parquet or other files."""
     if has_official_files(folder):
         return False
-    return class_folders.find_part(folder, "train") is not None or class_folders.has_classes(folder)
+    return class_folders.find_subset(folder, "train") is not None or class_folders.has_classes(folder)
 
 
 def _describe_nested(folder: Path) -> list[str]:
     """Describe in a sentence how many images are in subfolders of class folders."""
-    train = class_folders.find_part(folder, "train")
+    train = class_folders.find_subset(folder, "train")
     nested = class_folders.count_nested(class_folders.list_classes(train or folder), train or folder)
     return [f"{nested:,} {NESTED_NOTE}"] if nested else []
 
@@ -242,26 +242,26 @@ def _read_folder(
         folder: The folder.
         name: The name of the data set, which may be a known one.
         official: The known data set of which the folder has the files as they were published; None if it has not.
-        test: The name of the test part, such as "test" or "validation"; some formats have only one test part.
+        test: The name of the test subset, such as "test" or "validation"; some formats have only one test subset.
         cache: The folder for decoded images; None for the default one.
         preparation: The conversion of images.
 
     Raises:
-        UserError: If no format fits, the data are damaged, or the format has no part `test`.
+        UserError: If no format fits, the data are damaged, or the format has no subset `test`.
     """
     info = DATASETS.get(name)
     rgb = info is not None and info.gray  # some images of the data set are gray, and are converted to RGB
     if idx.has_files(folder):
-        _require_test_part(folder, "an idx set", test)
+        _require_test_subset(folder, "an idx set", test)
         return idx.read_pair(folder, "train"), idx.read_pair(folder, "t10k"), None
     if files := parquet.find_shards(folder, "train"):
         return _read_parquet(folder, files, info, test, cache, preparation)
     if official in binary.LAYOUTS:
-        _require_test_part(folder, f"the binary version of {official}", test)
+        _require_test_subset(folder, f"the binary version of {official}", test)
         return binary.read(folder, official)
     if official == "tiny_imagenet":
         return tinyimagenet.read(folder, test, cache, preparation)
-    if class_folders.find_part(folder, "train") is not None:
+    if class_folders.find_subset(folder, "train") is not None:
         # Copies in a published data set remain as they are, so that results are comparable.
         return class_folders.read_folders(folder, test, cache, rgb, preparation, group_copies=info is None)
     binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or info is None])
@@ -271,7 +271,7 @@ def _read_folder(
         )
     _refuse_other_formats(folder)
     if class_folders.has_classes(folder):
-        _require_test_part(folder, "a folder of class folders only", test)
+        _require_test_subset(folder, "a folder of class folders only", test)
         return class_folders.read_folders(folder, test, cache, rgb, preparation)
     raise _describe_missing_data(folder, test)
 
@@ -301,7 +301,7 @@ def _describe_missing_data(folder: Path, test: str) -> UserError:
 def _refuse_other_formats(folder: Path) -> None:
     """Raise UserError, with instructions, for a folder that another program wrote or another command reads.
 
-    These are a folder of Hugging Face's library datasets without a part train, and the folder of a site (for example a
+    These are a folder of Hugging Face's library datasets without a subset train, and the folder of a site (for example a
     hospital that trains with others), whose images have labels in a table or none.
     """
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -325,13 +325,13 @@ def _refuse_other_formats(folder: Path) -> None:
 def _read_parquet(
     folder: Path, files: list[Path], info: DatasetInfo | None, test: str, cache: Path | None, preparation: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
-    """Read the training files, and the files of the part `test`, of a folder of parquet or Arrow files.
+    """Read the training files, and the files of the subset `test`, of a folder of parquet or Arrow files.
 
     Args:
         folder: The folder.
         files: The training files.
         info: The metadata of a data set that is known by name.
-        test: The name of the test part.
+        test: The name of the test subset.
         cache: The folder for decoded images; None for the default one.
         preparation: The conversion of images.
 
@@ -341,7 +341,7 @@ def _read_parquet(
     rgb = info is not None and info.gray  # some images of the data set are gray, and are converted to RGB
     # Decoded images are cached; this distinguishes different pixels and labels of the same files.
     cache_id = f"{'rgb' if rgb else ''}{preparation.cache_id}"
-    # Some known data sets have another name for their test part, but files with the requested name have priority.
+    # Some known data sets have another name for their test subset, but files with the requested name have priority.
     tests = parquet.find_shards(folder, test)
     if not tests and info and test == "test":
         tests = parquet.find_shards(folder, info.test_part)
@@ -362,7 +362,7 @@ def _read_parquet(
     return train, test_images, classes
 
 
-def _require_test_part(folder: Path, what: str, test: str) -> None:
+def _require_test_subset(folder: Path, what: str, test: str) -> None:
     if test != "test":
         raise UserError(f"{folder}: {what} has no part {test!r}, only train and test.")
 

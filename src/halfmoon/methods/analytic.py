@@ -34,7 +34,7 @@ from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.label_locations import ALL_LABEL_LOCATIONS
-from halfmoon.core.ranges import POSITIVE, PROBABILITY, at_least
+from halfmoon.core.ranges import POSITIVE, PROBABILITY, minimum
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import split_into_chunks
 from halfmoon.models.vectors import LinearClassifier
@@ -289,7 +289,7 @@ class RidgeHead:
     min_class_images: int = 5
 
     def __post_init__(self) -> None:
-        at_least(0).check("strength", self.strength)
+        minimum(0).check("strength", self.strength)
         if self.min_class_images < 1:
             raise UserError(f"min_class_images is {self.min_class_images}: it must be 1 or more.")
 
@@ -389,9 +389,9 @@ class MixtureHead(RidgeHead):
     def __post_init__(self) -> None:
         super().__post_init__()
         POSITIVE.check("even_labels", self.even_labels)
-        at_least(1).check("directions", self.directions)
+        minimum(1).check("directions", self.directions)
         PROBABILITY.check("shrinkage", self.shrinkage)
-        at_least(0).check("em_rounds", self.em_rounds)
+        minimum(0).check("em_rounds", self.em_rounds)
         POSITIVE.check("share_noise", self.share_noise)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:

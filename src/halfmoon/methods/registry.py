@@ -14,7 +14,7 @@ from halfmoon.api.types import Method
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.label_locations import LabelLocation
-from halfmoon.core.ranges import FINITE, POSITIVE, PROBABILITY, Range, at_least
+from halfmoon.core.ranges import FINITE, POSITIVE, PROBABILITY, Range, minimum
 from halfmoon.methods import objectives
 from halfmoon.methods.analytic import ON_FEATURES
 from halfmoon.methods.fedavg import FedAvg
@@ -172,11 +172,11 @@ def option_range(method: str, option: str) -> Range | None:
     if option in _POSITIVE_OPTIONS:
         return POSITIVE
     if option in _COUNT_OPTIONS:
-        return at_least(1)
+        return minimum(1)
     # Sizes: they may exceed 1, but not be negative.
     is_size = option.endswith(("_weight", "_lr", "_steps", "_threshold", "_factor"))
     if is_size or option in ("prox", "rho", "eta", "delta", "entropy", "beta", "beta_labeled", "warmup"):
-        return at_least(0)
+        return minimum(0)
     return FINITE
 
 

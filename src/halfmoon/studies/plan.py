@@ -138,7 +138,7 @@ class Plan:
         methods = 1 + len(self.config.baselines)
         if self.heads or self.splits < 2:
             return methods
-        # A site's folder is trained on whole, and once on each split; a folder with a test part is its own first split.
+        # A site's folder is trained on whole, and once on each split; a folder with a test subset is its own first split.
         return methods * (self.splits + int(self.contents.site))
 
     @property
@@ -302,7 +302,7 @@ def _training_labels(contents: FolderContents) -> np.ndarray:
     For checks that need only the number of images of each class: the order is not that of the files.
 
     Raises:
-        UserError: a class has one image, and the folder has no test part.
+        UserError: a class has one image, and the folder has no test subset.
     """
     if contents.tests:  # test images are in a folder of their own
         return contents.labels
@@ -435,7 +435,7 @@ def _count_images(contents: FolderContents) -> _ImageCounts:
     """Count the training and test images of a folder, and the splits that the heads are compared on.
 
     A site has labels for a part of its images, and is tested on these by cross-validation. Of class folders all labels
-    are known: the test images are in a test part, or held out.
+    are known: the test images are in a test subset, or held out.
     """
     count = len(contents.paths)
     if contents.site:

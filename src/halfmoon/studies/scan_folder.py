@@ -20,7 +20,7 @@ from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import (
     check_same_classes,
     count_nested,
-    find_part,
+    find_subset,
     has_classes,
     list_classes,
     refuse_unlabeled,
@@ -210,12 +210,12 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
         )
     if has_official_files(folder) or not has_classes(folder):
         return None
-    train_folder = find_part(folder, "train")
+    train_folder = find_subset(folder, "train")
     images_by_class = list_classes(train_folder or folder)
     tests = 0
     if train_folder is not None:
         refuse_unlabeled(folder, train_folder)
-        test_folder = find_part(folder, "test") or find_part(folder, "validation")
+        test_folder = find_subset(folder, "test") or find_subset(folder, "validation")
         if test_folder is not None:
             tests_by_class = list_classes(test_folder)
             check_same_classes(folder, images_by_class, tests_by_class, test_folder.name)

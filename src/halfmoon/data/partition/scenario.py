@@ -15,7 +15,7 @@ import numpy as np
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.label_locations import LabelLocation
-from halfmoon.core.ranges import Range, at_least
+from halfmoon.core.ranges import Range, minimum
 from halfmoon.core.split_options import SplitOptions
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition import rules
@@ -442,7 +442,7 @@ def _check_fields(scenario: Scenario) -> None:
         for annotation in getattr(hint, "__metadata__", ()):
             if isinstance(annotation, Range):
                 annotation.check(name, getattr(scenario, name))
-    at_least(1).check("tries", scenario.tries)
+    minimum(1).check("tries", scenario.tries)
     if scenario.setting == "fedmatch-stream" and scenario.stages == 1:
         raise UserError("fedmatch-stream has only one stage, which is fedmatch-noniid; set stages to 2 or more.")
 

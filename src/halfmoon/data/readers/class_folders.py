@@ -23,8 +23,8 @@ from halfmoon.data.readers.formats import AVIF_SUFFIXES, HEIF_SUFFIXES, list_suf
 from halfmoon.data.readers.label_table import LABELS_FILE, read_paths_by_class
 
 SUFFIXES = list_suffixes()
-PART_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
-"""Accepted folder names, in lower case, of each part of a data set."""
+SUBSET_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
+"""Accepted folder names, in lower case, of each subset of a data set."""
 
 HELD_OUT_SHARE = 0.2
 """Share of the images of every class that are held out for testing if there is no test folder."""
@@ -36,7 +36,7 @@ UNLABELED_NAMES = ("unlabeled", "unlabelled")
 """Names, in lower case, of a folder whose images have no label."""
 
 SYSTEM_FOLDERS = frozenset({"__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found"})
-"""Names, in lower case, of folders that are no part of a data set: of macOS archives, Synology, Windows and Linux."""
+"""Names, in lower case, of folders that contain no data set: of macOS archives, Synology, Windows and Linux."""
 
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar")
 OTHER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".npy", ".npz", ".nii", ".mha", ".nrrd", ".svs", ".dng", ".cr2", ".nef", ".psd")
@@ -61,24 +61,24 @@ def read_folders(
 
     Args:
         folder: The folder.
-        test: The name of the test part.
+        test: The name of the test subset.
         cache: The folder for decoded images.
         rgb: True to convert gray images to RGB.
         preparation: The conversion of images.
         group_copies: False for published data sets, whose copies remain separate images.
 
     Raises:
-        UserError: If a part or a class is missing or empty, train and test have different classes, or an image cannot be
+        UserError: If a subset or a class is missing or empty, train and test have different classes, or an image cannot be
             read.
     """
     selection_note = ""
     held_out: tuple[dict[str, list[Path]], list[str] | None] | None = None
-    train_folder = find_part(folder, "train")
+    train_folder = find_subset(folder, "train")
     if train_folder is not None:
         refuse_unlabeled(folder, train_folder)
-        test_folder = find_part(folder, test)
+        test_folder = find_subset(folder, test)
         if test_folder is None and test == "test":
-            test_folder = find_part(folder, "validation")
+            test_folder = find_subset(folder, "validation")
             if test_folder is not None:
                 selection_note = f"{folder} has no folder test, so the images of {test_folder.name} are the test"
         train = list_classes(train_folder)
@@ -139,14 +139,14 @@ def _draw_without_copies(
     return _hold_out(classes, merged, copies=True)
 
 
-def find_part(folder: Path, part: str) -> Path | None:
+def find_subset(folder: Path, subset: str) -> Path | None:
     """Find the folder of train, test or validation images, also under another usual name (`Training`, `valid`).
 
-    Returns None if there is none. A folder with exactly the name of the part has priority.
+    Returns None if there is none. A folder with exactly the name of the subset has priority.
     """
-    if (folder / part).is_dir():
-        return folder / part
-    accepted_names = next((names for names in PART_NAMES if part in names), (part,))
+    if (folder / subset).is_dir():
+        return folder / subset
+    accepted_names = next((names for names in SUBSET_NAMES if subset in names), (subset,))
     folders = {path.name.lower(): path for path in sorted(folder.iterdir()) if path.is_dir()}
     return next((folders[name] for name in accepted_names if name in folders), None)
 
@@ -160,18 +160,18 @@ def describe_left_out(folder: Path) -> list[str]:
     Args:
         folder: The folder, with class folders or with the folders train and test.
     """
-    train = find_part(folder, "train")
-    candidates = [find_part(folder, names[0]) for names in PART_NAMES]
-    parts = [folder] if train is None else [folder, *(part for part in candidates if part is not None)]
+    train = find_subset(folder, "train")
+    candidates = [find_subset(folder, names[0]) for names in SUBSET_NAMES]
+    parts = [folder] if train is None else [folder, *(subset for subset in candidates if subset is not None)]
     loose = 0
     unlisted = 0
-    for part in parts:
-        listed = read_paths_by_class(part)
+    for subset in parts:
+        listed = read_paths_by_class(subset)
         if listed is None:
-            loose += len(list_images(part))
+            loose += len(list_images(subset))
         else:
             used = {path.resolve() for paths in listed.values() for path in paths}
-            unlisted += sum(is_image(path) and path.resolve() not in used for path in walk_files(part))
+            unlisted += sum(is_image(path) and path.resolve() not in used for path in walk_files(subset))
     notes = []
     if loose:
         place = (
@@ -187,7 +187,7 @@ def describe_left_out(folder: Path) -> list[str]:
 
 def find_unlabeled(folder: Path) -> Path | None:
     """Find the folder of unlabeled images next to class folders; None if there is none, or a train folder exists."""
-    return None if find_part(folder, "train") else _find_unlabeled_folder(folder)
+    return None if find_subset(folder, "train") else _find_unlabeled_folder(folder)
 
 
 def refuse_unlabeled(folder: Path, train: Path) -> None:
@@ -209,7 +209,7 @@ def _find_unlabeled_folder(folder: Path) -> Path | None:
 
 def has_classes(folder: Path) -> bool:
     """Check whether a folder has a train folder, or at least two class folders with images."""
-    if find_part(folder, "train") is not None:
+    if find_subset(folder, "train") is not None:
         return True
     classes = _list_folders(folder)
     return len(classes) > 1 and not _find_collections(classes) and all(map(_list_class_images, classes))
@@ -320,9 +320,9 @@ def _lists_direct_images(folder: Path) -> bool:
     return bool(list_images(folder) or list_images(folder / "images"))
 
 
-def count_nested(classes: Mapping[str, Sequence[Path]], part: Path) -> int:
-    """Count the images in subfolders of the class folders of `part`, apart from subfolders `images`."""
-    parents = [path.relative_to(part).parts[1:-1] for paths in classes.values() for path in paths]
+def count_nested(classes: Mapping[str, Sequence[Path]], subset: Path) -> int:
+    """Count the images in subfolders of the class folders of `subset`, apart from subfolders `images`."""
+    parents = [path.relative_to(subset).parts[1:-1] for paths in classes.values() for path in paths]
     return sum(parent not in ((), ("images",)) for parent in parents)
 
 
@@ -392,11 +392,11 @@ def _hold_out(
     return train, test
 
 
-def list_classes(part: Path) -> dict[str, list[Path]]:
+def list_classes(subset: Path) -> dict[str, list[Path]]:
     """List the image files of each class in a folder, both sorted by name.
 
     Args:
-        part: The folder, such as "train": with a folder for each class, or with a table (labels.csv) of images and
+        subset: The folder, such as "train": with a folder for each class, or with a table (labels.csv) of images and
             classes, which has priority.
 
     Returns:
@@ -405,23 +405,23 @@ def list_classes(part: Path) -> dict[str, list[Path]]:
     Raises:
         UserError: If there are no classes, a class has no image, or names of classes are nearly equal.
     """
-    if not part.is_dir():
-        raise UserError(f"{part}: there is no such folder; expected {part.name}/CLASS/*.png.")
-    paths_from_table = read_paths_by_class(part)
+    if not subset.is_dir():
+        raise UserError(f"{subset}: there is no such folder; expected {subset.name}/CLASS/*.png.")
+    paths_from_table = read_paths_by_class(subset)
     if paths_from_table is not None:
         return paths_from_table
-    folders = _list_folders(part)
+    folders = _list_folders(subset)
     if not folders:
-        raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
+        raise UserError(f"{subset}: it has no class folders; expected {subset.name}/CLASS/*.png.")
     for folder in folders:
         try:
             folder.name.encode()
         except UnicodeEncodeError:  # Python reads bytes that are no UTF-8 as surrogates
             raise UserError(
-                f"{part}: the class folder {os.fsencode(folder.name)!r} has a name that is not UTF-8; rename it, or set "
+                f"{subset}: the class folder {os.fsencode(folder.name)!r} has a name that is not UTF-8; rename it, or set "
                 "LANG=C.UTF-8."
             ) from None
-    _refuse_near_equal(part, [folder.name for folder in folders])
+    _refuse_similar_names(subset, [folder.name for folder in folders])
     folder_of = {normalize_class_name(folder.name): folder for folder in folders}
     paths_of = {name: _list_class_images(folder_of[name]) for name in sort_class_names(folder_of)}
     for name, paths in paths_of.items():
@@ -432,7 +432,7 @@ def list_classes(part: Path) -> dict[str, list[Path]]:
     return paths_of
 
 
-def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
+def _refuse_similar_names(subset: Path, names: Sequence[str]) -> None:
     """Raise UserError for class folders whose names are nearly equal, unless a classes.txt names all of them.
 
     Names such as "Cat" and "cat" are usually one class by mistake; the file confirms that they are different ones.
@@ -441,7 +441,7 @@ def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
     if not groups:
         return
     try:
-        text = (part / CLASSES_FILE).read_text(encoding="utf-8-sig")
+        text = (subset / CLASSES_FILE).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         text = ""
     listed = {normalize_class_name(line) for line in text.splitlines()}
@@ -449,22 +449,22 @@ def _refuse_near_equal(part: Path, names: Sequence[str]) -> None:
         distinct = {normalize_class_name(name) for name in group}
         indistinguishable = len(distinct) < len(group)
         if indistinguishable or not distinct <= listed:
-            confirmation = f"; if both are meant, name all classes in {part / CLASSES_FILE}, one a line"
+            confirmation = f"; if both are meant, name all classes in {subset / CLASSES_FILE}, one a line"
             raise UserError(
-                f"{part}: the class folders {' and '.join(map(ascii if indistinguishable else repr, group))} differ only in "
+                f"{subset}: the class folders {' and '.join(map(ascii if indistinguishable else repr, group))} differ only in "
                 "case, blanks, dashes, underscores, Unicode forms or the form of a number: move their images into one of "
                 f"them{'' if indistinguishable else confirmation}."
             )
 
 
 def check_same_classes(folder: Path, train: Mapping[str, object], other: Mapping[str, object], test: str) -> None:
-    """Raise UserError if the training images and those of another part have different classes.
+    """Raise UserError if the training images and those of another subset have different classes.
 
     Args:
         folder: The folder of the data set.
         train: The training images by class name.
-        other: The images of the other part by class name.
-        test: The name of the other part, such as "test".
+        other: The images of the other subset by class name.
+        test: The name of the other subset, such as "test".
     """
     differing = sorted(train.keys() ^ other.keys())
     if not differing:

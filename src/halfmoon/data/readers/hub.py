@@ -50,16 +50,16 @@ def read(
         ) from error
     parts = []
     names: tuple[str, ...] | None = None
-    for part in ("train", test):
+    for subset in ("train", test):
         try:
-            rows: Any = datasets.load_dataset(repository, config, split=part)
+            rows: Any = datasets.load_dataset(repository, config, split=subset)
         except Exception as error:  # the library raises whatever its network layer raises
             raise UserError(
-                f"{repository}: its {part} part could not be fetched from the Hugging Face hub "
+                f"{repository}: its {subset} part could not be fetched from the Hugging Face hub "
                 f"({type(error).__name__}: {error}); go online, {LAYOUT_HINT}.",
                 option="data_dir",
             ) from error
-        location = f"{repository}, {part}"
+        location = f"{repository}, {subset}"
         image_column = find_column(location, rows.column_names, IMAGE_COLUMNS)
         label_column = find_column(location, rows.column_names, LABEL_COLUMNS)
         names = names or _class_names(rows.features[label_column])

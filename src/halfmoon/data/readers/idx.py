@@ -60,25 +60,25 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
 
 def _read_gzip(path: Path) -> bytes:
     """Decompress a gzip file; raise UserError as soon as it exceeds `MAX_UNPACKED_BYTES`."""
-    parts = []
+    chunks = []
     size = 0
     with gzip.open(path) as file:
-        while part := file.read(_CHUNK_BYTES):
-            parts.append(part)
-            size += len(part)
+        while chunk := file.read(_CHUNK_BYTES):
+            chunks.append(chunk)
+            size += len(chunk)
             if size > MAX_UNPACKED_BYTES:
                 raise UserError(
                     f"{path}: it unpacks to over {MAX_UNPACKED_BYTES:,} bytes; unpack it yourself if it is no fake."
                 )
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
 def read_pair(folder: Path, prefix: str) -> Images:
-    """Read the images and labels of one part of an MNIST-like data set.
+    """Read the images and labels of one subset of an MNIST-like data set.
 
     Args:
         folder: The folder with the idx files.
-        prefix: The part: "train", or "t10k" for the test images.
+        prefix: The subset: "train", or "t10k" for the test images.
 
     Raises:
         UserError: If a file is missing or damaged, or their lengths differ.

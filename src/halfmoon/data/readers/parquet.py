@@ -43,15 +43,15 @@ class ArrowFile:
 File = pq.ParquetFile | ArrowFile
 
 
-def find_shards(folder: Path, part: str) -> list[Path]:
-    """Find the files of one part of a data set, such as train-00000-of-00002.parquet, in order.
+def find_shards(folder: Path, subset: str) -> list[Path]:
+    """Find the files of one subset of a data set, such as train-00000-of-00002.parquet, in order.
 
     Args:
         folder: The folder, in which or in whose usual subfolders the files are.
-        part: The part: "train", "test" or "validation".
+        subset: The subset: "train", "test" or "validation".
 
     Returns:
-        The files part*.parquet, otherwise the files part/data-*.arrow; empty if there are none.
+        The files SUBSET*.parquet, otherwise the files SUBSET/data-*.arrow; empty if there are none.
 
     Raises:
         UserError: If one of the numbered files is missing.
@@ -60,8 +60,8 @@ def find_shards(folder: Path, part: str) -> list[Path]:
     subfolders = [folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)]
     paths: list[Path] = []
     for candidate in (folder, *subfolders):
-        paths = paths or sorted(candidate.glob(f"{part}*.parquet"))
-    paths = paths or sorted((folder / part).glob("data-*.arrow"))
+        paths = paths or sorted(candidate.glob(f"{subset}*.parquet"))
+    paths = paths or sorted((folder / subset).glob("data-*.arrow"))
     for path in paths:
         numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.(?:parquet|arrow)$", path.name)
         if numbered and len(paths) != int(numbered[2]):
@@ -102,7 +102,7 @@ def read_parquet(
     file, relative to the folder of the parquet file.
 
     Args:
-        paths: The files of one part of a data set, in order.
+        paths: The files of one subset of a data set, in order.
         rgb: True to convert gray images to RGB.
         preparation: The conversion of images.
         into: A file that pixels are written to, which is then mapped into memory; None for memory only.

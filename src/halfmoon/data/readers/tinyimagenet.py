@@ -37,7 +37,7 @@ def read(
 
     Args:
         folder: The folder, with train and val.
-        test: The name of the test part: `test` or `val`, which are the same.
+        test: The name of the test subset: `test` or `val`, which are the same.
         cache: The folder for decoded images; None for the default one.
         preparation: The conversion of images.
 
@@ -58,8 +58,8 @@ def read(
     )
 
 
-def _has_class_folders(part: Path) -> bool:
-    return part.is_dir() and any(WNID.fullmatch(path.name) and path.is_dir() for path in part.iterdir())
+def _has_class_folders(subset: Path) -> bool:
+    return subset.is_dir() and any(WNID.fullmatch(path.name) and path.is_dir() for path in subset.iterdir())
 
 
 def _check_ids(path: Path, train: dict[str, list[Path]]) -> None:

@@ -17,10 +17,10 @@ from halfmoon.core.spreadsheet import escape_formulas
 from halfmoon.data.class_names import match_class_name, normalize_class_name
 from halfmoon.data.readers.cache import write_atomically
 from halfmoon.data.readers.class_folders import (
-    PART_NAMES,
+    SUBSET_NAMES,
     SUFFIXES,
     describe_unsupported_formats,
-    find_part,
+    find_subset,
     find_unlabeled,
     is_image,
     walk_files,
@@ -143,16 +143,16 @@ def _refuse_parts(folder: Path, top_folders: set[str], classes: Sequence[str]) -
     Args:
         folder: the folder of images.
         top_folders: the names of its subfolders with images.
-        classes: the model's classes, which may be called like a part.
+        classes: the model's classes, which may be called like a subset.
 
     Raises:
         UserError: all top folders are parts.
     """
-    part_names = {name for names in PART_NAMES for name in names}
-    if top_folders and all(name.lower() in part_names and name not in classes for name in top_folders):
-        part = find_part(folder, "test") or find_part(folder, "validation") or folder / sorted(top_folders)[0]
+    subset_names = {name for names in SUBSET_NAMES for name in names}
+    if top_folders and all(name.lower() in subset_names and name not in classes for name in top_folders):
+        subset = find_subset(folder, "test") or find_subset(folder, "validation") or folder / sorted(top_folders)[0]
         raise UserError(
-            f"{folder}: it has the folders {join_names(sorted(top_folders))}: give one of them, such as {part}."
+            f"{folder}: it has the folders {join_names(sorted(top_folders))}: give one of them, such as {subset}."
         )
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.spreadsheet import escape_formulas
-from halfmoon.data.readers.class_folders import find_part
+from halfmoon.data.readers.class_folders import find_subset
 from halfmoon.models.temperature import find_temperature
 from halfmoon.sites.inference.image_folder import UnreadableImage, check_confidence, list_labeled_images, read_batches
 from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_model
@@ -82,7 +82,7 @@ def has_training_images(model: InferenceModel, folder: Path) -> bool:
     data = Path(model.card.options.get("data", ""))
     if not data.is_absolute() or not data.is_dir():
         return False
-    training_folders = (data, find_part(data, "train"))
+    training_folders = (data, find_subset(data, "train"))
     return folder.resolve() in {path.resolve() for path in training_folders if path is not None}
 
 
