@@ -91,7 +91,7 @@ def test_a_round_of_fedavg_is_one_model_each_way() -> None:
 def test_every_method_says_where_it_departs() -> None:
     """In a paragraph after "server:" in its file's docstring, for custom begun with "Departures:"."""
     for name in registry.names():
-        assert len(generate._readings(type(registry.entry(name).method))) > 60, name
+        assert len(generate.describe_departures(type(registry.entry(name).method))) > 60, name
 
 
 def test_every_method_has_a_page_with_its_options() -> None:
