@@ -44,7 +44,7 @@ def test_the_lock_fits_what_the_package_asks_for() -> None:
     versions: dict[str, list[str]] = {}
     for each in locked():
         versions.setdefault(plain(each.name), []).append(next(iter(each.specifier)).version)
-    requested = load_script("tools/lock.py").wanted()
+    requested = load_script("tools/lock.py").package_requirements()
     assert {"numpy", "pytest", "flwr"} <= {each.name for each in requested}
     for each in requested:
         found = versions.get(plain(each.name))
@@ -197,7 +197,7 @@ def test_a_release_has_the_committed_files_and_no_others(tmp_path: Path) -> None
 
 def test_links_of_the_repository_hold_on_the_site() -> None:
     """README.md is index.md there, docs/ is its root; a file that is no page leaves its words; code stays as it is."""
-    moved = load_script("tools/docs_site.py").moved
+    translate_links = load_script("tools/docs_site.py").translate_links
     known = {
         "README.md": "index.md",
         "docs/cli.md": "cli.md",
@@ -214,7 +214,7 @@ def test_links_of_the_repository_hold_on_the_site() -> None:
         ("docs/cli.md", "[w](https://a.b/c)", "[w](https://a.b/c)"),
         ("docs/cli.md", "```text\n[c](../README.md)\n```\n", "```text\n[c](../README.md)\n```\n"),
     ):  # fmt: skip
-        assert moved(text, name, known) == wanted
+        assert translate_links(text, name, known) == wanted
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,11 @@ def test_the_site_has_every_page() -> None:
     """Each page of docs/ stands in the navigation, and each module of the package on the page of its package."""
     entries = re.findall(r"^ +- (?:\w+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     site = load_script("tools/docs_site.py")
-    there = {place for name, place in site.places().items() if name.endswith(".md") and not name.startswith("results/")}
-    assert set(entries) == there
-    assert len(entries) == len(there)
+    pages = {
+        path for name, path in site.site_paths().items() if name.endswith(".md") and not name.startswith("results/")
+    }
+    assert set(entries) == pages
+    assert len(entries) == len(pages)
     assert {"core", "methods", "federation"} <= set(site.packages())
     assert "::: halfmoon.core.tree\n" in site.reference("core")
     assert "::: halfmoon.federation.site.client\n" in site.reference("federation")

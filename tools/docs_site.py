@@ -1,4 +1,6 @@
-"""What mkdocs does not know: pages outside docs/, links to them, the gallery and the API (mkdocs.yml names this file).
+"""Hooks of mkdocs that add pages from outside docs/, translate links to them, and add the examples and the API.
+
+mkdocs.yml names this file.
 
 A link to README.md leads to docs/index.md; CHANGELOG.md, CONTRIBUTING.md and results/ keep their names. A link to a
 file of the repository that is no page (a test, a script) becomes its name. The API has a page a package.
@@ -22,117 +24,127 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "halfmoon"
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md",
            "requirements/dependencies.md": "dependencies.md"}  # fmt: skip
-"""Pages outside docs/ and results/, and their addresses on the site."""
+"""Pages outside docs/ and results/, and their paths on the site."""
 BOOSTS = {"options.md": 8, "methods/": 4, "results/": 0.2, "CHANGELOG.md": 0.2}
-"""How much more pages count in the search: what an option or a method is comes before what was measured of it."""
+"""Weights of pages in the search: the description of an option or a method comes before its measurements."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
-def places() -> dict[str, str]:
-    """Return the address on the site of every page and picture, by its path in the repository."""
-    found = {name: place for name, place in OUTSIDE.items() if (ROOT / name).exists()}
+def site_paths() -> dict[str, str]:
+    """Map the path of every page and picture in the repository to its path on the site."""
+    paths = {name: site_path for name, site_path in OUTSIDE.items() if (ROOT / name).exists()}
     for path in sorted((ROOT / "docs").rglob("*")):
         if path.suffix in (".md", ".png"):
-            found[path.relative_to(ROOT).as_posix()] = path.relative_to(ROOT / "docs").as_posix()
-    for path in sorted((ROOT / "results").glob("*")):  # what lies in results/sweeps is part of results/published.md
+            paths[path.relative_to(ROOT).as_posix()] = path.relative_to(ROOT / "docs").as_posix()
+    for path in sorted((ROOT / "results").glob("*")):  # results/published.md contains what is in results/sweeps
         if path.suffix in (".md", ".png", ".csv", ".gz", ".json", ".toml"):
             name = path.relative_to(ROOT).as_posix()
-            found[name] = re.sub(r"README\.md$", "index.md", name)
-    return found
+            paths[name] = re.sub(r"README\.md$", "index.md", name)
+    return paths
 
 
 def packages() -> list[str]:
-    """Return the packages directly below halfmoon, sorted."""
+    """List the packages directly below halfmoon, sorted."""
     return sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
 
 
 def reference(package: str) -> str:
-    """Return the page of a package: what lives there, and every module's public names."""
-    opening = ast.get_docstring(ast.parse((SOURCE / package / "__init__.py").read_text(encoding="utf-8"))) or ""
+    """Write the API page of a package: its docstring, and the public names of its modules."""
+    introduction = ast.get_docstring(ast.parse((SOURCE / package / "__init__.py").read_text(encoding="utf-8"))) or ""
     modules = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in modules_of(package)]
-    return f"# halfmoon.{package}\n\n{opening}\n\n" + "\n\n".join(f"::: {name}" for name in modules) + "\n"
+    return f"# halfmoon.{package}\n\n{introduction}\n\n" + "\n\n".join(f"::: {name}" for name in modules) + "\n"
 
 
 def public() -> str:
-    """Return the page of the names that `import halfmoon` gives: what each is, and where it is described."""
+    """Write the API page of the names that `import halfmoon` offers: the first line of each docstring, with a link."""
     import halfmoon
 
     lines = ["# halfmoon", "", "What `import halfmoon` gives. The pages beside this one have all modules.", ""]
     for name in halfmoon.__all__:
-        made = getattr(halfmoon, name)
-        place = f"{made.__module__.split('.')[1]}.md#{made.__module__}.{made.__qualname__}"
-        lines.append(f"- [`{name}`]({place}): {(made.__doc__ or '').partition(chr(10))[0]}")
+        value = getattr(halfmoon, name)
+        link = f"{value.__module__.split('.')[1]}.md#{value.__module__}.{value.__qualname__}"
+        lines.append(f"- [`{name}`]({link}): {(value.__doc__ or '').partition(chr(10))[0]}")
     return "\n".join([*lines, ""])
 
 
 def modules_of(package: str) -> list[Path]:
-    """Return the files of a package's modules, its own `__init__` left out."""
+    """List the files of a package's modules without `__init__.py`."""
     return [path for path in sorted((SOURCE / package).rglob("*.py")) if path.name != "__init__.py"]
 
 
-def moved(text: str, name: str, known: dict[str, str]) -> str:
-    """Return a page's text with its links, which hold in the repository, as they hold on the site."""
+def translate_links(text: str, name: str, paths: dict[str, str]) -> str:
+    """Replace links that hold in the repository by links that hold on the site; code blocks are not changed.
 
-    def link(found: re.Match[str]) -> str:
-        mark, words, target = found.groups()
-        path, hash_, anchor = target.partition("#")
+    Args:
+        text: the page.
+        name: its path in the repository.
+        paths: the path on the site of every page and picture, by its path in the repository.
+    """
+
+    def translate(match: re.Match[str]) -> str:
+        exclamation_mark, label, target = match.groups()
+        path, hash_sign, anchor = target.partition("#")
         if not path or re.match(r"\w+:", path):
-            return found[0]
-        there = posixpath.normpath(posixpath.join(posixpath.dirname(name), path))
-        if there not in known:
-            return words
-        relative = posixpath.relpath(known[there], posixpath.dirname(known[name]) or ".")
-        return f"{mark}[{words}]({relative}{hash_}{anchor})"
+            return match[0]
+        target_name = posixpath.normpath(posixpath.join(posixpath.dirname(name), path))
+        if target_name not in paths:
+            return label
+        relative = posixpath.relpath(paths[target_name], posixpath.dirname(paths[name]) or ".")
+        return f"{exclamation_mark}[{label}]({relative}{hash_sign}{anchor})"
 
-    parts, last = [], 0
+    pieces = []
+    end = 0
     for fence in FENCE.finditer(text):
-        parts += [LINK.sub(link, text[last : fence.start()]), fence[0]]
-        last = fence.end()
-    return "".join([*parts, LINK.sub(link, text[last:])])
+        pieces += [LINK.sub(translate, text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*pieces, LINK.sub(translate, text[end:])])
 
 
 def departures(text: str) -> str:
-    """Return a method's page with the departures of its docstring in place of the link to the file."""
+    """Replace the link to a file's docstring on a method's page by the departures that the docstring lists."""
 
-    def paragraphs(found: re.Match[str]) -> str:
-        tree = ast.parse((ROOT / found[1]).read_text(encoding="utf-8"))
-        if "/objectives/" not in found[1]:
+    def read_departures(match: re.Match[str]) -> str:
+        tree = ast.parse((ROOT / match[1]).read_text(encoding="utf-8"))
+        if "/objectives/" not in match[1]:
             return re.split(r"(?:^|\n\n)server:.*?\n\n", ast.get_docstring(tree) or "", flags=re.DOTALL)[-1]
-        words = [ast.get_docstring(each) or "" for each in tree.body if isinstance(each, ast.ClassDef)]
-        several = [each for each in words if "Departure" in each] or [max(words, key=len)]
-        return "\n\n".join(re.sub(r"\s*\bRaises\b.*", "", each, flags=re.DOTALL) for each in several)
+        docstrings = [ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)]
+        relevant = [docstring for docstring in docstrings if "Departure" in docstring] or [max(docstrings, key=len)]
+        return "\n\n".join(re.sub(r"\s*\bRaises\b.*", "", docstring, flags=re.DOTALL) for docstring in relevant)
 
     link = r"\[The file's docstring\]\(\.\./\.\./(\S+)\)\."
-    return re.sub(link, lambda found: paragraphs(found).replace("<", "&lt;"), text)
+    return re.sub(link, lambda match: read_departures(match).replace("<", "&lt;"), text)
 
 
 def python_name(flag: re.Match[str]) -> str:
-    """Return the beginning of an option's row with its name in Python, for the search alone."""
+    """Add the name of an option in Python to the beginning of its row, hidden, so that the search finds it."""
     return f"{flag[0]}<span hidden>{flag[1].replace('-', '_')}</span>"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the sections `results/`, `examples/` and `api/` of the navigation, the first in the order of its index."""
-    results = [place for place in places().values() if place.startswith("results/") and place.endswith(".md")]
-    named = re.findall(r"\]\((\w+\.md)\)", (ROOT / "results" / "README.md").read_text("utf-8"))
-    order = ["results/index.md", *(f"results/{name}" for name in named)]
+    results = [path for path in site_paths().values() if path.startswith("results/") and path.endswith(".md")]
+    listed = re.findall(r"\]\((\w+\.md)\)", (ROOT / "results" / "README.md").read_text("utf-8"))
+    order = ["results/index.md", *(f"results/{name}" for name in listed)]
     results.sort(key=order.index)
-    filled: dict[str, Any] = {
+    sections: dict[str, Any] = {
         "results/": results,
         "api/": ["api/index.md", *(f"api/{name}.md" for name in packages())],
         "examples/": ["examples/index.md", *(f"examples/{name}.md" for name in gallery.ORDER)],
     }
-    config.nav = [{key: filled.get(value, value) if isinstance(value, str) else value}
-                  for entry in config.nav or [] for key, value in entry.items()]  # fmt: skip
+    navigation = []
+    for entry in config.nav or []:
+        for title, value in entry.items():
+            navigation.append({title: sections.get(value, value) if isinstance(value, str) else value})
+    config.nav = navigation
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages outside docs/ and those of the API."""
-    for name, place in places().items():
+    for name, path in site_paths().items():
         if not name.startswith("docs/") and name != "README.md":
-            files.append(File.generated(config, place, abs_src_path=str(ROOT / name)))
+            files.append(File.generated(config, path, abs_src_path=str(ROOT / name)))
     for name, content in gallery.pages().items():
         files.append(File.generated(config, f"examples/{name}", content=content))
     files.append(File.generated(config, "api/index.md", content=public()))
@@ -142,11 +154,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return a page's text with links that hold on the site."""
-    known = places()
-    names = {place: name for name, place in known.items()}
+    """Translate the links of a page, insert departures from papers, and set its weight in the search."""
+    paths = site_paths()
+    names = {path: name for name, path in paths.items()}
     name = names.get(page.file.src_uri)
-    page.meta["search"] = {"boost": next((n for start, n in BOOSTS.items() if page.file.src_uri.startswith(start)), 1)}
+    weights = [weight for start, weight in BOOSTS.items() if page.file.src_uri.startswith(start)]
+    page.meta["search"] = {"boost": weights[0] if weights else 1}
     if name == "docs/options.md":
         markdown = re.sub(r"^\| `--(\w+-[\w-]+)`", python_name, markdown, flags=re.MULTILINE)
-    return markdown if name is None else moved(departures(markdown), name, known)
+    return markdown if name is None else translate_links(departures(markdown), name, paths)

@@ -1,4 +1,4 @@
-"""For the API reference: the comment behind a field of a class is its description, with shape and unit."""
+"""An extension of the API reference: the comment behind a field of a class becomes its description."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import griffe
 
 
 class Comments(griffe.Extension):
-    """Give every attribute without a docstring the comment that stands behind it."""
+    """Use the comment at the end of an attribute's line as its docstring, if it has none."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Look at one attribute, where its source is known."""
-        words = attr.source.rpartition("  # ")[2] if "  # " in attr.source else ""
-        if words and attr.docstring is None and not words.startswith(("pyright", "fmt", "type:")):
-            attr.docstring = griffe.Docstring(words[:1].upper() + words[1:] + ".", parent=attr)
+        """Set the docstring of one attribute; griffe calls this for each."""
+        comment = attr.source.rpartition("  # ")[2] if "  # " in attr.source else ""
+        if comment and attr.docstring is None and not comment.startswith(("pyright", "fmt", "type:")):
+            attr.docstring = griffe.Docstring(comment[:1].upper() + comment[1:] + ".", parent=attr)

@@ -1,4 +1,4 @@
-"""The gallery: the scripts of examples/ as pages with what they print and draw, executed when the site is built."""
+"""Make pages of the scripts in examples/, with what they print and draw; they are executed when the site is built."""
 
 import importlib.util
 import re
@@ -23,97 +23,100 @@ ORDER = (
     "labeling",
     "privacy",
 )
-PATIENCE = 600
-"""Seconds until a cell counts as stuck."""
+CELL_TIMEOUT = 600
+"""Seconds after which a cell that is still running fails."""
 
-TOGETHER = 2
-"""Scripts executed at a time."""
+PARALLEL_SCRIPTS = 2
+"""Number of scripts that are executed at the same time."""
 
 Pages = dict[str, str | bytes]
 
 
 def cells(text: str) -> list[tuple[str, str]]:
-    """Return the kind ("markdown" or "code") and the source of every cell of a script in percent format."""
-    parts = re.split(r"^# %%(.*)\n", text, flags=re.MULTILINE)
+    """Split a script in percent format into cells: pairs of a type, "markdown" or "code", and the source."""
+    pieces = re.split(r"^# %%(.*)\n", text, flags=re.MULTILINE)
     pairs = []
-    for mark, body in zip(parts[1::2], parts[2::2], strict=True):
-        kind = "markdown" if "[markdown]" in mark else "code"
+    # The first piece is what stands above the first cell; after it markers and bodies alternate.
+    for marker, body in zip(pieces[1::2], pieces[2::2], strict=True):
+        kind = "markdown" if "[markdown]" in marker else "code"
         source = re.sub(r"^# ?", "", body, flags=re.MULTILINE) if kind == "markdown" else body
         pairs.append((kind, source.strip()))
     return pairs
 
 
-def lesson(text: str) -> str:
-    """Return what a script's first line says that one learns."""
+def first_sentence(text: str) -> str:
+    """Return the first line of a script, which says what a reader learns."""
     return text.partition("\n")[0].removeprefix("# ")
 
 
 @cache
 def pages() -> Pages:
-    """Return the content of every page and picture of the gallery, by its address below examples/."""
-    with ThreadPoolExecutor(TOGETHER) as pool:
-        played = list(pool.map(played_page, ORDER))
-    return {"index.md": index([seconds for _, seconds in played])} | {
-        k: v for made, _ in played for k, v in made.items()
-    }
+    """Execute all scripts and return the content of every page and picture, by its path below examples/ on the site."""
+    with ThreadPoolExecutor(PARALLEL_SCRIPTS) as pool:
+        results = list(pool.map(execute_script, ORDER))
+    content: Pages = {"index.md": index([seconds for _, seconds in results])}
+    for script_pages, _ in results:
+        content |= script_pages
+    return content
 
 
-def played_page(name: str) -> tuple[Pages, float]:
-    """Return a script's page with its pictures, and the seconds that it took."""
-    began = time.monotonic()
-    return page(name, (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")), time.monotonic() - began
+def execute_script(name: str) -> tuple[Pages, float]:
+    """Execute a script; return its page with its pictures, and the seconds that it took."""
+    started = time.monotonic()
+    script_pages = page(name, (SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
+    return script_pages, time.monotonic() - started
 
 
 def index(seconds: list[float]) -> str:
-    """Return the page that names all scripts, what one learns, and the seconds that each took for this site."""
+    """Write the page that lists all scripts, what a reader learns from each, and the seconds that it took."""
     lines = [
         "# Examples",
         "",
         "Short scripts that run from top to bottom on embedded data, or cell by cell in a notebook.",
     ]
-    lines += [f"The times are those of this site's build, {TOGETHER} at a time. In a clone they need:", ""]
+    lines += [f"The times are those of this site's build, {PARALLEL_SCRIPTS} at a time. In a clone they need:", ""]
     lines += ["```bash", "pip install -c constraints.txt -e '.[flower,pretrained,privacy]'", "```", ""]
-    for name, took in zip(ORDER, seconds, strict=True):
+    for name, duration in zip(ORDER, seconds, strict=True):
         text = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
         title = cells(text)[0][1].partition("\n")[0].removeprefix("# ")
-        lines.append(f"- **[{title}]({name}.md)**: {lesson(text).removeprefix('Learn ')} ({took:.0f} s)")
+        lines.append(f"- **[{title}]({name}.md)**: {first_sentence(text).removeprefix('Learn ')} ({duration:.0f} s)")
     return "\n".join([*lines, ""])
 
 
 def page(name: str, text: str) -> Pages:
-    """Return a script's page and its pictures; without nbclient the page shows no outputs."""
-    notebook = executed(text) if importlib.util.find_spec("nbclient") else None
+    """Write a script's page and its pictures; without the package nbclient the page has no outputs."""
+    notebook = execute(text) if importlib.util.find_spec("nbclient") else None
     pictures: Pages = {}
-    words = []
+    blocks = []
     for number, (kind, source) in enumerate(cells(text)):
         if kind == "markdown":
-            words += [source, ""]
+            blocks += [source, ""]
             continue
-        words += [f"```python\n{source}\n```", ""]
+        blocks += [f"```python\n{source}\n```", ""]
         for output in notebook.cells[number].outputs if notebook else ():
-            words += [shown(output, name, pictures), ""]
-    first, *rest = words
-    heading, _, opening = first.partition("\n")
-    source = f"The script is `examples/{name}.py`."
-    parts = [heading, "", lesson(text), "", opening, *rest, source, ""]
-    return {f"{name}.md": "\n".join(parts), **pictures}
+            blocks += [format_output(output, name, pictures), ""]
+    first, *rest = blocks
+    heading, _, introduction = first.partition("\n")
+    origin = f"The script is `examples/{name}.py`."
+    lines = [heading, "", first_sentence(text), "", introduction, *rest, origin, ""]
+    return {f"{name}.md": "\n".join(lines), **pictures}
 
 
-def executed(text: str) -> Any:
-    """Return a script as an executed notebook; raise nbclient's error where a cell fails."""
+def execute(text: str) -> Any:
+    """Execute a script as a notebook and return it; the error of a cell that fails is raised."""
     import nbformat
     from nbclient import NotebookClient
 
-    make = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
-    notebook = nbformat.v4.new_notebook(cells=[make[kind](source) for kind, source in cells(text)])
-    with tempfile.TemporaryDirectory() as place:
-        client = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": place}})
+    new_cell = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
+    notebook = nbformat.v4.new_notebook(cells=[new_cell[kind](source) for kind, source in cells(text)])
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(notebook, timeout=CELL_TIMEOUT, resources={"metadata": {"path": folder}})
         client.execute()
     return notebook
 
 
-def shown(output: Any, name: str, pictures: Pages) -> str:
-    """Return an output as Markdown; a picture goes into `pictures`."""
+def format_output(output: Any, name: str, pictures: Pages) -> str:
+    """Format the output of a cell as Markdown; a picture is added to `pictures`."""
     import base64
 
     data = output.get("data", {})
@@ -126,8 +129,8 @@ def shown(output: Any, name: str, pictures: Pages) -> str:
             r"<style.*?</style>|\n\s*| border=.1. class=.dataframe.", "", "".join(data["text/html"]), flags=re.DOTALL
         )
         return f'<div class="output" markdown="0">{table}</div>'
-    words = "".join(output.get("text") or data.get("text/plain", ""))
+    text = "".join(output.get("text") or data.get("text/plain", ""))
     if output.get("name") == "stderr":
-        warnings = dict.fromkeys(re.findall(r"Warning: (.*)", words))
-        return "\n\n".join(f'!!! warning ""\n    {each}' for each in warnings)
-    return f"```text\n{words.rstrip()}\n```" if words.strip() else ""
+        warnings = dict.fromkeys(re.findall(r"Warning: (.*)", text))
+        return "\n\n".join(f'!!! warning ""\n    {warning}' for warning in warnings)
+    return f"```text\n{text.rstrip()}\n```" if text.strip() else ""

@@ -1,4 +1,4 @@
-"""Write requirements/ci.txt, every version and checksum that CI installs, and release.txt, the same for the build tools.
+"""Write requirements/ci.txt, with every version and checksum that CI installs, and release.txt for the build tools.
 
     python tools/lock.py
 
@@ -39,60 +39,63 @@ TORCH = """\
 """
 
 
-def wanted(extra: str = "dev") -> list[Requirement]:
-    """Return the requirements of the package with an extra, with those of the extras that it names in turn."""
+def package_requirements(extra: str = "dev") -> list[Requirement]:
+    """List the requirements of the package with an extra, and of the extras that this one includes; without PyTorch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    waiting, found = [*project["dependencies"], *project["optional-dependencies"][extra]], []
+    waiting = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    requirements = []
     while waiting:
         requirement = Requirement(waiting.pop(0))
         if requirement.name == project["name"]:
-            waiting += [line for each in sorted(requirement.extras) for line in project["optional-dependencies"][each]]
+            for name in sorted(requirement.extras):
+                waiting += project["optional-dependencies"][name]
         elif requirement.name != "torch":
-            found.append(requirement)
-    return found
+            requirements.append(requirement)
+    return requirements
 
 
-def of_torch() -> list[Requirement]:
-    """Return what the installed PyTorch needs beside its builds' own libraries."""
-    needed = [Requirement(line) for line in metadata.requires("torch") or ()]
-    return [
-        each for each in needed if "extra" not in str(each.marker) and not re.match("nvidia|triton|cuda", each.name)
-    ]
+def torch_requirements() -> list[Requirement]:
+    """List the requirements of the installed PyTorch, without extras and without the libraries of CUDA."""
+    requirements = [Requirement(line) for line in metadata.requires("torch") or ()]
+    without_extras = [one for one in requirements if "extra" not in str(one.marker)]
+    return [one for one in without_extras if not re.match("nvidia|triton|cuda", one.name)]
 
 
-def torch() -> str:
-    """Return the line that takes PyTorch of constraints.txt by its checksums: CPython, Linux, macOS and Windows."""
+def pin_torch() -> str:
+    """Write the requirement of the version in constraints.txt, with the checksums of its wheels for all platforms."""
     (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
     request = urllib.request.Request("https://pypi.org/simple/torch/")
     request.add_header("Accept", "application/vnd.pypi.simple.v1+json")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        files = json.load(answer)["files"]
+    with urllib.request.urlopen(request, timeout=60) as response:
+        files = json.load(response)["files"]
     version = pin.partition("==")[2]
-    found = {file["hashes"]["sha256"] for file in files if file["filename"].startswith(f"torch-{version}-")}
+    checksums = {file["hashes"]["sha256"] for file in files if file["filename"].startswith(f"torch-{version}-")}
     for folder in os.environ.get("PIP_FIND_LINKS", "").split():
         for wheel in Path(folder).glob(f"torch-{version}[-+]*.whl"):
-            found.add(hashlib.sha256(wheel.read_bytes()).hexdigest())
-    return " \\\n    ".join([pin, *(f"--hash=sha256:{each}" for each in sorted(found))]) + "\n"
+            checksums.add(hashlib.sha256(wheel.read_bytes()).hexdigest())
+    return " \\\n    ".join([pin, *(f"--hash=sha256:{checksum}" for checksum in sorted(checksums))]) + "\n"
 
 
 def main() -> None:
-    """Write the files."""
+    """Write requirements/ci.txt, torch.txt and release.txt."""
     LOCK.parent.mkdir(exist_ok=True)
-    LOCK.with_name("torch.txt").write_text(TORCH + torch(), encoding="utf-8")
-    LOCK.write_text(HEADER + resolve([*wanted(), *of_torch()]), encoding="utf-8")
+    LOCK.with_name("torch.txt").write_text(TORCH + pin_torch(), encoding="utf-8")
+    LOCK.write_text(HEADER + resolve([*package_requirements(), *torch_requirements()]), encoding="utf-8")
     LOCK.with_name("release.txt").write_text(RELEASE + resolve(RELEASE_TOOLS), encoding="utf-8")
 
 
 def resolve(requirements: Iterable[object]) -> str:
-    """Resolve requirements for every platform and Python 3.11 and later at once; return the lines with checksums."""
+    """Resolve requirements for all platforms and Python 3.11 and later; return the lines with versions and checksums."""
     with tempfile.TemporaryDirectory() as folder:
-        listed, locked = Path(folder) / "listed.in", Path(folder) / "locked.txt"
-        listed.write_text("\n".join(str(each) for each in requirements), encoding="utf-8")
-        without = Path(folder) / "without.txt"  # other packages may need PyTorch, too
-        without.write_text("torch ; python_version < '3'\n", encoding="utf-8")
-        how = ["--overrides", str(without), "--quiet", "--universal", "--python-version", "3.11"]
-        how += ["--generate-hashes", "--no-header", "--no-annotate"]
-        subprocess.run(["uv", "pip", "compile", *how, "--output-file", str(locked), str(listed)], check=True)
+        listed = Path(folder) / "listed.in"
+        locked = Path(folder) / "locked.txt"
+        listed.write_text("\n".join(str(requirement) for requirement in requirements), encoding="utf-8")
+        # Other packages may need PyTorch, too: an override with an impossible marker leaves it out.
+        overrides = Path(folder) / "overrides.txt"
+        overrides.write_text("torch ; python_version < '3'\n", encoding="utf-8")
+        options = ["--overrides", str(overrides), "--quiet", "--universal", "--python-version", "3.11"]
+        options += ["--generate-hashes", "--no-header", "--no-annotate"]
+        subprocess.run(["uv", "pip", "compile", *options, "--output-file", str(locked), str(listed)], check=True)
         return locked.read_text(encoding="utf-8")
 
 
