@@ -130,6 +130,12 @@ def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Every tensor in its arguments and results (nested dicts and tuples) gets a leading dimension K. It calls the private
     functions of which `torch.func.vmap` consists, because those allow to traverse the nested arguments only once.
+
+    Args:
+        function: a function of one client's tensors.
+
+    Returns:
+        A function of K clients' tensors, each (K, ...).
     """
 
     def vectorized(*arguments: Any) -> Any:
@@ -295,7 +301,12 @@ def iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def rebuild_nested(template: Any, leaves: Iterator[Tensor]) -> Any:
-    """Build a structure like `template` (nested dicts and tuples) with other leaves."""
+    """Build a structure like `template` (nested dicts and tuples) with other leaves.
+
+    Args:
+        template: the structure, whose tensors are replaced.
+        leaves: the new tensors, in the order of `iterate_tensors`; as many as the template has are taken.
+    """
     if isinstance(template, Tensor):
         return next(leaves)
     if isinstance(template, dict):

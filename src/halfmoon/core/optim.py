@@ -69,7 +69,14 @@ class SGD:
         return {"momentum": tree.zeros_like(params)} if self.momentum else {}
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
-        """Take one step of SGD with momentum, like `torch.optim.SGD`; return the new parameters and the new state."""
+        """Take one step of SGD with momentum, like `torch.optim.SGD`; return the new parameters and the new state.
+
+        Args:
+            params: the parameters (nested dict of tensors), which are not changed.
+            gradient: a tree like `params`.
+            state: the momentum buffers, from `init` or the step before.
+            consume: without effect: no tensor is overwritten.
+        """
         gradient = add_weight_decay(params, gradient, self.weight_decay)
         if not self.momentum:
             return gradient_step(params, gradient, self.lr), state
@@ -105,7 +112,14 @@ class Adam:
         }
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
-        """Take one step of Adam, like `torch.optim.Adam`; return the new parameters and the new state."""
+        """Take one step of Adam, like `torch.optim.Adam`; return the new parameters and the new state.
+
+        Args:
+            params: the parameters (nested dict of tensors), which are not changed.
+            gradient: a tree like `params`.
+            state: both moments and the count of steps, from `init` or the step before.
+            consume: whether `gradient` and `state` may be overwritten or emptied, which saves a large model memory.
+        """
         gradient = add_weight_decay(params, gradient, self.weight_decay)
         terms = self._bias_correction(state["steps"] + 1)
         lr = self.lr
@@ -140,6 +154,9 @@ class Adam:
             lr (m / c1) / (sqrt(v) / c2 + eps) = lr m / (sqrt(v) c1 / c2 + eps c1).
 
         The right side reads and writes the leaves fewer times, and memory traffic is the cost of a step on a CPU.
+
+        Args:
+            steps: t, the number of steps with this one, () float64.
         """
         c1 = 1 - self.beta1**steps
         c2 = (1 - self.beta2**steps).sqrt()
@@ -148,7 +165,15 @@ class Adam:
     def _step_all_leaves(
         self, params: Tree, gradient: Tree, state: Tree, terms: "BiasCorrection", lr: float
     ) -> tuple[Tree, Tree]:
-        """Take Adam's step with one call for all leaves, because calls cost more than arithmetic in a small network."""
+        """Take Adam's step with one call for all leaves, because calls cost more than arithmetic in a small network.
+
+        Args:
+            params: the parameters, which are not changed.
+            gradient: a tree like `params`, which is not changed.
+            state: both moments and the count of steps, which are not changed.
+            terms: the bias correction of both moments at this step.
+            lr: the learning rate.
+        """
         param_leaves, gradient_leaves, first_leaves, second_leaves = _list_leaves(params, gradient, state)
         # The functions for lists of tensors, which torch.optim uses too, are not in PyTorch's type stubs.
         foreach: Any = torch
@@ -170,7 +195,15 @@ class Adam:
     def _step_in_place(
         self, params: Tree, gradient: Tree, state: Tree, terms: "BiasCorrection", lr: float
     ) -> tuple[Tree, Tree]:
-        """Take Adam's step with the memory of one more leaf: overwrite the moments, and free the gradient's leaves."""
+        """Take Adam's step with the memory of one more leaf: overwrite the moments, and free the gradient's leaves.
+
+        Args:
+            params: the parameters, which are not changed.
+            gradient: a tree like `params`, which is emptied.
+            state: both moments, which are overwritten, and the count of steps.
+            terms: the bias correction of both moments at this step.
+            lr: the learning rate.
+        """
         param_leaves, gradient_leaves, first_leaves, second_leaves = _list_leaves(params, gradient, state)
         # Drop the tree's references, so that popping a leaf from the list below frees it.
         gradient.clear()
@@ -238,7 +271,14 @@ class GradientClipping(OptimizerWrapper):
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
         """Clip the gradient by value and by its norm over all parameters, then take a step of the inner optimizer.
 
-        Returns the new parameters and the new state.
+        Args:
+            params: the parameters (nested dict of tensors), which are not changed.
+            gradient: a tree like `params`.
+            state: the state of the inner optimizer.
+            consume: whether the inner optimizer may overwrite `gradient` and `state`, which saves memory.
+
+        Returns:
+            The new parameters and the new state.
         """
         if self.value is not None:
             bound = self.value

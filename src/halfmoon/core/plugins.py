@@ -134,6 +134,10 @@ def describe_origin(name: str, kind: Kind) -> PluginOrigin:
 
     A run records it, so that a changed plugin is noticed when the run is continued or repeated. For a network of
     another package (torchvision, timm, ...) the hash is that of its name and the package's version.
+
+    Args:
+        name: the name of the plugin: that of an entry point, or "module:attribute".
+        kind: what the plugin is, such as "method" or "network".
     """
     if kind == "network" and (package := hubs.package_of(name)):
         version = hubs.package_version(name)
@@ -150,7 +154,15 @@ def describe_origin(name: str, kind: Kind) -> PluginOrigin:
 
 
 def instantiate_method(name: str, plugin: Any) -> Any:
-    """Call a method's class, or a function that makes a method; an object that is a method is returned unchanged."""
+    """Call a method's class, or a function that makes a method; an object that is a method is returned unchanged.
+
+    Args:
+        name: the name of the method, for messages.
+        plugin: the class, the function or the object that was loaded by this name.
+
+    Raises:
+        UserError: the class or the function needs arguments, or fails.
+    """
     is_class = isinstance(plugin, type)
     is_factory = callable(plugin) and not hasattr(plugin, "client_updates")
     if not is_class and not is_factory:
@@ -248,7 +260,12 @@ def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
 
 
 def _source_digest(module: str) -> str:
-    """Compute the SHA-256 of a module's file; for a package, of all its Python files and their names."""
+    """Compute a SHA-256 of the code that a module belongs to.
+
+    Args:
+        module: the name of an imported module. In a package, all Python files of the top-level package and their names
+            are hashed, as the module may call any of them; otherwise the module's file.
+    """
     top_package = sys.modules.get(module.partition(".")[0])
     folders = [Path(folder) for folder in getattr(top_package, "__path__", ())]
     files = sorted((path, path.relative_to(folder).as_posix()) for folder in folders for path in folder.rglob("*.py"))

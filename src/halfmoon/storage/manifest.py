@@ -209,7 +209,7 @@ def copy_of(file: str) -> str:
 
 
 def _parse_line(line: bytes) -> tuple[int, str, ManifestEntry | None]:
-    """Parse a line of `format_line`.
+    """Parse a line of the manifest, which `format_line` wrote: one change of one tree.
 
     Returns:
         The version of the commit, the key of the tree, and the new file of the tree; None for the file if the commit
@@ -263,7 +263,13 @@ def _check_or_repair(folder: Path, entry: ManifestEntry) -> bool:
 
 
 def _check(folder: Path, name: str, entry: ManifestEntry) -> None:
-    """Raise `DamagedFile` if a file differs from its entry in size or checksum, or cannot be read."""
+    """Raise `DamagedFile` if a file differs from its entry in size or checksum, or cannot be read.
+
+    Args:
+        folder: the folder of the store.
+        name: the name of the file: that in the entry, or of its second copy.
+        entry: the entry of the manifest.
+    """
     try:
         with (folder / name).open("rb") as file:
             if os.fstat(file.fileno()).st_size != entry.size:

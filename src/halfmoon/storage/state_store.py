@@ -95,7 +95,8 @@ class TreeStore:
     def get(self, key: str) -> Tree | None:
         """Return the tree of a key on the CPU; None if the key is unknown. Do not change its leaves in place.
 
-        A tree on disk is mapped from its file and remains there, so that reading evicts no other tree.
+        They may be those that the store has in memory. A tree on disk is mapped from its file and remains there, so that
+        reading evicts no other tree.
 
         Raises:
             UserError: if the file cannot be read.
@@ -282,7 +283,15 @@ class TreeFiles:
         return self._temporary
 
     def read(self, key: str, entry: ManifestEntry) -> Tree:
-        """Map the tree of a file into memory; raise UserError if it cannot be read."""
+        """Map the tree of a file into memory.
+
+        Args:
+            key: the key of the tree, for messages.
+            entry: the entry of its file in the manifest.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
         path = self.current_folder() / entry.file
         try:
             return serialization.map_file(path)
@@ -311,7 +320,7 @@ class TreeFiles:
         self.folder = folder
 
     def spill(self, key: str, value: Tree) -> ManifestEntry:
-        """Write a tree to an unflushed file, which the next commit may rename into place.
+        """Write a tree that does not fit into memory to an unflushed file, which the next commit may rename into place.
 
         Raises:
             UserError: if it cannot be written.

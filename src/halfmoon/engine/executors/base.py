@@ -11,7 +11,7 @@ There are four, each in its module:
 
 A new executor implements `map` and `run_tasks`. Its results must not depend on where they are computed: the serial
 executor, processes and Ray give the same bytes, and `VmapExecutor` differs from them by rounding only.
-`halfmoon.runs.workers.open_executor` chooses the executor of a run, and `halfmoon.cli.commands.sweep` that of a sweep.
+`halfmoon.runs.workers` chooses executors: `open_executor` that of a run, `make_sweep_executor` that of a sweep.
 """
 
 from abc import ABC, abstractmethod

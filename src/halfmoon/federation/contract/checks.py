@@ -81,7 +81,14 @@ def make_federation(
 
 
 def run_experiment(entry: MethodEntry, rule: str, executor: str = "loop", network: Network = NETWORK) -> list[Snapshot]:
-    """Run all rounds of a method and return the state after each of them."""
+    """Run all `ROUNDS` rounds of a method in a small federation, and return the state after each of them.
+
+    Args:
+        entry: the method.
+        rule: the batch rule, "both" or "rest", as in `make_federation`.
+        executor: "loop" trains the clients one after the other, "vmap" all at once.
+        network: the network.
+    """
     method, task, simulation = make_federation(entry, rule, executor, network=network)
     return run_rounds(method, simulation, start_server(method, task), range(ROUNDS))
 
@@ -89,7 +96,8 @@ def run_experiment(entry: MethodEntry, rule: str, executor: str = "loop", networ
 def flatten_numbers(row: Any) -> list[float]:
     """List the numbers in nested metrics in the order of sorted keys, so that two sets of metrics can be compared.
 
-    None becomes a number that no metric has.
+    Args:
+        row: nested dicts, lists and tuples of numbers and None. None becomes a number that no metric has.
     """
     if isinstance(row, dict):
         return [value for key in sorted(row) for value in flatten_numbers(row[key])]
@@ -170,7 +178,12 @@ def _compare_names(subject: str, first: Tree, second: Tree) -> None:
 
 
 def check_equal_runs(one: list[Snapshot], two: list[Snapshot]) -> None:
-    """Check that two runs of one seed are equal bit by bit."""
+    """Check that two runs of one seed are equal bit by bit; raise `BrokenPromise` if they differ.
+
+    Args:
+        one: the states after each round of the first run: the server's tree, all stored trees, and the round's report.
+        two: those of the second run.
+    """
     for number, (a, b) in enumerate(zip(one, two, strict=True), 1):
         equal_trees = trees_equal(a.server, b.server) and trees_equal(a.state, b.state)
         if not equal_trees or flatten_numbers(a.report) != flatten_numbers(b.report):

@@ -34,7 +34,7 @@ BATCH_DESCRIPTIONS = {"both": "4 + 4 images a step", "rest": "2 + the rest, sepa
 """The batch rules `BATCHINGS` in the names of promises."""
 
 MIN_TRAINED_DISTANCE = 1e-6
-"""The least largest change of a parameter after all rounds."""
+"""How much the parameter that changed the most has changed, at a minimum, if a method trains."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,13 @@ def _compare_executors(loop: list[Snapshot], vmap: list[Snapshot]) -> str:
 
 
 def _check_repeated_run(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> None:
-    """Check that a second run has the same bits, and that it changes neither its arguments nor the method."""
+    """Check that a second run has the same bits, and that it changes neither its arguments nor the method.
+
+    Args:
+        entry: the method's entry of the catalog.
+        network: the network to train.
+        run: the state after each round of the first run.
+    """
     method, task, simulation = checks.make_federation(entry, "both", network=network)
     client_updates = dict(method.client_updates(task.at(ROUNDS - 1)))
     server = start_server(method, task)

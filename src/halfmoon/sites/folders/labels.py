@@ -110,6 +110,10 @@ def write_labels(folder: Path, *edits: LabelEdit, name: str = LABELS_FILE) -> No
 def read_labels(folder: Path, name: str = LABELS_FILE) -> dict[str, str]:
     """Read the label of each path in a folder's labels.csv.
 
+    Args:
+        folder: the site's folder.
+        name: another file of the same form in it, such as that of a further reader (`reader_labels_file`).
+
     Returns:
         Labels by normalized path (`normalize_path`); images without a label are absent.
 
@@ -281,6 +285,7 @@ class _LabelsFile:
 
 
 def _resolve_file(folder: Path, name: str) -> Path:
+    """Return the path of a file of labels; labels.csv may have another usual name, such as metadata.csv."""
     return find_labels_file(folder) if name == LABELS_FILE else folder / name
 
 
