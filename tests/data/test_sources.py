@@ -292,7 +292,7 @@ def good() -> bytes:
             r"row 1: the image is 7x7 RGB, but .*train.parquet, row 0 is 6x6 RGB",
         ),
         ([good(), encode_mode("L")], [0, 1], {}, r"row 1: the image is 6x6 gray, but .*row 0 is 6x6 RGB"),
-        ([good(), good()], [0, -1], {}, r"train.parquet, row 1: label -1 is negative"),
+        ([good(), good()], [0, -2], {}, r"train.parquet, row 1: label -2 is negative"),
         (
             [good()],
             ["cat"],
@@ -300,7 +300,7 @@ def good() -> bytes:
             r"test.parquet: column label holds int64, but in the training files it has names",
         ),
         ([good()], [0.5], {"label_type": pa.float32()}, r"column label holds float, but labels must be whole"),
-        ([good()], [0], {"label": "target"}, r"no column label or labels or fine_label; it has image, target"),
+        ([good()], [0], {"label": "answer"}, r"no column label or labels or fine_label.*; it has image, answer"),
         ([good()], [0], {"image": "photo"}, r"no column image or img; it has photo, label"),
         ([good(), good()], [0, 2], {}, r"labels run from 0 to 2, but no training image has label 1"),
         ([good(), good()], [0, 10**12], {}, r"labels run from 0 to 10{12}, but no training image has label 1;"),
@@ -593,17 +593,25 @@ def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
     assert requests[-1] == ("someone/things", "validation")
 
 
+def test_rows_of_the_hub_without_a_label_are_unlabeled(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = FakeHubDataset(make_noise_images(4), "img", label=[0, 1, None, -1])
+    tests = FakeHubDataset(make_noise_images(2, seed=1), "img", label=[0, 1])
+    install_fake_hub(monkeypatch, lambda repository, config, split: train if split == "train" else tests)
+    assert load("someone/things").train.labels.tolist() == [0, 1, -1, -1]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         (
-            FakeHubDataset(make_noise_images(1), "img", label=[None]),
-            "someone/things, train, row 0: label None is not a whole number",
+            FakeHubDataset(make_noise_images(1), "img", label=[-2]),
+            "someone/things, train, row 0: label -2 is not a whole number",
         ),
         (FakeHubDataset(make_noise_images(1), "img", label=[True]), "row 0: label True"),
         (FakeHubDataset([{"bytes": None, "path": "a.png"}], "img", label=[0]), "row 0: the image has no bytes"),
+        (FakeHubDataset([None], "img", label=[0]), "row 0: the image has no bytes"),
         (FakeHubDataset([{"bytes": b"?", "path": None}], "img", label=[0]), "row 0: not a readable image"),
-        (FakeHubDataset([None], "img", target=[0]), "no column label or labels or fine_label; it has img, target"),
+        (FakeHubDataset([None], "img", answer=[0]), "no column label or labels or fine_label.*; it has img, answer"),
     ],
 )
 def test_a_bad_row_of_the_hub_is_named(monkeypatch, rows, message):

@@ -65,9 +65,9 @@ def _simplify(name: str) -> str:
         return str(Decimal(text).normalize())
     # NFKC also unites forms of one character, such as full-width letters. Between digits a separator remains: 1-11, 11-1.
     text = unicodedata.normalize("NFKC", text)
-    joined = re.sub(r"(?<=\d)[\s_-]+(?=\d)", "-", text)
-    joined = re.sub(r"(?<!\d)[\s_-]+|[\s_-]+(?!\d)", "", joined)
+    compact = re.sub(r"(?<=\d)[\s_-]+(?=\d)", "-", text)
+    compact = re.sub(r"(?<!\d)[\s_-]+|[\s_-]+(?!\d)", "", compact)
     # "class01" and "class1", but not the decimals of "v1.10" and "v1.1".
-    joined = re.sub(r"(?<![\d.])0+(?=\d)", "", joined)
+    compact = re.sub(r"(?<![\d.])0+(?=\d)", "", compact)
     # Names that consist of signs only, such as "+" and "-", remain different.
-    return joined.casefold() or text
+    return compact.casefold() or text

@@ -293,13 +293,13 @@ def _hold_out(collection: ImageCollection, groups: Sequence[str]) -> np.ndarray:
         # The random stream of class folders, so that the same images in a folder give the same test.
         order = named_generator(0, "held out", name).permutation(len(rows))
         count = max(1, round(HELD_OUT_SHARE * len(rows)))
-        drawn = holdout.draw(order, [groups[row] for row in rows], count)
-        if not 0 < len(drawn) < len(rows):
+        test_rows = holdout.draw(order, [groups[row] for row in rows], count)
+        if not 0 < len(test_rows) < len(rows):
             raise UserError(
                 f"{collection.name}: too few of the {len(rows):,} labeled images of class {name!r} are different ones to "
                 "train and test on (the others are copies with equal pixels); add other images, or give test."
             )
-        is_test[rows[drawn]] = True
+        is_test[rows[test_rows]] = True
     return is_test
 
 

@@ -345,6 +345,11 @@ def _read_parquet(
     tests = parquet.find_shards(folder, test)
     if not tests and info and test == "test":
         tests = parquet.find_shards(folder, info.test_part)
+    selection_note = ""
+    if not tests and test == "test":
+        tests = next(filter(None, (parquet.find_shards(folder, name) for name in ("validation", "valid", "val"))), [])
+        if tests:
+            selection_note = f"{folder} has no test*.parquet, so the images of {tests[0].name} are the test"
     if not tests:
         raise UserError(f"{folder}: there is no {test}*.parquet next to train*.parquet.")
 
@@ -359,7 +364,7 @@ def _read_parquet(
 
     train, classes = read(files)
     test_images, _ = read(tests)
-    return train, test_images, classes
+    return train, replace(test_images, selection_note=selection_note), classes
 
 
 def _require_test_subset(folder: Path, what: str, test: str) -> None:

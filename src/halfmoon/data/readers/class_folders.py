@@ -174,10 +174,10 @@ def describe_left_out(folder: Path) -> list[str]:
             unlisted += sum(is_image(path) and path.resolve() not in used for path in walk_files(subset))
     notes = []
     if loose:
-        place = (
+        target = (
             "a folder unlabeled, and they train without a label" if train is None else "the folders of their classes"
         )
-        notes.append(f"images in no class folder ({loose:,}): put them into {place}")
+        notes.append(f"images in no class folder ({loose:,}): put them into {target}")
     if unlisted:
         notes.append(f"images that {LABELS_FILE} does not list ({unlisted:,}): add them, or remove them")
     if formats := describe_unsupported_formats(folder):

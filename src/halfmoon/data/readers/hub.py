@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import ImageReadError, UserError, install_command
-from halfmoon.data.class_names import sort_class_names
-from halfmoon.data.images import Images
+from halfmoon.data.class_names import normalize_class_name, sort_class_names
+from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.decode import decode_all, drop_skipped
 from halfmoon.data.readers.parquet import (
@@ -81,19 +81,21 @@ def read(
 
 def _class_names(feature: Any) -> tuple[str, ...] | None:
     names = feature.names if hasattr(feature, "names") else None
-    return tuple(str(name) for name in names) if names else None
+    return tuple(normalize_class_name(str(name)) for name in names) if names else None
 
 
 def _iterate_encoded(rows: Any, image: str, location: str) -> Iterator[tuple[bytes | ImageReadError, str]]:
     for row, record in enumerate(rows):
-        data = record[image]["bytes"]
+        data = (record[image] or {}).get("bytes")
         name = f"{location}, row {row}"
         yield ImageReadError(f"{name}: the image has no bytes.") if data is None else data, name
 
 
 def _check_labels(values: Any, location: str) -> np.ndarray:
-    values = list(values)
+    values = [UNKNOWN if value is None else value for value in values]
     for row, value in enumerate(values):
-        if type(value) is not int or value < 0:
-            raise UserError(f"{location}, row {row}: label {value!r} is not a whole number from 0.")
+        if type(value) is not int or value < UNKNOWN:
+            raise UserError(
+                f"{location}, row {row}: label {value!r} is not a whole number from 0, and not -1 or None (unlabeled)."
+            )
     return np.array(values, np.int64)

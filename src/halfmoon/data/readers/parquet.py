@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from halfmoon.data.class_names import is_missing_label, normalize_class_name, so
 from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.decode import decode_all, drop_skipped
+from halfmoon.data.readers.label_table import LABEL_TITLES
 from halfmoon.storage import atomic_io
 
 IMAGE_COLUMNS = ("image", "img")
-LABEL_COLUMNS = ("label", "labels", "fine_label")
+LABEL_COLUMNS = tuple(dict.fromkeys(("label", "labels", "fine_label", *LABEL_TITLES)))
 
 
 class ArrowFile:
@@ -60,7 +62,9 @@ def find_shards(folder: Path, subset: str) -> list[Path]:
     subfolders = [folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)]
     paths: list[Path] = []
     for candidate in (folder, *subfolders):
-        paths = paths or sorted(candidate.glob(f"{subset}*.parquet"))
+        paths = paths or _list_files(candidate, f"{subset}*.parquet")
+    # The hub's conversion of a data set has a folder for each subset; class folders in it would be a data set of files.
+    paths = paths or ([] if _has_subfolders(folder / subset) else _list_files(folder / subset, "*.parquet"))
     paths = paths or sorted((folder / subset).glob("data-*.arrow"))
     for path in paths:
         numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.(?:parquet|arrow)$", path.name)
@@ -70,6 +74,17 @@ def find_shards(folder: Path, subset: str) -> list[Path]:
                 f"{'is' if len(paths) == 1 else 'are'} there; fetch the missing ones."
             )
     return paths
+
+
+def _has_subfolders(folder: Path) -> bool:
+    return folder.is_dir() and any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
+
+
+def _list_files(folder: Path, pattern: str) -> list[Path]:
+    """List the files of a folder whose names match a pattern in any case, sorted."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if fnmatchcase(path.name.lower(), pattern) and path.is_file())
 
 
 def read_text_classes(paths: Sequence[Path]) -> tuple[str, ...] | None:
@@ -127,9 +142,12 @@ def read_parquet(
 
 def find_column(location: object, names: Sequence[str], candidates: Sequence[str]) -> str:
     """Find the first of the candidates among the column names; raise UserError if there is none."""
-    for name in candidates:
-        if name in names:
-            return name
+    for candidate in candidates:
+        matches = [candidate] if candidate in names else [name for name in names if name.lower() == candidate]
+        if matches:
+            if len(matches) > 1 or names.count(matches[0]) > 1:
+                raise UserError(f"{location}: there are several columns {candidate}; keep one of them.")
+            return matches[0]
     raise UserError(
         f"{location}: there is no column {' or '.join(candidates)}; it has {', '.join(names) or 'no columns'}. Rename one."
     )
@@ -165,7 +183,8 @@ def _read_texts(path: Path, file: File) -> list[str | None] | None:
     name = find_column(path, file.schema_arrow.names, LABEL_COLUMNS)
     kind = file.schema_arrow.field(name).type
     value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = pa.types.is_string(value_type) or pa.types.is_large_string(value_type) or pa.types.is_boolean(value_type)
+    text_checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_boolean)
+    is_text = any(check(value_type) for check in text_checks)
     if not is_text:
         return None
     try:
@@ -226,10 +245,15 @@ def _read_labels(path: Path, file: File, classes: tuple[str, ...] | None) -> np.
         )
     valid = values.is_valid().to_numpy()
     labels = np.full(len(values), UNKNOWN, np.int64)
-    labels[valid] = values.drop_null().to_numpy()
-    wrong = np.flatnonzero(valid & (labels < 0))
+    numbers = values.drop_null().to_numpy()
+    if len(numbers) and numbers.max() > np.iinfo(np.int64).max:
+        raise UserError(f"{path}: label {numbers.max()} is too large; number the classes from 0.")
+    labels[valid] = numbers
+    wrong = np.flatnonzero(labels < UNKNOWN)
     if len(wrong):
-        raise UserError(f"{path}, row {wrong[0]}: label {labels[wrong[0]]} is negative; labels are numbered from 0.")
+        raise UserError(
+            f"{path}, row {wrong[0]}: label {labels[wrong[0]]} is negative; labels are numbered from 0, and -1 is unlabeled."
+        )
     return labels
 
 
@@ -245,7 +269,13 @@ def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageRead
     # Hugging Face stores an image as a struct of its bytes and the path of its file.
     is_struct = pa.types.is_struct(column_type) and column_type.get_field_index("bytes") >= 0
     content_type = column_type.field("bytes").type if is_struct else column_type
-    is_encoded = pa.types.is_binary(content_type) or pa.types.is_large_binary(content_type)
+    binary_checks = (
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_binary_view,
+        pa.types.is_fixed_size_binary,
+    )
+    is_encoded = any(check(content_type) for check in binary_checks)
     # A struct whose images are all in files of their own has bytes of type null.
     if not is_encoded and not (is_struct and pa.types.is_null(content_type)):
         raise UserError(
@@ -285,6 +315,8 @@ def _read_class_names(file: File, label: str) -> tuple[str, ...] | None:
         features = atomic_io.parse_json((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
         names = features[label]["names"]
     except (KeyError, TypeError, ValueError):
+        return None
+    if not isinstance(names, list):
         return None
     return tuple(normalize_class_name(str(name)) for name in names)
 
