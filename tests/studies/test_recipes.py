@@ -933,3 +933,14 @@ def test_recipes_state_where_they_depart_from_their_papers(name: str, statements
     warmups = {cell.configs[0].options["rscfed"]["warmup"] for cell in cells if cell.configs[0].method == "rscfed"}
     assert all(0 < warmup < 1 for warmup in warmups)
     assert bool(warmups) == name.startswith(("cbafed", "twinsight"))
+
+
+@pytest.mark.parametrize(
+    "name", ["feddure-table1", "feddure-table2", "fedloke-table1", "proxyfl-table1", "cbafed-table1"]
+)
+def test_the_control_is_a_row_on_request(name: str) -> None:
+    loaded = recipe.load(name)
+    assert "control" not in {cell.at["method"] for cell in build_cells(loaded, parse_selection(loaded, []), [0])}
+    selected = build_cells(loaded, parse_selection(loaded, ["method=control"]), [0])
+    assert {cell.configs[0].method for cell in selected} == {"fedavg-control"}
+    assert all(cell.published is None for cell in selected)
