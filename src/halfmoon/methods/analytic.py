@@ -8,7 +8,7 @@ MixtureHead: ten rounds of EM follow. Clients send sums over their unlabeled ima
 fits Gaussians of one covariance in the leading principal directions, and adds their logits to the ridge head's. Soft
 labels are corrected toward the classes' shares: even ones, unless the soft labels' totals differ clearly.
 
-server: params, stats, and in float64 head, ridge, first and second moments of h, label statistics, correction.
+server: params, stats, and in float64 head, ridge, moments of h, label statistics, correction.
 broadcast: params, head, and zeros.  memory: none.  upload: weight 1, and in place of the zeros sums in float64, of
 symmetric matrices the upper triangle.
 
@@ -148,8 +148,12 @@ class SumsUpdate(ClientUpdate):
         """Compute h (n, F), float64."""
         if self.precomputed and len(images):
             return images
-        q = self.roots(broadcast, images) - broadcast["head"]["center"]
-        return q if isinstance(self.task.network, LinearClassifier) else F.normalize(q, dim=1)
+        return self.center(self.roots(broadcast, images), broadcast["head"]["center"])
+
+    def center(self, q: Tensor, center: Tensor) -> Tensor:
+        """Compute h (n, F) from q (n, F): subtract the center (F,), and scale features of images to length 1."""
+        h = q - center
+        return h if isinstance(self.task.network, LinearClassifier) else F.normalize(h, dim=1)
 
 
 @dataclass(frozen=True)
@@ -425,23 +429,27 @@ class MixtureHead(RidgeHead):
         """
         n = sums["count"]
         prior = sums["label_counts"] / sums["label_counts"].sum()
-        all_moments = {"first": sums["h"] / n, "second": sums["hh"] / n}
+        first = sums["h"] / n
+        second = sums["hh"] / n
         ridge = solve(sums, self.strength)
+        ridge = {"weight": ridge["weight"], "bias": ridge["bias"] - prior, "products": ridge["weight"] @ second}
         # Regression outputs have no scale as logits: give them spread 1 over the images, then a chosen sharpness.
-        ridge = unit_spread({"weight": ridge["weight"], "bias": ridge["bias"] - prior}, all_moments)
+        ridge = unit_spread(ridge, first)
         first_sharpness, _ = SHARPNESS
-        head = {**server["head"], **tree.map(lambda leaf: first_sharpness * leaf, ridge)}
-        basis = principal_directions(all_moments["second"], self.directions)
+        head = {name: first_sharpness * ridge[name] for name in ("weight", "bias")}
+        basis = principal_directions(second, self.directions)
         unlabeled_hh = sums["hh"] - sums["label_hh"]
         moments = {
-            **all_moments,  # of all images
+            "first": first,  # mean of all images
             "basis": basis,  # their principal directions, as columns
+            "products": second @ basis,  # of the second moments and the directions
             "scatter": basis.T @ unlabeled_hh @ basis,  # of the unlabeled images
             "label_scatter": basis.T @ sums["label_hh"] @ basis,
             "label_sums": sums["label_hy"].T @ basis,
             "label_counts": sums["label_counts"],
             "unlabeled": n - sums["label_counts"].sum(),  # number of unlabeled images
         }
+        head = {**server["head"], **head}
         return {**server, "head": head, "ridge": ridge, "moments": moments, "correction": torch.zeros_like(prior)}
 
     def _em_step(self, step: int, server: Tree, sums: Tree) -> Tree:
@@ -450,7 +458,8 @@ class MixtureHead(RidgeHead):
         Args:
             step: number of the step, from 0.
             server: the server's tree: "moments" are sums over images in the principal directions "basis" (F, D),
-                "scatter" of the unlabeled and "label_scatter" of the labeled ones; "ridge" is the head of labels alone.
+                "scatter" of the unlabeled and "label_scatter" of the labeled ones; "ridge" is the head of labels alone,
+                and "products" are those of `unit_spread`.
             sums: over the unlabeled images, with each image's soft labels r (E step): "r" (K,), and "rh" (K, F), the sum
                 of r h', with h the image's centered feature vector.
 
@@ -477,11 +486,15 @@ class MixtureHead(RidgeHead):
         covariance = positive_definite(covariance)
         # Linear discriminant analysis: weight S^-1 mu_c, bias -mu_c' S^-1 mu_c / 2, without class priors.
         slopes = solve_linear(covariance, means.T)
-        mixture = {"weight": (basis @ slopes).T, "bias": -0.5 * (means.T * slopes).sum(0)}
+        mixture = {
+            "weight": (basis @ slopes).T,
+            "bias": -0.5 * (means.T * slopes).sum(0),
+            "products": (moments["products"] @ slopes).T,
+        }
         # `unit_spread` scales both heads' logits to mean square 1 over all images, so that `trust` mixes equals.
-        mixture = unit_spread(mixture, moments)
+        mixture = unit_spread(mixture, moments["first"])
         combined = tree.map(lambda a, b: trust * a + (1 - trust) * b, server["ridge"], mixture)
-        combined = unit_spread(combined, moments)
+        combined = unit_spread(combined, moments["first"])
         # The logits' spread ("sharpness") grows linearly from the first to the last step: soft labels become harder.
         share = min(step + 1, self.em_rounds - 1) / max(self.em_rounds - 1, 1)
         sharpness = SHARPNESS[0] + (SHARPNESS[1] - SHARPNESS[0]) * share
@@ -668,8 +681,8 @@ def principal_directions(second: Tensor, count: int) -> Tensor:
 
 def upper_triangle(matrix: Tensor) -> Tensor:
     """Extract the upper triangle of a matrix (F, F), row by row, (F (F + 1) / 2,)."""
-    rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
-    return matrix[rows, columns]
+    # Slices of rows take a quarter of the time of indices, of which there would be F (F + 1).
+    return torch.cat([matrix[row, row:] for row in range(len(matrix))])
 
 
 def symmetric_matrix(upper: Tensor, side: int) -> Tensor:
@@ -681,19 +694,24 @@ def symmetric_matrix(upper: Tensor, side: int) -> Tensor:
     return matrix
 
 
-def unit_spread(head: Tree, moments: Tree) -> Tree:
+def unit_spread(head: Tree, first: Tensor) -> Tree:
     """Scale a head so that its logits, centered over classes, have the mean square 1 over all images.
 
     The outputs of a regression have no scale as logits; this gives two heads equal weight before they are mixed.
 
     Args:
-        head: "weight" (K, F) and "bias" (K,).
-        moments: "first" (F,) and "second" (F, F) moments of h over all images.
+        head: "weight" (K, F), "bias" (K,), and "products" (K, F), the product of the weight and the second moments of h
+            over all images. It is linear in the weight, so that no round of EM needs a product with the moments (F, F).
+        first: the first moment of h over all images, (F,).
+
+    Returns:
+        The scaled head, with its products.
     """
     weight = head["weight"] - head["weight"].mean(0)
     bias = head["bias"] - head["bias"].mean()
-    # The mean square needs no images: E |W h + b|^2 = tr(W M2 W') + 2 (W m1) b + |b|^2.
-    squares = (weight @ moments["second"] * weight).sum() + 2 * (weight @ moments["first"]) @ bias + bias @ bias
+    # The mean square needs no images: E |W h + b|^2 = tr(W M2 W') + 2 (W m1) b + |b|^2. The centered weight gives the same
+    # trace with products that are not centered: the rows of W sum to zero.
+    squares = (head["products"] * weight).sum() + 2 * (weight @ first) @ bias + bias @ bias
     scale = (squares / len(bias)).clamp_min(0).sqrt().clamp_min(1e-12)
     return tree.map(partial(torch.mul, 1 / scale), head)
 

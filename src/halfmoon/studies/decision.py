@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import ClientData, ClientUpdate, Federation, Method, Task
@@ -401,8 +400,8 @@ class _SingleClientFederation:
     def _center_data(self, center: Tensor) -> ClientData:
         """Convert the vectors q to h once: all methods and rounds have the same center, the mean of all images."""
         if self._centered_data is None:
+            update = cast(SumsUpdate, self.updates["mean"])
             self._centered_data = self.data._replace(
-                x=F.normalize(self.data.x - center, dim=1),
-                u=F.normalize(self.data.u - center, dim=1),
+                x=update.center(self.data.x, center), u=update.center(self.data.u, center)
             )
         return self._centered_data

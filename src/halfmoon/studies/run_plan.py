@@ -23,8 +23,8 @@ from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
-from halfmoon.studies.decision import Decision, decide_by_evaluations, evaluate_rows, solve_heads
-from halfmoon.studies.fold_solver import FoldSolver
+from halfmoon.studies.decision import Decision, decide_by_evaluations
+from halfmoon.studies.fold_solver import DrawSolver, FoldSolver
 from halfmoon.studies.folds import FOLDS, Fold, cross_validation_folds, label_draws
 from halfmoon.studies.head_comparison import decide_by_image, predict_folds
 from halfmoon.studies.plan import Plan, PlanStep, single_client_split
@@ -205,10 +205,11 @@ def _compare_label_draws(plan: Plan, problem: Problem, labels_only: Method, with
         return None
     baseline: list[ModelEvaluation] = []
     method: list[ModelEvaluation] = []
+    solver = DrawSolver(problem.task, draws.images)
     for fold in draws.splits:
-        models = solve_heads([labels_only, with_unlabeled], problem.task, draws.images, fold)
-        for model, evaluations in zip(models, (baseline, method), strict=True):
-            evaluations.append(evaluate_rows(problem.task, model, draws.images, fold.test))
+        labels_only_evaluation, with_unlabeled_evaluation = solver.evaluate([labels_only, with_unlabeled], fold)
+        baseline.append(labels_only_evaluation)
+        method.append(with_unlabeled_evaluation)
     first = draws.splits[0]
     test_counts = np.bincount(draws.images.labels[torch.from_numpy(first.test)].numpy())
     return decide_by_evaluations(
