@@ -21,6 +21,7 @@ from halfmoon.aggregation.robust import (
     COSINE_MAX_NORM,
     RobustAggregator,
     Rule,
+    clamp_extremes,
     compute_squared_distances,
     compute_trimmed_mean,
     count_tolerated,
@@ -230,7 +231,23 @@ def test_mixing_in_chunks_of_columns_has_the_same_bits(monkeypatch: pytest.Monke
     assert mix_nearest(torch.ones(5), change, range(5), 1, ())["params/w"].equal(whole)
 
 
-def test_a_change_of_one_bias_passes_neither_mixing_nor_trimming():
+def test_extremes_are_clamped_to_the_next_value():
+    """Each coordinate by itself; equal values are no extremes, and a client's other coordinates remain."""
+    leaf = torch.tensor([[1.0, 7], [2, 7], [3, 7], [4, -9], [50, 8]])
+    assert clamp_extremes(leaf, 1).tolist() == [[2, 7], [2, 7], [3, 7], [4, 7], [4, 7]]
+    assert clamp_extremes(leaf, 2).tolist() == [[3, 7]] * 5
+
+
+def test_a_client_cannot_leave_the_range_of_the_mixed_updates():
+    """Values (0, 2, 4, 6, 90), one hostile: each with its three nearest, weights 1 to 5. The first three have the mean
+    of the first four, as has the fourth; the last one, (2 * 2 + 4 * 3 + 6 * 4 + 90 * 5) / 14, is clamped to it."""
+    mean = (2 * 2 + 4 * 3 + 6 * 4) / 10
+    new, row = ruled("cosine-nnm", [[0, 1], [2, 1], [4, 1], [6, 1], [90, 1]])
+    assert [each[0] for each in new] == pytest.approx([mean] * 5)
+    assert row["trimmed"] == 2
+
+
+def test_a_change_of_one_bias_passes_neither_mixing_nor_clamping():
     """The update with 7 in its last coordinate is the farthest of all others: only its own mean has it."""
     values = [[3, 4, 0], [3, 4, 0], [4, 3, 0], [4, 3, 0], [3, 4, 7]]
     new, row = ruled("cosine-nnm", values)

@@ -7,17 +7,18 @@ All rules process updates, the differences between uploaded and downloaded value
 - "cosine" removes clients that point away from the rest (`halfmoon.aggregation.agreement`), and scales the remaining
   updates down to `COSINE_MAX_NORM` times the median norm. A tighter bound would shorten honest updates that are only a
   little longer.
-- "cosine-nnm" removes the same clients as "cosine". Then it replaces each update by the weighted mean of this update and
-  its nearest others, all but the expected number of hostile clients: nearest-neighbor mixing (Allouah et al. 2023,
-  "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity").
-  Then it trims and scales down as "cosine-trimmed" does. If sites have different classes, the honest values of a
-  coordinate differ so much that trimming alone removes honest ones. After the mixing they differ less, and an update that
-  is far from all others is in no mean but its own, which the trimming removes.
-- "cosine-trimmed", the default of federations, removes the same clients as "cosine". Then it trims each coordinate: the
-  lowest and the highest values are replaced by the mean of the values between them, weighted like the method's mean.
-  Last, it scales updates down as "cosine" does. A direction over all coordinates tells little about a single one: a
-  client that changes only one bias of the classifier is almost orthogonal to all other clients and passes "cosine", but
-  not the trimming. Unlike "trimmed", it retains weights: a client with more images still counts more.
+- "cosine-nnm", the default of federations, removes the same clients as "cosine". Then it replaces each update by the
+  weighted mean of this update and its nearest others, all but the expected number of hostile clients: nearest-neighbor
+  mixing (Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity"). An update that
+  is far from all others is in no mean but its own. In each coordinate the highest and the lowest values are then clamped
+  to the next value, so that this one mean cannot leave the range of the others. Last, it scales updates down as "cosine"
+  does. Clamping rather than trimming: if sites have different classes, an extreme value of a coordinate is often that of
+  the only client that has seen a class.
+- "cosine-trimmed" removes the same clients as "cosine". Then it trims each coordinate: the lowest and the highest values
+  are replaced by the mean of the values between them, weighted like the method's mean. Last, it scales updates down as
+  "cosine" does. A direction over all coordinates tells little about a single one: a client that changes only one bias of
+  the classifier is almost orthogonal to all other clients and passes "cosine", but neither the trimming nor the clamping
+  of "cosine-nnm". Unlike "trimmed", both retain weights: a client with more images still counts more.
 - "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al. 2018, Definitions 1 and 2).
 - "krum" selects the one update that is closest to its neighbors (Blanchard et al. 2017, "Machine Learning with
   Adversaries: Byzantine Tolerant Gradient Descent", Section 4).
@@ -96,8 +97,8 @@ class RobustAggregator(Aggregator):
         """Apply the rule to the finite uploads of a cohort, and record the metrics of the round.
 
         All rules with "cosine" in their names first remove the clients whose update points away from the others'.
-        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" first averages each update
-        with its nearest neighbors (nearest-neighbor mixing). Other rules follow in `_apply_rule`.
+        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" averages each update with its
+        nearest neighbors and clamps the extreme values. Other rules follow in `_apply_rule`.
 
         Args:
             context: The query and the k clients that responded.
@@ -132,7 +133,8 @@ class RobustAggregator(Aggregator):
                 change = mix_nearest(upload.weight, change, voters, cut, context.upload_spec.statistics)
                 upload = replace_update(upload, context, change)
             if self.rule in ("cosine-nnm", "cosine-trimmed"):
-                upload, metrics = trim_and_clip(context, upload, change, voters, cut)
+                clamp = self.rule == "cosine-nnm"
+                upload, metrics = limit_coordinates(context, upload, change, voters, cut, clamp)
             else:
                 upload, metrics = self._apply_rule(context, upload, change, voters)
             self._row |= metrics
@@ -209,7 +211,7 @@ class FiniteCheck(Aggregator):
         finite_indices = find_finite_clients(list(tree.leaves(upload.tree)))
         not_finite = [client for index, client in enumerate(context.clients) if index not in finite_indices]
         if not_finite:
-            advice = "leave it out with {aggregation=cosine-trimmed}, cosine-nnm, cosine, clip, median, trimmed or krum"
+            advice = "leave it out with {aggregation=cosine-nnm}, cosine-trimmed, cosine, clip, median, trimmed or krum"
             if not self.robust:
                 advice = (
                     "an aggregation that would leave it out cannot be combined with secure_aggregation or dp_clip; run "
@@ -293,20 +295,21 @@ def clip_to_median(
     return upload, {"clipped": int(is_clipped.sum()), "counted": len(context.clients), "median_norm": medians}
 
 
-def trim_and_clip(
-    context: AggregationContext, upload: Upload, change: Change, voters: Sequence[int], cut: int
+def limit_coordinates(
+    context: AggregationContext, upload: Upload, change: Change, voters: Sequence[int], cut: int, clamp: bool
 ) -> tuple[Upload, dict[str, Any]]:
-    """Replace the extreme values of each coordinate, then scale long updates down to `COSINE_MAX_NORM` median norms.
+    """Limit the extreme values of each coordinate, then scale long updates down to `COSINE_MAX_NORM` median norms.
 
     Args:
         context: The query.
         upload: The uploads, leaves (k, ...).
         change: The updates by path, (k, ...).
         voters: The indices of the clients that are compared; the updates of other clients remain unchanged.
-        cut: The number of smallest values, and of largest ones, that are replaced in each coordinate.
+        cut: The number of smallest values, and of largest ones, that are limited in each coordinate.
+        clamp: True to clamp these values to the next value; False to replace them by the mean of the others.
 
     Returns:
-        The uploads, and the metrics: those of `clip_to_median`, and the number of values replaced in each coordinate.
+        The uploads, and the metrics: those of `clip_to_median`, and the number of values limited in each coordinate.
     """
     # At least one value of each coordinate must remain.
     cut = min(cut, (len(voters) - 1) // 2)
@@ -314,7 +317,8 @@ def trim_and_clip(
         weight = upload.weight[voters]
         new = {path: leaf.clone() for path, leaf in change.items()}
         for path, leaf in change.items():
-            new[path][voters] = replace_extremes(leaf[voters], cut, weight)
+            values = leaf[voters]
+            new[path][voters] = clamp_extremes(values, cut) if clamp else replace_extremes(values, cut, weight)
         change = new
         upload = replace_update(upload, context, change)
     upload, metrics = clip_to_median(context, upload, change, voters, COSINE_MAX_NORM)
@@ -372,7 +376,7 @@ def _average_rows(leaf: Tensor, share: Tensor) -> Tensor:
 
 
 def count_trimmed_values(byzantine: float, count: int) -> int:
-    """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces.
+    """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces and "cosine-nnm" clamps.
 
     "cosine-nnm" also leaves so many of the farthest updates out of each mean. This is the expected number of hostile
     clients, and 1 or more: of four clients a fifth is less than one client.
@@ -387,11 +391,27 @@ def count_trimmed_values(byzantine: float, count: int) -> int:
     return max(1, expected_hostile(byzantine, count))
 
 
+def clamp_extremes(leaf: Tensor, cut: int) -> Tensor:
+    """Clamp the smallest and largest values of each coordinate to the nearest of the values between them.
+
+    Statistics calls this winsorizing.
+
+    Args:
+        leaf: The values of k clients, (k, ...).
+        cut: The number of smallest values, and of largest ones, to clamp: 1 or more, and below k / 2.
+
+    Returns:
+        The new values (k, ...).
+    """
+    ordered = leaf.sort(dim=0).values
+    return leaf.clamp(min=ordered[cut], max=ordered[len(leaf) - 1 - cut])
+
+
 def replace_extremes(leaf: Tensor, cut: int, weight: Tensor) -> Tensor:
     """Replace the smallest and largest values of each coordinate by the weighted mean of the values between them.
 
     The weighted mean of the result is the weighted trimmed mean. Of equal values those with the smallest weights are
-    replaced, so that the order of the clients does not matter: after `mix_nearest` many values are equal.
+    replaced, so that the order of the clients does not matter.
 
     Args:
         leaf: The values of k clients, (k, ...).

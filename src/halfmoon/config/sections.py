@@ -253,8 +253,8 @@ class AggregationOptions:
     aggregation: Annotated[
         Literal["mean", "clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum"],
         "how the server aggregates uploads; clip: to the cohort's median norm; cosine: also leave out updates that "
-        "point away from the others; cosine-trimmed: also trim coordinates, the default of a federation; "
-        "cosine-nnm: average each with its neighbors before it trims",
+        "point away from the others; cosine-trimmed: also trim coordinates; cosine-nnm: also average each with its "
+        "neighbors and clamp coordinates, the default of a federation",
     ] = "mean"
     byzantine: Annotated[
         float, "share of a cohort that trimmed, cosine-trimmed, cosine-nnm and krum expect to be hostile", BELOW_HALF

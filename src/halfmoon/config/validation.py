@@ -7,7 +7,7 @@ from typing import Any
 from halfmoon.core import hubs, toml
 from halfmoon.core.errors import UserError
 
-DEFAULT_DEFENSES = ("cosine-trimmed", "cosine")
+DEFAULT_DEFENSES = ("cosine-nnm", "cosine")
 """The aggregation of a federation whose file does not set one: the first rule that its method can be combined with."""
 
 MIN_COHORT_FOR_DEFENSE = 4
