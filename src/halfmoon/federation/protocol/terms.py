@@ -17,7 +17,7 @@ import numpy as np
 from halfmoon.api.requirements import requirements_of
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import ATTACK_OPTIONS, EXECUTION_OPTIONS, PARTITION_OPTIONS, SITE_NAME, Config
-from halfmoon.config.validation import effective_norm
+from halfmoon.config.validation import MEASURED_COHORT, effective_norm
 from halfmoon.core import hubs, toml, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
@@ -247,6 +247,8 @@ class Terms:
             defenses.append(f"uploads are checked against hostile sites ({config.aggregation})")
         if not defenses:
             defenses.append("only encryption; a trained network can reveal something about the images")
+        if config.cohort < MEASURED_COHORT:
+            defenses.append(f"none stops one hostile site of {config.cohort} from spoiling the model")
         # A method that personalizes models also sends models of few sites, from which more can be learned.
         personal = requirements_of(build_method(config), effective_norm(config)).personal
         shared = "averages, and models or sums made of few sites' uploads," if personal else "the average"
