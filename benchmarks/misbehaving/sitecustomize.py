@@ -79,21 +79,28 @@ def spoil_answers() -> None:
 
 def spoil_sending() -> None:
     """Send every answer twice ("twice"), or die between announcing that of the second round and sending it ("cut")."""
-    from halfmoon.federation.transport.internals import Fleet, Packet
+    from flwr.app import Message
+
+    from halfmoon.federation.transport.internals import Fleet
 
     honest = Fleet.send
     mark = Path(os.environ["HALFMOON_FLOWER"], f"sent-{KIND}")
     count = [0]
 
-    def send(self: Fleet, packet: Packet, seconds: float) -> bool:
+    def send(self: Fleet, message: Message, seconds: float) -> bool:
         count[0] += 1
         if KIND == "cut" and count[0] == ANSWERS and not mark.exists():
             mark.touch()
-            self._push(packet.message, packet.tree, seconds)
-            os.kill(os.getpid(), signal.SIGKILL)
-        done = honest(self, packet, seconds)
+            push_message = self._push
+
+            def push_and_die(*announced: object) -> None:
+                push_message(*announced)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            self._push = push_and_die
+        done = honest(self, message, seconds)
         if KIND == "twice":
-            honest(self, packet, seconds)
+            honest(self, message, seconds)
             mark.touch()
         return done
 

@@ -1,34 +1,42 @@
 """What of Flower is used without a promise is there, in the version that is installed, and what is made of it."""
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 
 pytest.importorskip("flwr")
 
 from flwr.app import Message, RecordDict
+from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import RegisterNodeFleetResponse
 from flwr.proto.message_pb2 import PullObjectResponse, PushObjectResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
-from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
+from flwr.supercore.exit import ExitCode
+from flwr.supercore.inflatable.inflatable_object import get_object_tree, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, inflate_object_from_contents
 from flwr.superlink.grid import http_grid
-from flwr.supernode import fleet_http_connection
 
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.grid import GridTransport, unwrap_message, wrap_message
 from halfmoon.federation.transport.internals import NAMES, VERSIONS, act_as_node, set_message_id
 
 VERSION = metadata.version("flwr")
+
+
+PUBLIC_MODULES = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
 
 
 def known(thing: Any) -> set[str]:
@@ -46,8 +54,42 @@ def test_what_flower_does_not_promise_is_there(name: str):
     text = f"Flower {VERSION} has no {{}}; it was there in {' and '.join(VERSIONS)}: change internals.py"
     thing = getattr(importlib.import_module(module), attribute, None)
     assert thing is not None, text.format(name)
-    missing = [each for each in NAMES[name] if each not in known(thing)]
+    missing = [each for each in NAMES[name].attributes if each not in known(thing)]
     assert missing == [], text.format(f"{name} with {', '.join(missing)}")
+
+
+def test_private_names_are_few_and_have_a_reason():
+    assert len(NAMES) <= 15
+    assert all(len(name.reason) > 10 for name in NAMES.values())
+
+
+def find_private_imports(path: Path) -> set[str]:
+    """Return what a module imports from Flower's private modules: MODULE:NAME, or MODULE: where it is a module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {f"{alias.name}:" for alias in node.names if alias.name.split(".")[0] == "flwr"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flwr":
+            found |= {f"{node.module}:{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(":")[0] not in PUBLIC_MODULES}
+
+
+def test_only_listed_private_names_are_imported_and_only_in_one_module():
+    source = Path(internals.__file__).parents[2]
+    assert source.name == "halfmoon"
+    used: set[str] = set()
+    for path in source.rglob("*.py"):
+        private = find_private_imports(path)
+        assert not private or path == Path(internals.__file__), f"{path} imports {private}"
+        used |= private
+    modules = {name.partition(":")[0] for name in NAMES}
+    for name in used:
+        # A module is imported where one of its names is replaced.
+        assert name in NAMES or name.replace(":", ".") in modules, f"{name} is not in NAMES"
+
+
+def test_the_exit_code_of_another_version_is_known():
+    assert f"Exit Code: {ExitCode.RUNTIME_VERSION_INCOMPATIBLE}" in internals.REASONS
 
 
 def test_a_version_that_was_not_tried_is_seen():
@@ -89,14 +131,18 @@ class Late:
     def __init__(self) -> None:
         with internals.act_as_node():
             message = Message(wrap_message(b"model"), 7, "train")
-            self.packet = internals.pack_message(message)
+        set_message_id(message, message.object_id)
+        self.tree = get_object_tree(message)
+        self.objects = {name: each.deflate() for name, each in internals._find_objects(message).items()}
+        self.header = remove_content_from_message(message)
         self.asked: list[str] = []
+        self.confirmed: list[str] = []
 
     def content(self, name: str) -> bytes:
         self.asked.append(name)
         if self.asked.count(name) < 2:
             raise ObjectUnavailableError(name)
-        return self.packet.objects[name]
+        return self.objects[name]
 
     def found(self, request: Any) -> PullObjectResponse:
         try:
@@ -107,22 +153,69 @@ class Late:
             return PullObjectResponse(object_found=True)
 
     def replies(self, request: Any) -> PullAppMessagesResponse:
-        message = message_to_proto(self.packet.message)
+        message = message_to_proto(self.header)
         message.metadata.reply_to_message_id = "asked"
-        return PullAppMessagesResponse(messages_list=[message], message_object_trees=[self.packet.tree])
+        return PullAppMessagesResponse(messages_list=[message], message_object_trees=[self.tree])
+
+    def fleet(self) -> internals.Fleet:
+        """Return the connection of a site to this SuperLink."""
+        confirm = lambda run, name: self.confirmed.append(name)  # noqa: E731
+        pull_object = lambda run, name: self.content(name)  # noqa: E731
+        return internals.Fleet(
+            [None, lambda: (self.header, self.tree), None, None, None, pull_object, None, confirm]
+        )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def restore_identity() -> Iterator[None]:
+    """Forget which node this process was, as a site's process is of one node only."""
+    with internals.act_as_node():
+        yield
 
 
 def test_a_site_fetches_a_request_whose_objects_are_under_way_without_flowers_wait_of_a_second():
     link = Late()
-    fleet = internals.Fleet(
-        [None, lambda: (link.packet.message, link.packet.tree), *[None] * 3, lambda _, name: link.content(name), None,
-         lambda *_: None]
-    )  # fmt: skip
     start = time.monotonic()
-    packet = fleet.receive()
-    assert packet is not None
+    message = link.fleet().receive()
     assert time.monotonic() - start < 0.6
-    assert unwrap_message(internals.unpack_message(packet).content) == b"model"
+    assert unwrap_message(message.content) == b"model"
+    assert link.confirmed == [link.tree.object_id]
+    reply = Message(wrap_message(b"update"), reply_to=message)
+    assert reply.metadata.reply_to_message_id == link.tree.object_id
+    assert reply.metadata.src_node_id == 7
+
+
+@pytest.mark.parametrize("data", [b"update", bytes(2**21) + b"update"])
+def test_a_reply_is_sent_as_the_objects_that_the_superlink_lacks(data: bytes):
+    """The server can put it together from them: of a small reply from one record, of a large one from arrays."""
+    message = Late().fleet().receive()
+    sent: dict[str, bytes] = {}
+    lists: list[Any] = []
+
+    def push(reply: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
+        lists.append(tree)
+        assert (reply.metadata.message_id, seconds) == (tree.object_id, 1.5)
+        return {each.object_id for each in iterate_object_tree(tree)}, "session"
+
+    def push_object(run_id: int, session: str, name: str, content: bytes) -> None:
+        assert session == "session"
+        sent[name] = content
+
+    fleet = internals.Fleet([None, None, push, None, None, None, push_object, None])
+    assert fleet.send(Message(wrap_message(data), reply_to=message), 1.5)
+    received = inflate_object_from_contents(lists[0].object_id, sent)
+    assert isinstance(received, Message)
+    assert unwrap_message(received.content) == data
+
+
+def test_a_reply_to_a_run_that_is_over_does_not_end_the_site(capsys: pytest.CaptureFixture[str]):
+    def push(*_: Any) -> NoReturn:
+        raise internals.RunOver("the run is over")
+
+    message = Late().fleet().receive()
+    fleet = internals.Fleet([None, None, push, *[None] * 5])
+    assert not fleet.send(Message(wrap_message(b"update"), reply_to=message), 0.0)
+    assert "cannot send an answer: RunOver" in capsys.readouterr().err
 
 
 def test_a_server_fetches_an_answer_whose_objects_are_under_way_without_flowers_wait_of_a_second(
@@ -166,7 +259,6 @@ def test_an_answer_over_a_slow_link_is_sent_once(monkeypatch: pytest.MonkeyPatch
     """Flower's client sends a request that takes longer than 30 s again, and again: here it is half a second."""
     monkeypatch.setattr(internals, "REPLY_SECONDS", 0.5)
     monkeypatch.setattr(internals, "MIN_BYTES_PER_SECOND", 2**18)
-    monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", vars(fleet_http_connection)["FleetHttpClient"])
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with internals.connect_fleet(f"127.0.0.1:{server.server_port}", None, None) as fleet:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_transport import free_port
@@ -24,7 +25,7 @@ from toy_federation import JOIN, ToyFederation, create_authority, wait_until
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle
-from halfmoon.federation.transport import internals, launch, processes
+from halfmoon.federation.transport import launch, processes
 from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server
 from halfmoon.federation.transport.launch import (
     Halted,
@@ -35,7 +36,7 @@ from halfmoon.federation.transport.launch import (
     serve,
     superlink_arguments,
 )
-from halfmoon.federation.transport.node import APP_FAILED, Worker
+from halfmoon.federation.transport.node import APP_FAILED, WORKER_DIED, Worker, WorkerError
 from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, ProcessFolder, exclusive
 from halfmoon.federation.transport.site_process import SiteOptions, join_federation, node_options
 from halfmoon.sites.keys import certificates
@@ -331,41 +332,40 @@ def test_scripts_find_flower_without_a_path(tmp_path: Path):
 
 
 WORKING = """
-import os
-from flwr.app import ConfigRecord, RecordDict, Message
+import json, os
+from flwr.app import Message
+from halfmoon.federation.transport.grid import unwrap_message, wrap_message
 
 def client(message, context):
-    order = message.content["c"]["order"]
+    order = unwrap_message(message.content).decode()
     if order == "die":
         os._exit(1)
     if order == "fail":
         raise ValueError("no")
     facts = {"pid": os.getpid(), "name": context.node_config["name"], "order": order}
-    return Message(RecordDict({"c": ConfigRecord(facts)}), reply_to=message)
+    return Message(wrap_message(json.dumps(facts).encode()), reply_to=message)
 """
 
 
 def test_a_worker_answers_many_messages_and_one_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A failure and a death come back as Flower's errors 2 and 8; the next message finds a process that works."""
-    from flwr.app import ConfigRecord, Message, RecordDict
-
     (tmp_path / "working.py").write_text(WORKING)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv(processes.FOLDER_VARIABLE, str(tmp_path))
-    worker = Worker("working:client")
+    worker = Worker("working:client", {"name": "north"})
 
-    def ask(order: str) -> Message:
-        with internals.act_as_node():
-            message = Message(RecordDict({"c": ConfigRecord({"order": order})}), 7, "query")
-        return internals.unpack_message(worker.reply_to(internals.pack_message(message), {"name": "north"}))
+    def ask(order: str) -> dict[str, Any]:
+        return json.loads(worker.reply_to(order.encode()))
 
     try:
-        first, second = (dict(ask(order).content["c"]) for order in ("one", "two"))
+        first, second = (ask(order) for order in ("one", "two"))
         assert (first["name"], first["order"], second["order"]) == ("north", "one", "two")
         assert first["pid"] == second["pid"]
-        assert ask("fail").error.code == APP_FAILED
-        assert ask("die").error.code == 8
-        assert ask("three").content["c"]["pid"] != first["pid"]
+        for order, code in (("fail", APP_FAILED), ("die", WORKER_DIED)):
+            with pytest.raises(WorkerError) as error:
+                ask(order)
+            assert error.value.code == code
+        assert ask("three")["pid"] != first["pid"]
     finally:
         worker.stop()
 

@@ -722,9 +722,8 @@ def transport(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
             requests.append(list(request.message_ids))
             output = PullAppMessagesResponse()
             for message_id in (each for each in request.message_ids if each in pieces):
-                leaves = [
-                    message_pb2.ObjectTree(object_id=f"{message_id} {each}") for each in range(pieces[message_id])
-                ]
+                names = [f"{message_id} {each}" for each in range(pieces[message_id])]
+                leaves = [message_pb2.ObjectTree(object_id=f"{name:64}") for name in names]  # as long as hashes
                 tree = message_pb2.ObjectTree(object_id=message_id, children=[message_pb2.ObjectTree(children=leaves)])
                 output.message_object_trees.append(tree)
                 output.messages_list.append(

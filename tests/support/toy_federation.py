@@ -42,9 +42,10 @@ def wait_until(condition: Callable[[], object], seconds: float = 90.0) -> None:
 APPS = """
 import json, time
 from pathlib import Path
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from halfmoon.federation.transport.grid import unwrap_message, wrap_message
 from halfmoon.storage.events import EventLog
 
 server = ServerApp()
@@ -58,22 +59,22 @@ def main(grid: Grid, context: Context) -> None:
     done = metrics.read_text().count("\\n") if metrics.exists() else 0
     log.record("resumed", f"goes on after round {done}")
     for number in range(done, rounds):
-        content, asked, replies = RecordDict({"c": ConfigRecord({"n": number})}), {}, []
+        content, asked, replies = wrap_message(str(number).encode()), {}, []
         while not replies:
             for node in set(grid.get_node_ids()) - asked.keys():  # one that is gone counts as connected for a minute
                 (asked[node],) = grid.push_messages([Message(content, node, "query")])
             time.sleep(0.1)
             replies = [reply for reply in grid.pull_messages(asked.values()) if not reply.has_error()]
         with metrics.open("a") as file:
-            file.write(json.dumps({"round": number, "site": replies[0].content["c"]["name"]}) + "\\n")
+            file.write(json.dumps({"round": number, "site": unwrap_message(replies[0].content).decode()}) + "\\n")
         log.record("round_finished", f"round {number + 1} is over")
     (run / "model.safetensors").write_bytes(b"")
     (run / "summary.json").write_text("{}")
 
 @client.query()
 def query(message: Message, context: Context) -> Message:
-    EventLog(Path(context.node_config["home"]) / "join.log").record("note", f"asked for {message.content['c']['n']}")
-    return Message(RecordDict({"c": ConfigRecord({"name": context.node_config["name"]})}), reply_to=message)
+    EventLog(Path(context.node_config["home"]) / "join.log").record("note", f"asked for {unwrap_message(message.content).decode()}")
+    return Message(wrap_message(context.node_config["name"].encode()), reply_to=message)
 """
 
 SERVE = """

@@ -85,7 +85,7 @@ class GridTransport:
         self.grid = grid
         self.keys = keys
         self.max_reply_bytes = max_reply_bytes
-        self._list: internals.MessageList | None = None
+        self._list: internals.ReplyList | None = None
 
     def nodes(self) -> Sequence[int]:
         """List the connected nodes; raises ConnectionError."""
@@ -130,7 +130,7 @@ class GridTransport:
         with _connecting():
             # The list belongs to one client (connection) of the Grid, and a Grid may make another client.
             if self._list is None or self._list.client is not internals.runtime_client(self.grid):
-                self._list = internals.MessageList(self.grid, self.max_reply_bytes)
+                self._list = internals.ReplyList(self.grid, self.max_reply_bytes)
             complete = self._list.with_reply(message_ids)
         for message_id in complete:
             yield from self._collect(message_id)

@@ -1,4 +1,4 @@
-"""All uses of private names of Flower, in one module; `NAMES` lists them.
+"""All uses of private names of Flower, in one module; `NAMES` lists them with the reason for each.
 
 Flower supports `flwr.app`, `flwr.clientapp`, `flwr.serverapp` and its commands. halfmoon needs more: a loop at the site
 that, unlike Flower's, never executes a bundle of the server; the size of a reply before it is fetched; the keys of
@@ -9,11 +9,11 @@ pyproject.toml.
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 from halfmoon.core.errors import UserError
@@ -24,38 +24,68 @@ T = TypeVar("T")
 VERSIONS = ("1.41.0", "1.42.0")
 """Versions of Flower in which all of `NAMES` exist."""
 
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "flwr.supernode.fleet_http_connection:http_request_response": (),
-    "flwr.supernode.fleet_http_client:FleetHttpClient": ("_unary_unary",),
-    "flwr.supernode.fleet_http_connection:FleetHttpClient": (),
-    "flwr.app.message:remove_content_from_message": (),
-    "flwr.common.serde:message_to_proto": (),
-    "flwr.common.serde:message_from_proto": (),
-    "flwr.proto.message_pb2:Message": ("FromString",),
-    "flwr.proto.message_pb2:ObjectTree": ("FromString", "object_id"),
-    "flwr.supercore.inflatable.inflatable_object:get_all_nested_objects": (),
-    "flwr.supercore.inflatable.inflatable_object:get_object_tree": (),
-    "flwr.supercore.inflatable.inflatable_object:iterate_object_tree": (),
-    "flwr.supercore.inflatable.inflatable_utils:inflate_object_from_contents": (),
-    "flwr.supercore.inflatable.inflatable_utils:pull_objects": ("initial_backoff", "backoff_cap"),
-    "flwr.superlink.grid.http_grid:pull_objects": ("object_ids", "pull_object_fn"),
-    "flwr.supercore.inflatable.inflatable_utils:push_object_contents_from_iterable": (),
-    "flwr.supercore.fab:Fab": ("content",),
-    "flwr.supercore.run:RunNotRunningException": (),
-    "flwr.supercore.run:Run": ("primary_task_type", "fab_hash"),
-    "flwr.superlink.grid.http_grid:HttpGrid": ("_runtime_client",),
-    "flwr.proto.runtime_pb2:PullAppMessagesRequest": ("message_ids",),
-    "flwr.proto.runtime_pb2:PullAppMessagesResponse": ("messages_list", "message_object_trees"),
-    "flwr.supercore.control:ControlHttpClient": ("ListNodes", "RegisterNode", "UnregisterNode"),
-    "flwr.proto.control_pb2:ListNodesRequest": (),
-    "flwr.proto.control_pb2:ListNodesResponse": ("nodes_info",),
-    "flwr.proto.control_pb2:RegisterNodeRequest": ("public_key", "name"),
-    "flwr.proto.control_pb2:UnregisterNodeRequest": ("node_id",),
-    "flwr.supercore.task_identity:TaskIdentity": ("_task_id", "_run_id", "_node_id"),
-    "flwr.app.metadata:Metadata": ("message_id",),
-    "flwr.supercore.exit:ExitCode": ("RUNTIME_VERSION_INCOMPATIBLE",),
+
+class PrivateName(NamedTuple):
+    """A class or function of Flower that is used although Flower does not support this.
+
+    Attributes:
+        attributes: parameters and attributes of it that are used.
+        reason: why there is no supported way.
+    """
+
+    attributes: tuple[str, ...]
+    reason: str
+
+
+NAMES: Mapping[str, PrivateName] = {
+    # The site: Flower's own node executes the app bundle that a server sends, so a site has its own node.
+    "flwr.supernode.fleet_http_connection:http_request_response": PrivateName(
+        ("server_address", "insecure", "root_certificates", "authentication_keys"),
+        "connects a site to the SuperLink: its key, heartbeats, retries and all requests",
+    ),
+    "flwr.supernode.fleet_http_client:FleetHttpClient": PrivateName(
+        ("_unary_unary",),
+        "its time limit of 30 s is too short for a large object over a slow link, and it is no option",
+    ),
+    "flwr.supercore.inflatable.inflatable_utils:pull_and_inflate_object_from_tree": PrivateName(
+        ("return_type", "max_tries_per_object", "initial_backoff", "backoff_cap"),
+        "fetches the content of a message to the site",
+    ),
+    "flwr.supercore.inflatable.inflatable_object:get_object_tree": PrivateName(
+        (), "lists the objects of a reply of the site, which the SuperLink wants before they are sent"
+    ),
+    "flwr.supercore.run:Run": PrivateName(
+        ("primary_task_type", "fab_hash"), "names the app bundle of a run, which the site compares with the terms"
+    ),
+    "flwr.supercore.fab:Fab": PrivateName(("content",), "is this bundle"),
+    # Both sides.
+    "flwr.supercore.task_identity:TaskIdentity": PrivateName(
+        ("_task_id", "_run_id", "_node_id"),
+        "a message cannot be created in a process that Flower has not started, unless it has these ids",
+    ),
+    "flwr.app.metadata:Metadata": PrivateName(
+        ("message_id",), "a reply refers to the id of its message, which only Flower's own programs set"
+    ),
+    # The server: Flower's Grid fetches all replies at once, however large they are.
+    "flwr.superlink.grid.http_grid:HttpGrid": PrivateName(
+        ("_runtime_client",), "its client is the place where replies are listed and limited before they are fetched"
+    ),
+    "flwr.proto.runtime_pb2:PullAppMessagesResponse": PrivateName(
+        ("messages_list", "message_object_trees"), "is this list"
+    ),
+    "flwr.superlink.grid.http_grid:pull_objects": PrivateName(
+        ("max_tries_per_object", "initial_backoff", "backoff_cap"),
+        "waits for 1 s to 10 s for an object that has not arrived yet, and this is no option",
+    ),
+    # The keys of sites. Flower's command `flwr supernode list` has no keys in its output, and takes a second each time.
+    "flwr.supercore.control:ControlHttpClient": PrivateName(
+        ("ListNodes", "RegisterNode", "UnregisterNode"), "registers and lists the keys of sites at the SuperLink"
+    ),
+    "flwr.proto.control_pb2:ListNodesResponse": PrivateName(("nodes_info",), "lists these keys"),
+    "flwr.proto.control_pb2:RegisterNodeRequest": PrivateName(("public_key", "name"), "registers a key"),
+    "flwr.proto.control_pb2:UnregisterNodeRequest": PrivateName(("node_id",), "removes a key"),
 }
-"""MODULE:NAME of each use, with the parameters or attributes that are used."""
+"""Each private name, as MODULE:NAME: those that are imported or replaced, and the types of their results."""
 
 UNKNOWN_KEY = "2004]"
 """Text in the log of a node whose key the server does not know."""
@@ -97,9 +127,24 @@ Flower does not extend it: at 1 Mbit/s a piece of 5 MiB would time out and be re
 MAX_SMALL_OBJECTS = 16
 """Objects of a message in addition to its pieces, with some to spare."""
 
+OBJECT_BYTES = 72
+"""Bytes of an object in the list of a message's objects, or less: a hash of 64 digits, and lengths."""
+
 MIN_BACKOFF_SECONDS = 0.02
 MAX_BACKOFF_SECONDS = 1.0
-"""Bounds of the pause before an object that has not arrived yet is requested a second time."""
+"""Bounds of the pause before an object that has not arrived yet is requested a second time.
+
+It may be announced before it has arrived. Flower's pauses of 1 s to 10 s would dominate the time of a short round.
+"""
+
+SHORT_RETRIES: Mapping[str, Any] = {
+    "max_tries_per_object": None,  # Flower's time limit for all objects remains
+    "initial_backoff": MIN_BACKOFF_SECONDS,
+    "backoff_cap": MAX_BACKOFF_SECONDS,
+}
+
+CONCURRENT_PUSHES = 2
+"""Objects of a reply that a site sends at the same time, as Flower does."""
 
 MAX_REASON_LENGTH = 200
 """Characters of an HTTP response that an error quotes."""
@@ -114,36 +159,37 @@ class Oversized(ValueError):
     """A message with too many pieces; none of them was fetched."""
 
 
-class MessageList:
+class RunOver(Exception):
+    """The run of a message has ended."""
+
+
+class ReplyList:
     """List all available replies by one request to the SuperLink, and refuse those with too many pieces unread.
 
-    It replaces functions of the Grid's client, because Flower has no hook for either. A Grid without such a client is
+    It replaces a function of the Grid's client, because Flower has no hook for either. A Grid without such a client is
     queried for each message.
     """
 
     def __init__(self, grid: Any, max_reply_bytes: int | None) -> None:
-        """Replace functions of a Grid's client, so that replies are listed and limited before they are fetched.
-
-        Flower has no hook for this. It calls `pull_objects` by its name in its module, so it is replaced there, for all
-        Grids of this process.
+        """Replace a function of a Grid's client, so that replies are listed and limited before they are fetched.
 
         Args:
             grid: Flower's Grid. The Grid of a simulation has no such client; then nothing is replaced.
             max_reply_bytes: size that no reply may exceed; None for no limit.
         """
+        self.grid = grid
         self.client = runtime_client(grid)
-        # Flower does not announce the size of a reply, but the number of its objects: a few small ones, and pieces of
-        # at least `MIN_PIECE_BYTES`, except for the last one.
-        self._max_objects: int | None = None
+        # Flower does not announce the size of a reply, but lists its objects: a few small ones, and pieces of at least
+        # `MIN_PIECE_BYTES`, except for the last one. So the size of the list limits that of the reply.
+        self._max_list_bytes: int | None = None
         if max_reply_bytes is not None:
-            self._max_objects = MAX_SMALL_OBJECTS + max_reply_bytes // MIN_PIECE_BYTES
+            self._max_list_bytes = OBJECT_BYTES * (MAX_SMALL_OBJECTS + max_reply_bytes // MIN_PIECE_BYTES)
         self._replies: dict[str, tuple[Any, Any]] = {}  # listed: reply and tree of its objects, by the message's id
+        self._is_listing = False
         if self.client is not None:
-            from flwr.superlink.grid import http_grid
-
-            http_grid.pull_objects = pull_objects_with_short_retries  # pyright: ignore[reportPrivateImportUsage]
+            _shorten_retries()
             self._pull_messages = self.client.PullMessages
-            self.client.PullMessages = self._pull_listed_messages
+            self.client.PullMessages = self._pull_in_two_steps
 
     def with_reply(self, message_ids: Sequence[str]) -> Sequence[str]:
         """Query the SuperLink once for the replies to many messages, without their contents.
@@ -156,18 +202,15 @@ class MessageList:
         """
         if self.client is None or not message_ids:
             return message_ids
-        from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-
-        response = self._pull_messages(PullAppMessagesRequest(message_ids=message_ids))
-        requested_ids = set(message_ids)
-        for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
-            message_id = message.metadata.reply_to_message_id
-            if message_id in requested_ids:
-                self._replies[message_id] = (message, tree)
+        self._is_listing = True
+        try:
+            self.grid.pull_messages(message_ids)
+        finally:
+            self._is_listing = False
         return [message_id for message_id in message_ids if message_id in self._replies]
 
-    def _pull_listed_messages(self, request: Any) -> Any:
-        """Respond to a request of Flower's Grid in the place of the SuperLink, with replies that were listed before.
+    def _pull_in_two_steps(self, request: Any) -> Any:
+        """Respond to a request of Flower's Grid: list replies without handing them over, or hand over listed ones.
 
         Args:
             request: names the ids of messages whose replies the Grid is going to fetch.
@@ -175,113 +218,38 @@ class MessageList:
         Raises:
             Oversized: a reply has too many objects. The Grid has not fetched any of them yet.
         """
-        from flwr.proto.runtime_pb2 import PullAppMessagesResponse
-        from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-
+        if self._is_listing:
+            response = self._pull_messages(request)
+            requested_ids = set(request.message_ids)
+            for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+                message_id = message.metadata.reply_to_message_id
+                if message_id in requested_ids:
+                    self._replies[message_id] = (message, tree)
+            return SimpleNamespace(messages_list=[], message_object_trees=[])
         replies = [self._replies.pop(message_id) for message_id in request.message_ids if message_id in self._replies]
         for _, tree in replies:
-            if self._max_objects is None:
-                continue
-            # A tree may be huge, so its objects are not counted. It is too large if skipping the limit leaves one.
-            excess = next(islice(iterate_object_tree(tree), self._max_objects, None), None)
-            if excess is not None:
+            if self._max_list_bytes is not None and tree.ByteSize() > self._max_list_bytes:
                 raise Oversized
-        return PullAppMessagesResponse(
+        return SimpleNamespace(
             messages_list=[message for message, _ in replies], message_object_trees=[tree for _, tree in replies]
         )
 
 
-def pull_objects_with_short_retries(
-    object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]
-) -> dict[str, bytes]:
-    """Fetch the objects of a message from the SuperLink, with shorter pauses between retries than Flower has.
+def _shorten_retries() -> None:
+    """Let the Grids of this process wait less for an object that has not arrived yet.
 
-    An object may be announced before it has arrived at the SuperLink. Flower waits 1 s to 10 s for it, which would
-    dominate the time of a short round.
-
-    Args:
-        object_ids: hashes of the objects.
-        pull_object_fn: fetches one object.
-
-    Returns:
-        The objects as bytes, by hash.
+    Flower calls `pull_objects` by its name in the Grid's module, so it is replaced there.
     """
-    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+    from flwr.superlink.grid import http_grid
 
-    unique_ids = list(dict.fromkeys(object_ids))  # equal tensors are one object
-    return pull_objects(
-        unique_ids,
-        pull_object_fn,
-        max_tries_per_object=None,  # Flower's time limit for all objects remains
-        initial_backoff=MIN_BACKOFF_SECONDS,
-        backoff_cap=MAX_BACKOFF_SECONDS,
-    )
+    original = vars(http_grid)["pull_objects"]
+    if not isinstance(original, partial):  # a partial function is that of an earlier call
+        http_grid.pull_objects = partial(original, **SHORT_RETRIES)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def runtime_client(grid: Any) -> Any:
     """Get the client of a Grid of Flower; None for another implementation."""
     return getattr(grid, "_runtime_client", None)
-
-
-@dataclass
-class Packet:
-    """A message in transit.
-
-    Attributes:
-        message: the message without content.
-        tree: the tree of its objects.
-        objects: the objects as bytes, by hash.
-    """
-
-    message: Any
-    tree: Any
-    objects: dict[str, bytes]
-
-
-def pack_message(message: Any) -> Packet:
-    """Turn a message of this process into a packet: the message without content, and its content as a tree of objects.
-
-    This is the form in which Flower transfers messages. An object is identified by the hash of its bytes.
-    """
-    from flwr.app.message import remove_content_from_message
-    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-
-    set_message_id(message, message.object_id)
-    objects = {name: nested.deflate() for name, nested in get_all_nested_objects(message).items()}
-    return Packet(remove_content_from_message(message), get_object_tree(message), objects)
-
-
-def to_frames(packet: Packet) -> list[bytes]:
-    """Turn a packet into byte strings, for a pipe."""
-    from flwr.common.serde import message_to_proto
-
-    frames = [message_to_proto(packet.message).SerializeToString(), packet.tree.SerializeToString()]
-    for name, data in packet.objects.items():
-        frames += [name.encode(), data]
-    return frames
-
-
-def from_frames(frames: Sequence[bytes]) -> Packet:
-    """Turn the byte strings of `to_frames` into the packet: message, tree, then name and data of each object in turn."""
-    from flwr.common.serde import message_from_proto
-    from flwr.proto import message_pb2
-
-    message_bytes, tree_bytes, *object_frames = frames
-    message = message_from_proto(message_pb2.Message.FromString(message_bytes))
-    tree = message_pb2.ObjectTree.FromString(tree_bytes)
-    names = [name.decode() for name in object_frames[::2]]
-    objects = dict(zip(names, object_frames[1::2], strict=True))
-    return Packet(message, tree, objects)
-
-
-def unpack_message(packet: Packet) -> Any:
-    """Turn a packet into the message with its content; this process may reply to it from then on."""
-    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-
-    _act_for(packet.message)
-    message = inflate_object_from_contents(packet.tree.object_id, packet.objects)
-    set_message_id(message, packet.tree.object_id)
-    return message
 
 
 class Fleet:
@@ -290,51 +258,62 @@ class Fleet:
     def __init__(self, functions: Sequence[Any]) -> None:
         _, self._pull, self._push, self._run, self._fab, self._pull_object, self._push_object, self._confirm = functions
 
-    def receive(self) -> Packet | None:
-        """Poll Flower's SuperLink for the next message to this site, fetch its contents, and confirm it.
+    def receive(self) -> Any:
+        """Poll Flower's SuperLink for the next message to this site, fetch its content, and confirm it.
 
         Returns:
-            The message with all its objects; None if there is no message, its run is over, or an object is missing.
+            The `Message`, to which this process may reply; None if there is no message, its run is over, or an object
+            is missing.
         """
-        from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-        from flwr.supercore.run import RunNotRunningException
+        from flwr.app import Message
+        from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
 
         try:
-            message_and_tree = self._pull()
-        except RunNotRunningException:
+            header_and_tree = self._pull()
+        except RunOver:
             return None
-        if message_and_tree is None:
+        if header_and_tree is None:
             return None
-        # The message arrives without content. Its content is a tree of objects, which are fetched one by one.
-        message, tree = message_and_tree
-        run_id = message.metadata.run_id
-        message_id = message.metadata.message_id
+        # The message arrives without content, which is a tree of objects. They are fetched one by one.
+        header, tree = header_and_tree
+        run_id = header.metadata.run_id
+        message_id = header.metadata.message_id
         try:
-            object_ids = [node.object_id for node in iterate_object_tree(tree)]
-            objects = pull_objects_with_short_retries(object_ids, partial(self._pull_object, run_id))
-            self._confirm(run_id, message_id)
+            message = pull_and_inflate_object_from_tree(
+                tree,
+                partial(self._pull_object, run_id),
+                partial(self._confirm, run_id),
+                return_type=Message,
+                **SHORT_RETRIES,
+            )
         except Exception as error:  # the run of the message is over, or the server has lost one of its objects
             print_line(f"cannot receive the message {message_id}: {type(error).__name__}: {error}")
             return None
-        return Packet(message, tree, objects)
+        set_message_id(message, message_id)
+        _act_for(message)
+        return message
 
-    def send(self, packet: Packet, seconds: float) -> bool:
+    def send(self, message: Any, seconds: float) -> bool:
         """Send a reply to Flower's SuperLink: first the list of its objects, then those that the SuperLink lacks.
 
         Args:
-            packet: the reply.
+            message: the reply, a `Message` with content.
             seconds: how long it took to compute it.
 
         Returns:
             True if the server has received it. A failure is only logged: its server repeats the request if necessary.
         """
-        from flwr.supercore.inflatable.inflatable_utils import push_object_contents_from_iterable
+        from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
+        set_message_id(message, message.object_id)  # the hash of its content, as Flower names all objects
         try:
-            missing_names, session = self._push(packet.message, packet.tree, seconds)
-            push_object = partial(self._push_object, packet.message.metadata.run_id, session)
-            missing_objects = ((name, packet.objects[name]) for name in missing_names)
-            push_object_contents_from_iterable(missing_objects, push_object)
+            missing_ids, session = self._push(message, get_object_tree(message), seconds)
+            objects = _find_objects(message)
+            push_object = partial(self._push_object, message.metadata.run_id, session)
+            with ThreadPoolExecutor(CONCURRENT_PUSHES) as executor:
+                pushes = [executor.submit(push_object, name, objects[name].deflate()) for name in missing_ids]
+            for push in pushes:
+                push.result()  # raises the error of the push, if there was one
         except Exception as error:  # the run of the reply is over, or the server fails
             print_line(f"cannot send an answer: {type(error).__name__}: {error}")
             return False
@@ -353,15 +332,25 @@ class Fleet:
             ForeignBundle: the run is one of Flower's agents, another kind of program than an app. Sites agree to one
                 app only.
         """
-        from flwr.supercore.run import RunNotRunningException
-
         try:
             metadata = self._run(run)
             if "agent" in str(metadata.primary_task_type).lower():
                 raise ForeignBundle("an agent of Flower")
             return self._fab(metadata.fab_hash, run).content
-        except RunNotRunningException:
+        except RunOver:
             return None
+
+
+def _find_objects(tree: Any) -> dict[str, Any]:
+    """Find a message of Flower and everything in it: its record, the arrays in the record, and so on.
+
+    Returns:
+        The objects by their hashes.
+    """
+    objects: dict[str, Any] = {}
+    for child in (tree.children or {}).values():
+        objects |= _find_objects(child)
+    return {**objects, tree.object_id: tree}
 
 
 def load_private_key(path: Path) -> Any:
@@ -400,51 +389,57 @@ def connect_fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fl
         ca: certificate of the authority for TLS; None for a plain connection.
         key: file of the site's private key; None if the server admits all sites.
     """
-    from flwr.supernode import fleet_http_connection
     from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.fleet_http_connection import http_request_response
 
-    class SlowLinkClient(FleetHttpClient):
-        """Flower's client, with a time limit that grows with the size of the request."""
-
-        def _unary_unary(self, **arguments: Any) -> Any:
-            timeout = REPLY_SECONDS + arguments["request"].ByteSize() / MIN_BYTES_PER_SECOND
-            return super()._unary_unary(**{"timeout": timeout, **arguments})
-
-    # Flower has no option for its client class, so the name is replaced in the module that uses it.
-    fleet_http_connection.FleetHttpClient = SlowLinkClient  # pyright: ignore[reportPrivateImportUsage]
+    original = FleetHttpClient._unary_unary
     key_pair = None
     if key is not None:
         private_key = load_private_key(key)
         key_pair = (private_key, private_key.public_key())
     insecure = ca is None
     certificate = None if ca is None else str(ca)
-    with fleet_http_connection.http_request_response(server, insecure, certificate, key_pair) as functions:
-        yield Fleet(functions)
+    FleetHttpClient._unary_unary = partialmethod(_request_over_slow_link, original)  # pyright: ignore
+    try:
+        with http_request_response(server, insecure, certificate, key_pair) as functions:
+            yield Fleet(functions)
+    finally:
+        FleetHttpClient._unary_unary = original
 
 
-def error_reply(message: Any, code: int, reason: str) -> Packet:
-    """Make the reply to a message that failed, with a code of Flower's `ErrorCode`."""
-    from flwr.app import Error, Message
+def _request_over_slow_link(client: Any, original: Callable[..., Any], **arguments: Any) -> Any:
+    """Send a request by Flower's client, with a time limit that grows with the size of the request.
 
-    _act_for(message)
-    return pack_message(Message(Error(code=code, reason=reason), reply_to=message))
+    Args:
+        client: the client.
+        original: the client's own method, which has a fixed time limit.
+        arguments: the arguments of this method.
+
+    Raises:
+        RunOver: the run of the request has ended. Flower's own exception for this ends the process.
+    """
+    import httpx
+
+    timeout = REPLY_SECONDS + arguments["request"].ByteSize() / MIN_BYTES_PER_SECOND
+    try:
+        return original(client, **{"timeout": timeout, **arguments})
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code == httpx.codes.FORBIDDEN:
+            raise RunOver("the run is over") from error
+        raise
 
 
 def _act_for(message: Any) -> None:
-    """Make this process the node that a message was sent to: Flower writes the node of the process into a reply."""
+    """Make this process the node that a message was sent to: Flower writes the node of the process into a reply.
+
+    Args:
+        message: the message, to which this process is going to reply.
+    """
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id = 1
     TaskIdentity.run_id = message.metadata.run_id
     TaskIdentity.node_id = message.metadata.dst_node_id
-
-
-def app_context(message: Any, config: Mapping[str, Any]) -> Any:
-    """Make the context in which a site's app replies to a message."""
-    from flwr.app import Context, RecordDict
-
-    metadata = message.metadata
-    return Context(metadata.run_id, metadata.dst_node_id, dict(config), RecordDict(), {})
 
 
 @contextmanager
@@ -490,22 +485,31 @@ class ControlApi:
     """The register of nodes of a SuperLink. Every method may raise ConnectionError, and ValueError for a refusal."""
 
     def __init__(self, address: str, verify: ssl.SSLContext, seconds: float) -> None:
-        from flwr.proto import control_pb2
+        """Connect to the register.
+
+        Args:
+            address: URL of the SuperLink.
+            verify: the certificates to trust.
+            seconds: time limit of a reply.
+        """
         from flwr.supercore.control import ControlHttpClient
 
         self._client = ControlHttpClient(address, verify=verify, timeout=seconds)
-        self._requests = control_pb2
 
     def nodes(self) -> Sequence[Node]:
         """List the nodes whose keys are registered with the SuperLink."""
-        request = self._requests.ListNodesRequest()
+        from google.protobuf.empty_pb2 import Empty
+
+        request: Any = Empty()  # Flower's request has no fields, so it has the same bytes
         all_nodes = _call(lambda: self._client.ListNodes(request).nodes_info)
         registered = [node for node in all_nodes if node.status != "unregistered"]
         return [Node(node.node_id, node.public_key, node.last_activated_at) for node in registered]
 
     def register(self, key: bytes, name: str) -> int:
         """Register a public key (PEM) and return the number of its node."""
-        request = self._requests.RegisterNodeRequest(public_key=key, name=name)
+        from flwr.proto.control_pb2 import RegisterNodeRequest
+
+        request = RegisterNodeRequest(public_key=key, name=name)
         number = _call(lambda: self._client.RegisterNode(request).node_id)
         if not number:
             raise ValueError("the SuperLink gave it no number")
@@ -513,7 +517,9 @@ class ControlApi:
 
     def unregister(self, number: int) -> None:
         """Remove a node, whose key is never accepted after that."""
-        _call(lambda: self._client.UnregisterNode(self._requests.UnregisterNodeRequest(node_id=number)))
+        from flwr.proto.control_pb2 import UnregisterNodeRequest
+
+        _call(lambda: self._client.UnregisterNode(UnregisterNodeRequest(node_id=number)))
 
 
 def _call(request: Callable[[], T]) -> T:

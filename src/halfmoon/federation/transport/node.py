@@ -3,6 +3,8 @@
 No code of the server is executed: its app bundle is not unpacked, and the worker runs the app that is installed at the
 site. A run with another bundle than that of the terms is refused, with Flower's error code for it. The worker imports
 its modules and opens the site's images once. If it dies, the node sends an error at once and starts another worker.
+
+The node reads and writes messages of Flower. Between the two processes there are only the bytes of halfmoon's messages.
 """
 
 import importlib
@@ -10,29 +12,35 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from flwr.app import Context, Error, Message, MessageType, RecordDict
+
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import ForeignBundle
 from halfmoon.federation.protocol.polling import PollSchedule
 from halfmoon.federation.transport import internals
-from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT, Fleet, Packet
-from halfmoon.federation.transport.processes import SUPERNODE, WORKER, claim_lock, command, interruptible
+from halfmoon.federation.transport.grid import unwrap_message, wrap_message
+from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT, Fleet
+from halfmoon.federation.transport.processes import NODE_FILE, SUPERNODE, WORKER, claim_lock, command, interruptible
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import SITE_LOG, EventLog
-
-NODE_FILE = "node.json"
-"""File in the folder of a site's processes with their options. The site's log is in the folder above."""
 
 APP_FAILED = 2
 WRONG_BUNDLE = 7
 WORKER_DIED = 8
 """Codes of Flower's `ErrorCode`."""
+
+LOCAL_ID = 1
+"""Id of the run and the node in messages that do not leave the worker."""
+
+FAILED = b""
+"""What the worker sends instead of a reply if the app has failed. A message of halfmoon has at least its header."""
 
 MAX_POLL_SECONDS = 3.0
 """Longest time between two polls, which is that of Flower's node."""
@@ -55,12 +63,12 @@ def run_node(folder: Path) -> int:
     ca = None if options["ca"] is None else Path(options["ca"])
     key = None if options["key"] is None else Path(options["key"])
     _server_app, client_app = options["apps"]  # import paths, which the server's bundle must name
-    worker = Worker(client_app)
+    worker = Worker(client_app, options["config"])
     checker = BundleChecker(tuple(options["apps"]), EventLog(folder.parent / SITE_LOG))
     try:
         with interruptible(), internals.connect_fleet(options["server"], ca, key) as fleet:
             worker.start()
-            _reply_forever(fleet, worker, checker, options["config"])
+            _reply_forever(fleet, worker, checker)
     except KeyboardInterrupt:
         internals.print_line("told to end")
     finally:
@@ -68,33 +76,43 @@ def run_node(folder: Path) -> int:
     return 1
 
 
-def _reply_forever(fleet: Fleet, worker: "Worker", checker: "BundleChecker", config: dict[str, Any]) -> None:
+def _reply_forever(fleet: Fleet, worker: "Worker", checker: "BundleChecker") -> None:
     """Poll the server and reply to each message, until an exception ends the process.
 
     Args:
         fleet: the connection to the server.
         worker: computes replies in another process.
         checker: finds runs whose program is not the one that the site's people agreed to; these get an error.
-        config: options of the site's app.
     """
     schedule = PollSchedule(IDLE_SHARE, MAX_POLL_SECONDS, MAX_POLL_SECONDS)
     last_reply = time.monotonic()
     while True:
         time.sleep(schedule.pause(time.monotonic() - last_reply))
-        packet = fleet.receive()
-        if packet is None:
+        message = fleet.receive()
+        if message is None:
             continue
         start = time.monotonic()
         schedule.record(start - last_reply)
         internals.print_line(MESSAGE_RECEIVED)
-        fault = checker.find_fault(fleet, packet.message.metadata.run_id)
-        if fault is not None:
-            reply = internals.error_reply(packet.message, WRONG_BUNDLE, "another program")
+        if checker.find_fault(fleet, message.metadata.run_id) is not None:
+            content: RecordDict | Error = Error(WRONG_BUNDLE, "another program")
         else:
-            reply = worker.reply_to(packet, config)
+            content = _compute_reply(worker, message)
         last_reply = time.monotonic()
-        if fleet.send(reply, last_reply - start):
+        if fleet.send(Message(content, reply_to=message), last_reply - start):
             internals.print_line(REPLY_SENT)
+
+
+def _compute_reply(worker: "Worker", message: Message) -> RecordDict | Error:
+    """Have the worker reply to a message of Flower; a failure becomes an error, for which the server need not wait."""
+    if not message.has_content():
+        return Error(APP_FAILED, "there is nothing in the message")
+    data = unwrap_message(message.content)
+    message.content.clear()  # the model in it need not be in memory during training
+    try:
+        return wrap_message(worker.reply_to(data))
+    except WorkerError as error:
+        return Error(error.code, str(error))
 
 
 class BundleChecker:
@@ -133,11 +151,30 @@ class BundleChecker:
         return fault
 
 
+class WorkerError(Exception):
+    """A worker has no reply to a message.
+
+    Attributes:
+        code: one of Flower's `ErrorCode`.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
 class Worker:
     """The worker process, as used by the node. It imports the app while the node waits for the first message."""
 
-    def __init__(self, app: str) -> None:
+    def __init__(self, app: str, config: Mapping[str, str]) -> None:
+        """Prepare to run an app in another process, which `start` starts.
+
+        Args:
+            app: Flower's ClientApp, as module:attribute.
+            config: options of the site's app.
+        """
         self.app = app
+        self.config = config
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -148,25 +185,31 @@ class Worker:
         with worker_end:  # closed in this process, so that reading from the pipe fails when the worker dies
             file_number = worker_end.fileno()
             self.process = subprocess.Popen([*command(WORKER), str(file_number), self.app], pass_fds=[file_number])
+        self.link.send_bytes(atomic_io.json_line(dict(self.config)))
 
-    def reply_to(self, packet: Packet, config: dict[str, Any]) -> Packet:
-        """Have the worker process compute the reply to a message.
+    def reply_to(self, data: bytes) -> bytes:
+        """Have the worker process compute the reply to a message of halfmoon.
 
         Args:
-            packet: the message.
-            config: options of the site's app.
+            data: the serialized message.
 
         Returns:
-            The reply; an error reply if the worker has died, which is then restarted for the next message.
+            The serialized reply.
+
+        Raises:
+            WorkerError: the app has failed, or the worker has died, which is then restarted for the next message.
         """
-        self.start()
         try:
-            _send(self.link, [atomic_io.json_line({"config": config}), *internals.to_frames(packet)])
-            return internals.from_frames(_receive(self.link))
-        except (OSError, EOFError):
+            self.start()
+            self.link.send_bytes(data)
+            reply = self.link.recv_bytes()
+        except (OSError, EOFError) as error:
             self.stop()
             self.start()
-            return internals.error_reply(packet.message, WORKER_DIED, "its process died")
+            raise WorkerError(WORKER_DIED, "its process died") from error
+        if reply == FAILED:
+            raise WorkerError(APP_FAILED, "its program failed")
+        return reply
 
     def stop(self) -> None:
         """End the process at once."""
@@ -188,33 +231,27 @@ def run_worker(number: str, app: str) -> int:
     """
     module, attribute = app.split(":")
     client_app = getattr(importlib.import_module(module), attribute)
-    with Connection(int(number)) as link, suppress(EOFError):
+    with Connection(int(number)) as link, suppress(EOFError), internals.act_as_node():
+        config = atomic_io.parse_json(link.recv_bytes())
         while True:
-            options, *frames = _receive(link)
-            config = atomic_io.parse_json(options)["config"]
-            reply = _reply_to(client_app, internals.from_frames(frames), config)
-            _send(link, internals.to_frames(reply))
+            link.send_bytes(_reply_to(client_app, link.recv_bytes(), config))
     return 0
 
 
-def _reply_to(app: Callable[..., Any], packet: Packet, config: dict[str, Any]) -> Packet:
-    """Have the ClientApp reply to a message; an exception in it becomes an error reply."""
+def _reply_to(app: Callable[[Message, Context], Message], data: bytes, config: dict[str, Any]) -> bytes:
+    """Have the ClientApp reply to the serialized message of a server.
+
+    Returns:
+        The serialized reply; `FAILED` after an exception, without which the server would wait until its timeout.
+    """
+    # The app sees a message of Flower, as it does in a rehearsal. Its ids are not the real ones, which the node has.
+    message = Message(wrap_message(data), LOCAL_ID, MessageType.QUERY)
+    context = Context(run_id=LOCAL_ID, node_id=LOCAL_ID, node_config=dict(config), state=RecordDict(), run_config={})
     try:
-        message = internals.unpack_message(packet)
-        return internals.pack_message(app(message, internals.app_context(message, config)))
-    except Exception as error:  # without an error reply the server would wait until its timeout
+        return unwrap_message(app(message, context).content)
+    except Exception:
         traceback.print_exc()
-        return internals.error_reply(packet.message, APP_FAILED, type(error).__name__)
-
-
-def _send(link: Connection, frames: Sequence[bytes]) -> None:
-    link.send_bytes(str(len(frames)).encode())
-    for frame in frames:
-        link.send_bytes(frame)
-
-
-def _receive(link: Connection) -> list[bytes]:
-    return [link.recv_bytes() for _ in range(int(link.recv_bytes()))]
+        return FAILED
 
 
 if __name__ == "__main__":

@@ -33,6 +33,9 @@ SUPERNODE = "flower-supernode"
 WORKER = "worker"
 """Processes of a site, both of `halfmoon.federation.transport.node`."""
 
+NODE_FILE = "node.json"
+"""File in the folder of a site's processes with their options. The site's log is in the folder above."""
+
 FOLDER_VARIABLE = "HALFMOON_FLOWER"
 """Environment variable with the folder of the locks."""
 

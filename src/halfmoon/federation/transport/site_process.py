@@ -24,8 +24,14 @@ from halfmoon.federation.transport.internals import (
     UNKNOWN_KEY,
     load_private_key,
 )
-from halfmoon.federation.transport.node import NODE_FILE
-from halfmoon.federation.transport.processes import SUPERNODE, ProcessFolder, exclusive, require_flower, stop_process
+from halfmoon.federation.transport.processes import (
+    NODE_FILE,
+    SUPERNODE,
+    ProcessFolder,
+    exclusive,
+    require_flower,
+    stop_process,
+)
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import SITE_LOG, EventLog, EventTail, Tail
 
