@@ -35,9 +35,9 @@ from halfmoon.federation.contract.small_federation import (
 from halfmoon.federation.protocol.messages import Reply, read_message, write_message
 from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server.calls import Inspection
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.methods import registry
 from halfmoon.models import Network
 
@@ -237,7 +237,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
             packed["levels"].fill_(127)
         else:
             del packed["scale"]
-        return replies | {"site-0": SiteResponse(write_message(reply))}
+        return replies | {"site-0": SiteReply(write_message(reply))}
 
     wire.exchange = exchange
     remote.calls.rules = Rules(norm_bound=0.0)

@@ -17,8 +17,8 @@ pytest.importorskip("flwr")
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
-from halfmoon.federation.server.connection import NodeIdentity
-from halfmoon.federation.server.sessions import NO_KEY, ClientManager, SiteResponse
+from halfmoon.federation.server.connection import NodeIdentity, SiteReply
+from halfmoon.federation.server.sessions import NO_KEY, ClientManager
 from halfmoon.federation.site import consent
 from halfmoon.federation.transport import admission, site_process
 from halfmoon.federation.transport.admission import Admission
@@ -62,7 +62,7 @@ def test_a_site_that_starts_again_under_the_same_number_is_asked_again(
     patient = transport.make_manager(timeout=1000.0)
     patient.wait_for_sites(3, 60.0)
     start_time = transport.time
-    assert exchange_messages(patient, "north")["north"] == SiteResponse(b"new")
+    assert exchange_messages(patient, "north")["north"] == SiteReply(b"new")
     assert transport.time - start_time < 20
     offers = [time for time, number in transport.offers if number == 7 and time > start_time]
     assert len(offers) == 1, "it may say something else now, so it is asked to join once more"
@@ -119,11 +119,11 @@ def test_what_a_removed_site_answers_does_not_count(transport: FakeTransport, ma
     transport.schedule(transport.time + 4.95, remove)
     start_time = transport.time
     replies = exchange_messages(manager)
-    assert replies["north"] == SiteResponse(None, NO_KEY)
+    assert replies["north"] == SiteReply(None, NO_KEY)
     assert replies["west"].data == b"west:do"
     assert transport.time - start_time < 9, "absence is 20 s"
     start_time = transport.time
-    assert exchange_messages(manager)["north"] == SiteResponse(None, NO_KEY)
+    assert exchange_messages(manager)["north"] == SiteReply(None, NO_KEY)
     assert transport.time - start_time < 9, "a site without a key is not waited for"
     assert manager.connected_sites == ["south", "west"]
     transport.identities = keys

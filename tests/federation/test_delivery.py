@@ -21,7 +21,7 @@ from halfmoon.federation.protocol.messages import (
     read_message,
     write_message,
 )
-from halfmoon.federation.server.connection import TransportReply
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.server.server import FederationServer, deliver_model, send_model
 from halfmoon.federation.site import consent
@@ -178,8 +178,8 @@ class Post:
         self.carried += [*mail.values(), *self.come.values()]
         return ids
 
-    def collect(self, message_ids: Sequence[str]) -> list[TransportReply]:
-        return [TransportReply(id, self.come.pop(id), "") for id in message_ids if id in self.come]
+    def collect(self, message_ids: Sequence[str]) -> list[SiteReply]:
+        return [SiteReply(self.come.pop(id), message_id=id) for id in message_ids if id in self.come]
 
 
 def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_model(tmp_path, monkeypatch):
@@ -244,7 +244,7 @@ def test_one_site_that_never_comes_costs_one_waiting_time() -> None:
         replies = exchange_messages(manager, "north", "west")
         took.append(transport.time - start_time)
         assert replies["north"].data == b"north:do"
-        assert replies["west"].reason == "it was not connected for 20 s"
+        assert replies["west"].problem == "it was not connected for 20 s"
     assert took[0] > 20
     assert max(took[1:]) < 5
     transport.fake_nodes[3] = make_node("west")

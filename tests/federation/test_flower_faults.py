@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 from flwr.common.constant import ErrorCode
 
 from halfmoon.federation.protocol.messages import Offer, Refusal, read_message, write_message
-from halfmoon.federation.server.connection import TransportReply
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import processes, site_process
 from halfmoon.federation.transport.contact import Address
@@ -115,7 +115,7 @@ def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch:
 class Patient(FakeTransport):
     """A transport whose post waits three minutes for what a node has announced and does not send, as in Flower."""
 
-    def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
+    def collect(self, message_ids: Sequence[str]) -> Sequence[SiteReply]:
         replies = super().collect(message_ids)
         if any(reply.data is None for reply in replies):
             self.sleep(180.0)

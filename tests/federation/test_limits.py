@@ -49,8 +49,8 @@ from halfmoon.federation.protocol.messages import (
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import UploadProbe, make_tree_spec
 from halfmoon.federation.server.calls import Inspection
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
 from halfmoon.federation.site.download_spec import DownloadSpecs
@@ -374,7 +374,7 @@ def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str,
         assert transport.count_logged("a site sent a reply that cannot be read: ") == 1, name
         method, shared, remote, wire = single("fedavg")
         messages: list[str] = []
-        remote.calls.link = Bad(wire, lambda _, data=data: SiteResponse(data))
+        remote.calls.link = Bad(wire, lambda _, data=data: SiteReply(data))
         remote.calls.log = TextLog(messages)
         remote.open(0)
         drawn = remote.cohort.tolist()
@@ -391,14 +391,12 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
     messages: list[str] = []
     weighed: list[int] = []
 
-    def change(data: bytes) -> SiteResponse:
+    def change(data: bytes) -> SiteReply:
         upload = read_message(data, Reply).upload
         maximum = limits.max_message_bytes([make_tree_spec(upload)])
         weighed.append(maximum)
         more = torch.zeros(maximum - len(data) - 4096, dtype=torch.uint8)
-        return SiteResponse(
-            weighing(maximum + beyond, replace(read_message(data, Reply), upload={**upload, "x": more}))
-        )
+        return SiteReply(weighing(maximum + beyond, replace(read_message(data, Reply), upload={**upload, "x": more})))
 
     remote.calls.link = Bad(wire, change)
     remote.calls.log = TextLog(messages)
@@ -746,7 +744,8 @@ def test_an_answer_of_too_many_pieces_is_not_fetched():
     from halfmoon.federation.transport.grid import OVERSIZED, GridTransport
 
     post = GridTransport(transport({"a": 30, "b": 30})[0], max_reply_bytes=50_000_000)
-    assert list(post.collect(["a", "b"])) == [("a", b"", OVERSIZED), ("b", b"", OVERSIZED)]
+    replies = [(each.message_id, each.data, each.problem) for each in post.collect(["a", "b"])]
+    assert replies == [("a", b"", OVERSIZED), ("b", b"", OVERSIZED)]
     with pytest.raises(Fetched):
         list(GridTransport(transport({"a": 20})[0], max_reply_bytes=50_000_000).collect(["a"]))
     with pytest.raises(Fetched):

@@ -24,8 +24,8 @@ from halfmoon.federation.protocol.messages import (
     read_message,
     write_message,
 )
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.methods import registry
 from halfmoon.storage.serialization import pack
 
@@ -127,33 +127,33 @@ class Bad:
         self.wire = wire
         self.change = change
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteReply]:
         responses = dict(self.wire.exchange(requests, what))
         name = next(iter(requests))
         return {**responses, name: self.change(responses[name].data or b"")}
 
 
-def other(data: bytes, **changes: Any) -> SiteResponse:
-    return SiteResponse(write_message(replace(read_message(data, Reply), **changes)))
+def other(data: bytes, **changes: Any) -> SiteReply:
+    return SiteReply(write_message(replace(read_message(data, Reply), **changes)))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: SiteResponse(None, "it was away"), "has no part in round 1: it was away"),
-        (lambda data: SiteResponse(data[:50]), "refused in round 1: the answer of site-.: a message"),
+        (lambda data: SiteReply(None, "it was away"), "has no part in round 1: it was away"),
+        (lambda data: SiteReply(data[:50]), "refused in round 1: the answer of site-.: a message"),
         (
-            lambda data: SiteResponse(data, "it is too large"),
+            lambda data: SiteReply(data, "it is too large"),
             "refused in round 1: the answer of site-.: it is too large",
         ),
         (lambda data: other(data, round=5), "it answers round 6, query 1 .train."),
         (lambda data: other(data, attempt=1), "it answers round 1, query 1 .train."),
         (
-            lambda data: SiteResponse(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
+            lambda data: SiteReply(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
             "kept is not made of non-negative integers",
         ),
         (
-            lambda data: SiteResponse(write_message(Refusal(VERSION, "failed", "its disk is full"))),
+            lambda data: SiteReply(write_message(Refusal(VERSION, "failed", "its disk is full"))),
             "in round 1: its disk is full",
         ),
     ],

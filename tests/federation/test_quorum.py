@@ -18,9 +18,9 @@ from halfmoon.federation.contract.sites import HASH, VERSION, make_remote_runtim
 from halfmoon.federation.contract.small_federation import run_rounds, start_server, trees_equal
 from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read_message, write_message
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.runtime import SiteMemory, SiteRuntime, parse_round_key, prune_memories
 from halfmoon.methods.semifl import SemiFL
 
@@ -44,7 +44,7 @@ class Link:
     fate: Fate = lambda site, request: ""
     asked: list[tuple[int, int, int, tuple[str, ...]]] = field(default_factory=list)
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteReply]:
         """Have the sites answer, last to first."""
         if not requests:
             return {}
@@ -54,10 +54,10 @@ class Link:
             name: self._answer(name, read_message(data, Request)) for name, data in reversed(list(requests.items()))
         }
 
-    def _answer(self, name: str, request: Request) -> SiteResponse:
+    def _answer(self, name: str, request: Request) -> SiteReply:
         fate = self.fate(name, request)
         if fate == GONE:
-            return SiteResponse(None, "it was away")
+            return SiteReply(None, "it was away")
         place = self.folder / name / request.run
         at = (request.round, request.attempt, request.query)
         reply = self.sites[name].run_request(
@@ -65,10 +65,10 @@ class Link:
         )
         prune_memories(place, parse_round_key(request.oldest))
         if fate == LOST:
-            return SiteResponse(None, "it did not answer in time")
+            return SiteReply(None, "it did not answer in time")
         if fate == NOISE:
-            return SiteResponse(b"noise")
-        return SiteResponse(write_message(replace(reply, round=7) if fate == OTHER else reply))
+            return SiteReply(b"noise")
+        return SiteReply(write_message(replace(reply, round=7) if fate == OTHER else reply))
 
 
 class Stage(NamedTuple):
@@ -351,8 +351,8 @@ def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
     scenery = stage(cohort=4, rules=Rules(strikes=1))
     whole = scenery.link.exchange
 
-    def exchange(requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
-        full = SiteResponse(write_message(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
+    def exchange(requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteReply]:
+        full = SiteReply(write_message(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
         return {**whole(requests, what), "site-3": full}
 
     scenery.link.exchange = exchange

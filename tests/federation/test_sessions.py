@@ -24,7 +24,8 @@ from halfmoon.federation.protocol.messages import (
     read_message,
     write_message,
 )
-from halfmoon.federation.server.sessions import MAX_RESENDS, RETRY_SECONDS, ClientManager, SiteResponse
+from halfmoon.federation.server.connection import SiteReply
+from halfmoon.federation.server.sessions import MAX_RESENDS, RETRY_SECONDS, ClientManager
 from halfmoon.federation.site.runtime import check_version
 
 
@@ -44,7 +45,7 @@ def test_sites_are_known_by_name(transport: FakeTransport, manager: ClientManage
     """Each site gets its own request, and answers come in the order of the requests, not of the post."""
     assert manager.connected_sites == list(SITES)
     replies = manager.exchange({"west": b"w", "north": b"n"}, "round 1")
-    assert replies == {"west": SiteResponse(b"west:w"), "north": SiteResponse(b"north:n")}
+    assert replies == {"west": SiteReply(b"west:w"), "north": SiteReply(b"north:n")}
     assert list(replies) == ["west", "north"]
     assert sorted((number, data) for _, number, data in transport.requests) == [(7, b"n"), (31, b"w")]
     assert manager.acceptances["south"].labeled == 4
@@ -73,7 +74,7 @@ def test_a_first_process_that_is_still_listed_does_not_come_back(
     transport.fake_nodes[7] = FakeNode(list, lambda data: [])
     transport.schedule(transport.time + 5, lambda: transport.fake_nodes.update({8: make_node("north", 70.0, b"new")}))
     before = len(transport.offers)
-    assert exchange_messages(manager)["north"] == SiteResponse(b"new")
+    assert exchange_messages(manager)["north"] == SiteReply(b"new")
     assert {number for _, number in transport.offers[before:]} == {8}
     assert [number for _, number, _ in transport.requests if number in (7, 8)] == [7, 8]
 
@@ -84,11 +85,11 @@ def test_two_live_nodes_with_one_name(transport: FakeTransport, manager: ClientM
     transport.fake_nodes[7] = make_node("north", 80.0, b"first")
     transport.fake_nodes[8] = make_node("north", 80.0, b"second")
     replies = exchange_messages(manager, "north", "south", "west")
-    assert replies["north"] == SiteResponse(b"second")
+    assert replies["north"] == SiteReply(b"second")
     assert transport.count_logged("north is there again") == 1
     assert len([number for _, number, _ in transport.requests if number in (7, 8)]) <= 2
     del transport.fake_nodes[8]
-    assert exchange_messages(manager, "north")["north"] == SiteResponse(b"first")
+    assert exchange_messages(manager, "north")["north"] == SiteReply(b"first")
 
 
 def test_a_vanished_site_is_waited_for_and_given_up(transport: FakeTransport, manager: ClientManager) -> None:
@@ -99,7 +100,7 @@ def test_a_vanished_site_is_waited_for_and_given_up(transport: FakeTransport, ma
     transport.schedule(start_time + 10, lambda: transport.fake_nodes.pop(7))
     replies = exchange_messages(manager)
     assert replies["north"].data is None
-    assert "not connected for 20 s" in replies["north"].reason
+    assert "not connected for 20 s" in replies["north"].problem
     assert 30 < transport.time - start_time < 35
     assert replies["south"].data == b"south:do"
     assert transport.count_logged("north is no longer connected") == 1
@@ -117,7 +118,7 @@ def test_a_vanished_site_of_which_the_post_tells(transport: FakeTransport, manag
     start_time = transport.time
     transport.schedule(start_time + 9, lambda: transport.fake_nodes.pop(7))
     replies = exchange_messages(manager)
-    assert replies["north"] == SiteResponse(None, "it was not connected for 20 s")
+    assert replies["north"] == SiteReply(None, "it was not connected for 20 s")
     assert 30 < transport.time - start_time < 32
 
 
@@ -126,14 +127,14 @@ def test_a_short_break_costs_nothing(transport: FakeTransport, manager: ClientMa
     there = transport.fake_nodes[7] = make_node("north", 40.0)
     transport.schedule(transport.time + 10, lambda: transport.fake_nodes.pop(7))
     transport.schedule(transport.time + 20, lambda: transport.fake_nodes.update({7: there}))
-    assert exchange_messages(manager)["north"] == SiteResponse(b"north:do")
+    assert exchange_messages(manager)["north"] == SiteReply(b"north:do")
     assert [number for _, number, _ in transport.requests].count(7) == 1
 
 
 def test_a_site_that_comes_back_within_its_absence_is_asked(transport: FakeTransport, manager: ClientManager) -> None:
     del transport.fake_nodes[7]
     transport.schedule(transport.time + 15, lambda: transport.fake_nodes.update({70: make_node("north")}))
-    assert exchange_messages(manager)["north"] == SiteResponse(b"north:do")
+    assert exchange_messages(manager)["north"] == SiteReply(b"north:do")
 
 
 def test_a_late_answer_is_named_and_discarded(transport: FakeTransport, manager: ClientManager) -> None:
@@ -141,7 +142,7 @@ def test_a_late_answer_is_named_and_discarded(transport: FakeTransport, manager:
     transport.fake_nodes[7] = make_node("north", 130.0, b"late")
     start_time = transport.time
     replies = exchange_messages(manager)
-    assert replies["north"] == SiteResponse(None, "it did not answer within 100 s")
+    assert replies["north"] == SiteReply(None, "it did not answer within 100 s")
     assert 100 < transport.time - start_time < 101
     assert transport.count_logged("waiting for north: ") == 1
     transport.fake_nodes[7] = make_node("north", 20.0, b"on time")
@@ -252,7 +253,7 @@ def test_a_site_that_has_forgotten_joins_again_and_is_asked_again(
     )
     offers = len(transport.offers)
     start_time = transport.time
-    assert exchange_messages(manager)["north"] == SiteResponse(b"yes do")
+    assert exchange_messages(manager)["north"] == SiteReply(b"yes do")
     assert [number for _, number in transport.offers[offers:]] == [7]
     assert len([number for _, number, _ in transport.requests if number == 7]) == 2
     assert transport.time - start_time < 6, "nobody waits half a minute for it"
@@ -269,17 +270,17 @@ def test_sending_again_has_an_end(
     """A site that never knows the federation, or dies of each request, gets it once and `RESENDS` times more."""
     transport.fake_nodes[7] = FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [(1.0, comes)])
     replies = exchange_messages(manager)
-    assert replies["north"] == SiteResponse(None, reason)
+    assert replies["north"] == SiteReply(None, reason)
     assert len([number for _, number, _ in transport.requests if number == 7]) == 1 + MAX_RESENDS
-    assert replies["south"] == SiteResponse(b"south:do")
+    assert replies["south"] == SiteReply(b"south:do")
     transport.fake_nodes[7] = make_node("north")
-    assert exchange_messages(manager)["north"] == SiteResponse(b"north:do"), "the count is of one exchange"
+    assert exchange_messages(manager)["north"] == SiteReply(b"north:do"), "the count is of one exchange"
 
 
 def test_a_refusal_of_work_is_an_answer(transport: FakeTransport, manager: ClientManager) -> None:
     text = make_refusal(FAILED, "its disk is full")
     transport.fake_nodes[7] = make_node("north", reply=text)
-    assert exchange_messages(manager)["north"] == SiteResponse(text)
+    assert exchange_messages(manager)["north"] == SiteReply(text)
     assert read_message(text, Refusal).kind == FAILED
     assert len([number for _, number, _ in transport.requests if number == 7]) == 1
 
@@ -331,7 +332,7 @@ def test_a_post_that_takes_nothing_is_not_waited_for_without_end(
     message = len(transport.log)
     transport.broken_calls.add("send")
     replies = exchange_messages(manager)
-    assert {reply.reason for reply in replies.values()} == {"it was not connected for 20 s"}
+    assert {reply.problem for reply in replies.values()} == {"it was not connected for 20 s"}
     transport.broken_calls.clear()
     assert exchange_messages(manager)["north"].data == b"north:do"
     assert len(transport.log) == message + 2
@@ -358,7 +359,7 @@ def test_a_request_that_cannot_be_sent_is_sent_later(transport: FakeTransport, m
     transport.full_nodes.add(7)
     transport.schedule(transport.time + 5, lambda: transport.broken_calls.clear())
     transport.schedule(transport.time + 10, lambda: transport.full_nodes.clear())
-    assert exchange_messages(manager)["north"] == SiteResponse(b"north:do")
+    assert exchange_messages(manager)["north"] == SiteReply(b"north:do")
     assert len(transport.requests) == 3
 
 
@@ -454,4 +455,4 @@ def test_who_is_gone_stays_known(transport: FakeTransport, manager: ClientManage
 def test_what_is_no_message_is_handed_on(transport: FakeTransport, manager: ClientManager, spoiled: bytes) -> None:
     """The roster does not judge answers: who asked does, and counts them."""
     transport.fake_nodes[7] = make_node("north", reply=spoiled)
-    assert exchange_messages(manager)["north"] == SiteResponse(spoiled)
+    assert exchange_messages(manager)["north"] == SiteReply(spoiled)

@@ -33,8 +33,8 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteMemory, prune_memories
 from halfmoon.methods import registry
@@ -91,11 +91,11 @@ class Line:
     member: SiteClient
     pairs: list[tuple[bytes, bytes]] = field(default_factory=list)
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteReply]:
         """Have the member answer."""
         for data in requests.values():
             self.pairs.append((data, self.member.reply_to(data)))
-        return dict.fromkeys(requests, SiteResponse(self.pairs[-1][1]))
+        return dict.fromkeys(requests, SiteReply(self.pairs[-1][1]))
 
 
 def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tuple[bytes, bytes]]:

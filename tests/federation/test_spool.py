@@ -25,7 +25,7 @@ from halfmoon.federation.protocol.messages import Reply, Request, read_message, 
 from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server import connection as spools
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
-from halfmoon.federation.server.connection import Clock, NodeIdentity, Spool, SpooledFile, TransportReply, read_content
+from halfmoon.federation.server.connection import Clock, NodeIdentity, SiteReply, Spool
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import ClientManager
@@ -56,16 +56,12 @@ class Desk:
         self.waiting |= {ids[number]: (number, data, asks) for number, data in mail.items()}
         return ids
 
-    def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
+    def collect(self, message_ids: Sequence[str]) -> Iterator[SiteReply]:
         for ticket in reversed([each for each in message_ids if each in self.waiting]):
             number, data, asks = self.waiting.pop(ticket)
             name = ABOUT.sites[number]
-            yield TransportReply(
-                ticket,
-                make_acceptance(name, federation=ABOUT.hash, labeled=20, unlabeled=20)
-                if asks
-                else self.answer(number, data),
-            )
+            accepts = make_acceptance(name, federation=ABOUT.hash, labeled=20, unlabeled=20)
+            yield SiteReply(accepts if asks else self.answer(number, data), message_id=ticket)
 
     def answer(self, number: int, data: bytes) -> bytes:
         requested = read_message(data, Request)
@@ -170,10 +166,13 @@ def test_a_file_goes_with_its_last_reader_and_is_for_nobody_else(tmp_path: Path)
     """What a killed server left behind goes when the next begins."""
     spool = Spool(tmp_path / "run" / "spool")
     spool.folder.parent.mkdir()
-    first = spool.store(b"one")
-    second = spool.store(b"two")
-    assert isinstance(first, SpooledFile)
-    assert (read_content(first), read_content(second), read_content(b"three")) == (b"one", b"two", b"three")
+    first, second, third = (SiteReply(data) for data in (b"one", b"two", b"three"))
+    spool.store(first)
+    spool.store(second)
+    assert first.path is not None
+    assert first.has_arrived
+    assert (first.data, third.path) == (None, None)
+    assert (first.read(), second.read(), third.read()) == (b"one", b"two", b"three")
     assert first.path.stat().st_mode & 0o777 == 0o600
     assert spool.folder.stat().st_mode & 0o777 == 0o700
     path = first.path
@@ -189,7 +188,9 @@ def test_a_full_disk_leaves_answers_in_memory(tmp_path: Path, monkeypatch: pytes
     def full(handle: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
+    reply = SiteReply(b"one")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        assert spool.store(b"one") == b"one"
+        spool.store(reply)
+    assert (reply.path, reply.read()) == (None, b"one")
     assert not list(spool.folder.iterdir())

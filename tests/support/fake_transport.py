@@ -10,8 +10,8 @@ from text_log import TextLog
 
 from halfmoon.federation.protocol.messages import Acceptance, Refusal, write_message
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.server.connection import Clock, NodeIdentity, TransportReply
-from halfmoon.federation.server.sessions import ClientManager, SiteResponse
+from halfmoon.federation.server.connection import Clock, NodeIdentity, SiteReply
+from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.runs.factory import ImageSpec
 
 VERSION = metadata.version("halfmoon")
@@ -165,13 +165,13 @@ class FakeTransport:
             self._pending += [(self.time + delay, message_ids[number], reply) for delay, reply in replies]
         return message_ids
 
-    def collect(self, message_ids: Sequence[str]) -> Sequence[TransportReply]:
+    def collect(self, message_ids: Sequence[str]) -> Sequence[SiteReply]:
         """Return the replies that have arrived, in reverse order: a transport does not guarantee any order."""
         self._connect("collect")
         arrived = [each for each in self._pending if each[0] <= self.time and each[1] in message_ids]
         self._pending = [each for each in self._pending if each not in arrived]
         return [
-            TransportReply(message_id, data, "it fell over" if data is None else "")
+            SiteReply(data, "it fell over" if data is None else "", message_id)
             for _, message_id, data in reversed(arrived)
         ]
 
@@ -186,6 +186,6 @@ class FakeTransport:
 
 def exchange_messages(
     manager: ClientManager, *names: str, data: bytes = b"do", purpose: str = "round 1"
-) -> dict[str, SiteResponse]:
+) -> dict[str, SiteReply]:
     """Send the same data to some sites, by default all, and return their responses."""
     return manager.exchange(dict.fromkeys(names or SITES, data), purpose)

@@ -58,9 +58,9 @@ from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server import plan
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.methods import registry
 from halfmoon.report.tables import comparison_table
@@ -823,12 +823,12 @@ class DirectLink:
         self.reply = reply
         self.exchanges: list[tuple[str, bytes, bytes]] = []
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteReply]:
         found = {}
         for site, data in requests.items():
             reply = self.reply(site, data)
             self.exchanges.append((site, data, reply))
-            found[site] = SiteResponse(reply)
+            found[site] = SiteReply(reply)
         return found
 
 

@@ -14,8 +14,8 @@ from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.federation.protocol.messages import Request, read_message, write_message
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.storage.state_store import StateView, TreeStore
 
@@ -67,14 +67,14 @@ class Wire:
         self.sites = sites
         self.messages: list[bytes] = []
 
-    def exchange(self, requests: Mapping[str, bytes], description: str) -> Mapping[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], description: str) -> Mapping[str, SiteReply]:
         """Deliver requests and return the replies, last site first: the server must not rely on their order."""
         self.messages += requests.values()
         replies: dict[str, bytes] = {}
         for name in reversed(list(requests)):
             replies[name] = run_site_request(self.sites[name], requests[name])
         self.messages += replies.values()
-        return {name: SiteResponse(data) for name, data in replies.items()}
+        return {name: SiteReply(data) for name, data in replies.items()}
 
 
 def run_site_request(site: SiteRuntime, data: bytes) -> bytes:

@@ -21,10 +21,10 @@ from halfmoon.federation.protocol import limits, messages
 from halfmoon.federation.protocol.messages import ECHOED_FIELDS, MalformedMessage, Refusal, Reply, Request
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe
 from halfmoon.federation.server.cohorts import Quarantine
-from halfmoon.federation.server.connection import SpooledFile, load_tree, read_content
+from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.secure_sum import sum_layout, sum_spec
-from halfmoon.federation.server.sessions import NOT_CONNECTED, SiteResponse
+from halfmoon.federation.server.sessions import NOT_CONNECTED
 from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, update_norm
 from halfmoon.models import Network
 from halfmoon.storage.events import EventList, EventRecorder
@@ -151,7 +151,7 @@ class RunIdentity(NamedTuple):
 class Link(Protocol):
     """Carries messages to sites and back, without reading them."""
 
-    def exchange(self, requests: Mapping[str, bytes], description: str) -> Mapping[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], description: str) -> Mapping[str, SiteReply]:
         """Send each site its request and return the responses by site; `description` names the exchange in the log."""
         ...
 
@@ -183,25 +183,29 @@ class Inspection:
 
 @dataclass(frozen=True)
 class CheckedReply:
-    """A reply that may change the model. Its upload remains in the spool until it is aggregated.
+    """A well-formed reply to a request. Once all checks are passed, its upload is only in the spool until aggregation.
 
     Attributes:
-        reply: the reply without its upload.
-        data: the bytes of the whole message.
-        shape: the layout of the trees in `data`.
-        weight: the weight of the upload; 0 for masked uploads.
-        norm: the Euclidean norm of the update; 0 for masked uploads.
+        reply: the reply; without its upload once all checks are passed.
+        received: the bytes of the whole reply.
+        layout: for each tree in the bytes the nested names of its tensors.
+        weight: the weight of the upload; 0 for masked uploads, and before it is measured.
+        norm: the Euclidean norm of the update; 0 for masked uploads, and before it is measured.
     """
 
     reply: Reply
-    data: bytes | SpooledFile
-    shape: dict[str, Any]
-    weight: float
-    norm: float
+    received: SiteReply
+    layout: dict[str, Any]
+    weight: float = 0.0
+    norm: float = 0.0
+
+    def without_upload(self, weight: float, norm: float) -> "CheckedReply":
+        """Free the memory of the upload, of which the weight and the norm of the update remain."""
+        return replace(self, reply=replace(self.reply, upload={}), weight=weight, norm=norm)
 
     def load_upload(self) -> Reply:
         """Return the reply with its upload."""
-        return replace(self.reply, upload=load_tree(self.data, self.shape, "up"))
+        return replace(self.reply, upload=self.received.load_tree(self.layout, "up"))
 
 
 @dataclass
@@ -232,7 +236,7 @@ class SiteCalls:
         if self.quarantine is None:
             self.quarantine = Quarantine(self.names, self.rules.strikes, None)
 
-    def exchange(self, requests: Mapping[str, Request], description: str) -> Mapping[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, Request], description: str) -> Mapping[str, SiteReply]:
         """Send each site its request and return the unchecked responses; `description` names the exchange in the log."""
         return self.link.exchange(_serialize(requests), description)
 
@@ -353,14 +357,12 @@ class SiteCalls:
         evaluation_spec = limits.evaluation_spec(network.classes) if request.evaluation else {}
         return limits.max_message_bytes([upload_spec or {}, evaluation_spec])
 
-    def read_reply(self, site: str, response: SiteResponse, request: Request, max_bytes: int) -> Reply | None:
+    def read_reply(self, site: str, response: SiteReply, request: Request, max_bytes: int) -> Reply | None:
         """Read a response; one that is missing, refuses or is malformed is logged and gives None."""
-        result = self._read(site, response, request, max_bytes)
-        return None if result is None else result[0]
+        checked = self._read(site, response, request, max_bytes)
+        return None if checked is None else checked.reply
 
-    def _read(
-        self, site: str, response: SiteResponse, request: Request, max_bytes: int
-    ) -> tuple[Reply, dict[str, Any]] | None:
+    def _read(self, site: str, response: SiteReply, request: Request, max_bytes: int) -> CheckedReply | None:
         """Parse a site's response and check that it replies to this request.
 
         What cannot be used is logged. A missing reply and a refusal have no further effect, since an honest site may
@@ -368,24 +370,25 @@ class SiteCalls:
 
         Args:
             site: the site.
-            response: its `data` is the serialized reply, or None, for a `reason`. With both, the transport received a
-                reply that cannot be used, for example because it is too large.
+            response: the serialized reply, or none, for a `problem`. With both, the transport received a reply that
+                cannot be used, for example because it is too large.
             request: the request.
             max_bytes: size above which a reply is not parsed.
 
         Returns:
-            The reply and the layout of its tensors in the message; None if it cannot be used.
+            The reply, whose upload is not checked or measured yet; None if it cannot be used.
         """
         round_number = request.round + 1
-        if response.data is None:
-            event = "site_absent" if response.reason.startswith(NOT_CONNECTED) else "site_skipped"
-            text = f"{site} has no part in round {round_number}: {response.reason}"
-            self.log.record(event, text, site=site, round=round_number, reason=response.reason)
+        if not response.has_arrived:
+            reason = response.problem
+            event = "site_absent" if reason.startswith(NOT_CONNECTED) else "site_skipped"
+            text = f"{site} has no part in round {round_number}: {reason}"
+            self.log.record(event, text, site=site, round=round_number, reason=reason)
             return None
-        if response.reason:  # the site has replied, so this counts
-            return self.reject(site, response.reason, request.round)
+        if response.problem:  # the site has replied, so this counts
+            return self.reject(site, response.problem, request.round)
         try:
-            unparsed = messages.scan_message(read_content(response.data), Reply, Refusal, limit=max_bytes)
+            unparsed = messages.scan_message(response.read(), Reply, Refusal, limit=max_bytes)
             message = unparsed.parse_trees()
         except MalformedMessage as error:
             return self.reject(site, str(error), request.round)
@@ -398,11 +401,11 @@ class SiteCalls:
         if any(getattr(request, name) != getattr(message, name) for name in ECHOED_FIELDS):
             answered = f"round {message.round + 1}, query {message.query + 1} ({message.client_update[:40]})"
             return self.reject(site, f"it answers {answered}", request.round)
-        return message, unparsed.layout
+        return CheckedReply(message, response, unparsed.layout)
 
     def check_replies(
         self,
-        responses: Mapping[str, SiteResponse],
+        responses: Mapping[str, SiteReply],
         requests: Mapping[str, Request],
         context: ClientContext,
         downloads: Mapping[str, Tree],
@@ -440,7 +443,7 @@ class SiteCalls:
     def _read_and_check(
         self,
         site: str,
-        response: SiteResponse,
+        response: SiteReply,
         request: Request,
         context: ClientContext,
         received: Tree,
@@ -465,10 +468,10 @@ class SiteCalls:
         """
         masked = self.inspection.keys is not None
         max_bytes = self.max_reply_bytes(None if masked else context, request, received, network)
-        result = self._read(site, response, request, max_bytes)
-        if result is None or response.data is None:
+        checked = self._read(site, response, request, max_bytes)
+        if checked is None:
             return None
-        reply, layout = result
+        reply = checked.reply
         weight = 0.0
         norm = 0.0
         if self.inspection.upload_probe is not None:
@@ -482,8 +485,7 @@ class SiteCalls:
                 if fault is not None:
                     return self.reject(site, fault, context.round)
                 weight, norm = _measure_upload(upload, received, context)
-        reply_without_upload = replace(reply, upload={})
-        return CheckedReply(reply_without_upload, response.data, layout, weight, norm)
+        return checked.without_upload(weight, norm)
 
     def _find_layout_fault(
         self, upload_probe: UploadProbe, site: str, reply: Reply, context: ClientContext, received: Tree

@@ -22,18 +22,61 @@ SPOOL_FOLDER = "spool"
 """Subfolder of a run for replies that wait to be aggregated."""
 
 
-class TransportReply(NamedTuple):
-    """The result of one message.
+@dataclass
+class SiteReply:
+    """The reply of a site to one message as it has arrived: bytes in memory or in a file, or why there are none.
 
     Attributes:
-        message_id: the id that `Transport.send` returned.
-        data: the site's reply, or None if there is none.
-        problem: why the reply does not count, or "".
+        data: the serialized reply; None if there is none, or if it is in a file.
+        problem: why there is no reply, or why it does not count; "" otherwise.
+        message_id: the id of the message, which `Transport.send` returned; "" if no message was sent.
+        path: the file of the reply, or None. It is deleted with this object.
     """
 
-    message_id: str
     data: bytes | None
     problem: str = ""
+    message_id: str = field(default="", compare=False)
+    path: Path | None = field(default=None, init=False, compare=False)
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if the site has replied; `problem` may still be why the reply does not count."""
+        return self.data is not None or self.path is not None
+
+    def move_to_file(self, path: Path) -> None:
+        """Move the reply from memory to a new file that only this user can read; raises OSError."""
+        try:
+            with atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as handle:
+                atomic_io.write_all(handle, self.read())
+        except OSError:
+            _remove(path)
+            raise
+        weakref.finalize(self, _remove, path)  # unlike __del__, it also runs when the process exits
+        self.path = path
+        self.data = None
+
+    def read(self) -> bytes:
+        """Return the serialized reply, of which there must be one; raise UserError if its file cannot be read."""
+        if self.path is None:
+            assert self.data is not None
+            return self.data
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            message = f"{self.path}: the reply of a site cannot be read back ({atomic_io.error_reason(error)})."
+            raise UserError(message) from error
+
+    def load_tree(self, layout: dict[str, Any], name: str) -> Tree:
+        """Load one tree of tensors, without the other trees of the reply.
+
+        Args:
+            layout: for each tree of the reply the nested names of its tensors.
+            name: the tree to load, such as "up" for the upload.
+        """
+        tree_layout = {name: layout.get(name, {})}  # an empty tree has none
+        if self.path is not None:  # mapped into memory, so that only this tree is read from the disk
+            return map_tree(self.path, tree_layout)[name]
+        return unpack(self.read(), tree_layout)[name]
 
 
 class NodeIdentity(NamedTuple):
@@ -72,7 +115,7 @@ class Transport(Protocol):
         """
         ...
 
-    def collect(self, message_ids: Sequence[str]) -> Iterable[TransportReply]:
+    def collect(self, message_ids: Sequence[str]) -> Iterable[SiteReply]:
         """Yield the replies to these messages that have arrived; each is fetched only when it is needed."""
         ...
 
@@ -109,14 +152,14 @@ class Connection:
             return {}
         return self._attempt("send", lambda: self.transport.send(mail, seconds, is_offer)) or {}
 
-    def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
+    def collect(self, message_ids: Sequence[str]) -> Iterator[SiteReply]:
         """Yield the replies to these messages that have arrived, one at a time, until there are no more.
 
         The same if the transport fails in between: the remaining replies are collected by a later call.
         """
-        iterators: list[Iterator[TransportReply]] = []  # the transport's iterator, once it is created
+        iterators: list[Iterator[SiteReply]] = []  # the transport's iterator, once it is created
 
-        def next_reply() -> TransportReply | None:
+        def next_reply() -> SiteReply | None:
             # Creating the iterator may fail as well, so it belongs to the attempt to get the first reply.
             if not iterators:
                 iterators.append(iter(self.transport.collect(message_ids)))
@@ -150,22 +193,6 @@ class Connection:
         return result
 
 
-class SpooledFile:
-    """Bytes in a file that is deleted with the last reference to this object."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        weakref.finalize(self, _remove, path)  # unlike __del__, it also runs when the process exits
-
-    def read(self) -> bytes:
-        """Read the file; raise UserError if that fails."""
-        try:
-            return self.path.read_bytes()
-        except OSError as error:
-            message = f"{self.path}: the reply of a site cannot be read back ({atomic_io.error_reason(error)})."
-            raise UserError(message) from error
-
-
 class Spool:
     """A folder for replies that wait. A reply for which the disk has no space stays in memory."""
 
@@ -177,44 +204,15 @@ class Spool:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def store(self, data: bytes) -> bytes | SpooledFile:
-        """Write a reply to a new file that only this user can read, so that waiting replies need no memory.
+    def store(self, reply: SiteReply) -> None:
+        """Move a reply to a new file, so that waiting replies need no memory.
 
-        Args:
-            data: the serialized reply.
-
-        Returns:
-            The file. If it cannot be written, for example because the disk is full: `data`, which remains in memory.
+        If the file cannot be written, for example because the disk is full, the reply remains in memory.
         """
         self._count += 1
-        path = self.folder / f"{self._count}.safetensors"
-        try:
+        with suppress(OSError):
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            with atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as handle:
-                atomic_io.write_all(handle, data)
-        except OSError:
-            _remove(path)
-            return data
-        return SpooledFile(path)
-
-
-def read_content(data: bytes | SpooledFile) -> bytes:
-    """Read the bytes of a reply, from memory or from its file."""
-    return data.read() if isinstance(data, SpooledFile) else data
-
-
-def load_tree(data: bytes | SpooledFile, layout: dict[str, Any], name: str) -> Tree:
-    """Load one tree of tensors from a serialized message, without the other trees.
-
-    Args:
-        data: the message. A file is mapped into memory, so that only this tree is read from the disk.
-        layout: for each tree of the message the nested names of its tensors.
-        name: the tree to load, such as "up" for the upload.
-    """
-    tree_layout = {name: layout.get(name, {})}  # an empty tree has none
-    if isinstance(data, SpooledFile):
-        return map_tree(data.path, tree_layout)[name]
-    return unpack(data, tree_layout)[name]
+            reply.move_to_file(self.folder / f"{self._count}.safetensors")
 
 
 def _remove(path: Path) -> None:

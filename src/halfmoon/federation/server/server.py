@@ -47,7 +47,7 @@ from halfmoon.federation.protocol.terms import image_spec_name, load_labeled_ima
 from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.cohorts import Quarantine
-from halfmoon.federation.server.connection import SPOOL_FOLDER, Spool, Transport, read_content
+from halfmoon.federation.server.connection import SPOOL_FOLDER, Spool, Transport
 from halfmoon.federation.server.plan import FederationPlan
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.secure_sum import lasting_keys
@@ -780,11 +780,11 @@ def send_model(manager: ClientManager, site_names: Sequence[str], message: bytes
     failures: dict[str, str] = {}  # why a site does not have the model, by site
     responses = manager.exchange(dict.fromkeys(site_names, message), "the final model")
     for name, response in responses.items():
-        if response.data is None:
-            failures[name] = response.reason
+        if not response.has_arrived:
+            failures[name] = response.problem
             continue
         try:
-            reply = read_message(read_content(response.data), Receipt, Refusal)
+            reply = read_message(response.read(), Receipt, Refusal)
         except MalformedMessage as error:
             failures[name] = str(error)
             continue

@@ -6,7 +6,6 @@ This module does not read requests. `Membership` tracks which sites are connecte
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import (
@@ -20,7 +19,7 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.protocol.polling import PollSchedule
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.server.connection import Clock, Connection, NodeIdentity, Spool, SpooledFile, Transport
+from halfmoon.federation.server.connection import Clock, Connection, NodeIdentity, SiteReply, Spool, Transport
 from halfmoon.storage.events import EventRecorder
 
 MAX_PAUSE_SECONDS = 0.5
@@ -47,18 +46,6 @@ MAX_RESENDS = 3
 
 NOT_CONNECTED = "it was not connected for"
 """Beginning of the reason of a site that was not connected."""
-
-
-class SiteResponse(NamedTuple):
-    """The response of a site to one request.
-
-    Attributes:
-        data: the reply, or None if there is none.
-        reason: why there is no reply, or why it does not count.
-    """
-
-    data: bytes | SpooledFile | None
-    reason: str = ""
 
 
 @dataclass
@@ -196,7 +183,7 @@ class ClientManager:
             text = f"{joined_count} of {total} sites are there"
             self.log.record("sites_ready", text, joined=joined_count, total=total)
 
-    def exchange(self, requests: Mapping[str, bytes], description: str) -> dict[str, SiteResponse]:
+    def exchange(self, requests: Mapping[str, bytes], description: str) -> dict[str, SiteReply]:
         """Send each site its request and wait for all responses.
 
         A site that disconnects and returns within its timeout gets the same request once more.
@@ -218,7 +205,7 @@ class ClientManager:
             absent = name in self._absent and name not in self.members.nodes
             waiting[name] = -math.inf if absent else start
         pending: dict[str, _Pending] = {}
-        responses: dict[str, SiteResponse] = {}
+        responses: dict[str, SiteReply] = {}
         send_count: dict[str, int] = dict.fromkeys(requests, 0)
         replied = False  # whether a site has replied
         while len(responses) < len(requests):
@@ -228,11 +215,11 @@ class ClientManager:
             responses |= self._expire(waiting, pending, now, start)
             self._send_waiting(requests, description, start, now, waiting, pending, send_count)
             for name, response in self._receive(pending).items():
-                if response.data is None and send_count[name] <= MAX_RESENDS:
+                if not response.has_arrived and send_count[name] <= MAX_RESENDS:
                     # The request was lost: send it again. The time is not `now`, because receiving may take minutes.
                     waiting[name] = self.clock.now()
                 else:
-                    if response.data is not None and not replied:
+                    if response.has_arrived and not replied:
                         replied = True
                         self._schedule.record(now - start)
                     responses[name] = response
@@ -244,7 +231,7 @@ class ClientManager:
                     self.log.record("waiting_for_replies", text, whom=open_names, detail=description)
                 self._pause(self._schedule, start, now)
         # Sites that did not get a request in this exchange remain marked as absent or not.
-        absent = {name for name in requests if responses[name].reason.startswith(NOT_CONNECTED)}
+        absent = {name for name in requests if responses[name].problem.startswith(NOT_CONNECTED)}
         self._absent = (self._absent - set(requests)) | (absent - self.members.nodes.keys())
         return {name: responses[name] for name in requests}
 
@@ -325,7 +312,7 @@ class ClientManager:
 
     def _expire(
         self, waiting: dict[str, float], pending: dict[str, _Pending], now: float, start: float
-    ) -> dict[str, SiteResponse]:
+    ) -> dict[str, SiteReply]:
         """Give up on sites that were disconnected for too long, exceeded the timeout, or lost their key.
 
         `absence` limits the seconds for which a site may be disconnected, `timeout` those until its reply, even if it
@@ -340,11 +327,11 @@ class ClientManager:
         Returns:
             Responses without data, with the reason, of the sites that were removed from `waiting` or `pending`.
         """
-        responses: dict[str, SiteResponse] = {}
+        responses: dict[str, SiteReply] = {}
         for name, since in list(waiting.items()):
             if not self.members.has_key(name):
                 del waiting[name]
-                responses[name] = SiteResponse(None, NO_KEY)
+                responses[name] = SiteReply(None, NO_KEY)
                 continue
             if "nodes" in self.connection.failing:
                 # The server itself is disconnected, so absence does not count.
@@ -352,7 +339,7 @@ class ClientManager:
             if now - since > self.absence or now - start > self.timeout:
                 del waiting[name]
                 seconds = min(now - since, self.absence)
-                responses[name] = SiteResponse(None, f"{NOT_CONNECTED} {seconds:.0f} s")
+                responses[name] = SiteReply(None, f"{NOT_CONNECTED} {seconds:.0f} s")
         for message_id, request in list(pending.items()):
             if request.node in self.members.connected:
                 request.last_contact = now
@@ -368,10 +355,10 @@ class ClientManager:
             request.end = now
             # Its reply may still arrive. It is then received, so that it does not fill the transport, and discarded.
             self._late[message_id] = pending.pop(message_id)
-            responses[request.name] = SiteResponse(None, reason)
+            responses[request.name] = SiteReply(None, reason)
         return responses
 
-    def _receive(self, pending: dict[str, _Pending]) -> dict[str, SiteResponse]:
+    def _receive(self, pending: dict[str, _Pending]) -> dict[str, SiteReply]:
         """Receive the messages that have arrived: replies, acceptances of offers to join, and late replies.
 
         Sites that accept an offer join the federation, and late replies are discarded.
@@ -383,19 +370,20 @@ class ClientManager:
             The responses to pending requests, by site.
         """
         self.members.check_keys()  # removes sites whose key was withdrawn, so that none of their messages count
-        responses: dict[str, SiteResponse] = {}
+        responses: dict[str, SiteReply] = {}
         expected_ids = [*pending, *self.members.offers, *self._late]
-        for message_id, data, problem in self.connection.collect(expected_ids):
+        for reply in self.connection.collect(expected_ids):
+            message_id = reply.message_id
             # Fetching the messages before this one may have taken minutes, in which a key may have been removed.
             self.members.check_keys()
             if message_id in self.members.offers:
                 node = self.members.offers.pop(message_id)
-                self.members.join(node, data)
+                self.members.join(node, reply.data)
             elif message_id in self._late:
-                self._discard_late(self._late.pop(message_id), data)
+                self._discard_late(self._late.pop(message_id), reply.data)
             elif message_id in pending:
                 request = pending.pop(message_id)
-                responses[request.name] = self._accept_reply(request, data, problem)
+                responses[request.name] = self._accept_reply(request, reply)
         return responses
 
     def _discard_late(self, request: _Pending, data: bytes | None) -> None:
@@ -405,28 +393,31 @@ class ClientManager:
             text = f"{request.name} answered {request.description} {late_seconds:.0f} s too late: discarded"
             self.log.record("reply_late", text, site=request.name)
 
-    def _accept_reply(self, request: _Pending, data: bytes | None, problem: str) -> SiteResponse:
-        """Turn a message into the response of a site, and store its data in the spool.
+    def _accept_reply(self, request: _Pending, reply: SiteReply) -> SiteReply:
+        """Check whether the reply of a site is to be read, and move it to the spool.
 
-        A site whose message cannot be used has to join a second time before it gets another request.
+        A site whose reply cannot be used has to join a second time before it gets another request.
 
         Args:
             request: the request.
-            data: the serialized reply; None if there is none.
-            problem: why the transport has no usable reply, or "". A reply that is too large has empty data and a
-                problem: the site is connected and need not join again, but its reply does not count.
+            reply: what the transport has received. A reply that is too large has empty data and a problem: the site is
+                connected and need not join again, but its reply does not count.
+
+        Returns:
+            The reply, or one without data.
         """
         if not self.members.may_act_as(request.node, request.name):  # its key was removed or replaced
             self._forget_node(request, "")
-            return SiteResponse(None, NO_KEY)
-        if data is None:
-            self._forget_node(request, problem)
-            return SiteResponse(None, problem)
-        if _has_not_joined(data):  # a refusal: after a restart the site does not know the federation any more
+            return SiteReply(None, NO_KEY)
+        if reply.data is None:
+            self._forget_node(request, reply.problem)
+            return reply
+        if _has_not_joined(reply.data):  # a refusal: after a restart the site does not know the federation any more
             self._forget_node(request, "")
-            return SiteResponse(None, "it had to join again")
-        stored = data if self.spool is None else self.spool.store(data)
-        return SiteResponse(stored, problem)
+            return SiteReply(None, "it had to join again")
+        if self.spool is not None:
+            self.spool.store(reply)
+        return reply
 
     def _forget_node(self, request: _Pending, problem: str) -> None:
         """Remove the node of a site that did not reply to a request; a problem that is not "" is logged."""

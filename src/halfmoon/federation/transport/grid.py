@@ -8,7 +8,7 @@ import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from halfmoon.federation.server.connection import NodeIdentity, TransportReply
+from halfmoon.federation.server.connection import NodeIdentity, SiteReply
 from halfmoon.federation.transport import internals
 from halfmoon.storage import atomic_io
 
@@ -119,7 +119,7 @@ class GridTransport:
         # If all messages are refused, Flower returns an empty list.
         return {node: message_id for node, message_id in zip(mail, message_ids, strict=False) if message_id}
 
-    def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
+    def collect(self, message_ids: Sequence[str]) -> Iterator[SiteReply]:
         """Yield the replies to these messages that have arrived.
 
         Each is fetched only when it is needed, so that one reply at a time is in memory.
@@ -135,7 +135,7 @@ class GridTransport:
         for message_id in complete:
             yield from self._collect(message_id)
 
-    def _collect(self, message_id: str) -> list[TransportReply]:
+    def _collect(self, message_id: str) -> list[SiteReply]:
         """Fetch the reply to one message; a reply that is too large or invalid becomes one with a problem.
 
         Replies are fetched one by one. If they were fetched together, one that Flower cannot assemble would lose all.
@@ -148,17 +148,17 @@ class GridTransport:
             with _connecting():
                 return [_reply(message) for message in self.grid.pull_messages([message_id])]
         except internals.Oversized:
-            return [TransportReply(message_id, b"", OVERSIZED)]
+            return [SiteReply(b"", OVERSIZED, message_id)]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError):
-            return [TransportReply(message_id, None, UNREADABLE)]
+            return [SiteReply(None, UNREADABLE, message_id)]
 
 
-def _reply(message: Message) -> TransportReply:
+def _reply(message: Message) -> SiteReply:
     message_id = message.metadata.reply_to_message_id
     if message.has_error():
         # The reason may contain a traceback with paths of the site, so only its code is used.
-        return TransportReply(message_id, None, describe_error(message.error.code))
-    return TransportReply(message_id, unwrap_message(message.content))
+        return SiteReply(None, describe_error(message.error.code), message_id)
+    return SiteReply(unwrap_message(message.content), message_id=message_id)
 
 
 def describe_error(code: int) -> str:
