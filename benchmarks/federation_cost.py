@@ -56,7 +56,7 @@ from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.transport import client_app as clients
 from halfmoon.federation.transport import local
 from halfmoon.federation.transport.contact import Address
-from halfmoon.federation.transport.grid import unwrap_message
+from halfmoon.federation.transport.records import unwrap_message
 from halfmoon.runs import runner
 from halfmoon.runs.factory import build_task
 from halfmoon.sites.folders import prepare_site
@@ -179,6 +179,8 @@ def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
     run, port = plan.folder / "served", free_port()
     for log in file.parent.glob(LOGS):
         log.unlink()  # of the play in one process
+    # Flower's default. The shorter time of the other ways would add requests to a round.
+    here = replace(here, more={**here.more, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1"})
     with joined(here, file.parent, port):
         here.run(*halfmoon("serve", file, "--run-dir", run, "--port", str(port)))
     here.clear()

@@ -2,9 +2,13 @@
 
     python benchmarks/federation_link.py [--only loopback slow] [--turns 2] [--out results/federation_link]
 
-FedAvg with three sites (`federation_cost.py`'s) over real processes. On loopback with halfmoon's waits for what is
-under way and with Flower's own, in turns; then over a link of 20 ms each way and 1 Mbit/s in each direction for all
-sites together, which a proxy in this process imposes and whose bytes it counts.
+FedAvg with three sites (`federation_cost.py`'s) over real processes. On loopback in three ways, in turns: with the
+SuperLink's queue on the disk; with fixed pauses between polls, as before they were learned; and as it is. Then over a
+link of 20 ms each way and 1 Mbit/s in each direction for all sites together, which a proxy in this process imposes and
+whose bytes it counts.
+
+The requests to the SuperLink are counted in the processes that send them. Its processor time and its memory are those
+of `/proc`, so this needs Linux.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import shlex
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +31,7 @@ from federation_parity import Place, about, free_port, halfmoon, joined, machine
 
 from halfmoon.core import rng, tree
 from halfmoon.federation.server.plan import load_plan
+from halfmoon.federation.transport.processes import SUPERLINK, lock_path
 from halfmoon.runs.factory import build_task
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import TIMINGS
@@ -33,30 +39,56 @@ from halfmoon.storage.run_folder import TIMINGS
 DELAY, RATE = 0.02, 1e6 / 8
 """Seconds of delay each way, and bytes a second in each direction."""
 
-FLOWERS_WAITS = """\
-from halfmoon.federation.transport import internals
-def waits(object_ids, pull_object_fn):
-    from flwr.supercore.inflatable.inflatable_utils import pull_objects
-    return pull_objects(list(dict.fromkeys(object_ids)), pull_object_fn)
-internals.pull_soon = waits
+COUNTING = """\
+import os, sys, time
+if {fixed} and "halfmoon.federation" in " ".join(sys.orig_argv):
+    from halfmoon.federation.protocol import polling
+    polling.PollSchedule.record = lambda self, waited: None
+class Counter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "httpx":
+            sys.meta_path.remove(self)
+            import httpx
+            send = httpx.Client.send
+            def counted(self, request, **options):
+                with open({log!r}, "a") as log:
+                    log.write(str(time.time()) + "\\n")
+                return send(self, request, **options)
+            httpx.Client.send = counted
+sys.meta_path.insert(0, Counter())
 """
-"""A `sitecustomize` that puts Flower's own waits in place of ours."""
+"""A `sitecustomize` that writes the time of every request to a file, and may let polls have fixed pauses."""
 
 
 class Scene(NamedTuple):
-    """What is played: a network and its width, local steps, rounds, and whether the link is slow or Flower waits."""
+    """One federation.
+
+    Attributes:
+        network: the network.
+        width: its width.
+        steps: local steps.
+        rounds: rounds.
+        slow: whether the link is slow.
+        queue: where the SuperLink stores messages.
+        fixed: whether the pauses between polls are not learned from earlier waits.
+    """
 
     network: str
     width: int
     steps: int
     rounds: int
     slow: bool = False
-    flowers: bool = False
+    queue: str = "memory"
+    fixed: bool = False
 
 
 LOOPBACK = {
-    "small, 20 steps, Flower's waits": Scene("small", 16, 20, 8, flowers=True),
+    "small, 20 steps, queue on disk, fixed pauses": Scene("small", 16, 20, 8, queue="disk", fixed=True),
+    "small, 20 steps, fixed pauses": Scene("small", 16, 20, 8, fixed=True),
     "small, 20 steps": Scene("small", 16, 20, 8),
+    "ResNet-9, 20 steps, queue on disk, fixed pauses": Scene("resnet9", 16, 20, 8, queue="disk", fixed=True),
+    "ResNet-9, 20 steps, fixed pauses": Scene("resnet9", 16, 20, 8, fixed=True),
+    "ResNet-9, 20 steps": Scene("resnet9", 16, 20, 8),
     "small, 1,000 steps": Scene("small", 16, 1000, 5),
 }
 SLOW = {
@@ -120,19 +152,43 @@ class Proxy:
             thread.join(10)
 
 
+class Mark(NamedTuple):
+    """What was counted when a round had ended: the time, bytes on the wire, and the SuperLink's processor time."""
+
+    time: float
+    bytes: int
+    processor: float
+
+
 @dataclass
 class Found:
-    """Seconds of rounds and of their slowest site's computing; bytes a round on the wire, None without a proxy."""
+    """The measurements of a scene, of all rounds but the first.
+
+    Attributes:
+        necessary: bytes that a round has to carry.
+        rounds: seconds of each round.
+        computing: seconds of its slowest site's computing.
+        requests: requests a round to the SuperLink, of each turn.
+        processor: seconds of the processor a round of the SuperLink, of each turn.
+        memory: the most megabytes of the SuperLink, of each turn.
+        wire: bytes a round on the wire; None without a proxy.
+    """
 
     necessary: int
     rounds: list[float] = field(default_factory=list)
     computing: list[float] = field(default_factory=list)
+    requests: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
     wire: float | None = None
 
     def add(self, other: "Found") -> None:
-        """Take in another turn."""
+        """Add the measurements of another turn."""
         self.rounds += other.rounds
         self.computing += other.computing
+        self.requests += other.requests
+        self.processor += other.processor
+        self.memory += other.memory
 
 
 def necessary(file: Path) -> int:
@@ -142,55 +198,89 @@ def necessary(file: Path) -> int:
     return 2 * SITES * tree.nbytes(model)
 
 
+def read_superlink(run: Path) -> tuple[float, float]:
+    """Read the SuperLink's processor time in seconds, and the most memory that it has had, in megabytes; 0 without one."""
+    number = atomic_io.read(lock_path(run / "flower", SUPERLINK)) or b""
+    try:
+        process = Path("/proc", str(int(number)))
+        times = (process / "stat").read_text().rsplit(")", 1)[1].split()[11:13]
+        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        memory = int(status["VmHWM"].split()[0]) / 1e3
+    except (OSError, ValueError, KeyError):  # it has not started, or has just ended
+        return 0.0, 0.0
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK"), memory
+
+
 def play(here: Place, name: str, scene: Scene) -> Found:
-    """Play one federation; all rounds count but the first."""
+    """Run one federation and measure all of its rounds but the first."""
     folder = here.folder / f"{name}-{len(list(here.folder.iterdir()))}"
     folder.mkdir()
-    if scene.flowers:
-        (folder / "sitecustomize.py").write_text(FLOWERS_WAITS)
-        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        here = replace(here, more={**here.more, "PYTHONPATH": os.pathsep.join(paths)})
+    requests_log = folder / "requests"
+    requests_log.touch()
+    (folder / "sitecustomize.py").write_text(COUNTING.format(fixed=scene.fixed, log=str(requests_log)))
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    here = replace(here, more={**here.more, "PYTHONPATH": os.pathsep.join(paths)})
     plan = Plan(scene.network, scene.width, scene.rounds, scene.steps, folder)
     file = plan.sites(here)
     run, port = folder / "served", free_port()
     proxy = Proxy(free_port(), port)
-    marks: dict[int, int] = {}
+    marks: dict[int, Mark] = {}
+    memory = [0.0]
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.05):
             played = len(atomic_io.read_rows(run / TIMINGS)) if (run / TIMINGS).exists() else 0
-            marks.setdefault(played, proxy.down.bytes + proxy.up.bytes)
+            processor, most = read_superlink(run)
+            memory[0] = max(memory[0], most)
+            if played not in marks:
+                marks[played] = Mark(time.time(), proxy.down.bytes + proxy.up.bytes, processor)
 
     watcher = threading.Thread(target=watch)
     with proxy.running(), joined(here, file.parent, proxy.port if scene.slow else port):
         watcher.start()
         try:
-            here.run(*halfmoon("serve", file, "--run-dir", run, "--port", str(port)))
+            here.run(*halfmoon("serve", file, "--run-dir", run, "--port", str(port), "--queue", scene.queue))
         finally:
             over.set()
             watcher.join()
     here.clear()
     slowest, _ = trained(file.parent, scene.rounds)
-    found = Found(necessary(file), seconds(run)[1:], slowest[1:])
+    found = Found(necessary(file), seconds(run)[1:], slowest[1:], memory=memory)
     last = max(marks)
-    if scene.slow and 1 in marks and last > 1:
-        found.wire = (marks[last] - marks[1]) / (last - 1)
+    if 1 in marks and last > 1:
+        first, final = marks[1], marks[last]
+        times = [float(line) for line in requests_log.read_text().splitlines()]
+        found.requests.append(sum(first.time <= each < final.time for each in times) / (last - 1))
+        found.processor.append((final.processor - first.processor) / (last - 1))
+        if scene.slow:
+            found.wire = (final.bytes - first.bytes) / (last - 1)
     return found
 
 
-HEAD = "| | s a round | slowest site's computing, s | link at best, s | times both | MB a round | times those needed |"
+LOOPBACK_HEAD = "| | s a round | slowest site's computing, s | requests a round | SuperLink's processor, s a round | its memory, MB |"
+SLOW_HEAD = (
+    "| | s a round | slowest site's computing, s | link at best, s | times both | MB a round | times those needed |"
+)
 
 
-def row(name: str, scene: Scene, found: Found) -> str:
-    """Return a line of the page's table."""
+def loopback_row(name: str, found: Found) -> str:
+    """Return a line of the table on loopback."""
+    spread = f"{statistics.median(found.rounds):.2f} ({min(found.rounds):.2f} to {max(found.rounds):.2f})"
+    cells = [name, spread, f"{statistics.median(found.computing):.1f}"]
+    for values, digits in ((found.requests, 0), (found.processor, 2), (found.memory, 0)):
+        cells.append(f"{statistics.median(values):.{digits}f}" if values else "")
+    return f"| {' | '.join(cells)} |"
+
+
+def slow_row(name: str, found: Found) -> str:
+    """Return a line of the table on the slow link."""
     whole, computing = statistics.median(found.rounds), statistics.median(found.computing)
-    link = found.necessary / RATE + 2 * DELAY if scene.slow else 0.0
+    link = found.necessary / RATE + 2 * DELAY
     wire = "" if found.wire is None else f"{found.wire / 1e6:.3f}"
     share = "" if found.wire is None else f"{found.wire / found.necessary:.3f}"
     spread = f"{whole:.2f} ({min(found.rounds):.2f} to {max(found.rounds):.2f})"
-    times = f"{whole / (computing + link):.2f}" if computing + link else ""  # logs say tenths of seconds
-    return f"| {name} | {spread} | {computing:.1f} | {link:.1f} | {times} | {wire} | {share} |"
+    return f"| {name} | {spread} | {computing:.1f} | {link:.1f} | {whole / (computing + link):.2f} | {wire} | {share} |"
 
 
 def page(found: dict[str, dict[str, Found]], facts: dict[str, Any]) -> str:
@@ -200,9 +290,9 @@ def page(found: dict[str, dict[str, Found]], facts: dict[str, Any]) -> str:
     load = " to ".join(f"{value:.0f}" for value in facts["load"])
     lines += [f"{about(facts)} Load of the machine: {load}. Medians and ranges of all rounds but the first.", ""]
     for way, scenes in found.items():
-        lines += [f"## {titles[way]}", "", HEAD, "|---|---|---|---|---|---|---|"]
-        table = LOOPBACK if way == "loopback" else SLOW
-        lines += [*(row(name, Scene(*table[name]), each) for name, each in scenes.items()), ""]
+        head, row = (LOOPBACK_HEAD, loopback_row) if way == "loopback" else (SLOW_HEAD, slow_row)
+        lines += [f"## {titles[way]}", "", head, "|---" * (head.count("|") - 1) + "|"]
+        lines += [*(row(name, each) for name, each in scenes.items()), ""]
     return "\n".join(lines)
 
 

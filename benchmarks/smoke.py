@@ -120,7 +120,15 @@ BENCHMARKS: dict[str, Small] = {
         "--turns 1 --out {out}/link",
         {
             "federation_cost.SITES": 1,
-            "LOOPBACK": {"small, 20 steps, Flower's waits": None, "small, 20 steps": None, "small, 1,000 steps": None},
+            "LOOPBACK": {
+                "small, 20 steps, queue on disk, fixed pauses": None,
+                "small, 20 steps, fixed pauses": ("small", 4, 1, 2, False, "memory", True),
+                "small, 20 steps": None,
+                "ResNet-9, 20 steps, queue on disk, fixed pauses": None,
+                "ResNet-9, 20 steps, fixed pauses": None,
+                "ResNet-9, 20 steps": None,
+                "small, 1,000 steps": None,
+            },
             "SLOW": {"small, 20 steps": ("small", 4, 1, 3, True), "ResNet-9, 20 steps": None},
         },
     ),

@@ -63,8 +63,8 @@ from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import local
-from halfmoon.federation.transport.grid import unwrap_message, wrap_message
 from halfmoon.federation.transport.internals import act_as_node
+from halfmoon.federation.transport.records import unwrap_message, wrap_message
 from halfmoon.methods import registry
 from halfmoon.runs import runner
 from halfmoon.runs.factory import build_task

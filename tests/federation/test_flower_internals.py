@@ -30,8 +30,9 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, i
 from flwr.superlink.grid import http_grid
 
 from halfmoon.federation.transport import internals
-from halfmoon.federation.transport.grid import GridTransport, unwrap_message, wrap_message
+from halfmoon.federation.transport.grid import GridTransport
 from halfmoon.federation.transport.internals import NAMES, VERSIONS, act_as_node, set_message_id
+from halfmoon.federation.transport.records import unwrap_message, wrap_message
 
 VERSION = metadata.version("flwr")
 
@@ -95,6 +96,12 @@ def test_the_exit_code_of_another_version_is_known():
 def test_a_version_that_was_not_tried_is_seen():
     """The version that the other tests of this file hold for is among those that are written down."""
     assert VERSION in VERSIONS
+
+
+def test_the_node_of_a_site_does_not_import_torch():
+    """It would triple its memory, and a site has one node and one worker."""
+    code = "import sys, halfmoon.federation.transport.node; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_message_made_here_has_an_author_and_a_number():

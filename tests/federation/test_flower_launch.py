@@ -334,7 +334,7 @@ def test_scripts_find_flower_without_a_path(tmp_path: Path):
 WORKING = """
 import json, os
 from flwr.app import Message
-from halfmoon.federation.transport.grid import unwrap_message, wrap_message
+from halfmoon.federation.transport.records import unwrap_message, wrap_message
 
 def client(message, context):
     order = unwrap_message(message.content).decode()

@@ -31,7 +31,8 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.transport import client_app, local
-from halfmoon.federation.transport.grid import GridTransport, unwrap_message
+from halfmoon.federation.transport.grid import GridTransport
+from halfmoon.federation.transport.records import unwrap_message
 from halfmoon.methods import registry
 from halfmoon.runs.factory import ImageSpec, get_split, load_source_for_network
 from halfmoon.sites.folders import export_sites

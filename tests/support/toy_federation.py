@@ -45,7 +45,7 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from halfmoon.federation.transport.grid import unwrap_message, wrap_message
+from halfmoon.federation.transport.records import unwrap_message, wrap_message
 from halfmoon.storage.events import EventLog
 
 server = ServerApp()
@@ -73,7 +73,8 @@ def main(grid: Grid, context: Context) -> None:
 
 @client.query()
 def query(message: Message, context: Context) -> Message:
-    EventLog(Path(context.node_config["home"]) / "join.log").record("note", f"asked for {unwrap_message(message.content).decode()}")
+    asked = unwrap_message(message.content).decode()
+    EventLog(Path(context.node_config["home"]) / "join.log").record("note", f"asked for {asked}")
     return Message(wrap_message(context.node_config["name"].encode()), reply_to=message)
 """
 

@@ -23,7 +23,7 @@ from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.consent import ANY_TERMS
 from halfmoon.federation.site.site_keys import KeyFiles
-from halfmoon.federation.transport.grid import unwrap_message, wrap_message
+from halfmoon.federation.transport.records import unwrap_message, wrap_message
 
 PATHS = ("home", "tests", "validations", "key", "site-keys")
 OPTIONS = ("folder", "name", "device", "terms", "methods", "trusted", "weights", *PATHS)

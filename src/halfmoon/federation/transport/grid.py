@@ -1,21 +1,17 @@
-"""Transport of the server over Flower's Grid: a message's bytes are the arrays of a Flower record."""
+"""Transport of the server over Flower's Grid."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from halfmoon.federation.server.connection import NodeIdentity, SiteReply
 from halfmoon.federation.transport import internals
+from halfmoon.federation.transport.records import unwrap_message, wrap_message
 from halfmoon.storage import atomic_io
-
-NAME = "message"
-HEAD = "head"
-BODY = "body"
-"""Names of the record, and of the arrays in it. Flower stores equal arrays once, so a model for all sites is one."""
 
 UNREADABLE = "what it sent is no message"
 
@@ -31,39 +27,6 @@ PROBLEMS = {
     8: "its process was ended",
 }
 """Meaning of each code of `flwr.common.constant.ErrorCode` that a reply can have."""
-
-
-MAX_INLINE_BYTES = 2**20
-"""Largest message that is sent as one object. Each further object is a request to the SuperLink, of 20 ms."""
-
-
-def wrap_message(data: bytes) -> RecordDict:
-    """Put a serialized message into a record that Flower can send.
-
-    A small message is one object. A larger one is two, the header and the tensors: Flower stores equal objects once, and
-    the tensors of a broadcast are equal for all sites.
-    """
-    if len(data) <= MAX_INLINE_BYTES:
-        return RecordDict({NAME: ConfigRecord({BODY: data})})
-    # The message begins with the length of its header, 8 bytes in little-endian order.
-    header_end = 8 + int.from_bytes(data[:8], "little")
-    sections = {HEAD: data[:header_end], BODY: data[header_end:]}
-    arrays = {}
-    for name, section in sections.items():
-        arrays[name] = Array(dtype="uint8", shape=(len(section),), stype="halfmoon", data=section)
-    return RecordDict({NAME: ArrayRecord(arrays)})
-
-
-def unwrap_message(content: RecordDict) -> bytes:
-    """Take the serialized message out of a Flower record that `wrap_message` has made; b"" if it contains none."""
-    inline = content.config_records.get(NAME, {}).get(BODY)
-    if isinstance(inline, bytes):
-        return inline
-    try:
-        record = content.array_records[NAME]
-        return record[HEAD].data + record[BODY].data
-    except KeyError:
-        return b""
 
 
 def read_key_owners(path: Path) -> dict[int, NodeIdentity]:

@@ -25,9 +25,9 @@ from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import ForeignBundle
 from halfmoon.federation.protocol.polling import PollSchedule
 from halfmoon.federation.transport import internals
-from halfmoon.federation.transport.grid import unwrap_message, wrap_message
 from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT, Fleet
 from halfmoon.federation.transport.processes import NODE_FILE, SUPERNODE, WORKER, claim_lock, command, interruptible
+from halfmoon.federation.transport.records import unwrap_message, wrap_message
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import SITE_LOG, EventLog
 
