@@ -18,6 +18,7 @@ from disturbed import VICTIM, Federation
 from federation_faults import machine
 from federation_parity import export, written
 
+from halfmoon.config.validation import DEFAULT_DEFENSES
 from halfmoon.federation.transport.processes import interruptible
 from halfmoon.storage import atomic_io
 
@@ -69,8 +70,8 @@ def main() -> None:
     {" ".join(["python benchmarks/hostile_site.py", *sys.argv[1:]])}
 
 Five sites of `halfmoon site join` with ten labels each, and `halfmoon serve`. {VICTIM} sends its update with the sign
-turned, times four, in every round. Each way was played once, so the table shows that it works, not how much it costs
-([attacks](attacks.md) has five seeds).
+turned, times four, in every round. The default is `{DEFAULT_DEFENSES[0]}`. Each way was played once, so the table shows that it
+works, not how much it costs ([attacks](attacks.md) has more seeds).
 
 {chr(10).join(lines)}
 
