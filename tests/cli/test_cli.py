@@ -101,8 +101,7 @@ def test_flags_reach_the_configuration_with_their_types(fake: Fake, tmp_path: Pa
     assert (chosen.nesterov, chosen.reuse_labeled, chosen.labeled_batch) == (True, False, "all")
     assert (chosen.pixel_mean, chosen.pixel_std, chosen.window) == ((0.5, 0.4, 0.3), (0.2,), (0, 100))
     own = {"coarse_lr": 1, "fine": False, "sign": "new-old"}
-    # Without F-reg the recipe's option of F-reg is left out: it would have no effect.
-    given = {name: value for name, value in cli.MAIN_JOB["options"].items() if name != "regulator_bias"}
+    given = cli.MAIN_JOB["options"]
     assert chosen.options == {**given, **own, "fedavg-fixmatch": {**given["fedavg-fixmatch"], "threshold": 0.9}}
 
 

@@ -98,6 +98,9 @@ def test_the_default_and_the_values_of_a_paper_are_not_refused():
     check_effects(Config(method="feddure", options={"threshold": 0.95}), "feddure")
     paper = resolve({"preset": "paper", "method": "feddure-without-freg", "options": {"threshold": 0.6}}, {})
     check_effects(paper, "feddure-without-freg")
+    # The protocol has regulator_bias = 0, an option of F-reg.
+    protocol = resolve({}, {"protocol": "few-labels", "method": "feddure", "options": {"fine": False}})
+    check_effects(protocol, "feddure")
 
 
 def test_stored_runs_of_earlier_versions_are_read():

@@ -415,10 +415,7 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
     # An option of the user can make others of the recipe meaningless: --epochs replaces its steps.
     displaced = preset.displaced_options(flags)
     recipe = {name: value for name, value in MAIN_JOB.items() if name not in displaced}
-    recipe_options = dict(recipe["options"])
-    if flags.get("options", {}).get("fine") is False:
-        del recipe_options["regulator_bias"]  # of F-reg, which the user has turned off
-    method_options = settings.merge_method_options(recipe_options, flags.get("options", {}), "--option")
+    method_options = settings.merge_method_options(recipe["options"], flags.get("options", {}), "--option")
     return {**recipe, **flags, "options": method_options}
 
 

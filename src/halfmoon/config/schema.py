@@ -423,13 +423,20 @@ def explicit_method_options(config: Config, method: str) -> dict[str, Any]:
 
 
 def check_effects(config: Config, method: str) -> None:
-    """Raise UserError if the configuration sets an option of `method` that has no effect beside its other options.
+    """Raise UserError if the configuration changes an option of `method` that has no effect beside its other options.
 
-    Stored configurations of earlier versions may have such options: this check is for new runs only.
+    The default and the value of the method's paper are not refused. Stored configurations of earlier versions may have
+    such options: this check is for new runs only.
     """
     explicit = explicit_method_options(config, method)
     declared = _registry().options(method)
-    changed = {name for name, value in explicit.items() if value != declared[name].default}
+    # Protocols and recipes set an option to its paper's value, also for runs whose other options turn it off.
+    paper = _registry().entry(method).paper_options
+    changed = {
+        name
+        for name, value in explicit.items()
+        if value != declared[name].default and not (name in paper and value == paper[name])
+    }
     unused = _registry().unused_options(_registry().make(method, method_options(config, method)))
     for name in sorted(changed & unused.keys()):
         raise UserError(f"option {name} of {method} has no effect {unused[name]}: leave it out.")
