@@ -272,3 +272,29 @@ def test_an_answer_over_a_slow_link_is_sent_once(monkeypatch: pytest.MonkeyPatch
             fleet._push_object(1, "session", "a" * 64, bytes(2**20))
         server.shutdown()
     assert Slow.calls.count("/v1/fleet/push-object") == 1
+
+
+class Over(Slow):
+    """A SuperLink whose only run is over: it refuses all requests except those for a connection."""
+
+    def do_POST(self) -> None:
+        if self.path.endswith(("-node", "-heartbeat")):
+            super().do_POST()
+            return
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(403)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
+def test_a_run_that_ends_between_a_request_and_its_reply_does_not_end_the_site(capsys: pytest.CaptureFixture[str]):
+    """Flower raises a BaseException for it, which ended the node: it started again only after a pause."""
+    message = Late().fleet().receive()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Over) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with internals.connect_fleet(f"127.0.0.1:{server.server_port}", None, None) as fleet:
+            assert fleet.receive() is None
+            assert fleet.bundle(1) is None
+            assert not fleet.send(Message(wrap_message(b"update"), reply_to=message), 1.0)
+        server.shutdown()
+    assert "cannot send an answer: RunOver" in capsys.readouterr().err
