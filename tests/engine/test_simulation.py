@@ -4,7 +4,9 @@ import itertools
 import weakref
 from dataclasses import astuple, replace
 from fractions import Fraction
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import TorchSmall, load_weights
 
 from halfmoon.api.types import Batch, ClientData, Method
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import Diverged
 from halfmoon.core.optim import SGD, CosineSchedule
@@ -23,6 +26,7 @@ from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine import driver
 from halfmoon.engine import simulation as simulation_module
 from halfmoon.engine.budget import Budget
+from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.evaluation import Examples, Quality, compute_mean_prediction
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.executors.vmap import VmapExecutor
@@ -555,6 +559,18 @@ def test_a_spoiled_upload_is_named(executor):
             start_server(method, shared),
             range(1),
         )
+
+
+def test_finite_numbers_whose_sum_overflows_are_accepted():
+    """The sum of an upload is only a quick check of its numbers."""
+    upload = Upload({"params": {"weight": torch.full((3,), 1e308, dtype=torch.float64)}}, torch.ones(()))
+    assert not driver._is_finite(upload)
+    update = SimpleNamespace(requirements=SimpleNamespace(upload_spec=Mock()))
+    context = cast(ClientContext, SimpleNamespace(round=0, client_update=update))
+    driver._check_upload(context, client=0, upload=upload, broadcast={}, steps=1)
+    upload.update["params"]["weight"][1] = torch.inf
+    with pytest.raises(Diverged, match="upload 'params/weight' became inf"):
+        driver._check_upload(context, client=0, upload=upload, broadcast={}, steps=1)
 
 
 def test_a_remembered_client_does_not_hold_its_group():

@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -310,14 +311,15 @@ def describe_unsupported_formats(folder: Path) -> str:
 def _list_class_images(folder: Path) -> list[Path]:
     """List the images in and below a class folder, except in hidden folders."""
     images = list_images(folder)
-    for subfolder in _list_folders(folder):
+    subfolders = _list_folders(folder)
+    for subfolder in subfolders:
         images += _list_class_images(subfolder)
-    return sorted(images)
+    return sorted(images) if subfolders else images
 
 
 def _lists_direct_images(folder: Path) -> bool:
     """Check whether images are in a class folder itself, or in its folder `images`."""
-    return bool(list_images(folder) or list_images(folder / "images"))
+    return any(_iterate_images(folder)) or any(_iterate_images(folder / "images"))
 
 
 def count_nested(classes: Mapping[str, Sequence[Path]], subset: Path) -> int:
@@ -482,7 +484,14 @@ def check_same_classes(folder: Path, train: Mapping[str, object], other: Mapping
 
 
 def list_images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_image(path)) if folder.is_dir() else []
+    # By name: all are in one folder, and comparing whole paths takes several times as long.
+    return sorted(_iterate_images(folder), key=attrgetter("name"))
+
+
+def _iterate_images(folder: Path) -> Iterator[Path]:
+    """Yield the images in a folder, in the order of the file system; none if it is no folder."""
+    if folder.is_dir():
+        yield from filter(is_image, folder.iterdir())
 
 
 def read_classes(
