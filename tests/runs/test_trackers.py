@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_recipe import RECIPE, train_cells
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 import halfmoon
 from halfmoon.cli import main as cli
@@ -318,3 +321,126 @@ def test_mlflow_gets_every_row_once(tmp_path: Path, plain: Path, monkeypatch: py
     expected = {row["round"]: row["test"]["accuracy"] for row in rows(plain) if "test" in row}
     assert {each.step: each.value for each in history} == expected
     assert run.data.params["method"] == "fedavg-fixmatch"
+
+
+# Groups
+
+
+COMPARISON = {"rounds": 1, "evaluate_every": 1, "processes": 1}
+
+
+def compare_tracked(folder: Path, callback: Any, **options: Any) -> None:
+    """Compare two methods with two seeds each."""
+    halfmoon.compare(["fedavg", "fedavg-fixmatch"], config(folder, **COMPARISON, **options), [0, 1], callback)
+
+
+class Groups(halfmoon.NullCallback):
+    """Note the group of each event."""
+
+    def __init__(self) -> None:
+        self.groups: list[Path | None] = []
+
+    def begin(self, run: RunInfo) -> None:
+        self.groups.append(run.group)
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        self.groups.append(run.group)
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        self.groups.append(run.group)
+
+
+def test_runs_of_a_comparison_are_a_group_and_a_single_run_is_none(tmp_path: Path) -> None:
+    single, several, compared, processes = Groups(), Groups(), Groups(), Groups()
+    halfmoon.run(config(tmp_path / "single", **COMPARISON), single)
+    halfmoon.run(config(tmp_path / "several", baselines=("fedavg",), **COMPARISON), several)
+    compare_tracked(tmp_path / "compared", compared)
+    halfmoon.run(config(tmp_path / "both", baselines=("fedavg",), **{**COMPARISON, "processes": 2}), processes)
+    assert single.groups == [None] * 3
+    assert several.groups == [tmp_path / "several"] * 6
+    assert compared.groups == [tmp_path / "compared"] * 12
+    assert processes.groups == [tmp_path / "both"] * 6
+
+
+@pytest.mark.parametrize(("group", "expected"), [(None, "compared"), ("lr search", "lr search")])
+def test_wandb_groups_the_runs_of_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str | None, expected: str
+) -> None:
+    """As wandb itself has stored them: the group, and the method as the job type."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    started = []
+    init = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: (started.append(init(**options)), started[-1])[1])
+    compare_tracked(tmp_path / "compared", tracker("wandb", group))
+    halfmoon.run(config(tmp_path / "single", **COMPARISON), tracker("wandb"))
+    found = [(run.group, run.job_type, run.name) for run in started]
+    assert found == [
+        *((expected, method, f"{method}-seed{seed}") for method in ("fedavg", "fedavg-fixmatch") for seed in (0, 1)),
+        ("", "", "single"),
+    ]
+
+
+def test_mlflow_has_a_parent_run_for_each_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two comparisons with folders of one name stay apart; a given name joins them; a resumed run keeps its parent."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for parent in ("one", "two"):
+        stopping = Raising(1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            compare_tracked(tmp_path / parent / "seeds", halfmoon.Callbacks(tracker("mlflow"), stopping))
+        halfmoon.resume(tmp_path / parent / "seeds", tracker("mlflow"))
+    halfmoon.run(config(tmp_path / "single", **COMPARISON), tracker("mlflow"))
+    for name in ("three", "four"):
+        halfmoon.run(config(tmp_path / name, **COMPARISON), tracker("mlflow", "together"))
+    client = mlflow.MlflowClient()
+    runs = client.search_runs([client.get_experiment_by_name("halfmoon").experiment_id])
+    parents = {run.info.run_id: run.info.run_name for run in runs if "halfmoon.parent" in run.data.tags}
+    assert sorted(parents.values()) == ["seeds", "seeds", "together"]
+    children: dict[str | None, list[str]] = {}
+    for run in runs:
+        assert run.info.status == "FINISHED"
+        if run.info.run_id not in parents:
+            parent = run.data.tags.get("mlflow.parentRunId")
+            assert run.data.tags.get("halfmoon.group") == (None if parent is None else parents[parent])
+            children.setdefault(parent, []).append(run.info.run_name)
+    assert children.pop(None) == ["single"]
+    four = ["fedavg-fixmatch-seed0", "fedavg-fixmatch-seed1", "fedavg-seed0", "fedavg-seed1"]
+    assert sorted(map(sorted, children.values())) == [four, four, ["four", "three"]]
+
+
+def test_tensorboard_shows_a_sweep_by_its_folder(tmp_path: Path) -> None:
+    """The runs are in cells/HASH; their event files are linked below the sweep, by method and seed."""
+    file = tmp_path / "mine.toml"
+    file.write_text(RECIPE)
+    train_cells(file, "amount=few", seeds=(0, 1), callback=TensorBoard())
+    links = sorted((tmp_path / "out" / "mine-short" / EVENTS).iterdir())
+    assert [re.sub(r"-[0-9a-f]{8}$", "", link.name) for link in links] == [
+        "fedavg-fixmatch-seed0", "fedavg-fixmatch-seed1", "fedavg-seed0", "fedavg-seed1",
+    ]  # fmt: skip
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "out" / "mine-short")).Reload()
+    assert sorted(multiplexer.Runs()) == [f"{EVENTS}/{link.name}" for link in links]
+    for link in links:
+        assert read(link.resolve().parent) == expected(link.resolve().parent)
+    # A comparison's runs are below its folder, so that nothing is linked there.
+    compare_tracked(tmp_path / "compared", TensorBoard())
+    assert not (tmp_path / "compared" / EVENTS).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("run --tracker-group mine", "--tracker-group needs --tracker wandb or --tracker mlflow; TensorBoard groups"),
+        ("run --tracker tensorboard --tracker-group mine", "--tracker-group needs --tracker wandb or --tracker mlflow"),
+        ("run --tracker wandb --tracker-group=", "the group '' is no name: it must be one line of 1 to 128 characters"),
+    ],
+)
+def test_a_group_without_effect_is_refused(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words.split(), "--method", "fedavg"]) == 2
+    assert capsys.readouterr().err.startswith(f"halfmoon: {sentence}")
+
+
+def test_a_group_of_tensorboard_has_no_name() -> None:
+    with pytest.raises(halfmoon.UserError, match="tensorboard groups runs by their folders"):
+        tracker("tensorboard", "mine")

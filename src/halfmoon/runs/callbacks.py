@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,12 +24,15 @@ class RunInfo:
         config: the configuration, with the method and the seed of this run.
         title: the method's name in tables and figures.
         first: rounds that were finished before: 0, or those of the checkpoint from which the run resumes.
+        group: the folder of the comparison, the sweep or the run with baselines that the run is part of; None for a
+            single run.
     """
 
     folder: Path
     config: Config
     title: str
     first: int = 0
+    group: Path | None = None
 
     @property
     def rounds(self) -> int:
@@ -58,6 +61,32 @@ class NullCallback(Callback):
 
 
 NULL_CALLBACK = NullCallback()
+
+
+class GroupedRuns(NullCallback):
+    """Pass the events of runs on to another callback, as runs of one group.
+
+    Args:
+        watch: the callback.
+        group: the folder that the runs are part of.
+    """
+
+    def __init__(self, watch: Callback, group: Path) -> None:
+        self._watch = watch
+        self._group = group
+
+    def begin(self, run: RunInfo) -> None:
+        self._watch.begin(replace(run, group=self._group))
+
+    def round(self, run: RunInfo, row: Row) -> None:
+        self._watch.round(replace(run, group=self._group), row)
+
+    def end(self, run: RunInfo, summary: Row) -> None:
+        self._watch.end(replace(run, group=self._group), summary)
+
+    def say(self, text: str) -> None:
+        self._watch.say(text)
+
 
 FEATURE_PROGRESS_SECONDS = 10.0
 """Seconds between two messages about the progress of feature extraction."""

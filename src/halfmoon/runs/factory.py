@@ -363,13 +363,22 @@ def fit_to_network(config: Config, data: Source) -> Source:
         data = replace(data, mean=MEAN[: len(data.mean)], std=STD[: len(data.std)])
     if size is not None and (height, width) != (size, size):
         data = pad_source(data, size)
-    mean = _channel_values(config, "pixel_mean", data.mean)
-    std = _channel_values(config, "pixel_std", data.std)
+    mean = channel_values(config, "pixel_mean", data.mean)
+    std = channel_values(config, "pixel_std", data.std)
     return replace(data, mean=mean, std=std)
 
 
-def _channel_values(config: Config, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-    """Return one value of normalization for each channel: those of an option, or the data set's `default`."""
+def channel_values(config: Config, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    """Return one value of normalization for each channel: those of an option, or the data set's `default`.
+
+    Args:
+        config: the configuration.
+        name: the option, "pixel_mean" or "pixel_std".
+        default: the values of the data set, one a channel.
+
+    Raises:
+        UserError: the option has another number of values than the images have channels.
+    """
     values = getattr(config, name)
     channels = len(default)
     if values is None or len(values) == channels:

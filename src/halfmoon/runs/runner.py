@@ -47,7 +47,7 @@ from halfmoon.report.run_reader import check_finished
 from halfmoon.runs import assembly, checks, factory, outside, workers
 from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, write_comparison
 from halfmoon.runs.budgets import build_budget, choose_evaluation_interval, find_costliest_method
-from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, feature_progress, isolate_failures
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, GroupedRuns, RunInfo, feature_progress, isolate_failures
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, parse_jobs, render_jobs
 from halfmoon.runs.parallel import run_in_processes
@@ -579,6 +579,8 @@ def _run_jobs(
     # A method "module:Class" may have been passed as an object, which only this process knows.
     if any(":" in job.config.method for job in jobs):
         pending = []
+    if len(jobs) > 1:
+        watch = GroupedRuns(watch, root)
     run_number = partial(_run_numbered_job, root, tuple(jobs), shared)
     summaries, failures = run_in_processes(run_number, pending, jobs[0].config, watch)
     for number in range(len(jobs)):

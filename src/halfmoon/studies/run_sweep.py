@@ -11,7 +11,7 @@ from halfmoon.config.schema import Config, identity, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.engine.executors.base import Executor, WorkerDied
 from halfmoon.runs import runner
-from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, GroupedRuns
 from halfmoon.studies.grid import RecipeCell, build_cells
 from halfmoon.studies.sweep_folder import SweepFolder, make_run_entry
 from halfmoon.studies.sweep_tasks import SweepTask, TaskResult, run_task
@@ -89,7 +89,9 @@ def run_sweep(
 
     def run_all(tasks: list[SweepTask]) -> None:
         # Closed, so that all tasks stop if this process is interrupted while it records a result.
-        with closing(executor.run_tasks(partial(run_task, callback=callback), tasks)) as results:
+        with closing(
+            executor.run_tasks(partial(run_task, callback=GroupedRuns(callback, folder.path.absolute())), tasks)
+        ) as results:
             for task, result in results:
                 died = isinstance(result, WorkerDied)
                 record_result(task, TaskResult(summary=None, failed=result.reason) if died else result)

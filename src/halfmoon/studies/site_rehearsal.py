@@ -104,23 +104,24 @@ class _TrainingRows:
 
 
 class _RenamedRuns:
-    """Forward the events of a run to another callback, under the name of its row."""
+    """Forward the events of a run to another callback, under the name of its row, as one of the runs in `group`."""
 
-    def __init__(self, watch: Callback, name: str) -> None:
+    def __init__(self, watch: Callback, name: str, group: Path) -> None:
         self.watch = watch
         self.name = name
+        self.group = group
 
     def begin(self, run: RunInfo) -> None:
         """Forward the start of a run."""
-        self.watch.begin(replace(run, title=self.name))
+        self.watch.begin(replace(run, title=self.name, group=self.group))
 
     def round(self, run: RunInfo, row: Row) -> None:
         """Forward a round."""
-        self.watch.round(replace(run, title=self.name), row)
+        self.watch.round(replace(run, title=self.name, group=self.group), row)
 
     def end(self, run: RunInfo, summary: Row) -> None:
         """Forward the end of a run."""
-        self.watch.end(replace(run, title=self.name), summary)
+        self.watch.end(replace(run, title=self.name, group=self.group), summary)
 
     def say(self, text: str) -> None:
         """Forward a message."""
@@ -173,7 +174,7 @@ def rehearse(
             cohort=min(base.cohort, split.clients),
             options=base.options if method == config.method else {},
         )
-        summary = run_in_folder(row_config, root / folder_name, _RenamedRuns(watch, name))
+        summary = run_in_folder(row_config, root / folder_name, _RenamedRuns(watch, name, root))
         accuracy = summary["accuracy"]["chosen" if base.validation_part else "last"]
         label_count = int((split.labeled & (split.client >= 0)).sum())
         table.append(RehearsalRow(name, label_count, accuracy, rows.tests))
