@@ -15,7 +15,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 nox.options.sessions = ["fast"]
 nox.options.reuse_venv = "yes"
 
-PYTHONS = ["3.11", "3.12", "3.13"]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 """The versions of Python that hosted CI runs `.ci/run` with."""
 
 FAST = (
