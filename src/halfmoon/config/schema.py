@@ -225,7 +225,7 @@ def load_file(path: Path) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """Parse a TOML file; raise UserError if it cannot be read or is not valid TOML."""
     try:
-        content = path.read_bytes().decode()
+        content = path.read_bytes().decode("utf-8-sig")  # editors of Windows write a byte order mark
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
@@ -233,7 +233,8 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         return toml.parse(content)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from error
+        hint = " In TOML a path with backslashes is in single quotes, such as 'C:\\images'." if "\\" in content else ""
+        raise UserError(f"{path} is not valid TOML: {error}.{hint}") from error
 
 
 def resolve_paths(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:

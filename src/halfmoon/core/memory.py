@@ -1,6 +1,7 @@
-"""Control of the C library's memory: retain that of freed tensors, for speed, or return it to the system."""
+"""The memory of this machine, and control of the C library's: retain that of freed tensors, or return it to the system."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,13 @@ M_MMAP_THRESHOLD = -3
 
 LARGE_MODEL_BYTES = 2**25
 """Size of a model from which free memory matters more than the time to allocate it once more."""
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of this machine's memory; None where the system does not tell, as on Windows."""
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def retain_freed_memory() -> bool:

@@ -282,6 +282,19 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)[:200]}"
 
 
+RESERVED_NAMES = frozenset(
+    {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
+)
+"""Names, in lower case and before their first dot, that Windows does not allow for files and folders."""
+
+
 def folder_name(name: str) -> str:
-    """Turn the name of a plugin into that of a folder. Colons have a meaning for tar, scp and Windows."""
-    return name.replace(":", ".")
+    """Turn a name, such as that of a plugin, into that of a folder, which Windows allows as well.
+
+    Colons, which have a meaning for tar and scp too, become dots, and other letters that Windows refuses become dashes.
+    Names that it reserves, and those with a dot or a blank at their end, get an underscore.
+    """
+    name = re.sub(r'[<>"/\\|?*\x00-\x1f]', "-", name.replace(":", "."))
+    if name.partition(".")[0].strip().lower() in RESERVED_NAMES:
+        name = f"_{name}"
+    return f"{name}_" if name.endswith((".", " ")) else name

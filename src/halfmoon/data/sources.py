@@ -1,11 +1,12 @@
 """Load data sets by name or path, from folders, the Hugging Face hub, or the package itself."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import numpy as np
 
@@ -86,6 +87,11 @@ def load(
     elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         train, tests, classes = hub.read(name, test, preparation=preparation)
     else:
+        if os.name != "nt" and PureWindowsPath(name).drive:
+            raise UserError(
+                f"{name} is a path of Windows, but this is another system: give its path here (in WSL, the drive C: is "
+                "/mnt/c)."
+            )
         raise UserError(f"no data set or folder is called {name!r}; {suggest(name, list_datasets())}")
     if classes is None:
         classes = info.classes if info else _number_classes(name, train.labels)

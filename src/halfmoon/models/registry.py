@@ -1,6 +1,5 @@
 """Networks by name: those of this package, and any `torch.nn.Module` that a factory from outside makes."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 
 from halfmoon.core import hubs, plugins, tree
 from halfmoon.core.errors import UserError, suggest
+from halfmoon.core.memory import machine_memory
 from halfmoon.models import NETWORKS, Network
 from halfmoon.models.modules import ModuleNetwork, from_factory
 from halfmoon.models.passes import Norm
@@ -73,9 +73,9 @@ def _check_size(name: str, network: Network) -> None:
     """Check that the parameters of a network, in float32, fit this machine's memory; raise `UserError` if not."""
     if network.width <= MAX_UNCHECKED_WIDTH:
         return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_memory()
     size = 4 * count_parameters(network)  # bytes: a float32 has four
-    if size > memory:
+    if memory is not None and size > memory:
         raise UserError(
             f"width is {network.width}: network {name} would take {size:,} bytes for its parameters alone, but this "
             f"machine's memory has {memory:,}; choose a smaller width."

@@ -51,7 +51,7 @@ def acquire(path: Path) -> Lock:
         LockConflict: if another process has the lock.
         OSError: if the file cannot be opened.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         try:
             if atomic_io.flock(handle):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from halfmoon.cli.commands.base import (
     print_table,
     print_text,
     print_warning,
+    refuse_windows,
 )
 from halfmoon.core.errors import UserError
 from halfmoon.sites.keys.key_folder import AUTHORITY_DAYS, DEFAULT_CERTIFICATE_DAYS, DEFAULT_LISTEN_PORT, DEFAULT_PORT
@@ -85,7 +87,13 @@ _PUBLIC = "the site's public key, made at the site; its private key stays there"
 
 def _action(group: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
     """Add the parser of an action on a folder of keys, such as `federation init FOLDER`."""
-    parser = add_command(group, name, about, usage, do)
+
+    @functools.wraps(do)
+    def do_unless_windows(args: argparse.Namespace) -> int:
+        refuse_windows()
+        return do(args)
+
+    parser = add_command(group, name, about, usage, do_unless_windows)
     about = "a new folder" if name == "init" else "the folder that halfmoon federation init has made"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
     return parser
@@ -247,6 +255,7 @@ def _serve(args: argparse.Namespace) -> int:
     from halfmoon.federation.transport.launch import MODEL_FILE, Halted, is_finished, serve, sites_without_model
     from halfmoon.federation.transport.processes import interruptible, require_flower
 
+    refuse_windows()
     port = None if args.port is None else parse_int("--port", args.port, 1, MAX_PORT)
     restarts = parse_int("--restarts", args.restarts, 0, MAX_RESTARTS)
     _check_access_flags(args)
