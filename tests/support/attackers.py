@@ -185,7 +185,7 @@ class AttackedFederation:
             "--home",
             str(self.get_client_folder(process_name)),
         ]
-        arguments += ["--terms", "any", *(["--insecure"] if insecure else ["--ca", str(ca or self.access / "ca.crt")])]
+        arguments += ["--terms", "any", *([] if insecure else ["--ca", str(ca or self.access / "ca.crt")])]
         arguments += [] if key is None or insecure else ["--key", str(key)]
         environment: dict[str, str] = {}
         if process_name == self.site_names[-1]:

@@ -322,7 +322,8 @@ def _rehearse_sites(
         flags: the options of the command line, which override them.
         file: the name of the file, for errors.
     """
-    config, folders = studies.rehearsal_config(args, {**file_options, **flags}, file)
+    studies.refuse_flags_of_other_runs(args, flags)
+    config, folders = studies.rehearsal_config(args, {**file_options, **flags}, file, flags.get("cohort"))
     if args.explain:
         recipe = {} if args.config else studies.REHEARSAL_RECIPE
         layers = {"flag": flags, f"file {file}": file_options, "recipe of --sites": recipe}
@@ -467,7 +468,13 @@ def _resume(args: argparse.Namespace) -> int:
 
     if (plan := load_plan(args.folder)) is not None:
         return _train_plan(args, plan, args.folder, resume=True)
-    return _train(args, args.folder, lambda callback: runner.resume(args.folder, callback))
+
+    def resume(callback: Callback) -> RunResult:
+        result = runner.resume(args.folder, callback)
+        base.replay_untracked(args, result.runs)
+        return result
+
+    return _train(args, args.folder, resume)
 
 
 def _print_run_result(args: argparse.Namespace, folder: Path, result: RunResult) -> None:
@@ -525,6 +532,8 @@ def _train(
     # No method has started: all of them were finished by an earlier process.
     if not progress.runs:
         progress.say(f"{folder} is finished already; these are its results.")
+        if others := [name for name in dict.fromkeys(args.tracker) if name != "tensorboard"]:
+            progress.say(f"nothing is logged to {' and '.join(others)}, which follow runs only while they train.")
     print_result(args, folder, result)
     return 0
 

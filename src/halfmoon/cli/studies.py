@@ -219,12 +219,43 @@ def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mappi
     )
 
 
+REHEARSAL_SETS = (
+    "data",
+    "data_dir",
+    "data_share",
+    "unknown_classes",
+    "baselines",
+    "split",
+    *settings.PARTITION_OPTIONS,
+)
+"""Options of a run that have no effect with `--sites`: the folders are the data and its split."""
+
+
+def refuse_flags_of_other_runs(args: argparse.Namespace, flags: Mapping[str, Any]) -> None:
+    """Raise UserError for flags that `halfmoon run --sites` has no use for.
+
+    Args:
+        args: the parsed command line.
+        flags: the options of a run among its flags, by name.
+    """
+    for name, is_given in {"plan": args.plan, "minutes": args.minutes is not None, "wide": args.wide}.items():
+        if is_given:
+            raise UserError(f"{{{name}}} has no effect with {{sites}}: leave one of them out.", option=(name, "sites"))
+    for name in REHEARSAL_SETS:
+        if name in flags:
+            raise UserError(
+                f"{{{name}}} has no effect with {{sites}}, whose folders are the clients and have the labels: leave one "
+                "of them out.",
+                option=(name, "sites"),
+            )
+
+
 MAX_COHORT = 5
 """Largest number of sites of a rehearsal that train in a round."""
 
 
 def rehearsal_config(
-    args: argparse.Namespace, requested: Mapping[str, Any], file: Path | str
+    args: argparse.Namespace, requested: Mapping[str, Any], file: Path | str, cohort: int | None = None
 ) -> tuple[Config, list[Path]]:
     """Build the configuration of a rehearsal, and list its site folders.
 
@@ -234,6 +265,7 @@ def rehearsal_config(
         args: the parsed command line.
         requested: the options that the user set; without `--config`, `REHEARSAL_RECIPE` sets others.
         file: the name of the file, for errors.
+        cohort: the number of sites that train in a round, from the command line; None for at most `MAX_COHORT`.
 
     Returns:
         The configuration with its run folder, and the folders. A file with a table [federation] names the sites, so
@@ -251,7 +283,7 @@ def rehearsal_config(
         values = {**_image_options(table), **values}
     clients = max(1, len(folders))
     # The images are those of the sites; the data set that a configuration needs is not read.
-    values |= {"data": "digits", "clients": clients, "cohort": min(MAX_COHORT, clients)}
+    values |= {"data": "digits", "clients": clients, "cohort": min(MAX_COHORT, clients) if cohort is None else cohort}
     config = settings.resolve({}, values, file)
     names = "-".join(folder.resolve().name for folder in folders[:3])
     root = config.run_dir or Path("runs", folder_name(f"sites-{names}-{config.method}-seed{config.seed}"))

@@ -239,6 +239,12 @@ def _metavar(option_type: Any) -> str:
     return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(description, "NAME")
 
 
+def refuse_windows() -> None:
+    """Raise UserError on Windows: locks, signals and private folders of a federation are those of Linux and macOS."""
+    if sys.platform == "win32":
+        raise UserError("a federation does not run on Windows: use Linux, macOS, or WSL (the Linux inside Windows).")
+
+
 def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--unchecked`, which reads run folders of older versions, that have no checksums."""
     about = "read run folders without checksums, although changes of their files cannot be detected"
@@ -260,13 +266,40 @@ def add_tracker_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--tracker`."""
     about = "also log every round to a tracker: tensorboard, wandb or mlflow (each needs its extra); may be repeated"
     parser.add_argument("--tracker", metavar="NAME", action="append", default=[], help=about)
+    about = (
+        "the name of the group of these runs in wandb and mlflow (default: the name of the folder of a comparison, a "
+        "sweep, or a run with baselines)"
+    )
+    parser.add_argument("--tracker-group", metavar="NAME", help=about)
 
 
 def make_trackers(args: argparse.Namespace) -> list[Callback]:
-    """Create a callback for each `--tracker`."""
-    from halfmoon.runs.trackers import tracker
+    """Create a callback for each `--tracker`, in the group of `--tracker-group`."""
+    from halfmoon.runs.trackers import GROUPING_TRACKERS, tracker
 
-    return [tracker(name) for name in dict.fromkeys(args.tracker)]
+    names = dict.fromkeys(args.tracker)
+    if args.tracker_group is None:
+        return [tracker(name) for name in names]
+    if not set(names) & set(GROUPING_TRACKERS):
+        raise UserError(
+            "--tracker-group needs --tracker wandb or --tracker mlflow; TensorBoard groups runs by their folders."
+        )
+    return [tracker(name, args.tracker_group if name in GROUPING_TRACKERS else None) for name in names]
+
+
+def replay_untracked(args: argparse.Namespace, runs: Iterable[Path]) -> None:
+    """Write TensorBoard's event files of the finished runs that have none, if `--tracker tensorboard` is given.
+
+    Args:
+        args: the parsed command line.
+        runs: the run folders.
+    """
+    from halfmoon.runs.trackers import EVENTS, replay
+
+    if "tensorboard" in args.tracker:
+        for path in runs:
+            if not (path / EVENTS).exists():
+                replay(path)
 
 
 def list_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:

@@ -166,7 +166,7 @@ def _describe_split(config: Config, args: argparse.Namespace, fit_clients: bool)
         fit_clients: use fewer clients if the images do not suffice for those of the configuration.
     """
     from halfmoon.data import pad_source, shrink, summarize
-    from halfmoon.runs.factory import get_split, load_images
+    from halfmoon.runs.factory import channel_values, get_split, load_images
 
     source = shrink(load_images(config), config.shrink)
     source = source if config.image_size is None else pad_source(source, config.image_size)
@@ -189,6 +189,9 @@ def _describe_split(config: Config, args: argparse.Namespace, fit_clients: bool)
         "test_classes": [int((source.test.labels == label).sum()) for label in labels],
         "remark": source.selection_note,
         "notes": list(source.notes),
+        "pixel_mean": list(channel_values(config, "pixel_mean", source.mean)),
+        "pixel_std": list(channel_values(config, "pixel_std", source.std)),
+        "flip": source.mirror if config.flip is None else config.flip,
         "scenario": split.origin.scenario,
         "split": description,
         "png": args.png and str(args.png),
@@ -226,6 +229,9 @@ def print_data(description: Mapping[str, Any]) -> None:
         print_text(f"{note}.")
     rows = zip(description["classes"], description["train_classes"], description["test_classes"], strict=True)
     print_table(["class", "train", "test"], [[name, f"{train:,}", f"{test:,}"] for name, train, test in rows])
+    mean, std = (", ".join(f"{value:.3g}" for value in description[name]) for name in ("pixel_mean", "pixel_std"))
+    mirrored = "images are" if description["flip"] else "no image is"
+    print_text(f"normalized by mean {mean} and standard deviation {std} of pixels; {mirrored} mirrored at random")
     print_text(f"\n{_split_line(scenario, split)}")
     if len(split["stages"]) > 1:
         counts = ", ".join(f"{count:,}" for count in split["stages"])

@@ -36,6 +36,12 @@ def add_network_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", metavar="MODULE:MAKE", help=about)
 
 
+def check_network_flag(network: str | None) -> None:
+    """Raise UserError if the value of `--network` is not MODULE:MAKE."""
+    if network is not None and not all(network.partition(":")):
+        raise UserError(f"--network is {network!r}: it must be MODULE:MAKE, or be left out for a network of halfmoon.")
+
+
 def add_device_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--device`."""
     about = "where to compute (default: auto)"
@@ -60,6 +66,7 @@ def parse_page_port(args: argparse.Namespace) -> int | None:
 def model_loader(path: Path, device: str, network: str | None) -> Callable[[], InferenceModel]:
     """Create a function that loads a model. Loading is slow, so a page does it in the background."""
     device_option = settings.parse_option("device", device)
+    check_network_flag(network)
 
     def load() -> InferenceModel:
         from halfmoon.runs.factory import select_device as torch_device
@@ -108,6 +115,7 @@ def run_label(args: argparse.Namespace) -> int:
         raise UserError(
             "{list} prints the first reader's order: leave {reader} out, or open the page.", option=("list", "reader")
         )
+    _refuse_model_flags(args)
     port = parse_page_port(args) if count is None else None
     if args.by is not None and (len(args.by) > 100 or any(ord(letter) < 32 for letter in args.by)):
         raise UserError("{by} must be one line of at most 100 characters.", option="by")
@@ -128,6 +136,16 @@ def run_label(args: argparse.Namespace) -> int:
     with exit_on_interrupt("the page is closed."):
         serve_label_page(site, load, classes, options, port, not args.no_browser, line_writer(as_json=False))
     return 0
+
+
+def _refuse_model_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for flags of a model without `--model`."""
+    flags = {"network": args.network is not None, "device": args.device != "auto"}
+    for name, is_given in flags.items():
+        if is_given and args.model is None:
+            raise UserError(
+                f"{{{name}}} needs {{model=RUN}}: without a model nothing is computed.", option=(name, "model")
+            )
 
 
 def _print_order(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:

@@ -23,6 +23,7 @@ from halfmoon.cli.commands.base import (
     print_json,
     print_table,
     print_text,
+    refuse_windows,
     requested_options,
 )
 from halfmoon.cli.commands.paged import add_label_flags, run_label
@@ -307,9 +308,14 @@ def _join(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders.prepare import STATE_FOLDER
     from halfmoon.sites.folders.site_folder import read_site
 
+    refuse_windows()
     server = Address.parse(args.server)
     if args.device not in DEVICES:
         raise UserError(f"--device is {args.device!r}: it must be one of {', '.join(DEVICES)}.")
+    if args.share_accuracy and args.test is None:
+        raise UserError("--share-accuracy needs --test FOLDER: the accuracy is that on its images.")
+    if args.all and args.terms:
+        raise UserError("--all shows the terms before the command asks, but --terms answers already: leave one out.")
     require_flower()
     _check_methods(args.accept)
     for path in args.weights:

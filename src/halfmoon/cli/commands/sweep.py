@@ -232,6 +232,10 @@ def _recipes(args: argparse.Namespace) -> int:
         raise UserError("--time needs one recipe: write, for example, halfmoon recipes feddure-table1 --time.")
     if not args.time and (args.scale or args.only):
         raise UserError("{scale} and {only} need {time}.", option=("scale", "only", "time"))
+    machine_flags = requested_options(args, TIME_OPTIONS)
+    if machine_flags and not args.time:
+        name = next(iter(machine_flags))
+        raise UserError(f"{{{name}}} needs {{time}}: a list of recipes trains nothing.", option=(name, "time"))
     descriptions = [_describe_recipe(recipe) for recipe in loaded_recipes]
     if args.time:
         descriptions[0]["cost"] = _estimate_cost(loaded_recipes[0], args)

@@ -18,7 +18,14 @@ from halfmoon.cli.commands.base import (
     print_text,
     print_warning,
 )
-from halfmoon.cli.commands.paged import add_device_flag, add_network_flag, add_page_flags, model_loader, parse_page_port
+from halfmoon.cli.commands.paged import (
+    add_device_flag,
+    add_network_flag,
+    add_page_flags,
+    check_network_flag,
+    model_loader,
+    parse_page_port,
+)
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -247,6 +254,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from halfmoon.runs.factory import select_device
     from halfmoon.sites.inference.measure import calibrate_model
 
+    check_network_flag(args.network)
     torch_device = select_device(settings.Config(device=settings.parse_option("device", args.device)))
     result = calibrate_model(args.model, args.folder, str(torch_device), args.network)
     if args.json:
@@ -277,6 +285,7 @@ def _export(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference import load_model
     from halfmoon.sites.inference.export import export_onnx, export_torch, real_images
 
+    check_network_flag(args.network)
     model = load_model(args.model, network=args.network)
     images = real_images(model, args.images)
     exported_files = {}

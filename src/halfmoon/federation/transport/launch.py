@@ -123,6 +123,11 @@ class ServerOptions:
             raise UserError(f"{missing[0]} is missing: --ca, --certificate and --key go together.")
         if self.ca is not None and self.insecure:
             raise UserError("--insecure and certificates contradict each other; leave one of them out.")
+        if self.insecure and self.address.is_loopback:
+            raise UserError(
+                f"--insecure allows connections of other machines, but --host {self.host} is this machine only: leave "
+                "--insecure out, or give the --host that the sites reach."
+            )
         for flag, path in tls_files.items():
             if path is not None and not path.is_file():
                 raise UserError(f"{flag} {path}: there is no such file.")

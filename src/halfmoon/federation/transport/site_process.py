@@ -157,6 +157,8 @@ class SiteOptions:
         """Check that the connection is encrypted, unless it is allowed not to be, and that the site's key is a file."""
         if self.ca is not None and self.insecure:
             raise UserError("--insecure and --ca contradict each other; leave one of them out.")
+        if self.insecure and self.server.is_loopback:
+            raise UserError(f"--insecure is for a server on another machine, not for {self.server}: leave it out.")
         if self.ca is not None:
             tls_context(self.ca)
         elif not self.insecure and not self.server.is_loopback:

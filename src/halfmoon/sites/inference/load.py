@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from halfmoon.core import hubs, plugins, tree
+from halfmoon.core import hubs, plugins, toml, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.normalize import Normalize
 from halfmoon.core.tree import Tree
@@ -144,7 +144,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
             even if the file requests it.
 
     Raises:
-        UserError: there is no model, or it is damaged.
+        UserError: there is no model, it is damaged, or it needs no network from another package, but one is given.
     """
     file = find_model_file(Path(path))
     # The metadata of the file contain a checksum of its tensors.
@@ -170,6 +170,12 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
         ) from error
     with plugins.allow_only([network] if network else []):
         card = Card.parse(metadata, file)
+    stored_name = toml.parse_or_empty(card.config).get("network", "")
+    if network and ":" in network and stored_name and ":" not in stored_name:
+        raise UserError(
+            f"{{network}} is {network!r}, but the network of this model is part of halfmoon: leave it out.",
+            option="network",
+        )
     with torch.device("meta"):  # only the shapes are needed: no values are drawn
         expected = card.network.init(torch.Generator())
     _check_tensors(tensors, tree.flatten(expected), file)
