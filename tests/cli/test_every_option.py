@@ -23,14 +23,14 @@ from test_option_sweep import CALLS as TEXT_CALLS
 from test_options import CHANGES, COMMANDS
 
 import halfmoon
-from halfmoon import contract
 from halfmoon.cli import main as cli
 from halfmoon.cli.commands.base import CommandExit
 from halfmoon.config.schema import Config
-from halfmoon.contract.promises import PromiseResult
 from halfmoon.data import Images, sources
 from halfmoon.data.readers import cache
 from halfmoon.engine.executors import ray_cluster
+from halfmoon.federation import contract
+from halfmoon.federation.contract.promises import PromiseResult
 from halfmoon.federation.transport import launch, site_process
 from halfmoon.pages import folder_page, label, watch
 from halfmoon.runs import runner

@@ -10,11 +10,11 @@ from test_every_option import write_images
 
 from halfmoon.cli import main as cli
 from halfmoon.config import schema
+from halfmoon.core import toml
 from halfmoon.core.plugins import folder_name
 from halfmoon.data.readers import label_table
 from halfmoon.runs.jobs import parse_config
 from halfmoon.sites.folders import read_site
-from halfmoon.storage import toml
 
 PATHS = [r"C:\images\new", r"\\server\share\x", r"D:\Users\name.test\u0041", "C:/mixed\\path", r"relative\folder"]
 
