@@ -28,12 +28,11 @@ from halfmoon.cli.commands.base import CommandExit
 from halfmoon.config.schema import Config
 from halfmoon.data import Images, sources
 from halfmoon.data.readers import cache
-from halfmoon.engine.executors import ray_cluster
 from halfmoon.federation import contract
 from halfmoon.federation.contract.promises import PromiseResult
 from halfmoon.federation.transport import launch, site_process
 from halfmoon.pages import folder_page, label, watch
-from halfmoon.runs import runner
+from halfmoon.runs import runner, workers
 from halfmoon.runs.callbacks import Callbacks
 from halfmoon.runs.trackers import WandB
 from halfmoon.sites.inference import export
@@ -422,7 +421,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     for module, name in (
         (runner, "start"), (runner, "compare"), (run_plan, "run_plan"), (plan, "plan_if_folder"),
-        (site_rehearsal, "rehearse"), (run_sweep, "run_sweep"), (ray_cluster, "RayExecutor"), (cost, "estimate_costs"),
+        (site_rehearsal, "rehearse"), (run_sweep, "run_sweep"), (workers, "RayExecutor"), (cost, "estimate_costs"),
         (label, "serve_label_page"), (folder_page, "serve_page"), (watch, "serve_page"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, recorder.ending(name))

@@ -168,8 +168,8 @@ class MLflow(NullCallback):
         identifier = atomic_io.sha256(key.encode())[:16]
 
         def find_oldest() -> Any:
-            found = self._client.search_runs([experiment], f"tags.`halfmoon.parent` = '{identifier}'")
-            return min(found, key=lambda each: (each.info.start_time, each.info.run_id), default=None)
+            parents = self._client.search_runs([experiment], f"tags.`halfmoon.parent` = '{identifier}'")
+            return min(parents, key=lambda each: (each.info.start_time, each.info.run_id), default=None)
 
         parent = find_oldest()
         if parent is None:
