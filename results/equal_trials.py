@@ -4,7 +4,7 @@
     python results/equal_trials.py run fashion_mnist --runs RUNS --data-dir DATA
     python results/equal_trials.py report
 
-Each method searches three knobs with Optuna: the learning rate, and two of its own. A trial is judged on as many
+Each method searches three options with Optuna: the learning rate, and two of its paper. A trial is judged on as many
 validation images as there are labels, 100, with seed and split 100. `run` appends each trial to
 equal_trials_search.csv.gz and each final run to equal_trials.csv.gz, and resumes where it was stopped.
 """
@@ -29,16 +29,20 @@ RATE = "lr=1e-3..2e-2"
 THRESHOLD = "threshold=0.5,0.7,0.8,0.9,0.95"
 KNOBS = {
     "fedavg": ("server_ema=0,0.9", "labeled_view=weak,plain"),
+    "fedavg-control": ("server_ema=0,0.9", "labeled_view=weak,plain"),
     "fedavg-fixmatch": (THRESHOLD, "unlabeled_weight=0.3,1,3"),
     "fedavg-soft-labels": ("teacher_decay=0.5,0.9,0.97", "unlabeled_weight=0.3,1,3"),
     "fedavg-uda": (THRESHOLD, "unlabeled_weight=0.3,1,3"),
-    "feddure": (THRESHOLD, "regulator_lr=1e-5,5e-5,5e-4"),
+    "feddure": ("regulator_bias=-4,-2,0", "regulator_lr=1e-5,5e-5,5e-4"),
     "fedmatch": (THRESHOLD, "unlabeled_weight=0.01,0.1,1"),
-    "fedloke": ("ramp_rounds=10,40,200", "unlabeled_weight=0.3,1,3"),
+    "fedloke": ("ema=0.5,0.7,0.9", "ramp_rounds=10,40,200"),
     "sage": (THRESHOLD, "unlabeled_weight=0.3,1,3"),
     "proxyfl": (THRESHOLD, "proxy_weight=0.1,0.3,1"),
 }
-"""The two knobs of each method beside the rate."""
+"""Two options of each method beside the learning rate."""
+VIEWS: dict[str, dict[str, Any]] = {"fedloke": {"strong_view": "fedloke"}}
+"""The strong view of a method's paper, where it is not FedDure's, the default."""
+FLOOR, CONTROL = "fedavg", "fedavg-control"
 
 
 def run_trials(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | None, **changes: Any) -> None:
@@ -53,6 +57,7 @@ def run_trials(data: str, trials: int, seeds: list[int], runs: Path, folder: Pat
         if all((data, method, seed) in done for seed in seeds):
             continue
         values = {**SHARED, **SETS[data], "data": data, "data_dir": folder, "method": method, **changes}
+        values |= VIEWS.get(method, {})
         base = schema.Config(**values, seed=100, split_seed=100)
         words = [RATE, *(knob if knob.partition("=")[0] in own else f"{method}.{knob}" for knob in knobs)]
         place = runs / data / method
@@ -78,28 +83,26 @@ def number(trial: Any) -> int:
 
 def report() -> None:
     """Write the comparison's tables into equal_trials.md."""
-    from halfmoon.report.paired import compare_methods, rank_methods
+    from halfmoon.report.paired import rank_methods
 
     page, scores = PAGE.read_text(), {}
     for data in SETS:
-        found = [row for row in records.read_rows(FINAL) if row["data"] == data]
+        found: dict[str, dict[int, float]] = {}
+        for row in records.read_rows(FINAL):
+            if row["data"] == data:
+                found.setdefault(row["method"], {})[int(row["seed"])] = 100 * float(row["accuracy"])
         if not found:
             continue
-        summaries = [
-            {"method": row["method"], "title": f"`{row['method']}`", "seed": int(row["seed"]),
-             "accuracy": {"last": float(row["accuracy"])}} for row in found
-        ]  # fmt: skip
-        table = compare_methods(summaries)
-        assert table is not None, "two methods have two seeds"
-        names = dict.fromkeys(row["method"] for row in found)
-        ends = {name: [100 * float(row["accuracy"]) for row in found if row["method"] == name] for name in names}
-        lines = ["| method | test % | to labels only | 95 % interval | p (Holm) |", "| --- | --: | --: | --: | --: |"]
-        lines.append(f"| `fedavg` (labels only) | {mean(ends['fedavg']):.1f} | | | |")
-        for row, cells in zip(table.rows, table.cells, strict=True):
-            lines.append(f"| {row.method} | {mean(ends[row.method.strip('`')]):.1f} | {' | '.join(cells[1:])} |")
+        bases = [name for name in (FLOOR, CONTROL) if name in found]
+        titles = {FLOOR: "labels only", CONTROL: "the control"}
+        heads = [f"to {titles[base]}, 95 % interval | p" for base in bases]
+        lines = [f"| method | test % | {' | '.join(heads)} |", f"| --- | --: |{' --: | --: |' * len(bases)}"]
+        for name, by_seed in found.items():
+            cells = [difference(found, name, base) for base in bases]
+            lines.append(f"| `{name}` | {mean(list(by_seed.values())):.1f} | {' | '.join(cells)} |")
         page = placed(page, data, "\n".join(lines))
-        for method, values in ends.items():
-            scores.setdefault(method, []).append(mean(values))
+        for method, by_seed in found.items():
+            scores.setdefault(method, []).append(mean(list(by_seed.values())))
     complete = {method: values for method, values in scores.items() if len(values) == len(SETS)}
     if len(complete) > 2:
         result = rank_methods(complete)
@@ -107,6 +110,27 @@ def report() -> None:
         lines = ["| method | mean rank |", "| --- | --: |", *(f"| `{name}` | {rank:.1f} |" for name, rank in order)]
         page = placed(page, "ranks", "\n".join(lines) + f"\n\nThe critical difference is {result.critical:.1f} ranks.")
     PAGE.write_text(page)
+
+
+def difference(found: dict[str, dict[int, float]], method: str, base: str) -> str:
+    """Word a method's paired difference to a baseline in points, and its p-value.
+
+    Interval and p-value are adjusted for the number of methods that are compared with the baseline (Bonferroni).
+
+    Args:
+        found: accuracy in % by method and seed.
+        method: the method.
+        base: labels only or the control; the control is not compared with itself or with labels only as a baseline.
+    """
+    from halfmoon.report.paired import compare_paired
+
+    compared = [name for name in found if name != base and not (base == CONTROL and name == FLOOR)]
+    if method not in compared:
+        return " | "
+    common = sorted(found[method].keys() & found[base].keys())
+    pairs = [[found[name][seed] for seed in common] for name in (method, base)]
+    result = compare_paired(pairs[0], pairs[1], comparisons=len(compared))
+    return f"{result.mean:+.1f} [{result.low:+.1f}, {result.high:+.1f}] | {result.p:.3f}"
 
 
 def mean(values: list[float]) -> float:
