@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,11 @@ SENTENCES = {
         "labels_per_class 9 for 20 clients needs 180 labeled images of class 8, which has 139; set labels_per_class "
         "to 6.95 or less, or clients to 15 or less."
     ),
+    "run --labels-per-class 500": (
+        "labels_per_class 500 for 20 clients needs 10000 labeled images of class 8, which has 139; set labels_per_class "
+        "to 6.95 or less."
+    ),
+    "run --method fixmatch-fedavg": "unknown method 'fixmatch-fedavg': did you mean 'fedavg-fixmatch'?",
     "run --label-ratio 1": (
         "client 0 (20 of 20 in all) has no unlabeled image, but feddure needs some at every client; ask for fewer "
         "labels or a larger min_size."
@@ -78,6 +84,20 @@ def test_the_exact_sentence(message: str, sentence: str, capsys: pytest.CaptureF
     assert cli.main(message.split()) == 2
     assert capsys.readouterr() == ("", f"halfmoon: {sentence}\n")
     assert listing() == before
+
+
+def test_a_mistyped_folder_is_not_said_to_be_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A relative path of two folders looks like owner/name."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert cli.main(["run", "--data", "data/imgaes"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(
+        "halfmoon: data/imgaes is no folder here, so it is looked up on the Hugging Face hub, which needs the library "
+        "datasets: correct the path, pip install "
+    )
+    assert listing() == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -635,7 +635,7 @@ def run_option_cases() -> Iterator[tuple[str, str]]:
         yield from ((command, option) for option in RUN_OPTIONS if option in flags and option not in CASES[command])
 
 
-@pytest.mark.parametrize(("command", "option"), run_option_cases())
+@pytest.mark.parametrize(("command", "option"), [*run_option_cases()])
 def test_an_option_of_a_run_changes_what_a_command_does(
     command: str, option: str, tmp_path: Path, templates: Path, recorder: Recorder
 ) -> None:

@@ -224,5 +224,10 @@ def install_command(extra: str) -> str:
 def suggest(word: str, choices: Iterable[str]) -> str:
     """Suggest the choice that is spelled most like `word` ("did you mean 'x'?"), or list all choices."""
     names = sorted(choices)
+    # The same words in another order, such as fixmatch-fedavg for fedavg-fixmatch.
+    words = sorted(re.split(r"[-_ ]", word.lower()))
+    for name in names:
+        if len(words) > 1 and sorted(re.split(r"[-_ ]", name.lower())) == words:
+            return f"did you mean '{name}'?"
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"choose one of: {', '.join(names)}."

@@ -528,10 +528,10 @@ def _count_labeled_pool(scenario: Scenario, totals: np.ndarray, names: Sequence[
         assert scenario.labels_per_class is not None
         pool = np.full(len(names), math.floor(clients * scenario.labels_per_class + 0.5), np.int64)
         request = f"labels_per_class {scenario.labels_per_class:g} for {clients} clients"
-        remedy = (
-            f"set labels_per_class to {_format_decimal(smallest_total / clients)} or less, or clients to "
-            f"{math.floor(smallest_total / scenario.labels_per_class)} or less"
-        )
+        remedy = f"set labels_per_class to {_format_decimal(smallest_total / clients)} or less"
+        most_clients = math.floor(smallest_total / scenario.labels_per_class)
+        if most_clients > 0:
+            remedy += f", or clients to {most_clients} or less"
     if pool[smallest_class] > smallest_total:
         raise UserError(
             f"{request} needs {pool[smallest_class]} labeled images of class {names[smallest_class]}, which has "

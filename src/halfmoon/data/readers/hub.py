@@ -45,7 +45,8 @@ def read(
         datasets = import_module("datasets")
     except ImportError as error:
         raise UserError(
-            f"{repository} is on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT_HINT}.",
+            f"{repository} is no folder here, so it is looked up on the Hugging Face hub, which needs the library datasets: "
+            f"correct the path, {install_command('hub')}, {LAYOUT_HINT}.",
             option="data_dir",
         ) from error
     parts = []
