@@ -427,3 +427,33 @@ def test_images_that_a_table_does_not_list_are_named(tmp_path: Path) -> None:
     source = load(str(tmp_path))
     assert len(source.train) == 3
     assert [note for note in source.notes if "labels.csv does not list (5)" in note] != []
+
+
+@pytest.mark.parametrize("layout", ["train", "parquet", "table"])
+def test_training_images_of_one_class_are_refused_before_training(layout: str, tmp_path: Path) -> None:
+    for seed, part in enumerate(("train", "test")):
+        images = make_noise_images(6, 8, seed=seed)
+        if layout == "parquet":
+            write_parquet(tmp_path / f"{part}.parquet", list(images), [0] * 6)
+            continue
+        (tmp_path / part / "cat").mkdir(parents=True)
+        for row, image in enumerate(images):
+            Image.fromarray(image).save(tmp_path / part / "cat" / f"{row}.png")
+        if layout == "table":
+            lines = [f"cat/{row}.png,cat" for row in range(6)]
+            (tmp_path / part / "labels.csv").write_text("\n".join(["path,label", *lines]))
+    with pytest.raises(UserError, match=r"all training images are of one class, '(cat|0)'"):
+        load(str(tmp_path))
+
+
+def test_names_of_files_do_not_reach_the_terminal_raw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An escape sequence in a name changed the terminal, and a line break split the message."""
+    write_classes(tmp_path / "in", 20)
+    (tmp_path / "in" / "cat" / "a\x1b[31m\nb\u202e.png").write_bytes(b"")
+    assert main(["data", str(tmp_path / "in")]) == 0
+    assert main(["site", "check", str(tmp_path / "in")]) == 0
+    captured = capsys.readouterr()
+    printed = captured.out + captured.err
+    assert "\x1b" not in printed
+    assert "\u202e" not in printed
+    assert printed.count(r"a\x1b[31m\nb\u202e.png") >= 2

@@ -1,6 +1,7 @@
 """Tables of labels in the forms that people have: other titles and further columns, and metadata.csv of Hugging Face."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import halfmoon
 from halfmoon import UserError
 from halfmoon.cli.main import main
 from halfmoon.data import load
-from halfmoon.data.readers.label_table import find_labels_file, read_label_table
+from halfmoon.data.readers.label_table import find_labels_file, read_label_table, read_paths_by_class
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LabelEdit, read_labels, write_labels
 from halfmoon.studies.scan_folder import scan_folder
@@ -141,3 +142,36 @@ def test_predictions_keep_further_columns(tmp_path: Path) -> None:
         ("im/new.png", "", ""),
     ]
     assert {row["sure"] for row in rows} <= {"yes", "no"}
+
+
+def write_numbered(folder: Path, lines: Sequence[str], name: str = "labels.csv") -> Path:
+    folder.mkdir(parents=True)
+    for row, pixels in enumerate(make_noise_images(4, 8)):
+        Image.fromarray(pixels).save(folder / f"{row}.png")
+    (folder / name).write_text("\n".join(["path,label", *lines]) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (
+            ["0.png,a", "8.png,b", "1.png,", "9.png,b"],
+            r"no file 8\.png.*; 1\.png has no label.*; there is no file 9\.png",
+        ),
+        (["0.png,a", "./0.png,b"], r"\./0\.png has the labels a and b"),
+        (["0.png,a", "../other/0.png,b"], r"\.\./other/0\.png is not in its folder"),
+        ([], "lists no image"),
+        (["0.png,a", "1.png,#N/A"], r"1\.png has no label"),
+    ],
+)
+def test_all_faults_of_a_table_are_named(lines: list[str], sentence: str, tmp_path: Path) -> None:
+    write_numbered(tmp_path / "other", ["0.png,a"])
+    with pytest.raises(UserError, match=sentence):
+        read_paths_by_class(write_numbered(tmp_path / "train", lines))
+
+
+def test_absolute_paths_in_the_folder_and_a_table_in_other_case_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "train"
+    write_numbered(folder, [f"{folder / '0.png'},a", "1.png,b"], "Metadata.csv")
+    assert read_paths_by_class(folder) == {"a": [folder / "0.png"], "b": [folder / "1.png"]}

@@ -137,3 +137,13 @@ def test_whose_budget_was_searched_with(tmp_path: Path, capsys: pytest.CaptureFi
     assert ("Budget: the default steps of fedavg." in capsys.readouterr().out) == message
     best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
     assert best.reference == ("feddure" if "feddure" in more else None)
+
+
+def test_a_short_list_of_values_is_tried_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two values were "20 trials", most of which repeated a known result."""
+    monkeypatch.setattr(tuning, "_train_trial", lambda config, values, seeds, folder: float(values["lr"] == "0.2"))
+    knobs = [Knob.parse("lr=0.1,0.2"), Knob.parse("labeled_view=weak,plain")]
+    found = tune(Config(**TINY), knobs, 20, [0], tmp_path)
+    assert len(found) == 4
+    assert len({tuple(each.values.values()) for each in found}) == 4
+    assert found[0].values["lr"] == "0.2"

@@ -7,6 +7,9 @@ import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that change a terminal or the direction of its text; tabs and line breaks are not among them."""
+
 RESUME = "resume"
 """The placeholder `{resume}` in a `UserError`: the command or the call that resumes the run in a folder."""
 
@@ -75,7 +78,7 @@ class UserError(ValueError):
             write_option: returns an option as its user writes it, from its configuration name and its value ("" without
                 one); `as_flag` or `as_keyword`.
         """
-        text = self.message
+        text = escape_controls(self.message)
         if self.hint is not None:
             text = f"{text}; {self.hint}"
         text = write_placeholders(text, self.options, write_option)
@@ -209,6 +212,19 @@ def check_minimum(owner: object, minimum: int, *names: str) -> None:
         value = getattr(owner, name)
         if value < minimum:
             raise UserError(f"{name} is {value}: it must be at least {minimum}.")
+
+
+def escape_controls(text: object) -> str:
+    """Write control characters as escapes (backslash, x, 1b), so that a file's name cannot change a terminal or its text.
+
+    Line breaks remain; `escape_name` escapes them as well.
+    """
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], str(text))
+
+
+def escape_name(name: object) -> str:
+    """Write control characters and line breaks in the name of a file as escapes."""
+    return escape_controls(str(name).replace("\n", "\\n"))
 
 
 def one_line(text: object) -> str:

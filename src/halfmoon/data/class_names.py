@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 
-MISSING_LABELS = frozenset({"nan", "na", "n/a", "<na>", "null"})
+MISSING_LABELS = frozenset({"nan", "na", "n/a", "#n/a", "<na>", "null"})
 """Labels, in lower case, that spreadsheets and pandas write for a missing value."""
 
 _INVISIBLE = re.compile(

@@ -10,7 +10,7 @@ from pathlib import Path, PureWindowsPath
 
 import numpy as np
 
-from halfmoon.core.errors import UserError, suggest
+from halfmoon.core.errors import UserError, escape_name, suggest
 from halfmoon.data import memory
 from halfmoon.data.class_names import describe_near_equal
 from halfmoon.data.copies import group_copies
@@ -104,6 +104,12 @@ def load(
         raise UserError(f"{name}: two classes are called {repeated[0]!r}; rename one, or give both one number.")
     skipped = (*train.skipped, *tests.skipped)
     check_skipped(skipped, len(train) + len(tests) + len(skipped), preparation)
+    present = np.unique(train.labels[train.labels != UNKNOWN])
+    if len(present) < 2:
+        only = f"of one class, {classes[int(present[0])]!r}" if len(present) else "without a label"
+        raise UserError(
+            f"{folder or name}: all training images are {only}; a classifier needs images of two or more classes."
+        )
     notes = _describe_skipped(skipped, len(train) + len(tests))
     if info and not preparation.converts:
         mean, std = info.mean, info.std
@@ -135,7 +141,7 @@ def _describe_skipped(skipped: Sequence[SkippedImage], count: int) -> list[str]:
     """Describe in a sentence the images that were left out, next to `count` readable ones; no sentence without any."""
     if not skipped:
         return []
-    names = f"{skipped[0].path} ({skipped[0].reason.removesuffix('; replace or remove it.').removesuffix('.')})"
+    names = f"{escape_name(skipped[0].path)} ({skipped[0].reason.removesuffix('; replace or remove it.').removesuffix('.')})"
     more = f" and {len(skipped) - 1:,} more" if len(skipped) > 1 else ""
     images = f"images cannot be read and {'is' if len(skipped) == 1 else 'are'}"
     return [f"{len(skipped):,} of {count + len(skipped):,} {images} left out: {names}{more}"]

@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ def tune(
     Args:
         config: The configuration of all runs.
         knobs: The options that are searched.
-        trials: The number of trials, including those that the folder has.
+        trials: The number of trials, including those that the folder has; at most the number of different ones.
         seeds: The seeds of every trial. Its accuracy is the mean over seeds of the best validation accuracy.
         folder: The folder of the search.
         print_line: Receives one line for every finished trial.
@@ -191,9 +192,20 @@ def tune(
     for stopped in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         study.tell(stopped.number, state=optuna.trial.TrialState.FAIL)
         study.enqueue_trial(stopped.params)
+    combinations: list[dict[str, str]] = []  # of all values, if each knob has a list of them
+    if all(knob.choices for knob in knobs):
+        names = [knob.name for knob in knobs]
+        combinations = [dict(zip(names, each, strict=True)) for each in product(*(knob.choices for knob in knobs))]
+        trials = min(trials, len(combinations))
     while len(finished := _finished_trials(study)) < trials:
         trial = study.ask()
         values = {knob.name: knob.sample(trial) for knob in knobs}
+        finished_params = [each.values for each in finished]
+        if combinations and trial.params in finished_params:
+            # Its result is known. Without this, a short list of values would be tried over and over.
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            study.enqueue_trial(next(each for each in combinations if each not in finished_params))
+            continue
         accuracy = _train_trial(config, values, seeds, folder)
         trial.set_user_attr("diverged", accuracy is None)
         # The sampler needs a number to learn from, so a trial that diverged counts as 0.

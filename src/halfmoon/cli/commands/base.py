@@ -22,7 +22,7 @@ from halfmoon.config import retired
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import describe_type
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError, suggest
+from halfmoon.core.errors import UserError, escape_controls, suggest
 
 if TYPE_CHECKING:
     from halfmoon.config.explain import ExplainedOption
@@ -425,7 +425,7 @@ def exit_on_interrupt(message: str) -> Iterator[None]:
 
 def print_warning(message: str, code: int = 0) -> int:
     """Print a message to stderr and return `code`."""
-    sys.stderr.write(f"halfmoon: {message}\n")
+    sys.stderr.write(f"halfmoon: {escape_controls(message)}\n")
     return code
 
 

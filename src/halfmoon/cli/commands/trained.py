@@ -27,7 +27,7 @@ from halfmoon.cli.commands.paged import (
     parse_page_port,
 )
 from halfmoon.config import schema as settings
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, escape_name
 
 if TYPE_CHECKING:
     from halfmoon.sites.inference.image_folder import UnreadableImage
@@ -103,7 +103,7 @@ def _add_confidence_flag(parser: argparse.ArgumentParser) -> None:
 def _report_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
     """Print a warning for each image that could not be read; return the exit code, 1 if there is one."""
     for each in unreadable:
-        print_warning(f"{each.path}: {each.reason}", 1)
+        print_warning(f"{escape_name(each.path)}: {each.reason}", 1)
     if not unreadable:
         return 0
     return print_warning(f"{len(unreadable)} image(s) could not be read; the results are for the others.", 1)

@@ -8,7 +8,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 
-from halfmoon.core.errors import ImageReadError, UnknownRangeError, UserError, one_line
+from halfmoon.core.errors import ImageReadError, UnknownRangeError, UserError, escape_name, one_line
 from halfmoon.core.quiet import IGNORE_WARNINGS
 from halfmoon.data import dicom
 from halfmoon.data.images import SkippedImage
@@ -335,7 +335,9 @@ def check_skipped(skipped: Sequence[SkippedImage], count: int, preparation: Prep
     if count == 1:
         raise UserError(f"{skipped[0].path}: {skipped[0].reason}")
     # The advice of each reason is dropped, because the message ends with one for all images.
-    reasons = [f"{image.path}: {image.reason.removesuffix('; replace or remove it.')}" for image in skipped]
+    reasons = [
+        f"{escape_name(image.path)}: {image.reason.removesuffix('; replace or remove it.')}" for image in skipped
+    ]
     listed = "; ".join(reasons[:MAX_LISTED])
     more = f" and {len(skipped) - MAX_LISTED:,} more" if len(skipped) > MAX_LISTED else ""
     message = f"{listed}{more}. {len(skipped):,} of {count:,} images cannot be read"

@@ -7,6 +7,7 @@ All of these are read, and reported. `halfmoon.sites.folders.labels` writes them
 import codecs
 import csv
 import io
+import os
 import posixpath
 import unicodedata
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ STANDARD_COLUMNS = (PATH_COLUMN, LABEL_COLUMN, GROUP_COLUMN, *SIGNATURE_COLUMNS)
 
 MAX_QUOTE_LENGTH = 60
 """Characters of a line that an error quotes."""
+
+MAX_LISTED_FAULTS = 10
+"""Number of faulty lines in a message; further ones are counted."""
 
 _SEPARATORS = {",": "", ";": "semicolons between its cells", "\t": "tabs between its cells"}
 _BYTE_ORDER_MARKS = {
@@ -102,7 +106,7 @@ def _labels_file_names(folder: Path) -> list[str]:
         return []
     files = [name for name in names if (folder / name).is_file()]
     labels_files = [name for name in files if name.lower() == LABELS_FILE]
-    return labels_files or [name for name in files if name == METADATA_FILE and _has_labels(folder / name)]
+    return labels_files or [name for name in files if name.lower() == METADATA_FILE and _has_labels(folder / name)]
 
 
 def _has_labels(path: Path) -> bool:
@@ -254,15 +258,27 @@ def read_paths_by_class(folder: Path) -> dict[str, list[Path]] | None:
     file = folder / table.file
     if table.faults:
         raise UserError(f"{file} cannot be read: {table.faults[0]}; repair it: its header is path,label.")
+    if not table.rows:
+        raise UserError(f"{file} lists no image: add a line path,label for each.")
     class_of: dict[str, str] = {}
+    faults: list[str] = []
     for path, label, _ in table.rows:
-        name = path if (folder / path).is_file() else normalize_path(path)
+        normalized = normalize_path(path)
+        # A file's name may have blanks at its ends, or accents that are not composed.
+        name = path if (folder / path).is_file() and not (folder / normalized).is_file() else normalized
+        # Also absolute paths, and paths with "..", whose images would belong to another part of the data set.
+        if not Path(os.path.abspath(folder / name)).is_relative_to(os.path.abspath(folder)):
+            raise UserError(f"{file}: {path} is not in its folder; give paths relative to {folder}.")
+        name = os.path.relpath(folder / name, folder)
         if is_missing_label(label):
-            raise UserError(f"{file}: {path} has no label; label it, or take the line out.")
-        if class_of.setdefault(name, label) != label:
-            raise UserError(f"{file}: {path} has the labels {class_of[name]} and {label}; leave one line for it.")
-        if not (folder / name).is_file():
-            raise UserError(f"{file}: there is no file {path}; correct the path, or take the line out.")
+            faults.append(f"{path} has no label; label it, or take the line out")
+        elif class_of.setdefault(name, label) != label:
+            faults.append(f"{path} has the labels {class_of[name]} and {label}; leave one line for it")
+        elif not (folder / name).is_file():
+            faults.append(f"there is no file {path}; correct the path, or take the line out")
+    if faults:
+        more = f"; and {len(faults) - MAX_LISTED_FAULTS:,} more" if len(faults) > MAX_LISTED_FAULTS else ""
+        raise UserError(f"{file}: {'; '.join(faults[:MAX_LISTED_FAULTS])}{more}.")
     paths_of: dict[str, list[Path]] = {name: [] for name in sort_class_names(set(class_of.values()))}
     for name, label in sorted(class_of.items()):
         paths_of[label].append(folder / name)

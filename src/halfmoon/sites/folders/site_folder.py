@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UserError, escape_name
 from halfmoon.data import dicom
 from halfmoon.data.class_names import find_near_equal, is_missing_label, normalize_class_name, sort_class_names
 from halfmoon.data.groups import find_groups
@@ -109,7 +109,7 @@ class Finding:
 
     def describe_images(self) -> list[str]:
         """Describe each of `names` in a line, with its reason; equal files are joined by "="."""
-        lines = [name if isinstance(name, str) else " = ".join(name) for name in self.names]
+        lines = [escape_name(name if isinstance(name, str) else " = ".join(name)) for name in self.names]
         if not self.reasons:
             return lines
         return [f"{line}: {reason}" for line, reason in zip(lines, self.reasons, strict=True)]
@@ -176,7 +176,7 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     typos = []
     if not (folder / CLASSES_FILE).exists():
         typos = [*_find_similar_names(labels, classes), *_find_likely_typos(labels, classes)]
-    table_name = table.file if table.file == METADATA_FILE else LABELS_FILE
+    table_name = table.file if table.file is not None and table.file.lower() == METADATA_FILE else LABELS_FILE
     remedy = f"correct {table_name}" if table.file is not None else "move their images into one folder"
     findings = [
         Finding("folders that cannot be opened", "make them readable", tuple(closed_folders), blocks=True),
@@ -386,7 +386,7 @@ def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
         other_files += [_printable(prefix + name) for name in linked_folders]
         for name in names:
             path = prefix + name
-            is_table = path.lower() == LABELS_FILE or path in (CLASSES_FILE, METADATA_FILE)
+            is_table = path.lower() == LABELS_FILE or path == CLASSES_FILE or path.lower() == METADATA_FILE
             if name.startswith(".") or is_table:
                 continue
             if _is_image(current, name) and _printable(path) == path:
