@@ -1,1 +1,1 @@
-"""Trees of tensors, named generators, gradients, optimizers and errors: what every other package stands on."""
+"""Shared foundations: trees of tensors, random streams, gradients, optimizers, option ranges, TOML and errors."""

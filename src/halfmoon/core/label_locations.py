@@ -1,4 +1,4 @@
-"""Where labels are: the values of the option `labels_at`, which splits, methods and sites share."""
+"""Locations of labels: the values of the option `labels_at`, which splits, methods and sites share."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Networks as pure functions of their parameters."""
+"""Networks as pure functions of their parameters, and the files of trained ones."""
 
 from halfmoon.models.chains import ResNet9, SmallCNN
 from halfmoon.models.network import Network, forward, mark_if_any_real, track

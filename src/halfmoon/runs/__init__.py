@@ -1,1 +1,1 @@
-"""Runs from a configuration: what it is made of, played, resumed, side by side, watched and summed up."""
+"""Runs from a configuration: build an experiment, run, resume or compare it, follow its progress, write its results."""

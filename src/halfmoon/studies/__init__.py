@@ -1,1 +1,1 @@
-"""What a user starts from Python or the command line: runs, sweeps of a paper, the study of a folder; their results."""
+"""Runs, sweeps of papers and studies of a folder, as users start them in Python or a terminal, and their results."""
