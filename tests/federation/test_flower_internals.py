@@ -32,7 +32,7 @@ from flwr.superlink.grid import http_grid
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.grid import GridTransport
 from halfmoon.federation.transport.internals import NAMES, VERSIONS, act_as_node, set_message_id
-from halfmoon.federation.transport.records import unwrap_message, wrap_message
+from halfmoon.federation.transport.records import MAX_INLINE_BYTES, unwrap_message, wrap_message
 
 VERSION = metadata.version("flwr")
 
@@ -192,7 +192,7 @@ def test_a_site_fetches_a_request_whose_objects_are_under_way_without_flowers_wa
     assert reply.metadata.src_node_id == 7
 
 
-@pytest.mark.parametrize("data", [b"update", bytes(2**21) + b"update"])
+@pytest.mark.parametrize("data", [b"update", bytes(MAX_INLINE_BYTES) + b"update"])
 def test_a_reply_is_sent_as_the_objects_that_the_superlink_lacks(data: bytes):
     """The server can put it together from them: of a small reply from one record, of a large one from arrays."""
     message = Late().fleet().receive()

@@ -10,8 +10,12 @@ HEAD = "head"
 BODY = "body"
 """Names of the record, and of the arrays in it. Flower stores equal arrays once, so a model for all sites is one."""
 
-MAX_INLINE_BYTES = 2**20
-"""Largest message that is sent as one object. Each further object is a request to the SuperLink, of 20 ms."""
+MAX_INLINE_BYTES = 2**22
+"""Largest message in one object of Flower. Arrays need four objects more, each with a request at both ends.
+
+Flower cuts arrays into pieces of 5 MiB, and nginx (`halfmoon.sites.keys`) passes requests of up to 6 MiB. So an object
+of this size passes wherever a piece does.
+"""
 
 
 def wrap_message(data: bytes) -> RecordDict:
