@@ -1,1 +1,1 @@
-"""Clients that are elsewhere: what is asked of a site and what it answers, over any link; no image among it."""
+"""A federation over a network: the messages, the server and the sites. No image is ever sent."""
