@@ -444,7 +444,7 @@ def test_training_images_in_memory_are_recognized(model: halfmoon.Model) -> None
         (3, "images is int: it must be"),
         ([], "images is empty"),
         ("nowhere", "nowhere: there is no such folder"),
-        (X.reshape(80, -1) / 16, "images has pixels from 0 to"),
+        (X / 16, "images has pixels from 0 to"),
         ([Image.new("L", (8, 8)), 3], "image 1 is int"),
     ],
 )
@@ -600,3 +600,28 @@ def test_ids_of_clients_are_normalized() -> None:
     found = make_memory_data((X, Y), clients=["A", "A ", "e\u0301", "\u00e9"] * 20).clients
     assert found is not None
     assert found[:4].tolist() == [0, 0, 1, 1]
+
+
+def test_equal_training_images_are_refused_and_a_constant_channel_is_not() -> None:
+    """Both ended in "Normalize has the standard deviations (0.0,)"."""
+    blank = make_memory_data((X * 0, Y), test=(X, Y))
+    with pytest.raises(UserError, match="all 80 training images have equal pixels"):
+        load_memory(register(blank))
+    colors = np.stack([X, X[::-1], X * 0], axis=-1)
+    assert load_memory(register(make_memory_data((colors, Y)))).std[2] == 1
+
+
+@pytest.mark.parametrize("container", [pd.Series, lambda images: np.array([*images, None], object)[:-1]])
+def test_a_model_predicts_images_of_tables(container: Callable[[Any], Any], model: halfmoon.Model) -> None:
+    expected = model.predict_proba(X)
+    assert np.array_equal(model.predict_proba(container(as_pil(X))), expected)
+    np.testing.assert_allclose(model.predict_proba(encode_png(X[0][..., None])), expected[:1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images", "sentence"),
+    [(X.reshape(len(X), -1), "a row of numbers"), (np.ma.array(X, mask=X > 3), "masked pixels")],
+)
+def test_vectors_and_masks_are_no_images(images: Any, sentence: str, model: halfmoon.Model) -> None:
+    with pytest.raises(UserError, match=sentence):
+        model.predict(images)

@@ -362,3 +362,14 @@ def test_recommended_on_images() -> None:
     assert FederatedClassifier(**parameters).fit(x, y).method_ == "fedavg-soft-labels"
     with pytest.raises(UserError, match="options has 'seed'"):
         FederatedClassifier(options={"seed": 1}).fit(x, y)
+
+
+def test_masked_labels_are_unlabeled_and_masked_values_are_refused() -> None:
+    vectors = np.random.default_rng(0).random((40, 4))
+    labels = np.arange(40) % 2
+    hidden = np.ma.array(labels, mask=np.arange(40) >= 20)
+    fitted = halfmoon.FederatedClassifier().fit(vectors, hidden)
+    marked = halfmoon.FederatedClassifier().fit(vectors, np.where(np.arange(40) >= 20, -1, labels))
+    assert fitted.method_ == marked.method_ == "mixture-head"
+    with pytest.raises(ValueError, match="masked values"):
+        halfmoon.FederatedClassifier().fit(np.ma.array(vectors, mask=vectors > 0.5), labels)

@@ -11,6 +11,7 @@ Labels are whole numbers or strings. `-1` (in strings also "-1"), None, NaN and 
 are the sorted different labels as text, unless the data set names its classes.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -188,10 +189,20 @@ def read_unlabeled(
     """
     if isinstance(images, Images):
         return preparation.convert(images.images), False
+    if _has_mask(images):
+        raise UserError(f"{name} has masked pixels: fill them, such as by X.filled(0).")
+    images = _list_objects(images)
+    if isinstance(images, bytes):
+        return _read_image(images, preparation, name)[None], True
     if isinstance(images, Image.Image):
         return _read_image(images, preparation, name)[None], True
     if isinstance(images, np.ndarray | torch.Tensor):
         array = _to_numpy(images)
+        if array.ndim == 2 and preparation.size and array.shape[1] == math.prod(preparation.size) * channels:
+            raise UserError(
+                f"{name} has the shape {array.shape}, a row of numbers for each image: reshape it to (N, H, W) or "
+                "(N, H, W, C)."
+            )
         if array.ndim == 2 or (array.ndim == 3 and (array.shape[2] in CHANNELS or array.shape[0] == channels)):
             return _read_image(array, preparation, name)[None], True
         return preparation.convert(_read_batch(array, name)), False
@@ -221,9 +232,7 @@ def _open_pair(images: Any, labels: Any, classes: Sequence[str] | None, name: st
     values = _list_labels(labels, name)
     if _has_mask(images):
         raise UserError(f"{name} has masked pixels: fill them, such as by X.filled(0).")
-    # Tables and arrays of objects have images or paths as their elements.
-    if isinstance(images, pd.Series) or (isinstance(images, np.ndarray) and images.dtype.kind in "OUT"):
-        images = images.tolist()
+    images = _list_objects(images)
     if isinstance(images, np.ndarray | torch.Tensor):
         pixels = _read_batch(_to_numpy(images), name)
         _check_lengths(len(pixels), len(values), name)
@@ -473,6 +482,13 @@ def _to_numpy(values: Any) -> np.ndarray:
     return values.to_dense().numpy() if values.layout != torch.strided else values.numpy()
 
 
+def _list_objects(images: Any) -> Any:
+    """Convert a column of a table or an array of objects, whose elements are images or paths, to a list."""
+    if isinstance(images, pd.Series) or (isinstance(images, np.ndarray) and images.dtype.kind in "OUT"):
+        return images.tolist()
+    return images
+
+
 def _has_mask(values: Any) -> bool:
     """Check whether some values of a masked array of NumPy are masked."""
     return bool(np.ma.is_masked(values))
@@ -496,7 +512,7 @@ def _list_labels(labels: Any, name: str) -> list[Any]:
     if isinstance(labels, pd.DataFrame):
         labels = labels.to_numpy(dtype=object)
     if _has_mask(labels):
-        labels = np.where(np.ma.getmaskarray(labels), None, np.ma.getdata(labels))  # a masked label is missing
+        labels = np.ma.asarray(labels).astype(object).filled(None)  # a masked label is missing
     if isinstance(labels, np.ndarray | torch.Tensor):
         array = _to_numpy(labels)
     else:

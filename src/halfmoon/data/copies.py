@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from halfmoon.core.errors import UserError
 from halfmoon.data.groups import describe_equal_images, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
 
@@ -15,11 +16,19 @@ def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str
 
     Returns:
         Training and test images with their groups, and sentences for the user about copies.
+
+    Raises:
+        UserError: All training images are equal.
     """
     hashes = [*hash_pixels(train.images), *hash_pixels(tests.images)]
     notes = describe_equal_images(hashes, np.concatenate([train.labels, tests.labels]))
     if not notes:
         return train, tests, []
+    if len(train) > 1 and len(set(hashes[: len(train)])) == 1:
+        raise UserError(
+            f"all {len(train):,} training images have equal pixels, so no class can be learned: export them again, without a "
+            "transparency channel, which is not read."
+        )
     if train.groups is None and tests.groups is None:
         groups = None
     else:

@@ -148,7 +148,8 @@ class Source:
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Compute mean and (population) standard deviation of each channel of uint8 (N, H, W, C), scaled to 0 to 1.
 
-    Both are computed from a histogram of the 256 values: exactly, and independently of the order of the images.
+    Both are computed from a histogram of the 256 values: exactly, and independently of the order of the images. The
+    deviation of a channel with one value only is 1, because normalization divides by it.
     """
     values = np.arange(256) / 255.0
     means = []
@@ -161,7 +162,8 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
         weight = counts[channel] / counts[channel].sum()
         mean = float(weight @ values)
         means.append(mean)
-        deviations.append(float(np.sqrt(weight @ (values - mean) ** 2)))
+        deviation = float(np.sqrt(weight @ (values - mean) ** 2))
+        deviations.append(deviation if np.count_nonzero(counts[channel]) > 1 else 1.0)
     return tuple(means), tuple(deviations)
 
 

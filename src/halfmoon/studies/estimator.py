@@ -102,6 +102,10 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
             UserError: the method cannot run on vectors, an option is wrong, no row is labeled, or images are invalid.
             Diverged: a loss or a weight is not finite.
         """
+        if isinstance(X, pd.Series) or (isinstance(X, np.ndarray) and X.ndim == 1 and X.dtype == object):
+            X = X.tolist()  # images as the elements of a table or of an array of objects
+        if np.ma.is_masked(X):
+            raise UserError("X has masked values: fill them, such as by X.filled(0).")
         is_images = _is_images(X)
         if not is_images:
             X = cast(np.ndarray, validate_data(self, X, dtype=np.float64))
@@ -261,6 +265,8 @@ def _number_classes(y: Any, rows: int, name: str) -> tuple[np.ndarray, np.ndarra
         raise ValueError(f"This {name} estimator requires y to be passed, but the target y is None.")
     if isinstance(y, list | tuple) and any(isinstance(value, str) for value in y):
         y = np.array(y, dtype=object)  # without the type NumPy would write NaN as the string "nan"
+    if np.ma.is_masked(y):
+        y = np.ma.asarray(y).filled(UNKNOWN) if y.dtype.kind in "if" else np.ma.asarray(y).astype(object).filled(None)
     values = column_or_1d(y, warn=True)
     check_consistent_length(np.empty((rows, 0)), values)
     if values.dtype.kind in "US":
