@@ -226,13 +226,18 @@ def two_class_predictions(baseline_right: int, method_right: int, differ: float,
 
 
 def test_the_gain_combines_labels_and_prior_by_their_precisions() -> None:
-    """20 and 30 of 40 images are right, and 40 % of the unlabeled ones differ: the advantage is 0.25 / 0.4 = 0.625."""
+    """20 and 30 of 40 images are right, the heads differ on 10 of these, and on 40 % of the unlabeled ones.
+
+    At the prior's advantage of 0.5, the 15 points that fewer labeled images differ cost 7.5 of the mean difference of 25.
+    """
     made = decide_by_image(two_class_predictions(20, 30, 0.4))
-    squares = 10 * (1 - 0.25) ** 2 + 30 * 0.25**2
+    adjusted = np.r_[np.full(10, 1 - 0.5 * (1 - 0.4)), np.full(30, 0.5 * 0.4)]
+    assert adjusted.mean() == pytest.approx(0.25 + 0.075)
+    squares = ((adjusted - adjusted.mean()) ** 2).sum()
     of_draw = DRAW_VARIANCE / 40
     variance = (squares + 5 * 0.5 * 0.4) / (39 + 5) / 40 / 0.4**2 + of_draw
     precision = 1 / variance + 1 / PRIOR_DEVIATION**2
-    advantage = (0.625 / variance + PRIOR_ADVANTAGE / PRIOR_DEVIATION**2) / precision
+    advantage = (adjusted.mean() / 0.4 / variance + PRIOR_ADVANTAGE / PRIOR_DEVIATION**2) / precision
     assert made.difference.mean == pytest.approx(100 * 0.4 * advantage)
     total = 0.4**2 * (1 / precision + of_draw) + 0.4 * 0.6 / 1000 * (advantage**2 + 1 / precision + of_draw)
     assert made.difference.high - made.difference.mean == pytest.approx(1.959964 * 100 * total**0.5, rel=1e-6)
@@ -240,7 +245,7 @@ def test_the_gain_combines_labels_and_prior_by_their_precisions() -> None:
     assert made.mixes[0].labels_only.low < 50 < made.mixes[0].labels_only.high
     assert made.by_labels is not None
     assert made.by_labels.mean == pytest.approx(25)
-    assert made.by_labels.high > made.difference.high
+    assert made.by_labels.high - made.by_labels.mean > made.difference.high - made.difference.mean
 
 
 def test_few_labels_do_not_decide_by_the_prior() -> None:

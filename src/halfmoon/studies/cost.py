@@ -47,6 +47,16 @@ FOLD_BASIS = 128
 """Size of the basis for which the times of a fold were measured."""
 
 
+DRAW_SECONDS = 0.06
+"""Time of both heads on one draw of the labels there (`halfmoon.studies.fold_solver.DrawSolver`), with `DRAW_FEATURES`."""
+
+DRAW_SECONDS_PER_IMAGE = 1.3e-4
+"""Time of both heads on one draw there for each image."""
+
+DRAW_FEATURES = 2048
+"""Number of features for which the times of a draw were measured."""
+
+
 class SolvingCost(NamedTuple):
     """Seconds to solve both heads once: a constant, and for each image."""
 
@@ -75,6 +85,11 @@ def reference_fold_cost(basis: int) -> SolvingCost:
     # Between the square and the cube, with which products and eigenvectors of small matrices grow.
     factor = max(1.0, basis / FOLD_BASIS) ** 1.5
     return SolvingCost(FOLD_SECONDS * factor, FOLD_SECONDS_PER_IMAGE * factor)
+
+
+def reference_draw_cost(features: int) -> SolvingCost:
+    """Estimate the cost of both heads on one draw of the labels on the reference computer: it is linear in the features."""
+    return SolvingCost(DRAW_SECONDS, DRAW_SECONDS_PER_IMAGE).times(features / DRAW_FEATURES)
 
 
 def reference_decoding_seconds(sizes: Mapping[tuple[int, int], int]) -> float:

@@ -34,6 +34,7 @@ from halfmoon.studies.cost import (
     SolvingCost,
     measure_round_cost,
     reference_decoding_seconds,
+    reference_draw_cost,
     reference_fold_cost,
     reference_network_seconds,
 )
@@ -496,7 +497,7 @@ def _head_costs(config: Config, contents: FolderContents) -> tuple[_HeadCosts, _
     feature_count = _count_features(head)
     # `SOLVING_COST` is that of `FEATURES` features. Products of matrices, whose sides are their number, take most of it.
     solving_cost = SOLVING_COST.times((feature_count / FEATURES) ** 2)
-    split_cost = solving_cost
+    split_cost = reference_draw_cost(feature_count)
     if contents.site:
         # Folds of a site are solved in a smaller basis (`halfmoon.studies.fold_solver`).
         basis_size = min(feature_count, MixtureHead.directions + contents.labeled)
