@@ -512,7 +512,10 @@ def _list_labels(labels: Any, name: str) -> list[Any]:
     if isinstance(labels, pd.DataFrame):
         labels = labels.to_numpy(dtype=object)
     if _has_mask(labels):
-        labels = np.ma.asarray(labels).astype(object).filled(None)  # a masked label is missing
+        masked = np.ma.asarray(labels)
+        values = masked.data.astype(object)
+        values[np.ma.getmask(masked)] = None  # a masked label is missing
+        labels = values
     if isinstance(labels, np.ndarray | torch.Tensor):
         array = _to_numpy(labels)
     else:

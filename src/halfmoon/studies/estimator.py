@@ -266,7 +266,9 @@ def _number_classes(y: Any, rows: int, name: str) -> tuple[np.ndarray, np.ndarra
     if isinstance(y, list | tuple) and any(isinstance(value, str) for value in y):
         y = np.array(y, dtype=object)  # without the type NumPy would write NaN as the string "nan"
     if np.ma.is_masked(y):
-        y = np.ma.asarray(y).filled(UNKNOWN) if y.dtype.kind in "if" else np.ma.asarray(y).astype(object).filled(None)
+        masked = np.ma.asarray(y)
+        y = masked.data.astype(masked.dtype if masked.dtype.kind in "if" else object)
+        y[np.ma.getmask(masked)] = UNKNOWN if masked.dtype.kind in "if" else None
     values = column_or_1d(y, warn=True)
     check_consistent_length(np.empty((rows, 0)), values)
     if values.dtype.kind in "US":
