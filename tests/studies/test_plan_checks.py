@@ -44,8 +44,10 @@ def test_a_plan_chooses_clients_that_the_run_can_have(
 def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = str(write_classes(tmp_path / "few", cat=15, dog=15))
     one = str(write_classes(tmp_path / "one", cat=15, zebra=1))
+    all_labeled = str(write_classes(tmp_path / "two", cat=2, dog=2))
     for options, text in (
         (["--data", few, "--labels", "20", "--clients", "6"], "6 clients with at least 1 unlabeled images each need 6"),
+        (["--data", all_labeled], "client 0 (1 of 1 in all) has no unlabeled image"),
         (["--data", one], "zebra: a class of one image has none to test on"),
     ):
         messages = []

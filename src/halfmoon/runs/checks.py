@@ -8,7 +8,7 @@ from halfmoon.config.schema import check_label_location, explicit_method_options
 from halfmoon.core.arithmetic import GPU_PRECISIONS
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import UNKNOWN
-from halfmoon.data.partition.split import SERVER
+from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.methods import registry
 from halfmoon.models.passes import is_emulated
 from halfmoon.runs import factory, workers
@@ -123,17 +123,22 @@ def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem) -
 
     Upper bounds and centralized methods are not checked: they do not train on one client's unlabeled images.
     """
-    split = shared.split
-    empty = [client for client in range(split.clients) if not len(split.rows(client, labeled=False))]
     for entry in _semi_supervised(entries):
         # By convention the first client update of a method is the one that trains.
         training_update = next(iter(entry.method.client_updates(shared.task).values()))
         # `views` are augmentations of unlabeled images, so a method that needs some trains on these images.
-        if empty and training_update.requirements.views:
-            raise UserError(
-                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no unlabeled image, but {entry.name} "
-                "needs some at every client; ask for fewer labels or a larger min_size."
-            )
+        if training_update.requirements.views:
+            check_unlabeled_rows(entry.name, shared.split)
+
+
+def check_unlabeled_rows(method: str, split: Split) -> None:
+    """Raise UserError if a client of a split has no unlabeled image, for a method that needs some at every client."""
+    empty = [client for client in range(split.clients) if not len(split.rows(client, labeled=False))]
+    if empty:
+        raise UserError(
+            f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no unlabeled image, but {method} "
+            "needs some at every client; ask for fewer labels or a larger min_size."
+        )
 
 
 def _warn_of_small_clients(

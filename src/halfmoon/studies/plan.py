@@ -27,6 +27,7 @@ from halfmoon.methods.analytic import MixtureHead
 from halfmoon.models.efficientnet import FEATURES, SIDE
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.runs import factory, features
+from halfmoon.runs.checks import check_unlabeled_rows
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.studies.cost import (
     SOLVING_COST,
@@ -325,7 +326,10 @@ def _check_split(config: Config, contents: FolderContents, labels: np.ndarray) -
 
     every_class = make_blank(np.arange(len(contents.classes)))
     source = Source(contents.folder.name, make_blank(labels), every_class, contents.classes, False, (0.5,), (0.5,))
-    factory.get_split(config, take_share(source, config.data_share))
+    split = factory.get_split(config, take_share(source, config.data_share))
+    # Without `HEADS`, which are solved from sums, the method trains in steps on unlabeled images of every client.
+    if config.method not in HEADS:
+        check_unlabeled_rows(config.method, split)
 
 
 def image_options(contents: FolderContents, heads: bool) -> dict[str, Any]:
