@@ -57,8 +57,8 @@ def test_a_comparison_is_continued(tmp_path: Path, version_0_2: pytest.MonkeyPat
     with pytest.raises(UserError, match="holds a comparison of this configuration"):
         runner.compare(config, ["fedavg", "fedavg-sl"])
     with pytest.raises(UserError, match="holds a comparison of another configuration"):
-        runner.compare(config, ["fedavg"], again=True)
-    made = runner.compare(config, ["fedavg", "fedavg-sl"], again=True)
+        runner.compare(config, ["fedavg"], resume_existing=True)
+    made = runner.compare(config, ["fedavg", "fedavg-sl"], resume_existing=True)
     assert [summary["method"] for summary in made.summaries] == ["fedavg", "fedavg-sl"]
 
 

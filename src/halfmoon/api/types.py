@@ -146,7 +146,7 @@ class StepMetrics(NamedTuple):
         samples: more measured quantities, by name.
         pseudo: the pseudo-labels that were used, at most one entry (torch.func does not accept None as a leaf).
         models: pseudo-labels of each of several models for the same images, by the model's name, used or not: "local"
-            is a model that stays at its client, "global" one that is uploaded.
+            is a model that remains at its client, "global" one that is uploaded.
     """
 
     loss: Tensor

@@ -603,7 +603,7 @@ def positive_definite(matrix: Tensor) -> Tensor:
     if is_positive_definite(matrix):
         return matrix
     values, vectors = eigen_decomposition(matrix)
-    # A thousandth of the largest eigenvalue: the inverse, in which small ones dominate, then stays moderate.
+    # A thousandth of the largest eigenvalue: the inverse, in which small ones dominate, then remains moderate.
     floor = (values.abs().max() * 1e-3).clamp_min(1e-12)
     return (vectors * values.clamp_min(floor)) @ vectors.T
 

@@ -269,7 +269,7 @@ class CBAFedClient(RoundLabelingClient):
 
         Args:
             params: parameters of the network, in which the loss is differentiated.
-            carry: state of the client update, with the pseudo-labels of all images, predicted when it began; "weight" is
+            carry: state of the client update, with the pseudo-labels of all images, predicted when it started; "weight" is
                 1 for accepted ones and 0 for others.
             batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 

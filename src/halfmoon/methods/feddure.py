@@ -101,7 +101,7 @@ class FedDure(ModelAveraging):
             a step on it would have lowered the labeled loss, `WeightedLoss.compute_signal`) since its pseudo-label last
             changed. This mean, times `signal_weight`, is added to F-reg's output before the sigmoid.
         share_regulator: whether the server averages F-reg's parameters over clients, like the model. Otherwise F-reg
-            stays at its client (Algorithm 1), where it learns from the client's labels only.
+            remains at its client (Algorithm 1), where it learns from the client's labels only.
         signal_labels: labeled images by which Eq. 3 and 5 measure the effect of a step on pseudo-labels: those of the
             "minibatch" on which the local model trains, or "halves": in every round the local model trains on every
             other labeled image of the client, and Eq. 3 and 5 use the rest. The halves swap from round to round.
@@ -556,7 +556,7 @@ class FedDureClient(ClientUpdate):
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         """Build the state of a client update (`carry`): the local model, both regulators, and data of pseudo-labeling.
 
-        F-reg, the fine-grained regulator, is an MLP that weighs pseudo-labeled images, and stays at its client. C-reg,
+        F-reg, the fine-grained regulator, is an MLP that weighs pseudo-labeled images, and remains at its client. C-reg,
         the coarse-grained one, is a copy of the classifier that tests whether the pseudo-labels lower the labeled loss.
 
         Args:
@@ -697,7 +697,7 @@ class FedDureClient(ClientUpdate):
             virtual_step = unlabeled
         elif self.task.statistics == "joint":
             # The student is the local model, whose images, those of `backward`, share batch statistics and so their
-            # passes. For the tangent its activations are computed again: two forward passes.
+            # passes. For the tangent its activations are recomputed: two forward passes.
             tangent = 2 * backward
             virtual_step = backward
         else:

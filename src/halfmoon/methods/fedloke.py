@@ -142,7 +142,7 @@ class FedLoKeClient(ClientUpdate):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of both models, each on its labels and on the other's predictions (FedLoKe, Eq. 9 to 14).
 
-        The local model stays at the client. Only predictions with a low entropy are used, and their weight grows over
+        The local model remains at the client. Only predictions with a low entropy are used, and their weight grows over
         the rounds. Without the options `local` or `global_labels` (ablations), the global model teaches itself, or the
         local one learns from labels only.
 

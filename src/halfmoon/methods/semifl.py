@@ -97,7 +97,7 @@ class SemiFL:
         unlabeled_weight: weight of the whole loss on unlabeled images.
         labels: "round" fixes the pseudo-labels when a client update begins (the paper). "step" predicts them on every
             minibatch with the current model, under the task's `labeling` statistics; a step without labels or confident
-            images is skipped, but its client stays in the average (with `mix_weight` 0: the authors' FedAvg with
+            images is skipped, but its client remains in the average (with `mix_weight` 0: the authors' FedAvg with
             FixMatch).
         drop_unsure: under "step", remove images below the threshold before the forward pass, as in the authors' code,
             so that batch statistics are those of confident images only. Under "round" such images are never drawn.

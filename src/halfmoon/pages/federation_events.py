@@ -52,7 +52,7 @@ def describe_wait(folder: Path) -> str:
     """Describe for whom a federation's server waits and since when, as of its latest events; "" if it does not wait.
 
     A waiting server repeats an event of `WAITING_EVENTS` with the fields "whom", such as "sites", and "detail". So the
-    wait began with the first of the equal events at the end of the log, and its latest detail is the valid one.
+    wait started with the first of the equal events at the end of the log, and its latest detail is the valid one.
     """
     since = ""
     whom = ""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from halfmoon.sites.inference.load import InferenceModel
 
 REORDER_AFTER_LABELS = 20
-"""Number of labels after which the order is computed again."""
+"""Number of labels after which the order is recomputed."""
 
 ORDERS = ("mixed", "unsure", "random")
 """Orders of images: uncertain ones spread over classes and features, the most uncertain first, and random."""
@@ -174,7 +174,7 @@ class LabelPage(FolderPage):
     def order(self, order: str = ORDERS[0]) -> np.ndarray:
         """Order the images to label, as rows in the list of the site's images.
 
-        The order is computed again when the predictions change, and after every `REORDER_AFTER_LABELS` labels.
+        The order is recomputed when the predictions change, and after every `REORDER_AFTER_LABELS` labels.
         """
         with self._lock:
             predictions = self.predictions

@@ -584,7 +584,7 @@ def select_device(config: MachineOptions) -> torch.device:
 def select_executor(config: Config) -> Literal["loop", "vmap"]:
     """Select the executor of a cohort's clients.
 
-    "auto" remains in the files of runs that began without a choice: it is vmap on a GPU and the loop on a CPU.
+    "auto" remains in the files of runs that started without a choice: it is vmap on a GPU and the loop on a CPU.
     """
     if config.executor != "auto":
         return config.executor

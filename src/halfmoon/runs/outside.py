@@ -57,7 +57,7 @@ def register(method: CustomMethod) -> str:
 def _changed_options(method: Any, name: str) -> dict[str, Any]:
     """Find the options of a method that differ from the defaults of the registered method of this name.
 
-    A run's config.toml stores the method's name and these options, from which a later process builds the method again.
+    A run's config.toml stores the method's name and these options, from which a later process rebuilds the method.
 
     Raises:
         UserError: it differs in anything else, such as a function; the file stores numbers, strings and Booleans only.
@@ -71,7 +71,7 @@ def _changed_options(method: Any, name: str) -> dict[str, Any]:
         for option_name, option in options.items()
         if option_name in defaults and option != defaults[option_name]
     }
-    # A method built from the changed options must be equal to the object; otherwise it could not be built again.
+    # A method built from the changed options must be equal to the object; otherwise it could not be rebuilt.
     if registry.with_options(default_method, changed) != method:
         raise UserError(
             f"method {name} differs from {type(registry.core(method)).__name__}() in more than its options, which a "

@@ -90,7 +90,7 @@ def compare(
     methods: Sequence[str],
     seeds: Sequence[int] = (0,),
     watch: Callback = NULL_CALLBACK,
-    again: bool = False,
+    resume_existing: bool = False,
 ) -> RunResult:
     """Train several methods, each with every seed, on the same split and cohorts.
 
@@ -101,7 +101,7 @@ def compare(
         methods: names of the methods.
         seeds: seeds of training.
         watch: receives the events of all runs.
-        again: resume the comparison if the folder already contains it, instead of raising `UserError`.
+        resume_existing: resume the comparison if the folder already contains it, instead of raising `UserError`.
 
     Raises:
         UserError: the configuration or the data does not fit.
@@ -138,7 +138,7 @@ def compare(
         jobs = create_jobs(find_costliest_method([job.config for job in jobs], shared))
     jobs = _choose_executors(jobs, shared, watch)
     plan = render_jobs(jobs)
-    if again and is_same_plan(atomic_io.read(root / COMPARISON), plan):
+    if resume_existing and is_same_plan(atomic_io.read(root / COMPARISON), plan):
         return resume(root, watch)
     _refuse_existing(root, run_identity="", plan=plan)
     try:
@@ -208,7 +208,7 @@ def _pending_record(
     """Yield a function that records the configuration of a run that has no run folder yet, so that it can be resumed.
 
     The function is called before features are computed, which may take hours. The record is removed if an error ends
-    the computation, since nothing remains of the run then; it stays after a kill or Ctrl-C.
+    the computation, since nothing remains of the run then; it remains after a kill or Ctrl-C.
 
     Args:
         root: the folder of the run or comparison.

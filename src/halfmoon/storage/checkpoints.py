@@ -70,7 +70,7 @@ class Checkpoints:
         name = checkpoint_stem(round)
         self._refuse_old(round, clients is not None and clients.changed)
         data, shape = pack(state)
-        # A resumed run truncates the metrics to this length, because rows of later rounds will be written again.
+        # A resumed run truncates the metrics to this length, because rows of later rounds will be rewritten.
         with self.writer.convert_errors(name):
             length = atomic_io.flush_and_measure(self.path / METRICS)
         commit = self._commit_clients(clients, round)

@@ -1,7 +1,7 @@
 """Append-only manifest of a tree store: `manifest.jsonl` records, one change per line, the file of each key.
 
 A `Commit` stores the length of the manifest at that time. Replaying the lines up to this length, where the newest line
-of a key wins, gives the store's contents at the commit. An old commit therefore stays readable as long as its files
+of a key wins, gives the store's contents at the commit. An old commit therefore remains readable as long as its files
 exist, and a new commit only writes its changes.
 """
 

@@ -5,7 +5,7 @@ cap, and writes older ones to files, which are mapped into memory when they are 
 
 `commit` writes the changes since the last commit to disk, for a checkpoint: one file per tree, named after its key and
 the commit and never modified afterwards, and one line in the manifest (`halfmoon.storage.manifest`). The cost of a
-commit depends on the clients that changed, not on their total number. The previous commit stays readable until `prune`
+commit depends on the clients that changed, not on their total number. The previous commit remains readable until `prune`
 removes its files.
 """
 

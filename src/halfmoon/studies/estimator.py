@@ -139,7 +139,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         if not isinstance(self.model_, LinearModel):
             return scores
         if self.method_ == "ridge-head":
-            # The outputs add up to 1, so that at least one is positive and the largest one stays the largest.
+            # The outputs add up to 1, so that at least one is positive and the largest one remains the largest.
             positive = scores.clip(min=0)
         else:
             # The largest logit is subtracted so that `exp` does not overflow.

@@ -40,7 +40,7 @@ def cross_validation_folds(
     Each class holds out the same number of labels in every fold: a fifth of them, rounded down, and at least one. So no
     fold changes how frequent a class is among the labels, beyond this rounding. A class of fewer labels than folds holds
     out some of them twice in a repetition; of a class whose number of labels is no multiple of the folds, another
-    remainder stays in training in every repetition. A class with one label is always in training.
+    remainder remains in training in every repetition. A class with one label is always in training.
 
     A row takes its whole group along: no row of a test group, labeled or not, is trained on.
 
@@ -108,7 +108,7 @@ def _keep_groups_together(
     held_out: list[int] = test_rows.tolist()
     for row in held_out:
         if groups[row]:
-            fold_of_group.setdefault(groups[row], number)  # a group that an earlier fold holds out stays there
+            fold_of_group.setdefault(groups[row], number)  # a group that an earlier fold holds out remains there
     single = [row for row in held_out if not groups[row]]
     labeled: list[int] = np.flatnonzero(labels >= 0).tolist()
     members = [row for row in labeled if fold_of_group.get(groups[row], -1) == number]

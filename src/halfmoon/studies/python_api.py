@@ -141,8 +141,8 @@ def compare(
     config = _make_config(config, options, {name: values for name, values in entries if values})
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     with _show_progress(watch, progress) as callbacks:
-        # `again`: a comparison that its folder contains already is resumed or read.
-        result = _make_results(runner.compare(config, names, numbers, callbacks, again=True), progress)
+        # `resume_existing`: a comparison that its folder contains already is resumed or read.
+        result = _make_results(runner.compare(config, names, numbers, callbacks, resume_existing=True), progress)
     if len(numbers) == 1:
         note(one_seed_hint("seeds=5"), progress)
     return result

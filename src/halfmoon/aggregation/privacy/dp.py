@@ -90,7 +90,7 @@ class DifferentialPrivacy(Aggregator):
         if not indices:
             return indices, upload
         upload = upload.map(lambda leaf: leaf[torch.tensor(indices, device=leaf.device)])
-        context = context.only(indices)  # `context.cohort` stays the number of clients that received the query
+        context = context.only(indices)  # `context.cohort` remains the number of clients that received the query
         flat_sum = np.concatenate([leaf.numpy().ravel() for leaf in total.values()])
         sum_hash = self._hash_sum(context, flat_sum)
         self._record_release(context, sum_hash)

@@ -434,7 +434,7 @@ def _open(
             # Pillow only warns up to twice its limit, and filters of warnings are shared by all threads: check it here.
             limit = min(MAX_PIXELS, Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
             if image.format == "JPEG" and limit < image.width * image.height <= 2 * limit:
-                # The decoder halves both sides, so that memory stays below that of the limit (108-megapixel cameras).
+                # The decoder halves both sides, so that memory remains below that of the limit (108-megapixel cameras).
                 image.draft(image.mode, (image.width // 2, image.height // 2))
             if image.width * image.height > limit:
                 raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {limit:,} at most")

@@ -129,7 +129,7 @@ def _read_class_names(path: Path, wnids: tuple[str, ...]) -> tuple[str, ...]:
     if not path.is_file():
         return wnids
     words = dict(line.split("\t", 1) for line in _read_lines(path) if "\t" in line)
-    # Two ids may share a word (crane is a bird and a machine), so the id stays.
+    # Two ids may share a word (crane is a bird and a machine), so the id remains.
     return tuple(f"{wnid} {words[wnid].split(',')[0].strip()}" if wnid in words else wnid for wnid in wnids)
 
 

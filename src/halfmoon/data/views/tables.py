@@ -140,7 +140,7 @@ def shear_maps(pool: OperationPool, height: int, width: int, device: torch.devic
     x = torch.arange(width)
     opposite = [-value for value in pool.shear]
     shear = torch.tensor([pool.shear, opposite], dtype=torch.float64).view(-1, 1, 1)
-    # Pixel centers are at (x + 0.5, y + 0.5). ShearX stays in the row of a pixel, ShearY in its column.
+    # Pixel centers are at (x + 0.5, y + 0.5). ShearX remains in the row of a pixel, ShearY in its column.
     columns = _neighbor_pixels((x + 0.5) + shear * (y + 0.5), width)
     rows = _neighbor_pixels(shear * (x + 0.5) + (y + 0.5), height)
     first = torch.cat([y * width + columns.first, rows.first * width + x])

@@ -60,7 +60,7 @@ class FixMatch(PseudoLabeling, Objective):
             stats: running batch-norm statistics.
             batch: the minibatch, with a weak and a strong view of each unlabeled image.
             aux: state of adaptive thresholds.
-            cached: what `cache_predictions` computed when the client update began: predictions on all images, or the
+            cached: what `cache_predictions` computed when the client update started: predictions on all images, or the
                 received model, if an option lets these make the pseudo-labels.
 
         Returns:

@@ -29,7 +29,7 @@ class PseudoLabel(PseudoLabeling, Objective):
     """CE(y, f(x)) + w mean_i 1[max q_i >= threshold] CE(argmax q_i, f(weak_i)), q = softmax f(weak).
 
     w grows to `unlabeled_weight` over the first `ramp` of the rounds. Lee has no threshold (threshold = 0), and a
-    weight that stays 0 for a while and then grows to 3; these defaults are those of the re-runs by MixMatch's
+    weight that remains 0 for a while and then grows to 3; these defaults are those of the re-runs by MixMatch's
     authors, which the federated papers quote.
     """
 
@@ -60,7 +60,7 @@ class PseudoLabel(PseudoLabeling, Objective):
             stats: running batch-norm statistics.
             batch: the minibatch of labeled and unlabeled images.
             aux: state of adaptive thresholds.
-            cached: what was computed when the client update began: "round_logits" of all images, with labels "round",
+            cached: what was computed when the client update started: "round_logits" of all images, with labels "round",
                 or the received model.
 
         Returns:

@@ -186,7 +186,7 @@ class PseudoLabeling:
             joint = task.statistics == "joint"
             (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(views=1))
             if self.labels == "round":
-                # All images were predicted when the client update began: a lookup in place of a forward pass.
+                # All images were predicted when the client update started: a lookup in place of a forward pass.
                 weak = cached["round_logits"][batch.u_rows]
             else:
                 weak = predict_with_received(task, cached, batch.u["weak"])

@@ -41,7 +41,7 @@ class UDA(PseudoLabeling, Objective):
             stats: running batch-norm statistics.
             batch: the minibatch, with a weak and a strong view of each unlabeled image.
             aux: state of adaptive thresholds.
-            cached: predictions computed when the client update began.
+            cached: predictions computed when the client update started.
 
         Returns:
             The loss (), and batch statistics, pseudo-labels and the new state.
