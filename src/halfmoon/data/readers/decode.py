@@ -336,7 +336,8 @@ def check_skipped(skipped: Sequence[SkippedImage], count: int, preparation: Prep
         raise UserError(f"{skipped[0].path}: {skipped[0].reason}")
     # The advice of each reason is dropped, because the message ends with one for all images.
     reasons = [
-        f"{escape_name(image.path)}: {image.reason.removesuffix('; replace or remove it.')}" for image in skipped
+        f"{escape_name(image.path)}: {image.reason.removesuffix('; replace or remove it.').removesuffix('.')}"
+        for image in skipped
     ]
     listed = "; ".join(reasons[:MAX_LISTED])
     more = f" and {len(skipped) - MAX_LISTED:,} more" if len(skipped) > MAX_LISTED else ""
