@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_files import encode_image, make_noise_images, write_parquet
+from support.image_files import encode_image, make_noise_images, write_parquet
 
 from halfmoon import UserError
 from halfmoon.data import load

@@ -263,13 +263,13 @@ def _draw_test_rows(collection: ImageCollection, hashes: Sequence[bytes]) -> tup
     """
     is_test = _hold_out(collection, [""] * len(collection))
     labeled = collection.labels != UNKNOWN
-    test_hashes = {hashes[row] for row in np.flatnonzero(is_test)}
+    test_hashes = {hashes[row] for row in np.flatnonzero(is_test).tolist()}
     # As for class folders, the first draw remains if it has divided no copies.
-    if any(hashes[row] in test_hashes for row in np.flatnonzero(labeled & ~is_test)):
+    if any(hashes[row] in test_hashes for row in np.flatnonzero(labeled & ~is_test).tolist()):
         merged = merge_equal_images(None, hashes)
         assert merged is not None, "there are copies"
         is_test = _hold_out(collection, merged)
-        test_hashes = {hashes[row] for row in np.flatnonzero(is_test)}
+        test_hashes = {hashes[row] for row in np.flatnonzero(is_test).tolist()}
     is_copy = np.array([image_hash in test_hashes for image_hash in hashes])
     return is_test, is_copy & ~labeled
 
@@ -293,7 +293,7 @@ def _hold_out(collection: ImageCollection, groups: Sequence[str]) -> np.ndarray:
         # The random stream of class folders, so that the same images in a folder give the same test.
         order = named_generator(0, "held out", name).permutation(len(rows))
         count = max(1, round(HELD_OUT_SHARE * len(rows)))
-        test_rows = holdout.draw(order, [groups[row] for row in rows], count)
+        test_rows = holdout.draw(order, [groups[row] for row in rows.tolist()], count)
         if not 0 < len(test_rows) < len(rows):
             raise UserError(
                 f"{collection.name}: too few of the {len(rows):,} labeled images of class {name!r} are different ones to "

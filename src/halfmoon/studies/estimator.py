@@ -108,7 +108,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
             raise UserError("X has masked values: fill them, such as by X.filled(0).")
         is_images = _is_images(X)
         if not is_images:
-            X = cast(np.ndarray, validate_data(self, X, dtype=np.float64))
+            X = cast(np.ndarray, validate_data(self, cast(Any, X), dtype=np.float64))
         classes, labels = _number_classes(y, len(X), type(self).__name__)
         generator = check_random_state(self.random_state)
         numbers, count = self._number_clients(clients, labels, generator)  # the client of each row
