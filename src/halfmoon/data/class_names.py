@@ -60,9 +60,15 @@ def match_class_name(name: str, classes: Iterable[str]) -> str | None:
 
 
 def _simplify(name: str) -> str:
+    """Reduce a class name so that names become equal that probably mean one class: "Cat", "cat "; "class_01", "class1".
+
+    Returns:
+        For a number its shortest form, "1" for "01" and "1.0"; for other names the lower-case letters without blanks,
+        dashes, underscores and leading zeros.
+    """
     text = normalize_class_name(name)
     if _NUMBER.fullmatch(text):
-        return str(Decimal(text).normalize())
+        return str(Decimal(text).normalize())  # without trailing zeros
     # NFKC also unites forms of one character, such as full-width letters. Between digits a separator remains: 1-11, 11-1.
     text = unicodedata.normalize("NFKC", text)
     compact = re.sub(r"(?<=\d)[\s_-]+(?=\d)", "-", text)

@@ -449,7 +449,9 @@ PRIOR_SIGNALS = 5
 
 
 def recall_signals(memory: Tree, data: ClientData) -> Tree:
-    """Load the mean signals that a client stored for its images, unless the images have changed since.
+    """Load the mean signal of each image, F-reg's learning signal averaged over earlier rounds, from a client's memory.
+
+    Signals of other images are of no use: if the client's images have changed since, all begin anew.
 
     Args:
         memory: "label" (U,), the pseudo-label that an image's signals are of; their "mean" (U,) and "count" (U,); and

@@ -343,15 +343,19 @@ class FirstView(Normalize):
 
 
 def feature_head(network: Network) -> FeatureHead | None:
-    """Return a head that can be trained on precomputed features, None unless exactly the backbone is frozen.
+    """Return the linear head of a network whose backbone is frozen, to be trained on precomputed features.
 
     A frozen backbone gives an image the same features in each step, so they are computed once.
+
+    Returns:
+        The head; None if other layers are frozen than the backbone, or more than one linear layer is trained.
     """
     if not isinstance(network, FineTunedNetwork) or network.patterns != (BACKBONE,) or network.head is None:
         return None
     with torch.device("meta"):  # only the names are needed
         trained = tree.flatten(network.init(torch.Generator()))
-    # All that is trained must be a linear layer, of which `center` is subtracted from the features.
+    # All that is trained must be one linear layer. Some heads also have `center`, the mean of all features, which they
+    # subtract from an image's features.
     names = {path.removeprefix(f"params/{network.head}/") for path in trained}
     if names not in ({"weight", "bias"}, {"weight", "bias", "center"}):
         return None

@@ -350,9 +350,10 @@ _THREAD_LOCAL = threading.local()
 
 
 def _template(network: ModuleNetwork) -> _Template:
-    """Return this thread's template of a network; it is built at the first call.
+    """Return this thread's template of a network, the `nn.Module` whose code its passes call; build it at the first call.
 
-    Threads cannot share one, because a pass changes the module while it runs.
+    Threads cannot share a module: `functional_call` replaces its parameters and buffers by those of a client while a pass
+    runs.
     """
     templates = _THREAD_LOCAL.__dict__.setdefault("templates", {})
     key = (network.name, network.channels, network.classes, network.size)

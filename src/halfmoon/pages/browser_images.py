@@ -134,8 +134,9 @@ def encode_for_browser(
 def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float] | None = None) -> Image.Image:
     """Load the pixels of an opened image, reduced by an integer factor if it is much larger than `max_side`.
 
-    A reduced image has no alpha channel. A reduced deep image (more than 8 bits for each gray) has the window of all
-    its pixels, the values of black and white, in `info["extremes"]`.
+    A reduced image has no alpha channel, as the page shows none. An image of more than 8 bits for each gray is shown
+    through a window, the range of values from black to white; its `info["extremes"]` has the window of all its pixels,
+    because a reduced image has lost its smallest and largest values.
 
     Args:
         image: the image.
@@ -144,7 +145,7 @@ def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float]
     """
     # JPEG files are decoded at a reduced size, which saves time and memory; other formats ignore this.
     image.draft(None, (max_side, max_side))
-    # A window applies to the values that are stored in a DICOM file, before its table of grays.
+    # A window applies to the values that are stored in a DICOM file, before its lookup table (LUT) of grays.
     image = choose_windowed_image(load_pixels(image), window)
     if has_over_8_bits(image) and max(image.size) > max_side:
         reduced = Image.fromarray(shrink_by_mean(image, max_side))

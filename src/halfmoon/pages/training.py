@@ -149,8 +149,9 @@ class BackgroundTraining:
     def _receive(self) -> None:
         """Receive the replies of the training process, in a thread, until the training has ended or the process died.
 
-        The process sends tuples of progress, then `Predictions`, and at the end an error message, or the estimated
-        accuracy as a dictionary, which is empty with too few labels. The estimates are the points of a learning curve.
+        The process sends tuples of progress (name of the step, finished items, all items), then `Predictions` of all
+        images. At the end it sends a text, which is an error message, or a dictionary with the estimated accuracy, which is
+        empty if there are too few labels. Each estimate is a point of the page's learning curve.
         """
         outcome: Any = "The training was ended before it was done: train again."
         with suppress(EOFError, OSError):
