@@ -516,13 +516,14 @@ def _list_labels(labels: Any, name: str) -> list[Any]:
         values = masked.data.astype(object)
         values[np.ma.getmask(masked)] = None  # a masked label is missing
         labels = values
+    array: np.ndarray
     if isinstance(labels, np.ndarray | torch.Tensor):
         array = _to_numpy(labels)
     else:
         # As objects: NumPy would convert numbers among strings to strings.
         array = np.empty(len(labels), object)
         array[:] = [_to_scalar(item, f"{name}, image {row}") for row, item in enumerate(labels)]
-    if array.ndim == 2 and array.shape[1] == 1:
+    if array.ndim == 2 and array.shape[-1] == 1:
         array = array[:, 0]
     if array.ndim != 1:
         raise UserError(
