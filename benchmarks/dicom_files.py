@@ -217,18 +217,18 @@ def compare(data: bytes, grays: np.ndarray) -> str:
     return f"{np.abs(np.clip(expected, 0, 255) - grays).max():.2f}"
 
 
-def row(path: Path) -> tuple[str, str]:
-    """Return what becomes of a file, and its row of the table."""
+def read_file(path: Path) -> tuple[str, str]:
+    """Read a file; return the outcome and its row of the table."""
     data, name = path.read_bytes(), str(path.relative_to(FILES))
     if not dicom.is_dicom(data):
-        return "no DICOM file", f"| {name} | no DICOM file: it lacks the mark | | |"
+        return "no DICOM file", f"| {name} | no DICOM file: it lacks the magic bytes | | |"
     if not dicom.holds_image(path):
         return "no image by its kind", f"| {name} | ignored: a kind without pixels | | |"
-    return row_of(data, name, dicom.read_header(path, name)[3])
+    return read_content(data, name, dicom.read_header(path, name)[3])
 
 
-def row_of(data: bytes, name: str, frames: int = 1) -> tuple[str, str]:
-    """Return what becomes of the content of a file with an image, and its row of the table."""
+def read_content(data: bytes, name: str, frames: int = 1) -> tuple[str, str]:
+    """Read the content of a file with an image; return the outcome and its row of the table."""
     file = pydicom.dcmread(io.BytesIO(data), stop_before_pixels=True)
     about = f"{file.get('PhotometricInterpretation', '')}, {file.get('BitsStored', '-')} bits"
     try:
@@ -240,25 +240,25 @@ def row_of(data: bytes, name: str, frames: int = 1) -> tuple[str, str]:
     return "read", f"| {name} | {result} | {width}x{height}x{channels} | {compare(data, pixels)} |"
 
 
-def archive(folder: Path) -> str:
-    """Return a sentence about what a site makes of all files with an image, exported as an archive would."""
+def scan_archive(folder: Path) -> str:
+    """Copy all files as an archive exports them, and describe in a sentence how a site reads the folder."""
     count = 0
     for path in sorted(FILES.rglob("*")):
         if not path.is_file() or not dicom.is_dicom(path.read_bytes()):
             continue
         file = pydicom.dcmread(path, stop_before_pixels=True)
         study, series = (str(file.get(name) or "none") for name in ("StudyInstanceUID", "SeriesInstanceUID"))
-        place = folder / study / series / f"IM{count:06}"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, place)
+        target = folder / study / series / f"IM{count:06}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
         count += 1
     site, findings = scan_site(folder)
     others = sum(len(each.names) for each in findings if each.kind == "files that are no images")
-    made = prepare_site(folder, (64, 64), 1)
+    prepared = prepare_site(folder, (64, 64), 1)
     people = dicom.find_patients([folder / path for path in site.paths]) or []
     return (
         f"{count} files without a suffix in study and series folders: {len(site)} are known as images, {others} as "
-        f"others; {len(made.site)} are decoded, {len(made.left_out)} left out with a reason; "
+        f"others; {len(prepared.site)} are decoded, {len(prepared.left_out)} left out with a reason; "
         f"{len(set(people) - {''})} patients group them."
     )
 
@@ -268,35 +268,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, help="only the first ones")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    paths = sorted(path for path in FILES.rglob("*") if path.is_file())[: given.files]
-    rows = [row(path) for path in paths]
+    paths = sorted(path for path in FILES.rglob("*") if path.is_file())[: options.files]
+    rows = [read_file(path) for path in paths]
     many = Counter((path.parent, kind) for path, (kind, _) in zip(paths, rows, strict=True))
-    told: dict[object, str] = {}
+    lines: dict[object, str] = {}
     for path, (kind, line) in zip(paths, rows, strict=True):
         count, name = many[path.parent, kind], str(path.relative_to(FILES))
-        lump = kind == "refused" and path.parent != FILES
-        told[(path.parent, kind) if lump else path] = (
-            line.replace(name, f"{name} and {count - 1} more") if lump else line
+        is_grouped = kind == "refused" and path.parent != FILES
+        lines[(path.parent, kind) if is_grouped else path] = (
+            line.replace(name, f"{name} and {count - 1} more") if is_grouped else line
         )
     counts = ", ".join(f"{count} {kind}" for kind, count in Counter(kind for kind, _ in rows).most_common())
-    with tempfile.TemporaryDirectory() as home:
-        export = archive(Path(home)) if given.files is None else ""
+    with tempfile.TemporaryDirectory() as folder:
+        export = scan_archive(Path(folder)) if options.files is None else ""
     head = ["| file | result | image | largest difference from pydicom |", "| --- | --- | --- | --- |"]
-    table = "\n".join([*head, *told.values()])
-    generated = "\n".join([*head, *(row_of(data, name)[1] for name, data in generated_files().items())])
-    words = "# DICOM files\n\n    python benchmarks/dicom_files.py\n\n"
-    words += f"{len(rows)} files of pydicom {pydicom.__version__}: {counts}.\n\n"
-    words += f"As an archive exports them: {export}\n\n"
-    words += (
+    table = "\n".join([*head, *lines.values()])
+    generated = "\n".join([*head, *(read_content(data, name)[1] for name, data in generated_files().items())])
+    text = "# DICOM files\n\n    python benchmarks/dicom_files.py\n\n"
+    text += f"{len(rows)} files of pydicom {pydicom.__version__}: {counts}.\n\n"
+    text += f"In the layout of an archive: {export}\n\n"
+    text += (
         "The last column compares with pydicom's modality table or rescale, and its window (or presentation table, if "
         "there is no window), in levels of 0 to 255: 0.5 is the rounding of grays, and 1 that of colors of more than 8 "
         "bits, whose low bits are dropped. Padding is expected to be black. pydicom does not estimate a window for a "
         "file without one.\n\n"
     )
-    words += f"{table}\n\n## Generated files\n\n{generated}\n"
-    print(words) if given.out is None else given.out.write_text(words)
+    text += f"{table}\n\n## Generated files\n\n{generated}\n"
+    print(text) if options.out is None else options.out.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One federation of real processes on this machine, that can be disturbed: what `federation_faults.py` plays with."""
+"""A federation of real processes on this machine whose processes can be killed or made to misbehave."""
 
 import os
 import signal
@@ -20,24 +20,33 @@ HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
 SITES = ("site-00", "site-01", "site-02")
 VICTIM = "site-01"
 LATE, TIMEOUT = 28.0, 25.0
-"""Seconds that a late site sleeps over its answer, and that it may take."""
+"""Seconds that a late site sleeps before its reply, and the timeout of a round."""
 COMPUTED = 0.35
-"""Seconds of CPU after which a site is in the middle of a visit, which takes about 1."""
+"""CPU seconds after which a site is in the middle of a local update, which takes about 1."""
 PATIENCE = 400.0
 """Seconds until a run counts as stuck."""
 
 
 class Stuck(RuntimeError):
-    """Something that has to happen does not."""
+    """An expected event did not happen in time."""
 
 
 @dataclass
 class Federation:
-    """One federation under way: its folder, and the commands that run."""
+    """A running federation.
+
+    Attributes:
+        folder: its files.
+        spoil: the value of `MISBEHAVE` for the victim (see misbehaving/sitecustomize.py), or "".
+        home: the state folder of the victim if it is not in its site folder.
+        port: of the server.
+        running: the process of the server ("serve") and of each site.
+        sites: names of the sites.
+    """
 
     folder: Path
     spoil: str = ""
-    home: Path | None = None  # of the victim, where it is not in its folder
+    home: Path | None = None
     port: int = field(default_factory=free_port)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     sites: Sequence[str] = SITES
@@ -48,7 +57,7 @@ class Federation:
         return self.folder / "run"
 
     def of(self, who: str) -> Path:
-        """Return the folder in which the server or a site keeps Flower's processes."""
+        """Return the folder with the files of Flower's processes, of the server or of a site."""
         if who == "serve":
             return self.run / "flower"
         return (self.home if self.home and who == VICTIM else self.folder / "sites" / who / ".halfmoon") / "flower"
@@ -56,28 +65,37 @@ class Federation:
     def start(self, who: str) -> None:
         """Start the command of the server or of a site."""
         sites = self.folder / "sites"
-        words = ["serve", str(sites / "federation.toml"), "--run-dir", str(self.run), "--port", str(self.port)]
+        arguments = ["serve", str(sites / "federation.toml"), "--run-dir", str(self.run), "--port", str(self.port)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if who != "serve":
-            words = ["site", "join", "--server", f"127.0.0.1:{self.port}", "--site", str(sites / who), "--name", who]
-            words += ["--terms", "any"]
+            arguments = [
+                "site",
+                "join",
+                "--server",
+                f"127.0.0.1:{self.port}",
+                "--site",
+                str(sites / who),
+                "--name",
+                who,
+            ]
+            arguments += ["--terms", "any"]
         if who == VICTIM:
-            words += ["--home", str(self.home)] if self.home else []
+            arguments += ["--home", str(self.home)] if self.home else []
             if self.spoil:
                 paths = [str(Path(__file__).parent / "misbehaving"), os.environ.get("PYTHONPATH", "")]
                 environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MISBEHAVE": self.spoil}
                 environment["MISBEHAVE_SECONDS"] = str(LATE)
         with (self.folder / f"{who}.out").open("ab") as out:
-            command = [HALFMOON, *words]
+            command = [HALFMOON, *arguments]
             self.running[who] = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
     def log(self, who: str = "serve") -> str:
-        """Return what the server's log says, or a site's."""
+        """Read the log of the server or of a site."""
         path = self.run / "serve.log" if who == "serve" else self.of(who).parent / "join.log"
         return (atomic_io.read(path) or b"").decode()
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait until something is so; raise Stuck where it takes too long, or the server ends."""
+        """Wait until a condition is true; raise Stuck if it takes too long, or the server ends."""
         end = time.monotonic() + PATIENCE
         while not condition():
             server = self.running["serve"].poll()
@@ -86,14 +104,14 @@ class Federation:
             time.sleep(0.02)
 
     def number(self, who: str, script: str) -> int:
-        """Return the number of a living process, 0 where there is none."""
-        words = atomic_io.read(lock_path(self.of(who), script)) or b""
-        return int(words) if words.strip().isdigit() and ProcessFolder(self.of(who)).is_running(script) else 0
+        """Return the id of a running process, 0 if there is none."""
+        content = atomic_io.read(lock_path(self.of(who), script)) or b""
+        return int(content) if content.strip().isdigit() and ProcessFolder(self.of(who)).is_running(script) else 0
 
     def training(self) -> int:
-        """Wait until a visit to the victim is half over, and return the number of its process.
+        """Wait until a local update of the victim is half finished, and return the id of its process.
 
-        It is that of the second round, or of a later one where the site was over with it between two looks.
+        It is that of the second round, or of a later one if the site finished it between two checks.
         """
         for number in (2, 3, 4):
             found = self.number(VICTIM, WORKER)
@@ -108,10 +126,10 @@ class Federation:
             self.until(half, f"{VICTIM} to train")
             if over not in self.log(VICTIM):
                 return found
-        raise Stuck(f"{VICTIM} was over with every visit before it could be disturbed")
+        raise Stuck(f"{VICTIM} finished every local update before it could be disturbed")
 
     def kill(self, who: str, *scripts: str) -> None:
-        """Kill processes with -9: of these scripts, or the command itself."""
+        """Kill processes with SIGKILL: those of these scripts, or else the command."""
         numbers = [self.number(who, script) for script in scripts] or [self.running[who].pid]
         if 0 in numbers:
             raise Stuck(f"{scripts} of {who} does not run")
@@ -121,9 +139,9 @@ class Federation:
             self.running[who].wait()
 
     def cut(self) -> None:
-        """Kill everything at once, as a power cut does (the system keeps what was written)."""
-        homes = [(who, script) for who in self.running for script in (*SCRIPTS, SUPERNODE, WORKER)]
-        numbers = [process.pid for process in self.running.values()] + [self.number(*each) for each in homes]
+        """Kill all processes at once, as in a power cut (written data is not lost)."""
+        scripts = [(who, script) for who in self.running for script in (*SCRIPTS, SUPERNODE, WORKER)]
+        numbers = [process.pid for process in self.running.values()] + [self.number(*each) for each in scripts]
         for number in filter(None, numbers):
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -131,13 +149,13 @@ class Federation:
             process.wait()
 
     def begin(self) -> None:
-        """Start all, and wait for the end of the first round."""
+        """Start all commands, and wait for the end of the first round."""
         for who in ("serve", *self.sites):
             self.start(who)
         self.until(lambda: "round 1 of 4" in self.log(), "the first round")
 
     def end(self) -> None:
-        """End all, and what a killed command has left behind."""
+        """End all commands, and the processes that a killed command has left."""
         for process in self.running.values():
             process.terminate()
         for process in self.running.values():
@@ -150,8 +168,8 @@ class Federation:
 
 
 def computed(number: int) -> float:
-    """Return the seconds of CPU that a process has used."""
+    """Return the CPU seconds of a process."""
     with suppress(OSError, IndexError):
-        words = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0

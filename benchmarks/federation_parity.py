@@ -1,14 +1,13 @@
-"""Play the same federation in the simulator and over Flower in three ways, and compare the final weights, bit by bit.
+"""Train the same federation in the simulator and over Flower in three ways, and compare the final weights bit by bit.
 
     python benchmarks/federation_parity.py [--methods feddure ...] [--rounds 3] [--out results/federation_parity]
 
-Three sites are written with `halfmoon site export digits`; each method is then played (a) by
-`halfmoon.runs.runner.run_in_folder`, as `halfmoon run` does, (b) over an in-process grid
+`halfmoon site export digits` writes three sites; each method is then trained (a) by
+`halfmoon.runs.runner.run_in_folder`, as in `halfmoon run`, (b) over an in-process grid
 (`halfmoon.federation.transport.local.rehearse`), (c) on Flower's simulation engine, by a SuperLink with --simulation and
 `flwr run` (Ray; needs `flwr[simulation]`), and (d) over real processes on loopback: three `halfmoon site join` and one
-`halfmoon serve`. Every way has its own copies of the sites, so that none finds what another one's sites remember. A
-hash is the SHA-256 of the names, types, shapes and bytes of all tensors of model.safetensors, by name. Nothing is left
-behind but the results.
+`halfmoon serve`. Each way uses separate copies of the sites, so that none finds memories of another one. A hash is the
+SHA-256 of the names, types, shapes and bytes of all tensors of model.safetensors, sorted by name.
 """
 
 import argparse
@@ -46,33 +45,36 @@ from halfmoon.runs import runner
 METHODS = {"feddure": "clients", "fedloke": "clients", "semifl": "server", "feddb": "clients", "fedmatch": "clients"}
 """The methods that are compared, and where their federation has its labels."""
 
-MARK = "HALFMOON_BENCHMARK"
-"""A variable of the environment by which all processes of this run are found again, whoever started them."""
+RUN_VARIABLE = "HALFMOON_BENCHMARK"
+"""An environment variable that identifies all processes of this run, whoever started them."""
 
-SCENE = """\
+DESCRIPTION = """\
 Three sites of `halfmoon site export digits`, {rounds} rounds with all of them: labels at the sites (4 of each class a
 site on average), for SemiFL at the server. Each cell is the beginning of the SHA-256 of the final model's tensors
 (names, types, shapes, bytes): from `halfmoon run`'s simulator, from Flower's two apps in one process, from Flower's
 simulation engine (`flwr run`, Ray), and from three `halfmoon site join` and one `halfmoon serve` on loopback.
 """
 
-PATIENCE = 600.0
-"""Seconds until one way of playing a federation counts as stuck."""
+TIMEOUT = 600.0
+"""Seconds until a federation counts as stuck."""
 
 
 class Stuck(Exception):
-    """A federation that did not come to its end; the words say what its logs said last."""
+    """A federation did not finish; the message has the ends of its logs."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the processes of a benchmark live: a folder that is thrown away, and the mark that they carry.
+    """The processes of a benchmark.
 
-    `more` is added to the environment of every process.
+    Attributes:
+        folder: a temporary folder for their files.
+        run_id: the value of `RUN_VARIABLE` in their environment.
+        more: other environment variables.
     """
 
     folder: Path
-    mark: str
+    run_id: str
     more: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -83,26 +85,26 @@ class Place:
             **os.environ,
             **ENVIRONMENT,
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
-            MARK: self.mark,
+            RUN_VARIABLE: self.run_id,
             "PATH": path,
             "OMP_NUM_THREADS": "1",
             **self.more,
         }
 
-    def run(self, *words: str | Path) -> str:
-        """Run a command to its end and return what it printed; raise Stuck with its words where it fails."""
-        command = [str(word) for word in words]
-        done = subprocess.run(command, capture_output=True, env=self.environment, timeout=PATIENCE)
-        said = (done.stdout + done.stderr).decode(errors="replace")
+    def run(self, *arguments: str | Path) -> str:
+        """Run a command, and return its output; raise Stuck with the output if it fails."""
+        command = [str(argument) for argument in arguments]
+        done = subprocess.run(command, capture_output=True, env=self.environment, timeout=TIMEOUT)
+        output = (done.stdout + done.stderr).decode(errors="replace")
         if done.returncode:
-            raise Stuck(f"{' '.join(map(str, words[:3]))} ended with {done.returncode}: {said[-2000:]}")
+            raise Stuck(f"{' '.join(map(str, arguments[:3]))} ended with {done.returncode}: {output[-2000:]}")
         return done.stdout.decode()
 
-    def start(self, *words: str | Path, log: Path) -> subprocess.Popen[bytes]:
-        """Start a command in a session of its own; what it prints goes to `log`."""
+    def start(self, *arguments: str | Path, log: Path) -> subprocess.Popen[bytes]:
+        """Start a command in a new session; its output goes to `log`."""
         with log.open("ab") as file:
             return subprocess.Popen(
-                [str(word) for word in words],
+                [str(argument) for argument in arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -110,29 +112,32 @@ class Place:
                 start_new_session=True,
             )
 
-    def left(self) -> list[int]:
-        """Return the numbers of the processes with our mark, but this one."""
+    def running(self) -> list[int]:
+        """Return the ids of the processes of this run, except this process."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if f"{MARK}={self.mark}\0".encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                if (
+                    f"{RUN_VARIABLE}={self.run_id}\0".encode() in path.read_bytes()
+                    and int(path.parent.name) != os.getpid()
+                ):
                     found.append(int(path.parent.name))
         return found
 
     def clear(self) -> None:
-        """End every process with our mark."""
+        """End every process of this run."""
         for sent in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
-            for number in self.left():
+            for number in self.running():
                 with suppress(ProcessLookupError):
                     os.kill(number, sent)
             end = time.monotonic() + 5
-            while self.left() and time.monotonic() < end:
+            while self.running() and time.monotonic() < end:
                 time.sleep(0.1)
 
 
 @contextmanager
 def place(where: Path | None = None) -> Iterator[Place]:
-    """Give a place, and end all that is left in it."""
+    """Yield a new `Place`, and end its processes afterwards."""
     with tempfile.TemporaryDirectory(prefix="federation-", dir=where, ignore_cleanup_errors=True) as folder:
         here = Place(Path(folder), uuid.uuid4().hex)
         try:
@@ -143,30 +148,30 @@ def place(where: Path | None = None) -> Iterator[Place]:
 
 
 def free_port() -> int:
-    """Return a port of loopback that is free now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def script(name: str) -> Path:
-    """Return a command that is installed beside this Python."""
+    """Return a command that is installed with this Python."""
     return Path(sysconfig.get_path("scripts"), name)
 
 
-def halfmoon(*words: str | Path) -> list[str | Path]:
-    """Return a command of halfmoon's."""
-    return [script("halfmoon"), *words]
+def halfmoon(*arguments: str | Path) -> list[str | Path]:
+    """Return a halfmoon command."""
+    return [script("halfmoon"), *arguments]
 
 
-def export(*words: str, out: Path) -> None:
-    """Write the sites of a `halfmoon site export`, by the command in this process; raise Stuck where it fails."""
-    if cli.main([*words, "--out", str(out)]):
-        raise Stuck(f"halfmoon {' '.join(words)} failed")
+def export(*arguments: str, out: Path) -> None:
+    """Run `halfmoon site export` in this process; raise Stuck if it fails."""
+    if cli.main([*arguments, "--out", str(out)]):
+        raise Stuck(f"halfmoon {' '.join(arguments)} failed")
 
 
 def written(sites: Path, options: Mapping[str, Any]) -> Path:
-    """Put options in place of those of an exported federation.toml; return its path."""
+    """Replace options of an exported federation.toml; return its path."""
     path = sites / "federation.toml"
     lines = [line for line in path.read_text().splitlines() if line.split(" = ")[0] not in options]
     path.write_text("\n".join([*(f"{name} = {json.dumps(value)}" for name, value in options.items()), *lines]) + "\n")
@@ -187,36 +192,36 @@ def names(sites: Path) -> list[str]:
     return sorted(path.name for path in sites.glob("site-*") if path.is_dir())
 
 
-def simulated(here: Place, file: Path, run: Path) -> None:
-    """Play in the simulator."""
+def train_simulated(here: Place, file: Path, run: Path) -> None:
+    """Train in the simulator."""
     runner.run_in_folder(settings.resolve(settings.load_file(file), {}), run)
 
 
-def rehearsed(here: Place, file: Path, run: Path) -> None:
-    """Play over the in-process grid."""
+def train_rehearsed(here: Place, file: Path, run: Path) -> None:
+    """Train over the in-process grid."""
     rehearse(file, run, file.parent)
 
 
-def on_ray(here: Place, file: Path, run: Path) -> None:
-    """Play on Flower's simulation engine."""
-    home = run.with_name(f"{run.name}-flower")
-    (home / "app").mkdir(parents=True)
+def train_on_ray(here: Place, file: Path, run: Path) -> None:
+    """Train on Flower's simulation engine."""
+    app_folder = run.with_name(f"{run.name}-flower")
+    (app_folder / "app").mkdir(parents=True)
     address = Address("127.0.0.1", free_port())
-    config = {"federation": str(file), "run-dir": str(run), "sites": str(file.parent), "patience": PATIENCE}
-    (home / "app/pyproject.toml").write_text(project(APPS, config))
-    (home / "config.toml").write_text(connection(address))
-    # Ray kills workers where the whole machine runs out of memory, whoever has it.
-    more = {"FLWR_HOME": str(home), "RAY_TMPDIR": str(here.folder), "RAY_memory_monitor_refresh_ms": "0"}
+    config = {"federation": str(file), "run-dir": str(run), "sites": str(file.parent), "patience": TIMEOUT}
+    (app_folder / "app/pyproject.toml").write_text(project(APPS, config))
+    (app_folder / "config.toml").write_text(connection(address))
+    # Otherwise Ray kills workers if other processes use up the memory of the machine.
+    more = {"FLWR_HOME": str(app_folder), "RAY_TMPDIR": str(here.folder), "RAY_memory_monitor_refresh_ms": "0"}
     here = replace(here, more=more)
-    with superlink(here, address, home, "--simulation"):
+    with superlink(here, address, app_folder, "--simulation"):
         count = f"num-supernodes={len(names(file.parent))} client-resources-num-cpus=1"
-        here.run(script("flwr"), "run", home / "app", "here", "--federation-config", count)
-        wait(lambda: (run / "summary.json").exists(), home / "superlink.log", run / "serve.log")
+        here.run(script("flwr"), "run", app_folder / "app", "here", "--federation-config", count)
+        wait(lambda: (run / "summary.json").exists(), app_folder / "superlink.log", run / "serve.log")
     here.clear()
 
 
 def project(apps: Sequence[str], config: Mapping[str, Any]) -> str:
-    """Return the pyproject.toml of an app of Flower's without code of its own."""
+    """Return the pyproject.toml of a Flower app that only refers to installed code."""
     server, client = apps
     lines = [
         "[build-system]", 'requires = ["hatchling"]', 'build-backend = "hatchling.build"',
@@ -230,19 +235,19 @@ def project(apps: Sequence[str], config: Mapping[str, Any]) -> str:
 
 
 def connection(address: Address) -> str:
-    """Return the config.toml by which `flwr` finds a SuperLink."""
+    """Return the config.toml with the address of a SuperLink for `flwr`."""
     return f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{address}"\ninsecure = true\n'
 
 
 @contextmanager
-def superlink(here: Place, address: Address, home: Path, *more: str) -> Iterator[None]:
-    """Let a SuperLink run, with its log in `home`."""
-    words = ["--insecure", "--host", address.host, "--port", str(address.port)]
-    words += ["--disable-runtime-dependency-installation", *more]
-    log = home / "superlink.log"
-    process = here.start(script("flower-superlink"), *words, log=log)
+def superlink(here: Place, address: Address, app_folder: Path, *more: str) -> Iterator[None]:
+    """Run a SuperLink, with its log in `app_folder`."""
+    arguments = ["--insecure", "--host", address.host, "--port", str(address.port)]
+    arguments += ["--disable-runtime-dependency-installation", *more]
+    log = app_folder / "superlink.log"
+    process = here.start(script("flower-superlink"), *arguments, log=log)
     try:
-        wait(lambda: answers(address), log)
+        wait(lambda: is_reachable(address), log)
         yield
     finally:
         process.terminate()
@@ -250,8 +255,8 @@ def superlink(here: Place, address: Address, home: Path, *more: str) -> Iterator
             process.wait(10)
 
 
-def answers(address: Address) -> bool:
-    """Say whether a SuperLink is there."""
+def is_reachable(address: Address) -> bool:
+    """Return whether a SuperLink replies."""
     with suppress(Exception):
         check_server(address, None)
         return True
@@ -259,16 +264,16 @@ def answers(address: Address) -> bool:
 
 
 def wait(condition: Callable[[], bool], *logs: Path) -> None:
-    """Wait until something is so; raise Stuck with the ends of logs where it takes too long."""
-    end = time.monotonic() + PATIENCE
+    """Wait until a condition is true; raise Stuck with the ends of logs after `TIMEOUT`."""
+    end = time.monotonic() + TIMEOUT
     while not condition():
         if time.monotonic() > end or any(log.exists() and "stopped: " in log.read_text() for log in logs):
             raise Stuck("\n".join(log.read_text()[-2000:] for log in logs if log.exists()))
         time.sleep(0.1)
 
 
-def over_processes(here: Place, file: Path, run: Path) -> None:
-    """Play over real processes on loopback."""
+def train_over_processes(here: Place, file: Path, run: Path) -> None:
+    """Train over real processes on loopback."""
     port = free_port()
     with joined(here, file.parent, port):
         here.run(*halfmoon("serve", file, "--run-dir", run, "--port", str(port)))
@@ -277,14 +282,14 @@ def over_processes(here: Place, file: Path, run: Path) -> None:
 
 @contextmanager
 def joined(here: Place, sites: Path, port: int, command: Sequence[str | Path] | None = None) -> Iterator[None]:
-    """Let every site take part, by `halfmoon site join` or another `command` with the same flags."""
-    words = halfmoon("site", "join") if command is None else command
+    """Join every site, by `halfmoon site join` or another `command` with the same flags."""
+    join = halfmoon("site", "join") if command is None else command
     nodes = []
     try:
         for name in names(sites):
             log = sites / f"{name}.log"
             flags = ("--server", f"127.0.0.1:{port}", "--site", sites / name, "--name", name, "--terms", "any")
-            nodes.append(here.start(*words, *flags, log=log))
+            nodes.append(here.start(*join, *flags, log=log))
         yield
     finally:
         for node in nodes:
@@ -295,15 +300,15 @@ def joined(here: Place, sites: Path, port: int, command: Sequence[str | Path] | 
 
 
 WAYS: dict[str, Callable[[Place, Path, Path], None]] = {
-    "simulator": simulated,
-    "in-process grid": rehearsed,
-    "Flower on Ray": on_ray,
-    "real processes": over_processes,
+    "simulator": train_simulated,
+    "in-process grid": train_rehearsed,
+    "Flower on Ray": train_on_ray,
+    "real processes": train_over_processes,
 }
 
 
 def exported(here: Place, labels: str) -> Path:
-    """Write three sites and decode their images once, for every copy; return their folder."""
+    """Write three sites once, for every copy; return their folder."""
     out = here.folder / f"sites-{labels}"
     if not out.exists():
         export("site", "export", "digits", "--sites", "3", "--labels-per-class", "4", "--labels-at", labels, out=out)
@@ -311,7 +316,7 @@ def exported(here: Place, labels: str) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """Return what this machine is, and the versions of what ran."""
+    """Describe this machine, and the versions of the packages."""
     named = (line.split(":")[1].strip() for line in cpu_lines() if line.startswith("model name"))
     model = next(named, platform.machine())
     versions = {}
@@ -322,19 +327,19 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_lines() -> list[str]:
-    """Return the lines of /proc/cpuinfo, none where there is none."""
+    """Return the lines of /proc/cpuinfo if it exists."""
     path = Path("/proc/cpuinfo")
     return path.read_text().splitlines() if path.exists() else []
 
 
-def about(facts: Mapping[str, Any]) -> str:
-    """Return the machine in a sentence."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    return f"{facts['cores']} cores of an {facts['processor']}, Python {facts['python']}, {versions}."
+def about(record: Mapping[str, Any]) -> str:
+    """Describe the machine in a sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{record['cores']} cores of an {record['processor']}, Python {record['python']}, {versions}."
 
 
-def play(here: Place, method: str, rounds: int, ways: Sequence[str]) -> dict[str, Any]:
-    """Play one method in every way; return its hashes and seconds."""
+def compare_ways(here: Place, method: str, rounds: int, ways: Sequence[str]) -> dict[str, Any]:
+    """Train one method in every way; return its hashes and seconds."""
     sites = exported(here, METHODS.get(method, "clients"))
     hashes: dict[str, str] = {}
     seconds: dict[str, float] = {}
@@ -342,24 +347,24 @@ def play(here: Place, method: str, rounds: int, ways: Sequence[str]) -> dict[str
         copy = here.folder / f"{method}-{number}"
         shutil.copytree(sites, copy)
         file = written(copy, {"method": method, "rounds": rounds, "cohort": 3})
-        began = time.perf_counter()
+        start = time.perf_counter()
         WAYS[way](here, file, copy / "run")
-        seconds[way] = round(time.perf_counter() - began, 1)
+        seconds[way] = round(time.perf_counter() - start, 1)
         hashes[way] = digest(copy / "run")
         sys.stderr.write(f"{method}, {way}: {hashes[way][:8]} in {seconds[way]} s\n")
     return {"method": method, "hashes": hashes, "equal": len(set(hashes.values())) == 1, "seconds": seconds}
 
 
-def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], command: str, rounds: int) -> str:
+def table(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], command: str, rounds: int) -> str:
     """Return the results as a page."""
     ways = list(rows[0]["hashes"])
     lines = [
-        "# The same weights wherever a federation is played",
+        "# The same weights wherever a federation is trained",
         "",
         f"    {command}",
         "",
-        SCENE.format(rounds=rounds),
-        about(facts),
+        DESCRIPTION.format(rounds=rounds),
+        about(record),
         "",
         f"| method | {' | '.join(ways)} | equal |",
         f"|---{'|---' * len(ways)}|---|",
@@ -370,26 +375,26 @@ def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], command: 
     return "\n".join(lines) + "\n"
 
 
-def save(out: Path, page: str, facts: Mapping[str, Any]) -> None:
+def save(out: Path, page: str, record: Mapping[str, Any]) -> None:
     """Write the results as OUT.md and OUT.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(f"{out.name}.md").write_text(page)
-    out.with_name(f"{out.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    out.with_name(f"{out.name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare the weights of federations that are played in several ways.")
+    parser = argparse.ArgumentParser(description="Compare the weights of federations that are trained in several ways.")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("results/federation_parity"))
     options = parser.parse_args()
     command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
-    facts = machine()
+    record = machine()
     with place() as here:
-        rows = [play(here, method, options.rounds, options.ways) for method in options.methods]
-    page = table(rows, facts, command, options.rounds)
-    save(options.out, page, {"command": command, "machine": facts, "rounds": options.rounds, "methods": rows})
+        rows = [compare_ways(here, method, options.rounds, options.ways) for method in options.methods]
+    page = table(rows, record, command, options.rounds)
+    save(options.out, page, {"command": command, "machine": record, "rounds": options.rounds, "methods": rows})
     sys.stdout.write(page)
     return 0 if all(row["equal"] for row in rows) else 1
 

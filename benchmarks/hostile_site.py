@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """What a way is called, how its hostile site misbehaves, and its options."""
 
 
-def play(folder: Path, spoil: str, options: dict[str, Any]) -> tuple[float, int, list[str]]:
+def run_federation(folder: Path, spoil: str, options: dict[str, Any]) -> tuple[float, int, list[str]]:
     """Return the accuracy of the last model in percent, and which sites the log names how often as left out."""
     export(*EXPORT, out=folder / "sites")
     file = written(folder / "sites", options)
@@ -61,7 +61,7 @@ def main() -> None:
     for way in options.only:
         name, spoil, own = WAYS[way]
         with tempfile.TemporaryDirectory(prefix="halfmoon-hostile-") as folder, interruptible():
-            accuracy, count, others = play(Path(folder), spoil, {**OPTIONS, **own, "rounds": options.rounds})
+            accuracy, count, others = run_federation(Path(folder), spoil, {**OPTIONS, **own, "rounds": options.rounds})
         lines.append(f"| {name} | {accuracy:.1f} | {count} of {options.rounds} | {', '.join(others) or 'none'} |")
         print(lines[-1], flush=True)
     where = ", ".join(f"{name} {value}" for name, value in machine().items())

@@ -258,8 +258,8 @@ def halfmoon_command(method: str, width: int, folder: Path) -> list[str]:
         "steps": STEPS, "threads": 1, "device": "cpu", "labeled-batch": LABELED, "unlabeled-batch": UNLABELED,
         "run-dir": folder / "run",
     }  # fmt: skip
-    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "halfmoon", "run", *words]
+    flags = [flag for name, value in arguments.items() for flag in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "halfmoon", "run", *flags]
 
 
 def run_process(command: list[str], folder: Path) -> ProcessCost:
@@ -286,15 +286,17 @@ def measure_model(options: argparse.Namespace) -> None:
         for _ in range(options.turns):
             with tempfile.TemporaryDirectory() as name:
                 plain = Path(name, "plain")
-                ours = Path(name, "halfmoon")
-                for folder in (plain, ours):
+                halfmoon_folder = Path(name, "halfmoon")
+                for folder in (plain, halfmoon_folder):
                     folder.mkdir()
                 command = [sys.executable, __file__, "model", "--plain", str(plain)]
                 command += ["--methods", method, "--width", str(options.width)]
                 cost = run_process(command, plain)
-                turns.append((cost, run_process(halfmoon_command(method, options.width, ours), ours)))
+                turns.append(
+                    (cost, run_process(halfmoon_command(method, options.width, halfmoon_folder), halfmoon_folder))
+                )
         a, b = ([statistics.median(each) for each in zip(*costs, strict=True)] for costs in zip(*turns, strict=True))
-        times = [statistics.median(ours[k] / plain[k] for plain, ours in turns) for k in (0, 1)]
+        times = [statistics.median(halfmoon_folder[k] / plain[k] for plain, halfmoon_folder in turns) for k in (0, 1)]
         print(f"| {method} | {a[0]:,.0f} | {b[0]:,.0f} | {times[0]:.2f} | {times[1]:.2f} | {a[2]:,.0f} | {b[2]:,.0f} |")
 
 

@@ -1,13 +1,12 @@
-"""What a masked sum costs beside plain uploads: seconds of the processor and bytes, by sites and by parameters.
+"""Measure the cost of a masked sum against plain uploads: processor seconds and bytes, by sites and by parameters.
 
     OMP_NUM_THREADS=1 python benchmarks/secure_sums.py [--sites 3 10 30] [--out results/secure_sums]
 
-Sites and server are the library's own (`halfmoon.federation.site.secure_sum.SumParticipant`,
-`halfmoon.federation.server.secure_sum.MaskedSum`), in one process and without a network; what they say to each other
-are the bytes that a federation sends. Nothing is trained: the updates are random numbers. Seconds are the processor's,
-so that other work on the machine stretches them less than a clock's; what a disk takes to flush a site's notes is not
-in them. "Plain" is a request and a reply with the same update, read and averaged. Bytes are those of one site in one
-round.
+Sites and server are those of the library (`halfmoon.federation.site.secure_sum.SumParticipant`,
+`halfmoon.federation.server.secure_sum.MaskedSum`), in one process and without a network; their messages are the bytes that
+a federation sends. No model is trained: the updates are random numbers. Seconds are those of the processor, which other
+work on the machine affects less than the clock; they do not include the time of a disk to flush a site's notes. "Plain" is a
+request and a reply with the same update, read and averaged. Bytes are those of one site in one round.
 """
 
 import argparse
@@ -51,51 +50,52 @@ class Row:
     down: float = 0.0
     plain_up: float = 0.0
     plain_down: float = 0.0
-    notes: float = 0.0  # bytes that a site keeps of the round
+    notes: float = 0.0  # bytes that a site stores of the round
 
 
 @dataclass
-class Wire:
-    """Carries requests to sites and replies back, and counts bytes and the sites' seconds."""
+class Transport:
+    """Pass requests to sites and replies back, and count bytes and the seconds of the sites."""
 
     folder: Path
     sites: int
     up: Tree
-    gone: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
     sent: int = 0
     received: int = 0
     seconds: float = 0.0
 
-    def part(self, k: int) -> SumParticipant:
-        home = self.folder / f"site-{k}"
-        home.mkdir(parents=True, exist_ok=True)
-        known = KnownKeys([f"site-{at}" for at in range(self.sites)], home)
-        return SumParticipant(KeyFiles().load(home), home / RUN, k, known, False)
+    def participant(self, k: int) -> SumParticipant:
+        state_folder = self.folder / f"site-{k}"
+        state_folder.mkdir(parents=True, exist_ok=True)
+        known = KnownKeys([f"site-{at}" for at in range(self.sites)], state_folder)
+        return SumParticipant(KeyFiles().load(state_folder), state_folder / RUN, k, known, False)
 
-    def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
+    def send_requests(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
         replies = {}
         for name, request in requests.items():
             k = int(name.removeprefix("site-"))
-            if request.client_update and k in self.gone:
+            if request.client_update and k in self.dropped:
                 continue
             data = write_message(request)
             self.sent += len(data)
-            part, began = self.part(k), time.process_time()
-            asked = read_message(data, Request)
+            participant = self.participant(k)
+            start = time.process_time()
+            received = read_message(data, Request)
 
-            def do(asked: Request) -> Reply:
-                plain = Reply.from_result(asked, VERSION, EMPTY_RESULT)
-                return replace(plain, upload=self.up) if asked.client_update else plain
+            def reply_to(request: Request) -> Reply:
+                plain = Reply.from_result(request, VERSION, EMPTY_RESULT)
+                return replace(plain, upload=self.up) if request.client_update else plain
 
-            answer = write_message(part.reply_to(asked, do) if asked.masks else do(asked))
-            self.seconds += time.process_time() - began
-            self.received += len(answer)
-            replies[name] = read_message(answer, Reply)
+            reply = write_message(participant.reply_to(received, reply_to) if received.masks else reply_to(received))
+            self.seconds += time.process_time() - start
+            self.received += len(reply)
+            replies[name] = read_message(reply, Reply)
         return replies
 
 
 def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
-    """Play one question under masks, and one without."""
+    """Send one request with masks, and one without."""
     g = torch.Generator().manual_seed(0)
     broadcast: Tree = {"params": {"w": torch.zeros(parameters)}}
     moved = {"params": {"w": torch.randn(parameters, generator=g)}}
@@ -103,34 +103,36 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     request = Request(FEDERATION, VERSION, RUN, 0, 0, 0, "train", download=broadcast)
     names = [f"site-{k}" for k in range(sites)]
     row = Row(sites, parameters, dropped)
-    there = sites - dropped
+    remaining = sites - dropped
 
-    plain = Wire(folder, sites, upload, set(range(dropped)))
-    began = time.process_time()
-    said = plain.ask(dict.fromkeys(names, request), {}, "")
-    average_uploads(stack([Upload.from_tree(reply.upload) for reply in said.values()]))
-    spent = time.process_time() - began
-    row.plain_site_seconds, row.plain_server_seconds = plain.seconds / there, spent - plain.seconds
-    row.plain_up, row.plain_down = plain.received / there, plain.sent / there
+    plain = Transport(folder, sites, upload, set(range(dropped)))
+    start = time.process_time()
+    replies = plain.send_requests(dict.fromkeys(names, request), {}, "")
+    average_uploads(stack([Upload.from_tree(reply.upload) for reply in replies.values()]))
+    spent = time.process_time() - start
+    row.plain_site_seconds, row.plain_server_seconds = plain.seconds / remaining, spent - plain.seconds
+    row.plain_up, row.plain_down = plain.received / remaining, plain.sent / remaining
 
-    wire = Wire(folder, sites, upload, set(range(dropped)))
+    transport = Transport(folder, sites, upload, set(range(dropped)))
     keys = {}
     for k, name in enumerate(names):
-        keys[name] = wire.part(k).public_key
-    began = time.process_time()
-    sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
-    sum.total(wire.ask(sum.start(), sum_spec(sum_layout(make_tree_spec(upload))), "it"))
-    spent = time.process_time() - began
-    row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
-    row.up, row.down = wire.received / there, wire.sent / there
+        keys[name] = transport.participant(k).public_key
+    start = time.process_time()
+    sum = MaskedSum(
+        dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, transport.send_requests, "it"
+    )
+    sum.total(transport.send_requests(sum.start(), sum_spec(sum_layout(make_tree_spec(upload))), "it"))
+    spent = time.process_time() - start
+    row.site_seconds, row.server_seconds = transport.seconds / remaining, spent - transport.seconds
+    row.up, row.down = transport.received / remaining, transport.sent / remaining
     row.notes = len(next((folder / names[-1] / RUN / SUMS_FOLDER).glob("*.json")).read_bytes())
     return row
 
 
-def text(rows: list[Row], command: str) -> str:
+def format_page(rows: list[Row], command: str) -> str:
     """Return the table."""
     lines = [
-        "# What a masked sum costs",
+        "# The cost of a masked sum",
         "",
         f"    {command}",
         "",
@@ -158,22 +160,22 @@ def main() -> None:
     parser.add_argument("--sites", type=int, nargs="+", default=[3, 10, 30])
     parser.add_argument("--parameters", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--out", type=Path, default=Path("results/secure_sums"))
-    words = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as warm:  # libraries are loaded with the first use
+    with tempfile.TemporaryDirectory() as warm:  # the first call loads libraries
         measure(3, 10, 0, Path(warm))
     rows = []
-    for parameters in words.parameters:
-        for sites in words.sites:
+    for parameters in options.parameters:
+        for sites in options.sites:
             for dropped in [0] if sites < 4 else [0, sites // 10]:
                 with tempfile.TemporaryDirectory() as folder:
                     rows.append(measure(sites, parameters, dropped, Path(folder)))
                 print(rows[-1], flush=True)
     atomic_io.write_atomically(
-        words.out.with_suffix(".json"), (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode()
+        options.out.with_suffix(".json"), (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode()
     )
     command = "OMP_NUM_THREADS=1 python benchmarks/secure_sums.py"
-    atomic_io.write_atomically(words.out.with_suffix(".md"), text(rows, command).encode())
+    atomic_io.write_atomically(options.out.with_suffix(".md"), format_page(rows, command).encode())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Attack the address of a federation's server: idle connections, and a foreign app in the server's place.
+"""Attack the address of a federation's server: idle connections, and a foreign app at its address.
 
     python benchmarks/server_attacks.py half-open [--connections 10000] [--seconds 60]
     python benchmarks/server_attacks.py foreign-app
 
 half-open: ten thousand connections of one address that never finish their TLS handshake, while a site works behind the same
 nginx. The real nginx, with the configuration of `halfmoon federation init`, in front of a stand-in for the SuperLink, all
-on one machine. The attacker connects, sends the first bytes of a TLS handshake on every second connection and nothing on
-the others, and reconnects when a connection is closed. The site opens a new TLS connection for each request.
+on one machine. The attacker connects, sends the first bytes of a TLS handshake on every second connection and no bytes on
+the other ones, and reconnects when a connection is closed. The site opens a new TLS connection for each request.
 
 foreign-app: a plain SuperLink with the true server's certificate, on its port, sends an app of its own, before a site has
 joined any run and after one. The client half of the app writes a file when it is loaded. Needs `flower`, and Linux.
@@ -150,31 +150,31 @@ def main(grid, context):
 @contextmanager
 def run_foreign_server(toys: ToyFederation) -> Iterator[Path]:
     """Run a plain SuperLink on the server's port, with a run of a foreign app; yield the file with the site's reply."""
-    home = toys.folder / f"foreign-{time.monotonic_ns()}"
-    loaded = home / "loaded"
-    reply = home / "reply"
-    (home / "app").mkdir(parents=True)
+    foreign_folder = toys.folder / f"foreign-{time.monotonic_ns()}"
+    loaded = foreign_folder / "loaded"
+    reply = foreign_folder / "reply"
+    (foreign_folder / "app").mkdir(parents=True)
     for name, template in FOREIGN_APP.items():
         text = template.replace("{loaded!r}", repr(str(loaded))).replace("{reply!r}", repr(str(reply)))
-        (home / "app" / name).write_text(text)
+        (foreign_folder / "app" / name).write_text(text)
     address = f"127.0.0.1:{toys.port}"
-    (home / "config.toml").write_text(
+    (foreign_folder / "config.toml").write_text(
         f'[superlink]\ndefault = "x"\n[superlink.x]\naddress = "{address}"\nroot-certificates = "{toys.files["ca"]}"\n'
     )
-    environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(home)}
+    environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(foreign_folder)}
     flags = ("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile")
     arguments = [str(word) for pair in zip(flags, toys.files.values(), strict=True) for word in pair]
     arguments += ["--disable-runtime-dependency-installation"]
     scripts = Path(sysconfig.get_path("scripts"))
     command = [str(scripts / "flower-superlink"), "--host", "127.0.0.1", "--port", str(toys.port), *arguments]
-    with (home / "log").open("wb") as log:
+    with (foreign_folder / "log").open("wb") as log:
         superlink = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment, cwd=home, start_new_session=True
+            command, stdout=log, stderr=log, env=environment, cwd=foreign_folder, start_new_session=True
         )  # fmt: skip
     try:
         wait_until(lambda: server_replies(toys.port, toys.files["ca"]))
-        run = [str(scripts / "flwr"), "run", str(home / "app"), "x"]
-        subprocess.run(run, env=environment, cwd=home, capture_output=True, check=True)
+        run = [str(scripts / "flwr"), "run", str(foreign_folder / "app"), "x"]
+        subprocess.run(run, env=environment, cwd=foreign_folder, capture_output=True, check=True)
         wait_until(reply.exists)
         yield reply
         assert not loaded.exists(), "the site has loaded the app of the server"

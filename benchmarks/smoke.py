@@ -45,7 +45,7 @@ SHARED = [
 SERVER = multiprocessing.get_context("forkserver")
 
 LONGEST = ("faults", "federation_cost", "federation_link", "features", "peers", "server_attacks", "soak")
-"""Scripts that start first: a long script that starts last would run alone at the end."""
+"""Scripts that start first, because a long script that starts last would delay the end."""
 
 Small = tuple[str, dict[str, Any]]
 """Command lines of a script, separated by "&&", and the constants that make it small."""
@@ -339,8 +339,8 @@ def reduce_constant(value: Any, small: Any) -> Any:
     return value[:small] if isinstance(value, list) else small
 
 
-class EndedProcess:
-    """A process that has ended."""
+class FinishedProcess:
+    """A process that has finished."""
 
     def poll(self) -> int:
         return 0
@@ -359,7 +359,7 @@ def rehearse(fed: Any, process_name: str, *arguments: str, **_: str) -> None:
     """Run the federation in this process when its server is started; the command of a site does nothing."""
     from halfmoon.federation.transport import local
 
-    fed.running[process_name] = EndedProcess()
+    fed.running[process_name] = FinishedProcess()
     if process_name == "serve":
         file = Path(arguments[1]) if arguments else fed.folder / "sites" / "federation.toml"
         if getattr(fed, "spoil", ""):
@@ -374,14 +374,14 @@ def rehearse_command(fed: Any, process_name: str, arguments: list[str], environm
     return fed.running[process_name]
 
 
-def run_script(home: str, name: str, arguments: list[str], constants: dict[str, Any], out: str) -> None:
+def run_script(script_folder: str, name: str, arguments: list[str], constants: dict[str, Any], out: str) -> None:
     """Run a script in this process: as on the command line, or its `main` with other constants."""
     with open(f"{out}/output", "w") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
     os.chdir(out)
-    path = Path(home, f"{name}.py")
-    sys.path[:] = [home, *(each for each in sys.path if Path(each) != ROOT / "benchmarks")]
+    path = Path(script_folder, f"{name}.py")
+    sys.path[:] = [script_folder, *(each for each in sys.path if Path(each) != ROOT / "benchmarks")]
     sys.argv = [str(path), *arguments]
     try:
         if constants or name in REHEARSED:
@@ -415,7 +415,7 @@ def start_script(name: str, folder: Path) -> tuple[float, float, str]:
     out = folder / name
     out.mkdir()
     paths = {"out": out, "data": folder / "data", "run": folder / "run"}
-    home = ROOT / "benchmarks" if is_benchmark else Path(shutil.copytree(ROOT / "results", out / "results"))
+    script_folder = ROOT / "benchmarks" if is_benchmark else Path(shutil.copytree(ROOT / "results", out / "results"))
     if not is_benchmark:  # a report writes tables into pages
         shutil.copytree(ROOT / "docs", out / "docs")
         shutil.copy(ROOT / "README.md", out)
@@ -423,7 +423,7 @@ def start_script(name: str, folder: Path) -> tuple[float, float, str]:
     processor = 0.0
     lines = command_lines.split(" && ") + ["report"] * (name in REPORTING)
     for line in lines:
-        arguments = (str(home), name, line.format(**paths).split(), constants, str(out))
+        arguments = (str(script_folder), name, line.format(**paths).split(), constants, str(out))
         process = SERVER.Process(target=run_script, args=arguments)
         process.start()
         process.join(TIMEOUT)

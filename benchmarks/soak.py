@@ -1,11 +1,11 @@
-"""A federation that is disturbed all the time: five sites of real processes, for as long as asked.
+"""Disturb a federation of real processes for a long time, and observe its memory and open files.
 
     python benchmarks/soak.py [--minutes 90] [--rounds 500] [--seconds 6] [--out results/soak]
 
-Every minute or two something happens: a process is killed with -9 (and its command started again), the network to a
-site is cut for seconds to minutes, a site's process stands still, or a site's clock is moved by an hour. One site is
-slow: it sleeps `--seconds` over each answer. Memory and open files of every process are read from /proc every ten
-seconds. At the end the weights are compared with the simulator's. Writes .json.gz, .md and .png. Only Linux.
+Five sites. Every minute or two a process is killed with SIGKILL (and its command restarted), the network to a site is
+interrupted for seconds to minutes, a process of a site is paused, or the clock of a site is moved by an hour. One site is
+slow: it sleeps `--seconds` before each reply. Memory and open files of every process are read from /proc every ten seconds.
+At the end the weights are compared with the simulator's. Writes .json.gz, .md and .png. Only Linux.
 """
 
 import argparse
@@ -51,11 +51,11 @@ OPTIONS = {
 }  # fmt: skip
 RULES = {"min_replies": len(SITES), "absence": 900.0, "attempts": 1000}
 PAUSE, SAMPLE = (45.0, 100.0), 10.0
-"""Seconds between two disturbances, and between two looks at memory."""
+"""Seconds between two disturbances, and between two samples of memory."""
 
 
 class Link(socketserver.ThreadingTCPServer):
-    """A port that passes all on to the server's, unless it is cut."""
+    """A port that forwards to the server, unless it is cut."""
 
     allow_reuse_address = daemon_threads = True
     cut = False
@@ -83,7 +83,7 @@ class Relay(socketserver.BaseRequestHandler):
 
 
 class Soak(Federation):
-    """A federation whose sites reach the server by links of their own."""
+    """A federation whose sites reach the server by separate links."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         super().__init__(folder, sites=SITES)
@@ -107,7 +107,7 @@ class Soak(Federation):
             self.port = port
 
     def processes(self) -> Iterator[tuple[str, int]]:
-        """Yield the role and the number of every process that lives."""
+        """Yield the role and the id of every running process."""
         for who, process in self.running.items():
             if process.poll() is None:
                 yield f"{who}: command", process.pid
@@ -118,7 +118,7 @@ class Soak(Federation):
 
 
 def disturb(fed: Soak, draw: random.Random) -> str:
-    """Do something to the federation, and return what it was."""
+    """Disturb the federation once, and return a description."""
     who, kind = draw.choice(SITES), draw.choice(("kill", "kill", "kill", "cut", "stand", "clock"))
     if kind == "cut":
         seconds = draw.choice((3, 10, 30, 90))
@@ -130,11 +130,11 @@ def disturb(fed: Soak, draw: random.Random) -> str:
         hours = draw.choice((-1, 0, 1))
         fed.clock.write_text(str(3600 * hours))
         return f"clock of {SHIFTED} moved to {hours:+} h"
-    places = [(who, WORKER), (who, SUPERNODE), (who, ""), ("serve", ""), ("serve", SERVER_APP), ("serve", SUPERLINK)]
-    who, script = draw.choice(places[:2] if kind == "stand" else places)
+    processes = [(who, WORKER), (who, SUPERNODE), (who, ""), ("serve", ""), ("serve", SERVER_APP), ("serve", SUPERLINK)]
+    who, script = draw.choice(processes[:2] if kind == "stand" else processes)
     number = fed.number(who, script) if script else fed.running[who].pid
     if not number:
-        return f"{script} of {who} was not there to disturb"
+        return f"nothing: {script} of {who} was not running"
     if kind == "stand":
         seconds = draw.randint(5, 20)
         os.kill(number, signal.SIGSTOP)
@@ -150,7 +150,7 @@ def disturb(fed: Soak, draw: random.Random) -> str:
     return f"kill -9 of {who}'s {script or 'command'}"
 
 
-def sample(fed: Soak, began: float) -> list[dict[str, Any]]:
+def sample(fed: Soak, start: float) -> list[dict[str, Any]]:
     """Return memory (resident bytes) and open files of every process."""
     rows: list[dict[str, Any]] = []
     for role, number in fed.processes():
@@ -158,36 +158,39 @@ def sample(fed: Soak, began: float) -> list[dict[str, Any]]:
             pages = int(Path(f"/proc/{number}/statm").read_text().split()[1])
             files = len(os.listdir(f"/proc/{number}/fd"))
             memory = pages * os.sysconf("SC_PAGE_SIZE")
-            at = round(time.monotonic() - began, 1)
+            at = round(time.monotonic() - start, 1)
             rows.append({"at": at, "role": role, "process": number, "memory": memory, "files": files})
     return rows
 
 
-def play(fed: Soak, minutes: float, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Disturb a federation until it is at its end or `minutes` are over; return the samples and what happened."""
+def run_disturbed(fed: Soak, minutes: float, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Disturb a federation until it has finished or `minutes` are over; return the samples and the disturbances."""
     for who in ("serve", *SITES):
         fed.start(who)
-    began, samples, events, over = time.monotonic(), [], [], threading.Event()
+    start = time.monotonic()
+    samples = []
+    events = []
+    stop = threading.Event()
 
     def watch() -> None:
-        while not over.wait(SAMPLE):
-            samples.extend(sample(fed, began))
+        while not stop.wait(SAMPLE):
+            samples.extend(sample(fed, start))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     draw = random.Random(seed)
     try:
         fed.until(lambda: "round 1 of" in fed.log(), "the first round")
-        while time.monotonic() - began < 60 * minutes and not finished(fed):
+        while time.monotonic() - start < 60 * minutes and not finished(fed):
             time.sleep(min(draw.uniform(*PAUSE), max(1.0, 6 * minutes)))
             if not finished(fed):
-                events.append({"at": round(time.monotonic() - began, 1), "what": disturb(fed, draw)})
+                events.append({"at": round(time.monotonic() - start, 1), "what": disturb(fed, draw)})
                 sys.stderr.write(f"{events[-1]['at']:6.0f} s  {events[-1]['what']}\n")
         disturbed.PATIENCE = 3600.0
         fed.until(lambda: finished(fed), "the end")
         fed.until(lambda: fed.running["serve"].poll() is not None, "the server's end")
     finally:
-        over.set()
+        stop.set()
         watcher.join()
         fed.end()
     return samples, events
@@ -198,11 +201,11 @@ def finished(fed: Soak) -> bool:
 
 
 def medians(samples: list[dict[str, Any]], what: str) -> dict[str, tuple[float, float]]:
-    """Return for each role the medians of the middle and of the last third of the longest life of its processes."""
+    """Return for each role the medians of the middle and of the last third of its longest-running process."""
     found: dict[str, tuple[float, float]] = {}
     for role in dict.fromkeys(row["role"] for row in samples):
-        own = [row for row in samples if row["role"] == role]
-        lives = [[row[what] for row in own if row["process"] == each] for each in {row["process"] for row in own}]
+        rows = [row for row in samples if row["role"] == role]
+        lives = [[row[what] for row in rows if row["process"] == each] for each in {row["process"] for row in rows}]
         life = max(lives, key=len)
         third = len(life) // 3
         if third >= 3:
@@ -220,9 +223,9 @@ def chart(samples: list[dict[str, Any]], events: list[dict[str, Any]], path: Pat
     figure, axes = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
     for axis, what, unit in zip(axes, ("memory", "files"), (2**20, 1), strict=True):
         for role in dict.fromkeys(row["role"] for row in samples):
-            own = [row for row in samples if row["role"] == role]
+            rows = [row for row in samples if row["role"] == role]
             color = "tab:red" if role.startswith("serve") else "tab:blue" if WORKER in role else "tab:gray"
-            axis.plot([r["at"] / 60 for r in own], [r[what] / unit for r in own], ".", ms=2, color=color)
+            axis.plot([r["at"] / 60 for r in rows], [r[what] / unit for r in rows], ".", ms=2, color=color)
         for event in events:
             axis.axvline(event["at"] / 60, color="0.85", lw=0.6, zorder=0)
         axis.set_ylim(bottom=0)
@@ -232,26 +235,26 @@ def chart(samples: list[dict[str, Any]], events: list[dict[str, Any]], path: Pat
     figure.savefig(path, dpi=110)
 
 
-def page(facts: dict[str, Any]) -> str:
-    """Return the page of results."""
-    held, memory, files = facts["machine"], facts["memory"], facts["files"]
+def format_page(record: dict[str, Any]) -> str:
+    """Format the page of results."""
+    machine_, memory, files = record["machine"], record["memory"], record["files"]
     largest = max((last / middle - 1 for middle, last in memory.values()), default=0.0)
     kinds: dict[str, int] = {}
-    for event in facts["events"]:
+    for event in record["events"]:
         kind = next((each for each in ("kill", "network", "stood still", "clock") if each in event["what"]), "nothing")
         kinds[kind] = kinds.get(kind, 0) + 1
-    same = "the same bytes as" if facts["weights"] == facts["straight"] else "OTHER bytes than"
+    same = "the same bytes as" if record["weights"] == record["straight"] else "OTHER bytes than"
     rows = "\n".join(
         f"| {role} | {middle / 2**20:.1f} | {last / 2**20:.1f} | {files[role][0]:g} | {files[role][1]:g} |"
         for role, (middle, last) in memory.items()
     )
-    return f"""# A federation that is disturbed all the time
+    return f"""# A federation that is disturbed for a long time
 
-    {facts["command"]}
+    {record["command"]}
 
 ![memory and open files of every process](soak.png)
 
-Five sites and a server, {facts["rounds"]} rounds in {facts["minutes"]} minutes, {len(facts["events"])} disturbances:
+Five sites and a server, {record["rounds"]} rounds in {record["minutes"]} minutes, {len(record["events"])} disturbances:
 {", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))}. The model has {same} the simulator's.
 No process grows by more than {largest:.1%} from the middle third of its longest life to the last.
 
@@ -259,8 +262,8 @@ No process grows by more than {largest:.1%} from the middle third of its longest
 |---|--:|--:|--:|--:|
 {rows}
 
-{held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
-torch {held["torch"]}, Flower {held["flwr"]}.
+{machine_["cores"]} cores of an {machine_["cpu"]}, shared with other work (load {machine_["load"][0]}); Python {machine_["python"]},
+torch {machine_["torch"]}, Flower {machine_["flwr"]}.
 [soak.json.gz](soak.json.gz) has a sample a minute and all events. "Clock": what `time.time` says in the processes of one site. A cut
 closes all connections of a site's link and admits none.
 """
@@ -270,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Disturb a federation for a long time, and watch its memory.")
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=6.0, help="that the slow site sleeps over an answer")
+    parser.add_argument("--seconds", type=float, default=6.0, help="that the slow site sleeps before a reply")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/soak"))
     options = parser.parse_args()
@@ -280,21 +283,21 @@ def main() -> None:
         file, straight = folder / "sites" / "federation.toml", folder / "straight"
         written(folder / "sites", {**OPTIONS, "rounds": options.rounds})
         file.write_text(file.read_text() + "".join(f"{name} = {value}\n" for name, value in RULES.items()))
-        began = time.monotonic()
+        start = time.monotonic()
         fed = Soak(folder, options.seconds)
-        samples, events = play(fed, options.minutes, options.seed)
+        samples, events = run_disturbed(fed, options.minutes, options.seed)
         runner.run_in_folder(settings.resolve(settings.load_file(file), {}), straight)
-        facts: dict[str, Any] = {
+        record: dict[str, Any] = {
             "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
-            "machine": machine(), "minutes": round((time.monotonic() - began) / 60), "rounds": options.rounds,
+            "machine": machine(), "minutes": round((time.monotonic() - start) / 60), "rounds": options.rounds,
             "weights": digest(fed.run), "straight": digest(straight), "events": events,
             "memory": medians(samples, "memory"), "files": medians(samples, "files"), "samples": thinned(samples),
         }  # fmt: skip
     chart(samples, events, options.out.with_suffix(".png"))
-    records.write_text(options.out.with_suffix(".json.gz"), json.dumps(facts) + "\n")
-    options.out.with_suffix(".md").write_text(page(facts))
-    if facts["weights"] != facts["straight"]:
-        sys.exit("The model is not the simulator's.")
+    records.write_text(options.out.with_suffix(".json.gz"), json.dumps(record) + "\n")
+    options.out.with_suffix(".md").write_text(format_page(record))
+    if record["weights"] != record["straight"]:
+        sys.exit("The model is not that of the simulator.")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def build_steps(unlabeled: int, width: int, rule: Statistics) -> Calls:
         for form in FORMS
         for name, layout in layouts.items()
     }
-    return {"forward": run_forward, "ours": run_halfmoon, **textbooks}
+    return {"forward": run_forward, "halfmoon": run_halfmoon, **textbooks}
 
 
 def measure_medians(calls: Calls, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
@@ -124,11 +124,11 @@ def measure_medians(calls: Calls, seconds: float, clock: Callable[[], float]) ->
     Halfmoon's step and the forward pass, which are the shortest, are warmed up and repeated three times a turn.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    short = ("forward", "ours")
+    short = ("forward", "halfmoon")
     for name in short:
         calls[name]()
     start = time.perf_counter()
-    while not times["ours"] or time.perf_counter() - start < seconds:
+    while not times["halfmoon"] or time.perf_counter() - start < seconds:
         for name in (*calls, *short, *short):
             before = clock()
             calls[name]()
@@ -148,9 +148,9 @@ def compare_steps(ms: dict[str, float], unlabeled: int, rule: Statistics) -> dic
     suffix = "" if rule == "joint" else f"_{rule}"
     return {
         f"floor_{key}{suffix}": round(lower_bound(unlabeled, rule), 2),
-        f"forwards_{key}{suffix}": round(ms["ours"] / ms["forward"], 2),
-        f"ratio_{key}{suffix}": round(ms["ours"] / literal, 3),
-        f"ratio_{key}_economical{suffix}": round(ms["ours"] / economical, 3),
+        f"forwards_{key}{suffix}": round(ms["halfmoon"] / ms["forward"], 2),
+        f"ratio_{key}{suffix}": round(ms["halfmoon"] / literal, 3),
+        f"ratio_{key}_economical{suffix}": round(ms["halfmoon"] / economical, 3),
         f"milliseconds_{key}{suffix}": {name: round(value, 1) for name, value in ms.items()},
     }
 
@@ -178,7 +178,7 @@ def measure_feddure(options: argparse.Namespace) -> None:
         layouts: dict[str, str] = {}  # the faster layout of each form, found with the fewest images
         for unlabeled in sorted(options.unlabeled):
             calls = build_steps(unlabeled, options.width, rule)
-            chosen = {name: calls[name] for name in ("forward", "ours", *layouts.values())} if layouts else calls
+            chosen = {name: calls[name] for name in ("forward", "halfmoon", *layouts.values())} if layouts else calls
             seconds = options.seconds / len(options.unlabeled) / len(options.rules)
             ms = measure_medians(chosen, seconds, CLOCKS[options.clock])
             layouts = {form: fastest_layout(ms, form) for form in FORMS}
@@ -205,7 +205,7 @@ def compare_views(batch: int, rounds: int) -> tuple[float, float]:
     mean, std = (np.array(value, dtype=np.float32).reshape(3, 1, 1) for value in (MEAN, STD))
     # Each timing covers at least 90 images, so that a small batch does not only measure cold caches.
     calls = max(1, 90 // batch)
-    ours = []
+    halfmoon_times = []
     pillow = []
     for _ in range(rounds):
         # New draws each round: the drawn operations determine the time of a small batch.
@@ -216,11 +216,11 @@ def compare_views(batch: int, rounds: int) -> tuple[float, float]:
         between = time.perf_counter()
         expected = [pillow_reference.make_strong_views(array, row, mean, std) for row in rows]
         stop = time.perf_counter()
-        ours.append((between - start) / calls)
+        halfmoon_times.append((between - start) / calls)
         pillow.append((stop - between) / calls)
     if not all(torch.allclose(one, other, atol=1e-5) for one, other in zip(views, expected, strict=True)):
         raise SystemExit("the two pipelines give different images: their times cannot be compared")
-    return statistics.median(ours) / batch * 1e6, statistics.median(pillow) / batch * 1e6
+    return statistics.median(halfmoon_times) / batch * 1e6, statistics.median(pillow) / batch * 1e6
 
 
 def measure_strong_view(options: argparse.Namespace) -> None:
@@ -228,8 +228,10 @@ def measure_strong_view(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     compare_views(10, 3)  # lookup tables and threads are prepared before the measurement
     for size in (10, 90, 450):
-        ours, pillow = compare_views(size, options.rounds or max(15, min(40, 4000 // size)))
-        print(f"{size:4d} images: halfmoon {ours:6.1f} us an image, Pillow {pillow:6.1f}, ratio {pillow / ours:.1f}")
+        halfmoon_us, pillow = compare_views(size, options.rounds or max(15, min(40, 4000 // size)))
+        print(
+            f"{size:4d} images: halfmoon {halfmoon_us:6.1f} us an image, Pillow {pillow:6.1f}, ratio {pillow / halfmoon_us:.1f}"
+        )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Is FedDure's published lead a matter of labeled steps? Three methods at 5 and at 45 equal labeled steps a visit.
+"""Is FedDure's published lead a matter of labeled steps? Three methods at 5 and at 45 equal labeled steps a local update.
 
     python results/feddure_budget.py run --data-dir DATA --runs RUNS [--seeds 0 1 2] [--schedules cosine] [--width 64]
     python results/feddure_budget.py report
@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {FLOOR: {}, "fedavg-fixmatch": {}, "feddure
 STEPS = (5, 45)
 SCHEDULES = ("constant", "cosine")
 CELL = ("width", "shrink", "steps", "schedule")
-"""What a cell of the table has in common, beside the method."""
+"""The options of all cells except the method."""
 
 
 def train_missing(given: argparse.Namespace) -> None:
@@ -50,13 +50,13 @@ def train_missing(given: argparse.Namespace) -> None:
         line |= {"method": method, "seed": seed}
         if tuple(line.values()) in done:
             continue
-        began = time.perf_counter()
+        start = time.perf_counter()
         values = {**SHARED, **METHODS[method], **line, "split_seed": seed}
         values |= {} if given.data_dir is None else {"data_dir": given.data_dir}
         summary = runner.run_in_folder(resolve(values, {}), given.runs / "-".join(map(str, line.values())))
         line |= {"accuracy": summary["accuracy"], "cost": summary["cost"]}
         line |= {name: each["last"] for name, each in summary.get("measured", {}).items()}
-        records.append_line(LINES, {**line, "seconds": round(time.perf_counter() - began, 1)})
+        records.append_line(LINES, {**line, "seconds": round(time.perf_counter() - start, 1)})
         print(json.dumps(line), flush=True)
 
 
@@ -80,7 +80,7 @@ def report() -> None:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run_command = commands.add_parser("run")

@@ -1,4 +1,4 @@
-"""One line of evidence for each of FedDure's options: short runs on digits, judged by validation images.
+"""One line of evidence for each of FedDure's options: short runs on digits, compared on validation images.
 
     python results/feddure_trials.py run --runs RUNS [--seeds 100 101 102]
     python results/feddure_trials.py report
@@ -58,16 +58,16 @@ def train_missing(runs: Path, seeds: list[int]) -> None:
         for seed in seeds:
             if (row, options, seed) in done:
                 continue
-            place = runs / "-".join([row, str(seed), *(f"{name}={value}" for name, value in options.items())])
-            runner.run_in_folder(configured(row, options, seed), place, tests=False)
-            line = {"row": row, "options": options, "seed": seed, **told(place)}
+            folder = runs / "-".join([row, str(seed), *(f"{name}={value}" for name, value in options.items())])
+            runner.run_in_folder(configured(row, options, seed), folder, tests=False)
+            line = {"row": row, "options": options, "seed": seed, **read_figures(folder)}
             records.append_line(LINES, line)
             print(json.dumps(line), flush=True)
 
 
-def told(place: Path) -> dict[str, float | None]:
+def read_figures(folder: Path) -> dict[str, float | None]:
     """Return the last round's accuracy on validation images, and means over the last ten rounds."""
-    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     late = rows[-LATE:]
     held = [row["validation"]["accuracy"] for row in rows if "validation" in row]
 
@@ -89,21 +89,23 @@ def report() -> None:
     head = f"| {' | '.join(names)} |\n|---|{'--:|' * (len(names) - 1)}\n"
     rows = []
     for row, options in TRIALS:
-        mine = sorted((line for line in found if (line["row"], line["options"]) == (row, options)), key=_seed)
-        if not mine:
+        runs_of_row = sorted((line for line in found if (line["row"], line["options"]) == (row, options)), key=_seed)
+        if not runs_of_row:
             continue
-        name = evidence.ROWS[row]["title"] if not options else _words(options)
-        each = " ".join(f"{100 * (line['held'] - base[line['seed']]):+.1f}" for line in mine) if options else ""
-        over = 100 * statistics.fmean(line["held"] - floor[line["seed"]] for line in mine)
+        name = evidence.ROWS[row]["title"] if not options else _title(options)
+        each = " ".join(f"{100 * (line['held'] - base[line['seed']]):+.1f}" for line in runs_of_row) if options else ""
+        over = 100 * statistics.fmean(line["held"] - floor[line["seed"]] for line in runs_of_row)
         cells = [
             name,
-            f"{100 * statistics.fmean(line['held'] for line in mine):.1f}",
+            f"{100 * statistics.fmean(line['held'] for line in runs_of_row):.1f}",
             "" if row == "fedavg" else f"{over:+.1f}",
-            f"{statistics.fmean(100 * (x['held'] - base[x['seed']]) for x in mine):+.1f} ({each})" if each else "",
-            _mean(mine, "m_first", 2),
-            _mean(mine, "m", 2),
-            _mean(mine, "mean_logit", 1),
-            _mean(mine, "pseudo", 1, 100),
+            f"{statistics.fmean(100 * (x['held'] - base[x['seed']]) for x in runs_of_row):+.1f} ({each})"
+            if each
+            else "",
+            _mean(runs_of_row, "m_first", 2),
+            _mean(runs_of_row, "m", 2),
+            _mean(runs_of_row, "mean_logit", 1),
+            _mean(runs_of_row, "pseudo", 1, 100),
         ]
         rows.append("| " + " | ".join(cells) + " |\n")
     PAGE.write_text(evidence.renewed(PAGE.read_text(), BEGIN, f"{head}{''.join(rows)}"))
@@ -113,17 +115,17 @@ def _seed(line: dict[str, Any]) -> int:
     return line["seed"]
 
 
-def _words(options: dict[str, Any]) -> str:
+def _title(options: dict[str, Any]) -> str:
     return ", ".join(f"`{name} = {json.dumps(value)}`" for name, value in options.items())
 
 
-def _mean(mine: list[dict[str, Any]], name: str, digits: int, times: float = 1) -> str:
-    values = [times * line[name] for line in mine if line[name] is not None]
+def _mean(runs_of_row: list[dict[str, Any]], name: str, digits: int, times: float = 1) -> str:
+    values = [times * line[name] for line in runs_of_row if line[name] is not None]
     return f"{statistics.fmean(values):.{digits}f}" if values else ""
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run_command = commands.add_parser("run")

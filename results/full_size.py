@@ -5,7 +5,7 @@
 
 `run` trains on one thread in the folder RUNS/ROW-seedN; the same command after an interruption continues from the last
 checkpoint. `report` writes full_size.csv (the test accuracy of each evaluated round), full_size_regulators.csv.gz (how well
-FedDure's weights tell right pseudo-labels, each round) and the tables of full_size.md.
+FedDure's weights distinguish correct pseudo-labels, each round) and the tables of full_size.md.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def curve_of(folder: Path, device: str) -> list[dict[str, str]]:
 
 
 def regulators_of(folder: Path, device: str) -> list[dict[str, str]]:
-    """Return, for each round of a run of FedDure, how well weights and confidences tell right pseudo-labels."""
+    """Return, for each round of a run of FedDure, how well weights and confidences distinguish correct pseudo-labels."""
     row, _, seed = folder.name.rpartition("-seed")
     entries = []
     for line in read_jsonl(folder / "metrics.jsonl"):
@@ -130,7 +130,7 @@ def write_csv(path: Path, entries: list[dict[str, str]]) -> None:
 
 
 def mean_between(curve: dict[int, float], first: int, last: int) -> float | None:
-    """Return the mean accuracy of the evaluated rounds from first to last; None if the run ended before."""
+    """Return the mean accuracy of the evaluated rounds from first to last; None if the run stopped earlier."""
     if not curve or max(curve) < last:
         return None
     chosen = [accuracy for number, accuracy in curve.items() if first <= number <= last]
@@ -195,7 +195,7 @@ def write_report(runs: Path | None, device: str) -> None:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")

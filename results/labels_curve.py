@@ -1,4 +1,4 @@
-"""Accuracy against labels a class: federated methods on frozen features and from scratch, beside pooled floors.
+"""Accuracy against labels a class: federated methods on frozen features and from scratch, with pooled floors.
 
     python results/labels_curve.py run cifar10 --runs RUNS --data-dir DATA [--seeds 0 1 2 3 4] [--minutes 10]
     python results/labels_curve.py run cifar10 --part places ...
@@ -7,8 +7,8 @@
     python results/labels_curve.py report
 
 `run` trains and appends a line to labels_curve.csv.gz for every run that is over and skips those that are there; it ends after so
-many minutes. Seed S is that of training and of the split. Nothing was tuned: every option that is not named here has
-its default. Features are computed once for a set, and kept.
+many minutes. Seed S is that of training and of the split. No option was tuned: every option that is not named here has
+its default. Features are computed once for a set, and stored.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LINES, PAGE, FIGURE = (HERE / f"labels_curve.{suffix}" for suffix in ("csv.gz", 
 NAMES = ("data", "where", "labels", "setting", "row", "seed", "accuracy", "seconds")
 
 TRAIN, TEST = 2500, 2000
-"""Images of a set that are used at most."""
+"""Maximum number of images of a set."""
 
 SHARES = {"cifar10": TRAIN / 50_000, "fashion_mnist": TRAIN / 60_000, "pneumonia_mnist": TRAIN / 4708}
 LABELS = (1, 3, 10, 100)
@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "mixture-head": HEAD,
 }
 FLOORS = ("logistic regression", "random forest")
-PLACES: dict[str, dict[str, Any]] = {
+LABEL_SETTINGS: dict[str, dict[str, Any]] = {
     "2 of 20 clients": {"labels_at": "some", "labeled_clients": 2, "setting": "iid-dir"},
     "server": {"labels_at": "server", "setting": "iid-dir"},
 }
@@ -66,13 +66,15 @@ Point = tuple[str, int, str, str, int]  # where, labels a class (places: in all)
 
 
 def points(data: str, part: str, seeds: list[int]) -> Iterator[Point]:
-    """Yield what is played, seed by seed, so that what was played at any moment compares."""
+    """Yield all runs, seed by seed, so that the finished ones can be compared at any time."""
     for seed in seeds:
         if part == "curve":
             yield from (("features", n, "pooled", row, seed) for n, row in itertools.product(LABELS, FLOORS))
             yield from (("features", n, s, row, seed) for n, s, row in itertools.product(LABELS, SETTINGS, ROWS))
         elif part == "places":
-            cases = ((place, n, row) for place, n in itertools.product(PLACES, AMOUNTS) for row in PLACED[place])
+            cases = (
+                (place, n, row) for place, n in itertools.product(LABEL_SETTINGS, AMOUNTS) for row in PLACED[place]
+            )
             yield from (("features", n, place, row, seed) for place, n, row in cases)
         elif part == "layers":
             cases = itertools.product((10, 3), ("fedavg", "fedavg-soft-labels"))
@@ -88,12 +90,12 @@ def configured(data: str, point: Point, folder: Path | None) -> Any:
 
     where, count, setting, row, seed = point
     classes = 2 if data == "pneumonia_mnist" else 10
-    placed = PLACES.get(setting, {"setting": SETTINGS.get(setting, "iid-iid")})
-    own = {"scratch": SCRATCH, "layers": LAYERS}.get(where, {**FEATURES, **ROWS.get(row, {})})
-    labels = count if setting in PLACES else count * classes
-    clients = 20 if setting in PLACES else min(10, labels)
+    placed = LABEL_SETTINGS.get(setting, {"setting": SETTINGS.get(setting, "iid-iid")})
+    chosen_options = {"scratch": SCRATCH, "layers": LAYERS}.get(where, {**FEATURES, **ROWS.get(row, {})})
+    labels = count if setting in LABEL_SETTINGS else count * classes
+    clients = 20 if setting in LABEL_SETTINGS else min(10, labels)
     who = {} if where == "scratch" else {"clients": clients, "cohort": clients}
-    values = {**SHARED, **placed, **who, **own, "labels": labels, "data_share": SHARES[data]}
+    values = {**SHARED, **placed, **who, **chosen_options, "labels": labels, "data_share": SHARES[data]}
     values |= {"method": "fedavg" if row in FLOORS else row, "data": data, "data_dir": folder}
     if setting == "server" and row not in ROWS:
         values["reference"] = "semifl"
@@ -101,7 +103,7 @@ def configured(data: str, point: Point, folder: Path | None) -> Any:
 
 
 def train_missing(data: str, part: str, seeds: list[int], runs: Path, folder: Path | None, minutes: float) -> None:
-    """Play what is missing until the time is over."""
+    """Run what is missing until the time is over."""
     from halfmoon.runs import factory, runner
 
     end, shared, found = time.monotonic() + 60 * minutes, dict[Any, Any](), None
@@ -119,16 +121,16 @@ def train_missing(data: str, part: str, seeds: list[int], runs: Path, folder: Pa
         split = factory.get_split(config, factory.fit_to_network(config, found))
         key = where, config.rounds
         if key not in shared:
-            began = time.process_time()
+            start = time.process_time()
             shared[key] = factory.build_problem(config, split, ("fedavg-fixmatch-global",), found)
-            print(f"{data}, {key}: {time.process_time() - began:.0f} s of a core for images and features", flush=True)
-        problem, began = replace(shared[key], split=split), time.process_time()
+            print(f"{data}, {key}: {time.process_time() - start:.0f} s of a core for images and features", flush=True)
+        problem, start = replace(shared[key], split=split), time.process_time()
         if row in FLOORS:
             accuracy = _floor(row, problem, seed)
         else:
-            place = runs / "-".join(map(str, (data, *point))).replace(" ", "_")
-            accuracy = runner.run_in_folder(config, place, shared=problem)["accuracy"]["last"]
-        line = [data, *point, f"{accuracy:.6f}", f"{time.process_time() - began:.2f}"]
+            run_folder = runs / "-".join(map(str, (data, *point))).replace(" ", "_")
+            accuracy = runner.run_in_folder(config, run_folder, shared=problem)["accuracy"]["last"]
+        line = [data, *point, f"{accuracy:.6f}", f"{time.process_time() - start:.2f}"]
         records.append_rows(LINES, [dict(zip(NAMES, line, strict=True))])
         print(*line, flush=True)
 
@@ -139,7 +141,7 @@ def _evenly(count: int) -> np.ndarray:
 
 
 def _floor(row: str, problem: Any, seed: int) -> float:
-    """Return how often a model of scikit-learn is right that has all labels in one place."""
+    """Return the accuracy of a scikit-learn model that is trained on the labels of all clients."""
     from sklearn.ensemble import RandomForestClassifier
     from sklearn.linear_model import LogisticRegression
 
@@ -180,7 +182,7 @@ def _tables(found: Found, seconds: dict[tuple[Any, ...], list[float]]) -> dict[s
     tables: dict[str, list[str]] = {}
     for key in dict.fromkeys(each[:4] for each in found):
         data, where, setting, row = key
-        name = f"{data}, {'places' if setting in PLACES else where}"
+        name = f"{data}, {'places' if setting in LABEL_SETTINGS else where}"
         amounts = sorted({each[4] for each in found if each[:3] == key[:3]})
         head = ["row", "clients", *map(str, amounts), "seconds"]
         lines = tables.setdefault(name, [_cells(head), _cells(["---", "---", *["--:"] * (len(amounts) + 1)])])
@@ -195,40 +197,40 @@ def _cells(cells: list[str]) -> str:
 
 def _cell(found: Found, key: tuple[Any, ...], amount: int) -> str:
     """Return a mean, and the paired difference from labels only: of heads from the ridge head."""
-    mine = found.get((*key, amount), {})
-    if not mine:
+    by_seed = found.get((*key, amount), {})
+    if not by_seed:
         return ""
     base = {"mixture-head": "ridge-head", "semifl": "partially-supervised", "fl2": "partially-supervised"}
-    own = key[3] in FLOORS or key[3] in base.values() or key[3] == "fedavg"
+    chosen_options = key[3] in FLOORS or key[3] in base.values() or key[3] == "fedavg"
     other = found.get((*key[:3], base.get(key[3], "fedavg"), amount), {})
-    differences = [value - other[seed] for seed, value in mine.items() if seed in other]
-    gain = "" if own or not differences else f" ({interval(fmean(differences), half_interval(differences))})"
-    return f"{fmean(mine.values()):.1f}{gain}"
+    differences = [value - other[seed] for seed, value in by_seed.items() if seed in other]
+    gain = "" if chosen_options or not differences else f" ({interval(fmean(differences), half_interval(differences))})"
+    return f"{fmean(by_seed.values()):.1f}{gain}"
 
 
 def _draw(found: Found) -> None:
-    """Draw accuracy against labels a class, a panel a set."""
+    """Draw accuracy over labels a class, a panel for each set."""
     from halfmoon.report.figures import new_figure, save_figure, style_axes
 
     shown = [(row, "even") for row in ROWS if row != "fedavg-fixmatch-global"]
     shown += [("fedavg", "uneven"), *((row, "pooled") for row in FLOORS)]
-    picture = new_figure(11, 3.6)
+    figure = new_figure(11, 3.6)
     for panel, data in enumerate(SHARES, start=1):
-        axes = picture.add_subplot(1, len(SHARES), panel)
+        axes = figure.add_subplot(1, len(SHARES), panel)
         for number, (row, setting) in enumerate(shown):
             means = [fmean(found[data, "features", setting, row, count].values()) for count in LABELS]
             dashes = "--" if setting != "even" else "-"
             axes.plot(LABELS, means, dashes, color=f"C{number}", marker="o", ms=3, label=f"{row}, {setting}")
         axes.set(title=data, xscale="log", xlabel="labels a class", xticks=LABELS, xticklabels=LABELS)
         style_axes(axes)
-    picture.axes[0].set_ylabel("test accuracy (%)")
-    lines, names = picture.axes[0].get_legend_handles_labels()
-    picture.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=7, frameon=False)
-    save_figure(picture, FIGURE)
+    figure.axes[0].set_ylabel("test accuracy (%)")
+    lines, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=7, frameon=False)
+    save_figure(figure, FIGURE)
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run_command = commands.add_parser("run")

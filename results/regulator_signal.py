@@ -3,7 +3,7 @@
     python results/regulator_signal.py run --runs RUNS [--sets digits] [--rows control feddure] [--seeds 0 1 2 3 4]
     python results/regulator_signal.py report [--runs RUNS]
 
-`run` trains in the folders RUNS/SET-ROW-SEED; finished runs are read, so that a stopped command goes on. `report` writes
+`run` trains in the folders RUNS/SET-ROW-SEED; finished runs are read, so a stopped command continues. `report` writes
 regulator_signal.csv from the finished runs, if RUNS is given, and then the tables of regulator_signal.md. A seed is that
 of training and of the split. The learning rate of a shared F-reg was chosen on digits with seed 100, and `signal_weight`
 with seed 101, by AUCs on the unlabeled images.
@@ -144,7 +144,7 @@ def write_table(runs: Path) -> None:
 
 
 def is_run_of(folder: Path, data: str, row: str) -> bool:
-    """Tell whether a folder is of this row: the name of one row may be the start of another's."""
+    """Return whether a folder is of this row: the name of one row may be the start of another's."""
     return folder.name.rsplit("-", 1)[0] == f"{data}-{row}"
 
 
@@ -157,10 +157,10 @@ def interval(values: Sequence[float], digits: int = 1) -> str:
     return f"{mean:.{digits}f} [{mean - half_width:.{digits}f}, {mean + half_width:.{digits}f}]"
 
 
-def difference(ours: dict[int, float], base: dict[int, float]) -> str:
+def difference(accuracies: dict[int, float], base: dict[int, float]) -> str:
     """Word the mean difference over the seeds that both have, with its interval."""
-    common = sorted(ours.keys() & base.keys())
-    return interval([ours[seed] - base[seed] for seed in common]) if common else ""
+    common = sorted(accuracies.keys() & base.keys())
+    return interval([accuracies[seed] - base[seed] for seed in common]) if common else ""
 
 
 def difference_lines(accuracy: dict[str, dict[int, float]]) -> list[str]:

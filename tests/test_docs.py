@@ -107,12 +107,12 @@ def test_every_flag_of_a_command_is_on_the_page() -> None:
     """In the command's own section, in the list of common flags, or in a row of the table that names the command."""
     page, options = read("docs/cli.md"), read("docs/options.md")
     for command in generate.COMMANDS:
-        own = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
+        page_section = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
         shown = generate.flags(command)
         assert len(shown) > 2
         for flag in shown:
             takes = rf"^- `{command}` takes .*`{flag}`(,|$)" if command not in ("run", "compare") else rf"^\| `{flag}`"
-            there = re.search(takes, options, re.MULTILINE) or re.search(rf"`{flag}\b", own)
+            there = re.search(takes, options, re.MULTILINE) or re.search(rf"`{flag}\b", page_section)
             assert there, f"{flag} of halfmoon {command}"
 
 
@@ -132,9 +132,9 @@ def test_what_a_run_leaves_is_described(tmp_path: Path) -> None:
     described = dict.fromkeys(("round", "cohort", "test", "prior", "train", "pseudo"), rows)
     described |= {"cost": read("docs/budgets.md")}
     assert row.keys() == described.keys()
-    for part, text in described.items():
-        assert f"| `{part}` |" in rows
-        for key in row[part] if isinstance(row[part], dict) and part != "test" else []:
+    for row_section, text in described.items():
+        assert f"| `{row_section}` |" in rows
+        for key in row[row_section] if isinstance(row[row_section], dict) and row_section != "test" else []:
             assert f"`{key.removesuffix('_spread')}`" in text, key
 
 
@@ -182,14 +182,14 @@ def test_the_method_of_the_rules_keeps_them() -> None:
 class Command(NamedTuple):
     """A command of a page with what it prints there."""
 
-    words: list[str]
+    argument_list: list[str]
     printed: str
 
     @property
     def real(self) -> bool:
         """Whether the test lets it run to its end: it needs no data but the digits and trains nothing."""
         small = (["data", "digits"], ["data", "--split"])
-        quick = self.words[0] in ("methods", "site", "privacy", "--help") or self.words[:2] in small
+        quick = self.argument_list[0] in ("methods", "site", "privacy", "--help") or self.argument_list[:2] in small
         return quick or self.printed.startswith("halfmoon: ")
 
 
@@ -204,8 +204,8 @@ def commands(page: Path) -> list[Command | str]:
         if language == "toml":
             found.append(content)
         if language == "console":
-            for part in re.split(r"^\$ ", content, flags=re.MULTILINE)[1:]:
-                line, _, printed = part.partition("\n")
+            for row_section in re.split(r"^\$ ", content, flags=re.MULTILINE)[1:]:
+                line, _, printed = row_section.partition("\n")
                 arguments = shlex.split(line)
                 assert arguments[0] == "halfmoon", line
                 found.append(Command(arguments[1:], printed))
@@ -225,7 +225,7 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(page
             continue
         capsys.readouterr()
         if each.real:
-            code = cli.main(each.words)
+            code = cli.main(each.argument_list)
             out, complaint = capsys.readouterr()
             if each.printed.startswith("halfmoon: "):
                 assert (code, complaint) == (2, each.printed)
@@ -234,15 +234,15 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(page
                 assert matches(out, each.printed), out
             continue
         with monkeypatch.context() as patch:
-            for place in ("start", "compare", "resume"):
-                patch.setattr(runner, place, stop)
+            for attribute in ("start", "compare", "resume"):
+                patch.setattr(runner, attribute, stop)
             patch.setattr("halfmoon.data.load", stop)
             patch.setattr("halfmoon.runs.factory.load_source", stop)
             patch.setattr("halfmoon.studies.run_sweep.run_sweep", stop)
             patch.setattr("halfmoon.engine.executors.ray_cluster.RayExecutor", stop)
             patch.setattr("halfmoon.report.writer.write_report", stop)
             with pytest.raises(Understood):
-                cli.main(each.words)
+                cli.main(each.argument_list)
         heading = re.match(r"method .*", each.printed)
         assert not heading or heading[0].split() == " ".join(tables.comparison_table([]).headings).split()
 
@@ -275,9 +275,9 @@ def test_links_lead_somewhere_and_pages_name_no_machine() -> None:
         assert page not in PAGES or not re.search(r"/(?:work|opt|tmp|home|root)/", text), page
         for target in re.findall(r"\]\((?!https://)([^)\s]+)\)", FENCE.sub("", text)):
             path, _, anchor = target.partition("#")
-            place = page.parent / path if path else page
-            assert place.exists(), (page, target)
-            assert not anchor or anchor in anchors(place), (page, target)
+            attribute = page.parent / path if path else page
+            assert attribute.exists(), (page, target)
+            assert not anchor or anchor in anchors(attribute), (page, target)
 
 
 def test_pictures_are_small() -> None:
@@ -346,7 +346,7 @@ def prose(page: Path) -> str:
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
-def said(page: Path) -> list[str]:
+def split_sentences(page: Path) -> list[str]:
     stored = [line for line in prose(page).splitlines() if not line.startswith("|")]
     blocks_ = re.split(r"\n\s*\n|\n(?=\s*(?:[-*#]|\d+\.)\s)", "\n".join(stored))
     sentences_ = []
@@ -391,7 +391,7 @@ def test_pages_are_easy_to_read() -> None:
     """Cells and sentences are short, a page fills at most 12 screens, and its words are the field's."""
     for page in STRICT:
         long = [cell for cell in cells(page) if len(cell) > CELL]
-        long += [sentence for sentence in said(page) if len(sentence.split()) > WORDS]
+        long += [sentence for sentence in split_sentences(page) if len(sentence.split()) > WORDS]
         text = prose(page)
         banned = [(found[0], instead) for word, instead in BANNED.items() if (found := re.search(word, text))]
         assert (name_of(page), long, banned, screens(page) <= 12) == (name_of(page), [], [], True)
@@ -402,6 +402,6 @@ def test_long_and_banned_language_is_noticed(tmp_path: Path) -> None:
     page.write_text(
         "# T\n\n" + "word " * 41 + ".\n\n| a | " + "b" * 161 + " |\n| --- | --- |\n\nIn a visit tau counts.\n"
     )
-    assert [len(each.split()) for each in said(page)] == [2, 42, 5]
+    assert [len(each.split()) for each in split_sentences(page)] == [2, 42, 5]
     assert max(map(len, cells(page))) == 161
     assert sum(bool(re.search(word, prose(page))) for word in BANNED) == 2

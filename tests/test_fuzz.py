@@ -32,14 +32,14 @@ KEPT = sorted(path for path in CORPUS.glob("*/*") if path.is_file())
 
 
 @cache
-def scene(name: str) -> CaseFolder:
+def get_case_folder(name: str) -> CaseFolder:
     return BY_NAME[name].make_folder(Path(mkdtemp(prefix="fuzz-")) / "case")
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_valid_inputs_work(target: Target) -> None:
     """What is spoiled was whole: otherwise every case would only be refused for what all have in common."""
-    assert "worked" in {run_case(target, scene(target.name), seed) for seed in target.seeds()}
+    assert "worked" in {run_case(target, get_case_folder(target.name), seed) for seed in target.seeds()}
 
 
 @pytest.mark.parametrize("cases", CASES)
@@ -55,14 +55,14 @@ def test_drawn_inputs_work_or_are_refused(target: Target, cases: int) -> None:
     )
     @given(target.inputs())
     def case(data: bytes) -> None:
-        run_case(target, scene(target.name), data)
+        run_case(target, get_case_folder(target.name), data)
 
     case()
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_what_has_broken_a_reader_before(path: Path) -> None:
-    run_case(BY_NAME[path.parent.name], scene(path.parent.name), path.read_bytes())
+    run_case(BY_NAME[path.parent.name], get_case_folder(path.parent.name), path.read_bytes())
 
 
 def test_the_corpus_is_of_known_targets() -> None:
@@ -112,9 +112,9 @@ def test_what_is_no_image_starts_no_program(tmp_path: Path) -> None:
         decode_to_shape(eps, "it", 8, 8, 1)
 
 
-def made(play: Callable[[CaseFolder], object]) -> tuple[Target, CaseFolder]:
+def made(read_case: Callable[[CaseFolder], object]) -> tuple[Target, CaseFolder]:
     folder = Path(mkdtemp(prefix="fuzz-"))
-    target = Target("made", "", lambda _: CaseFolder(folder, folder / "it"), lambda: [b""], st.binary, play)
+    target = Target("made", "", lambda _: CaseFolder(folder, folder / "it"), lambda: [b""], st.binary, read_case)
     return target, target.make_folder(folder)
 
 
@@ -143,7 +143,7 @@ def raise_key(setup: CaseFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("play", "message"),
+    ("read_case", "message"),
     [
         (refuse, "refused, but changed left"),
         (leave, "left x.partial"),
@@ -152,13 +152,13 @@ def raise_key(setup: CaseFolder) -> None:
         (fill, "memory grew"),
     ],
 )
-def test_the_judge_sees_what_must_not_be(play, message, monkeypatch):
-    monkeypatch.setattr("fuzzing.CPU_SECONDS", 0.2 if play is spin else 10)
+def test_the_judge_sees_what_must_not_be(read_case, message, monkeypatch):
+    monkeypatch.setattr("fuzzing.CPU_SECONDS", 0.2 if read_case is spin else 10)
     monkeypatch.setattr("fuzzing.MEMORY_MEGABYTES", 100)
-    if play is fill and not Path("/proc/self/clear_refs").exists():
+    if read_case is fill and not Path("/proc/self/clear_refs").exists():
         pytest.skip("memory is counted on Linux only")
     with pytest.raises(RuleViolation, match=message):
-        run_case(*made(play), b"it")
+        run_case(*made(read_case), b"it")
 
 
 def test_no_handler_hides_that_a_case_takes_too_long() -> None:

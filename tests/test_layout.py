@@ -104,7 +104,7 @@ def edges(name: str) -> set[str]:
     )
 
 
-def home(name: str) -> str:
+def package_of(name: str) -> str:
     """Return the package of a module: `data` for `data.readers.idx`, `federation.site` for `federation.site.client`."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "federation" and len(parts) > 1 else parts[0]
@@ -112,7 +112,7 @@ def home(name: str) -> str:
 
 def test_every_package_has_a_place():
     """A new package has to be given its place in the order of imports; nothing lies beside the packages."""
-    homes = {home(name) for name in INSIDE} - {"federation"}
+    homes = {package_of(name) for name in INSIDE} - {"federation"}
     assert sorted(homes - set(PACKAGES)) == []
     assert sorted(set(PACKAGES) - homes) == []
 
@@ -142,12 +142,12 @@ from halfmoon import Config
 
 def test_imports_go_up_the_list_only():
     """A module imports from its own package and from those before it; never the package's public face."""
-    place = {package: number for number, package in enumerate(PACKAGES)}
+    rank = {package: number for number, package in enumerate(PACKAGES)}
     wrong = [
         f"{name} imports {target}"
         for name in INSIDE
         for target in sorted(edges(name))
-        if target != "federation" and name != "federation" and place[home(target)] > place[home(name)]
+        if target != "federation" and name != "federation" and rank[package_of(target)] > rank[package_of(name)]
     ]
     assert wrong == []
     faces = {f"halfmoon.{face}".strip(".") for face in FACES}
@@ -158,8 +158,8 @@ def test_servers_and_sites_of_a_federation_know_only_the_protocol():
     """Neither side imports a module of the other; the order of packages would allow it to one of them."""
     sides = {"federation.server", "federation.site"}
     for name in INSIDE:
-        if home(name) in sides:
-            assert [target for target in edges(name) if home(target) in sides - {home(name)}] == [], name
+        if package_of(name) in sides:
+            assert [target for target in edges(name) if package_of(target) in sides - {package_of(name)}] == [], name
 
 
 def test_imports_form_no_circle():
@@ -174,10 +174,10 @@ def test_imports_form_no_circle():
 def test_simulation_knows_no_network():
     """The same method code runs behind both: the engine of rounds knows neither sites nor Flower."""
     for name in INSIDE:
-        if home(name) in ("api", "methods", "objectives", "runs"):
+        if package_of(name) in ("api", "methods", "objectives", "runs"):
             assert [target for target in edges(name) if target.startswith("federation")] == []
-        if home(name) not in ("federation.transport", "cli"):
-            assert [target for target in edges(name) if home(target) == "federation.transport"] == []
+        if package_of(name) not in ("federation.transport", "cli"):
+            assert [target for target in edges(name) if package_of(target) == "federation.transport"] == []
             assert "flwr" not in {target.split(".")[0] for target in imported(name)}
 
 
@@ -282,7 +282,7 @@ def reached(name: str) -> set[str]:
 
 def test_reports_need_no_torch():
     """Neither a module of `report` nor anything it imports mentions torch, and importing it does not load it."""
-    reports = [name for name in INSIDE if home(name) == "report"]
+    reports = [name for name in INSIDE if package_of(name) == "report"]
     assert len(reports) > 2
     for name in reports:
         for each in reached(name):
@@ -297,7 +297,7 @@ def test_only_the_command_line_prints():
     assert [
         f"{name}, line {node.lineno}"
         for name in INSIDE
-        if home(name) != "cli"
+        if package_of(name) != "cli"
         for node in ast.walk(tree_of(name))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ] == []

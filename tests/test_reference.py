@@ -24,23 +24,23 @@ def package() -> griffe.Module:
     return found
 
 
-def words(thing: griffe.Object) -> str:
+def docstring_text(thing: griffe.Object) -> str:
     return thing.docstring.value if thing.docstring else ""
 
 
 def arguments(function: griffe.Function) -> set[str]:
     """Return the names of a function's arguments that its section "Args" describes."""
     sections = function.docstring.parsed if function.docstring else []
-    parts = [part for part in sections if isinstance(part, griffe.DocstringSectionParameters)]
-    return {argument.name.lstrip("*") for part in parts for argument in part.value}
+    parts = [section for section in sections if isinstance(section, griffe.DocstringSectionParameters)]
+    return {argument.name.lstrip("*") for section in parts for argument in section.value}
 
 
 def lacking(function: griffe.Function, around: str = "") -> list[str]:
     """Return what the docstring of a function does not say; for a method, its class's may say it."""
     wanted = {each.name for each in function.parameters} - LONE - arguments(function)
     if around:
-        wanted = {name for name in wanted if f"`{name}`" not in around + words(function)}
-    raises = ["raises"] if "raise UserError" in function.source and "UserError" not in words(function) else []
+        wanted = {name for name in wanted if f"`{name}`" not in around + docstring_text(function)}
+    raises = ["raises"] if "raise UserError" in function.source and "UserError" not in docstring_text(function) else []
     return [f"{function.path}: {each}" for each in [*sorted(wanted), *raises]]
 
 
@@ -48,17 +48,17 @@ def lacking(function: griffe.Function, around: str = "") -> list[str]:
 def test_a_public_name_says_what_it_takes_and_raises(package: griffe.Module, name: str) -> None:
     made = getattr(halfmoon, name)
     thing = package[f"{made.__module__}.{made.__qualname__}".removeprefix("halfmoon.")]
-    assert words(thing)
+    assert docstring_text(thing)
     if isinstance(thing, griffe.Function):
         assert lacking(thing) == []
         return
-    around, missing = words(thing), []
+    around, missing = docstring_text(thing), []
     for each in thing.members.values() if thing.name != "Config" else ():
         if (each.name.startswith("_") and each.name != "__init__") or each.is_alias or not each.lineno:
             continue
         if isinstance(each, griffe.Function):
             missing += lacking(each, around) if each.name != "__init__" or each.lineno != thing.lineno else []
-        elif not words(each) and f"`{each.name}`" not in around and f"{each.name}:" not in around:
+        elif not docstring_text(each) and f"`{each.name}`" not in around and f"{each.name}:" not in around:
             missing.append(each.path)
     assert missing == []
 

@@ -1,6 +1,6 @@
-"""A site that misbehaves, most kinds once, in its second round: Python imports this where it is in PYTHONPATH.
+"""Make a site misbehave, for most kinds once, in its second round: Python imports this file if its folder is in PYTHONPATH.
 
-The site is joined by the plain command; of its processes the node or the worker alone is touched, as MISBEHAVE says.
+The site joins by the normal command; MISBEHAVE names the kind, which affects only its node or only its worker process.
 """
 
 import os
@@ -14,13 +14,13 @@ from pathlib import Path
 KIND = os.environ.get("MISBEHAVE", "")
 OTHER_VERSION = "0.0.1"
 ROUND = 1
-"""The round that is spoiled, from 0."""
-ANSWERS = 3
-"""What a site has answered then: that it joins, and two rounds."""
+"""The round in which the site misbehaves, from 0."""
+REPLIES = 3
+"""Replies of a site until then: that it joins, and two rounds."""
 
 
 def spoil_answers() -> None:
-    """Spoil what the site's own program answers."""
+    """Replace the replies of the site's program."""
     import torch
 
     from halfmoon.core import tree
@@ -41,79 +41,79 @@ def spoil_answers() -> None:
         "huge": lambda leaf: leaf + 1e6,
     }
 
-    def answer(self: SiteClient, data: bytes) -> bytes:
+    def reply_wrongly(self: SiteClient, data: bytes) -> bytes:
         try:
             request = read_message(data, Request)
-        except MalformedMessage:  # an offer
+        except MalformedMessage:  # it is an offer
             if KIND == "stranger":
                 self.version = OTHER_VERSION
             return honest(self, data)
         if KIND == "slow":
             time.sleep(float(os.environ["MISBEHAVE_SECONDS"]))
             return honest(self, data)
-        if KIND == "turned":  # in every round: the update with its sign turned, times four
+        if KIND == "turned":  # in every round: the update with the opposite sign, times four
             reply = read_message(honest(self, data), Reply)
             broadcast, flat = tree.flatten(request.download), tree.flatten(reply.upload)
             before = {f"update/{path}": leaf for path, leaf in broadcast.items() if path.startswith("params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items() if path in flat}
             return write_message(replace(reply, upload=tree.unflatten(flat)))
-        last = self.state_folder / "last.answer"
+        last = self.state_folder / "last.reply"
         if request.round != ROUND or request.attempt:
-            said = honest(self, data)
-            last.write_bytes(said)
-            return said
+            reply_data = honest(self, data)
+            last.write_bytes(reply_data)
+            return reply_data
         if KIND == "version":
             self.version = OTHER_VERSION
-        said = honest(self, data)
+        reply_data = honest(self, data)
         if KIND == "old":
             return last.read_bytes()
         if KIND == "late":
             time.sleep(float(os.environ["MISBEHAVE_SECONDS"]))
         if KIND in changes:
-            reply = read_message(said, Reply)
+            reply = read_message(reply_data, Reply)
             return write_message(replace(reply, upload=first(reply.upload, changes[KIND])))
-        return said
+        return reply_data
 
-    SiteClient.reply_to = answer
+    SiteClient.reply_to = reply_wrongly
 
 
 def spoil_sending() -> None:
-    """Send every answer twice ("twice"), or die between announcing that of the second round and sending it ("cut")."""
+    """Send every reply twice ("twice"), or exit between announcing and sending that of the second round ("cut")."""
     from flwr.app import Message
 
     from halfmoon.federation.transport.internals import Fleet
 
     honest = Fleet.send
-    mark = Path(os.environ["HALFMOON_FLOWER"], f"sent-{KIND}")
+    marker = Path(os.environ["HALFMOON_FLOWER"], f"sent-{KIND}")
     count = [0]
 
     def send(self: Fleet, message: Message, seconds: float) -> bool:
         count[0] += 1
-        if KIND == "cut" and count[0] == ANSWERS and not mark.exists():
-            mark.touch()
+        if KIND == "cut" and count[0] == REPLIES and not marker.exists():
+            marker.touch()
             push_message = self._push
 
-            def push_and_die(*announced: object) -> None:
+            def push_and_exit(*announced: object) -> None:
                 push_message(*announced)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            self._push = push_and_die
+            self._push = push_and_exit
         done = honest(self, message, seconds)
         if KIND == "twice":
             honest(self, message, seconds)
-            mark.touch()
+            marker.touch()
         return done
 
     Fleet.send = send
 
 
 def move_clock() -> None:
-    """Let `time.time` be as far from the truth, in seconds, as a file says."""
+    """Shift `time.time` by the seconds in a file."""
     path, true = Path(os.environ["MISBEHAVE_CLOCK"]), time.time
 
     def moved() -> float:
-        words = path.read_text() if path.exists() else ""
-        return true() + float(words or 0)
+        shift = path.read_text() if path.exists() else ""
+        return true() + float(shift or 0)
 
     time.time = moved
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import scene
+from test_contract import build_simulation
 
 from halfmoon.aggregation import AggregationContext, Aggregator, compute_update, downloaded_values, replace_update
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
@@ -79,9 +79,9 @@ def test_an_update_is_what_a_client_changed_and_nothing_else():
 
 def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
     """A run beside one is equal in every bit; it is told the round, the trip, and who answered, in order."""
-    made, shared, plain = scene("fedavg-fixmatch", "both", client_dropout=0.4)
+    made, shared, plain = build_simulation("fedavg-fixmatch", "both", client_dropout=0.4)
     aggregator = Recorder()
-    _, _, baselines = scene("fedavg-fixmatch", "both", client_dropout=0.4, aggregators=[aggregator])
+    _, _, baselines = build_simulation("fedavg-fixmatch", "both", client_dropout=0.4, aggregators=[aggregator])
     rounds = [run_rounds(made, each, start_server(made, shared), ROUNDS) for each in (plain, baselines)]
     for one, two in zip(*rounds, strict=True):
         assert max_difference(two.server, one.server) == 0
@@ -99,7 +99,7 @@ def test_whom_a_guard_leaves_out_has_not_answered():
     def first_only(requested: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         return [0], upload.map(lambda leaf: leaf[:1])
 
-    made, _, single = scene("fedavg", "both", aggregators=[Recorder(first_only)])
+    made, _, single = build_simulation("fedavg", "both", aggregators=[Recorder(first_only)])
     shared = single.base
     (result,) = run_rounds(made, single, start_server(made, shared), [0])
     single.open(0)
@@ -107,7 +107,7 @@ def test_whom_a_guard_leaves_out_has_not_answered():
     assert result.report.cohort == [first]
     upload = single.query("train", start_server(made, shared), clients=torch.tensor([first]))
     assert max_difference(result.server, upload.at(0).update) < 1e-12
-    _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, upload: ([], upload))])
+    _, _, empty = build_simulation("fedavg", "both", aggregators=[Recorder(lambda asked, upload: ([], upload))])
     with pytest.raises(TooFewReplies, match=r"round 1, query 1 \(train\) has no usable upload"):
         run_rounds(made, empty, start_server(made, shared), [0])
 
@@ -149,8 +149,8 @@ SUMS = [name for name in registry.names() if not registry.entry(name).individual
 @pytest.mark.parametrize("name", SUMS)
 def test_a_method_that_needs_no_single_upload_gets_along_with_the_mean(name):
     """With the weighted mean in the place of every upload its server does the same, to rounding."""
-    made, shared, plain = scene(name, "both")
-    _, _, summed = scene(name, "both", aggregators=[Recorder(mean_for_all)])
+    made, shared, plain = build_simulation(name, "both")
+    _, _, summed = build_simulation(name, "both", aggregators=[Recorder(mean_for_all)])
     one = run_rounds(made, plain, start_server(made, shared), ROUNDS)
     two = run_rounds(made, summed, start_server(made, shared), ROUNDS)
     assert max_difference(two[-1].server, one[-1].server) < 1e-9
@@ -160,7 +160,7 @@ def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
     """With sbn 'server' a sum is enough, for its mean and to be private; a network without such statistics has none."""
     made = registry.make("semifl", {"threshold": 0.39, "sbn": "server"})
     shared = make_task(rounds=3)
-    held = make_dataset(place="server")
+    held = make_dataset(labels_at="server")
     recorder = Recorder(mean_for_all)
     plain = make_simulation(made, shared, held)
     summed = make_simulation(made, shared, held, aggregators=[recorder])
@@ -182,10 +182,10 @@ def test_the_servers_own_training_is_not_clipped():
     made = registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0})
     shared = make_task(rounds=1)
     first = start_server(made, shared)
-    clipped = make_simulation(ClippedMethod(made, 1e-12), shared, make_dataset(place="server"))
+    clipped = make_simulation(ClippedMethod(made, 1e-12), shared, make_dataset(labels_at="server"))
     (result,) = run_rounds(ClippedMethod(made, 1e-12), clipped, first, range(1))
     moved = max_difference(result.server["params"], first["params"])
-    single = make_simulation(made, shared, make_dataset(place="server"))
+    single = make_simulation(made, shared, make_dataset(labels_at="server"))
     single.open(0)
     single.query_server("census", first)  # each trip of a round has random numbers of its own
     single.query("train", first)

@@ -40,8 +40,8 @@ def make_round(number: int = 0) -> tuple[AggregationContext, Upload]:
     return AggregationContext(number, 0, 0, "train", broadcast, {}, tuple(range(SITES)), SITES, True), upload
 
 
-def flatten_updates(context: AggregationContext, upload: Upload, part: str) -> torch.Tensor:
-    leaves = [leaf for path, leaf in compute_update(upload, context).items() if path.startswith(part)]
+def flatten_updates(context: AggregationContext, upload: Upload, prefix: str) -> torch.Tensor:
+    leaves = [leaf for path, leaf in compute_update(upload, context).items() if path.startswith(prefix)]
     return torch.cat([leaf.flatten(1) for leaf in leaves], 1)
 
 
@@ -56,8 +56,8 @@ def test_a_try_stays_inside_the_bounds_of_a_server(search: Any, number: int) -> 
     stored = sent.map(lambda leaf: leaf[HOSTILE:])
     pairs = zip(tree.leaves(stored.tree), tree.leaves(honest.tree), strict=True)
     assert all(torch.equal(new, old) for new, old in pairs)
-    for part in ("params", "stats"):
-        norms = flatten_updates(context, sent, part).norm(dim=1)
+    for prefix in ("params", "stats"):
+        norms = flatten_updates(context, sent, prefix).norm(dim=1)
         assert float(norms[0]) <= 9.9 * float(norms[HOSTILE:].median()) * (1 + 1e-5)
     assert sent.weight[0] in (10, 2 * float(upload.weight[HOSTILE:].median()))
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from interrupted_runs import run_with_interruption
-from test_contract import scene
+from test_contract import build_simulation
 from test_robust import SMALL
 
 from halfmoon.aggregation import AggregationContext
@@ -53,14 +53,16 @@ def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Upload]:
 
 def attacked(attack, round=0, query=0, bad=(5,), seed=7):
     question, upload = cohort(round, query)
-    places, new = HostileClients(attack, bad, seed).uploads(question, upload)
-    assert list(places) == [0, 1, 2]
+    client_rows, new = HostileClients(attack, bad, seed).uploads(question, upload)
+    assert list(client_rows) == [0, 1, 2]
     return question.broadcast, upload, new
 
 
-def change(upload: Upload, broadcast: Tree, place: int) -> torch.Tensor:
+def change(upload: Upload, broadcast: Tree, client_row: int) -> torch.Tensor:
     """Return all that one client changed, one vector in float64."""
-    moved = [upload.update["params"][name][place].double() - broadcast["params"][name].double() for name in ("w", "b")]
+    moved = [
+        upload.update["params"][name][client_row].double() - broadcast["params"][name].double() for name in ("w", "b")
+    ]
     return torch.cat([each.flatten() for each in moved])
 
 
@@ -148,19 +150,19 @@ def test_liars_call_class_c_the_class_as_far_from_the_other_end():
         assert torch.equal(message.x, data.x)
         assert torch.equal(message.u, data.u)
         assert torch.equal(true, hidden)
-    served = make_dataset(place="server")
+    served = make_dataset(client_row="server")
     lying = FederatedDataset(served.train, served.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
     assert torch.equal(lying.client_data(SERVER)[0].y, served.client_data(SERVER)[0].y)
 
 
 def test_a_liar_trains_on_what_it_says():
     """A round whose hostile clients have flipped labels equals one whose images carry these labels from the start."""
-    made, shared, lied = scene("fedavg", "both")
+    made, shared, lied = build_simulation("fedavg", "both")
     held = lied.dataset
     lied.local_clients.dataset = lied.dataset = FederatedDataset(
         held.train, held.split, label_flippers=frozenset({0, 2}), classes=CLASSES
     )
-    _, _, other = scene("fedavg", "both")
+    _, _, other = build_simulation("fedavg", "both")
     labels = held.train.labels.clone()
     for client in (0, 2):
         rows = torch.from_numpy(held.rows(client, True))
@@ -176,7 +178,7 @@ def test_a_liar_trains_on_what_it_says():
 def test_loop_equals_vmap_under_attack(attack: Attack):
     results = []
     for executor in ("loop", "vmap"):
-        made, shared, simulation = scene(
+        made, shared, simulation = build_simulation(
             "fedavg-fixmatch", "both", executor, aggregators=[HostileClients(attack, [1, 2], 3)]
         )
         results.append(run_rounds(made, simulation, start_server(made, shared), range(3)))
@@ -188,8 +190,8 @@ def test_loop_equals_vmap_under_attack(attack: Attack):
 
 @pytest.mark.parametrize("attack", UPLOADS)
 def test_nobody_hostile_changes_nothing(attack: Attack):
-    made, shared, plain = scene("fedavg", "both")
-    _, _, baselines = scene(
+    made, shared, plain = build_simulation("fedavg", "both")
+    _, _, baselines = build_simulation(
         "fedavg", "both", aggregators=[HostileClients(attack, draw_hostile_clients(4, 0.0, 3), 3), FiniteCheck()]
     )
     one = run_rounds(made, plain, start_server(made, shared), range(2))
@@ -199,7 +201,7 @@ def test_nobody_hostile_changes_nothing(attack: Attack):
 
 def test_a_stale_client_holds_the_mean_back_by_its_weight():
     """FedAvg with weights w: mean = sum over honest w u + w of the stale one times the model that was sent."""
-    made, shared, plain = scene("fedavg-fixmatch", "both")
+    made, shared, plain = build_simulation("fedavg-fixmatch", "both")
     server = start_server(made, shared)
     plain.open(0)
     upload = plain.query("train", server)
@@ -209,7 +211,7 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
     def wanted(leaf: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return shares[0] * leaf[0] + shares[1] * old + shares[2] * leaf[2]
 
-    _, _, held = scene("fedavg-fixmatch", "both", aggregators=[HostileClients("stale", [bad], 0)])
+    _, _, held = build_simulation("fedavg-fixmatch", "both", aggregators=[HostileClients("stale", [bad], 0)])
     (result,) = run_rounds(made, held, server, range(1))
     mean = {name: tree.map(wanted, upload.update[name], server[name]) for name in server}
     assert max_difference(result.server, mean) < 1e-12
@@ -217,7 +219,7 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
 
 @pytest.mark.parametrize("rule", ["clip", "cosine", "cosine-nnm", "cosine-trimmed", "median", "trimmed", "krum"])
 def test_who_sends_no_numbers_is_left_out_of_the_round(rule: Any):
-    made, shared, simulation = scene(
+    made, shared, simulation = build_simulation(
         "fedavg", "both", aggregators=[HostileClients("nan", [1], 0), RobustAggregator(rule, 0.2)]
     )
     met = False

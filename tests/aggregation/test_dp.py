@@ -197,10 +197,10 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
     odd = [torch.full((30,), value) for value in (0.0, math.nan, math.inf, 3e38)]
     for other in (rows[0], -rows[4], rows[4], *odd):
         mine = torch.cat([rows[1:], other[None]]) + broadcast["params"]["w"]
-        places, total = sum_clipped_updates(
+        kept_rows, total = sum_clipped_updates(
             make_context(broadcast, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5
         )
-        assert places == ([0, 1, 2, 3, 4] if bool(other.isfinite().all()) else [0, 1, 2, 3])
+        assert kept_rows == ([0, 1, 2, 3, 4] if bool(other.isfinite().all()) else [0, 1, 2, 3])
         sums.append(total["params/w"])
     distance = [float((a - b).norm()) for a in sums for b in sums]
     assert 0.9 < max(distance) <= 1.0 + 1e-12
@@ -209,8 +209,8 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
 def test_the_mean_is_over_those_asked_and_whoever_is_missing_is_zero(tmp_path: Path) -> None:
     """By hand: updates (3, 4) and (0, 0.25) under a bound of 0.5 are (0.3, 0.4) and (0, 0.25); four were asked."""
     server = private(tmp_path, PROMISE._replace(noise=1e-12))
-    places, upload = server.uploads(make_context(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
-    assert list(places) == [0, 1]
+    kept_rows, upload = server.uploads(make_context(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
+    assert list(kept_rows) == [0, 1]
     assert upload.weight.tolist() == [1.0, 1.0]
     for row in upload.update["params"]["w"]:
         assert row.tolist() == pytest.approx([0.3 / 4, 0.65 / 4], abs=1e-7)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted_runs import run_with_interruption
-from test_contract import scene
+from test_contract import build_simulation
 
 from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.agreement import compute_alignment_scores, compute_inner_products, median
@@ -51,7 +51,7 @@ batches = st.integers(1, 9).flatmap(
 )
 
 
-def ask(count: int, broadcast: Tree) -> AggregationContext:
+def make_query_context(count: int, broadcast: Tree) -> AggregationContext:
     """Return a question that clients 0, 10, 20, ... have answered."""
     return AggregationContext(0, 0, 0, "train", broadcast, {}, tuple(range(0, 10 * count, 10)), count, True)
 
@@ -74,8 +74,8 @@ def ruled(
 ) -> tuple[list[list[float]], dict[str, Any]]:
     broadcast, upload = models(values, **more)
     aggregator = RobustAggregator(rule, byzantine)
-    places, new = aggregator.uploads(ask(len(values), broadcast), upload)
-    assert list(places) == list(range(len(values)))
+    kept_rows, new = aggregator.uploads(make_query_context(len(values), broadcast), upload)
+    assert list(kept_rows) == list(range(len(values)))
     assert torch.equal(new.weight, upload.weight)
     return (new.update["params"]["w"] - 1).tolist(), aggregator.row()
 
@@ -91,7 +91,7 @@ def test_statistics_are_clipped_by_themselves():
     """Huge statistics do not raise the parameters' bound: 1, 2, 3 -> 2; nor parameters theirs: 100, 0, 300 -> 100."""
     broadcast, upload = models([[1], [2], [3]], [[100], [0], [300]])
     aggregator = RobustAggregator("clip", 0.2)
-    _, new = aggregator.uploads(ask(3, broadcast), upload)
+    _, new = aggregator.uploads(make_query_context(3, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([1, 2, 2])
     assert new.update["stats"]["mean"].flatten().tolist() == pytest.approx([100, 0, 100])
     assert aggregator.row() == {"clipped": 1, "counted": 3, "median_norm": {"parameters": 2.0, "statistics": 100.0}}
@@ -101,16 +101,16 @@ def test_who_points_against_the_others_is_left_out():
     """The last one's cosines are -1, -0.6 and -0.8, of which -0.8 is the median; the others' lie above 0.6."""
     broadcast, upload = models([[2, 0], [3, 4], [4, 3], [-9, 0]])
     aggregator = RobustAggregator("cosine", 0.2)
-    places, new = aggregator.uploads(ask(4, broadcast), upload)
-    assert list(places) == [0, 1, 2]
+    kept_rows, new = aggregator.uploads(make_query_context(4, broadcast), upload)
+    assert list(kept_rows) == [0, 1, 2]
     assert (new.update["params"]["w"] - 1).tolist() == [[2, 0], pytest.approx([3, 4]), pytest.approx([4, 3])]
     assert aggregator.row()["outside"] == [{"client": 30, "part": "parameters", "cosine": -0.8, "others": 0.6}]
 
 
 def test_statistics_that_point_against_the_others_are_left_out():
     broadcast, upload = models([[1, 0]] * 5, [[1, 0], [2, 1], [1, 1], [3, 1], [-1, -1]])
-    places, _ = RobustAggregator("cosine", 0.2).uploads(ask(5, broadcast), upload)
-    assert list(places) == [0, 1, 2, 3]
+    kept_rows, _ = RobustAggregator("cosine", 0.2).uploads(make_query_context(5, broadcast), upload)
+    assert list(kept_rows) == [0, 1, 2, 3]
 
 
 def test_of_three_nobody_is_left_out():
@@ -145,7 +145,9 @@ def test_the_history_tells_a_turned_update_from_one_of_other_classes():
 
     def kept(values: Sequence[Sequence[float]], memory: StateView | None) -> list[int]:
         broadcast, upload = models(values)
-        return list(RobustAggregator("cosine", 0.2).uploads(ask(6, broadcast)._replace(memory=memory), upload)[0])
+        return list(
+            RobustAggregator("cosine", 0.2).uploads(make_query_context(6, broadcast)._replace(memory=memory), upload)[0]
+        )
 
     assert kept(turned, None) == [0, 1, 2, 3, 4, 5]
     assert kept(honest, store) == [0, 1, 2, 3, 4, 5]
@@ -156,7 +158,9 @@ def test_the_history_tells_a_turned_update_from_one_of_other_classes():
 def test_sums_too_large_for_their_images_are_left_out():
     """Four clients of 1 to 4 images send 1 to 4 in sum; one of 5 images sends 100, twenty for each of its images."""
     upload = Upload({}, torch.arange(1.0, 6.0).double(), {"moments": torch.tensor([[1.0], [2], [3], [4], [100]])})
-    context = ask(5, {})._replace(upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")}))
+    context = make_query_context(5, {})._replace(
+        upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")})
+    )
     aggregator = RobustAggregator("cosine", 0.2)
     assert list(aggregator.uploads(context, upload)[0]) == [0, 1, 2, 3]
     assert aggregator.row()["outside"][0]["part"] == "sums"
@@ -276,8 +280,8 @@ def test_two_of_ten_are_trimmed_and_of_four_one_is():
 def test_an_outlier_is_left_out_before_coordinates_are_trimmed():
     """The last of five points away and is removed. Of the others, weights 1 to 4, one extreme a side is replaced."""
     broadcast, upload = models([[2, 3], [3, 4], [4, 3], [3, 3.5], [-9, 0]])
-    places, new = RobustAggregator("cosine-trimmed", 0.2).uploads(ask(5, broadcast), upload)
-    assert list(places) == [0, 1, 2, 3]
+    kept_rows, new = RobustAggregator("cosine-trimmed", 0.2).uploads(make_query_context(5, broadcast), upload)
+    assert list(kept_rows) == [0, 1, 2, 3]
     # (2, 3, 4, 3): of the equal ones both remain, weights 2 and 4. (3, 4, 3, 3.5): 3 of weight 3 and 3.5 of weight 4.
     second = (3 * 3 + 3.5 * 4) / 7
     wanted = [[3, second], [3, second], [3, 3], [3, 3.5]]
@@ -287,7 +291,7 @@ def test_an_outlier_is_left_out_before_coordinates_are_trimmed():
 def test_clients_without_images_are_neither_trimmed_nor_counted():
     broadcast, upload = models([[1], [2], [3], [4], [0]])
     upload = upload._replace(weight=torch.tensor([1.0, 2, 3, 4, 0]).double())
-    _, new = RobustAggregator("cosine-trimmed", 0.2).uploads(ask(5, broadcast), upload)
+    _, new = RobustAggregator("cosine-trimmed", 0.2).uploads(make_query_context(5, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2.6, 2, 3, 2.6, 0])
 
 
@@ -308,7 +312,7 @@ def test_krum_chooses_the_update_nearest_to_its_neighbors():
 
 def test_krum_looks_at_parameters_alone_and_takes_statistics_along():
     broadcast, upload = models([[0], [1], [3], [4], [100]], [[7], [1e9], [7], [7], [7]])
-    _, new = RobustAggregator("krum", 0.2).uploads(ask(5, broadcast), upload)
+    _, new = RobustAggregator("krum", 0.2).uploads(make_query_context(5, broadcast), upload)
     assert new.update["stats"]["mean"].flatten().tolist() == [1e9] * 5
 
 
@@ -319,13 +323,13 @@ def test_whoever_weighs_nothing_has_no_say():
     wanted: dict[Rule, int] = {"median": 3, "trimmed": 3, "krum": 2}
     for rule in ONE:
         aggregator = RobustAggregator(rule, 0.2)
-        _, new = aggregator.uploads(ask(5, broadcast), upload)
+        _, new = aggregator.uploads(make_query_context(5, broadcast), upload)
         assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([wanted[rule]] * 5), rule
     aggregator = RobustAggregator("clip", 0.2)
-    _, new = aggregator.uploads(ask(5, broadcast), upload)
+    _, new = aggregator.uploads(make_query_context(5, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2, 3, 0, 0, 0])
     upload = upload._replace(weight=torch.zeros(5))
-    _, still = RobustAggregator("median", 0.2).uploads(ask(5, broadcast), upload)
+    _, still = RobustAggregator("median", 0.2).uploads(make_query_context(5, broadcast), upload)
     assert trees_equal(still.tree, upload.tree)
 
 
@@ -406,7 +410,7 @@ def test_what_is_below_the_median_keeps_its_bits():
     g = torch.Generator().manual_seed(3)
     broadcast = {"params": {"w": torch.randn(8, generator=g)}}
     upload = Upload({"params": {"w": broadcast["params"]["w"] + torch.randn(7, 8, generator=g)}}, torch.ones(7))
-    _, new = RobustAggregator("clip", 0.2).uploads(ask(7, broadcast), upload)
+    _, new = RobustAggregator("clip", 0.2).uploads(make_query_context(7, broadcast), upload)
     norms = (upload.update["params"]["w"] - broadcast["params"]["w"]).double().norm(dim=1)
     short = norms <= norms.median()
     assert int(short.sum()) == 4
@@ -422,8 +426,8 @@ def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule
     honest = torch.randn(4, 6, generator=torch.Generator().manual_seed(4))
     broadcast = {"params": {"w": torch.full((6,), -1.0)}}
     upload = Upload({"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}}, torch.ones(5))
-    places, new = RobustAggregator(rule, 0.2).uploads(ask(5, broadcast), upload)
-    assert list(places) == list(range(5))
+    kept_rows, new = RobustAggregator(rule, 0.2).uploads(make_query_context(5, broadcast), upload)
+    assert list(kept_rows) == list(range(5))
     moved = new.update["params"]["w"] + 1
     if rule in ("clip", "cosine"):
         longest = float(honest.norm(dim=1).max()) * (1.0 if rule == "clip" else COSINE_MAX_NORM)
@@ -440,14 +444,16 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
     values = 3 + torch.randn(6, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     broadcast, upload = models(values.tolist())
     rest = [0, 1, 3, 4, 5]
-    alone = RobustAggregator(rule, 0.2).uploads(ask(6, broadcast).only(rest), upload.map(lambda leaf: leaf[rest]))[1]
+    alone = RobustAggregator(rule, 0.2).uploads(
+        make_query_context(6, broadcast).only(rest), upload.map(lambda leaf: leaf[rest])
+    )[1]
     for path in ("params", "weight"):
         _, spoiled = models(values.tolist())
         leaf = spoiled.update["params"]["w"] if path == "params" else spoiled.weight
         leaf[2, ...] = bad
         aggregator = RobustAggregator(rule, 0.2)
-        places, new = aggregator.uploads(ask(6, broadcast), spoiled)
-        assert list(places) == rest
+        kept_rows, new = aggregator.uploads(make_query_context(6, broadcast), spoiled)
+        assert list(kept_rows) == rest
         assert trees_equal(new.tree, alone.tree)
         assert aggregator.row()["not_finite"] == [20]
 
@@ -455,8 +461,8 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
 def test_a_difference_that_is_not_finite_is_left_out():
     broadcast = {"params": {"w": torch.tensor([-3e38])}}
     upload = Upload({"params": {"w": torch.tensor([[-3e38], [3e38], [-2.9e38]])}}, torch.ones(3))
-    places, new = RobustAggregator("median", 0.2).uploads(ask(3, broadcast), upload)
-    assert list(places) == [0, 2]
+    kept_rows, new = RobustAggregator("median", 0.2).uploads(make_query_context(3, broadcast), upload)
+    assert list(kept_rows) == [0, 2]
     assert new.update["params"]["w"].flatten().tolist() == pytest.approx([-2.95e38] * 2)
 
 
@@ -464,16 +470,16 @@ def test_nobody_finite_is_nobody():
     broadcast, upload = models([[1.0], [2.0]])
     upload.update["params"]["w"][:] = torch.nan
     assert find_finite_clients(list(tree.leaves(upload.tree))) == []
-    places, _ = RobustAggregator("median", 0.2).uploads(ask(2, broadcast), upload)
-    assert list(places) == []
+    kept_rows, _ = RobustAggregator("median", 0.2).uploads(make_query_context(2, broadcast), upload)
+    assert list(kept_rows) == []
 
 
 def test_a_question_without_an_update_passes():
     """SemiFL's census, say: nothing in it came down, so that no rule has anything to say, and the row is empty."""
     upload = Upload({}, torch.tensor([4.0, 5.0]), {"moments": {"mean": torch.tensor([[1.0], [9.0]])}})
     aggregator = RobustAggregator("median", 0.2)
-    places, new = aggregator.uploads(ask(2, {"params": {"w": torch.zeros(3)}}), upload)
-    assert list(places) == [0, 1]
+    kept_rows, new = aggregator.uploads(make_query_context(2, {"params": {"w": torch.zeros(3)}}), upload)
+    assert list(kept_rows) == [0, 1]
     assert trees_equal(new.tree, upload.tree)
     assert aggregator.row() == {}
 
@@ -521,13 +527,13 @@ def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
     """Three clients of unequal size in float64: the same server, to rounding, and the same row."""
     results = []
     for executor in ("loop", "vmap"):
-        made, shared, simulation = scene(name, "both", executor, aggregators=[RobustAggregator(rule, 0.34)])
+        made, shared, simulation = build_simulation(name, "both", executor, aggregators=[RobustAggregator(rule, 0.34)])
         results.append(run_rounds(made, simulation, start_server(made, shared), ROUNDS))
     for one, many in zip(*results, strict=True):
         assert max_difference(many.server, one.server) < 1e-9
         assert one.report.aggregator.keys() == many.report.aggregator.keys()
         assert one.report.aggregator.get("chosen") == many.report.aggregator.get("chosen")
-    _, _, plain = scene(name, "both")
+    _, _, plain = build_simulation(name, "both")
     (first, *_) = run_rounds(made, plain, start_server(made, shared), range(1))
     if not rule.startswith("cosine"):  # of three clients it leaves out nobody, and none of these is long
         assert max_difference(results[0][0].server, first.server) > 1e-6  # the rule has done something
@@ -554,12 +560,12 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
             appu[0], weight[0] = torch.tensor([1e6, 0.0, 0.0, -1e6]), 1e9
             return range(len(question.clients)), Upload(upload.update, weight, {"appu": appu})
 
-    made, shared, honest = scene("feddb", "both", aggregators=[RobustAggregator(rule, 0.34)])
-    _, _, lied = scene("feddb", "both", aggregators=[Liar(), RobustAggregator(rule, 0.34)])
+    made, shared, honest = build_simulation("feddb", "both", aggregators=[RobustAggregator(rule, 0.34)])
+    _, _, lied = build_simulation("feddb", "both", aggregators=[Liar(), RobustAggregator(rule, 0.34)])
     one = run_rounds(made, honest, start_server(made, shared), range(1))
     two = run_rounds(made, lied, start_server(made, shared), range(1))
     assert max_difference(two[0].server, one[0].server) < 1e-12
-    _, _, bare = scene("feddb", "both", aggregators=[Liar()])
+    _, _, bare = build_simulation("feddb", "both", aggregators=[Liar()])
     assert max_difference(run_rounds(made, bare, start_server(made, shared), range(1))[0].server, one[0].server) > 1e-6
 
 

@@ -15,7 +15,7 @@ import pytest
 import scipy
 import torch
 from recording_methods import make_context
-from test_contract import scene
+from test_contract import build_simulation
 
 from halfmoon.aggregation.secure import signing
 from halfmoon.aggregation.secure.fixed_point import (
@@ -166,8 +166,8 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     weights = torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
     upload = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
     upload = Upload(upload, weights)
-    places, got = FixedPointMean(even).uploads(make_context(broadcast, k), upload)
-    assert list(places) == list(range(k))
+    rows, got = FixedPointMean(even).uploads(make_context(broadcast, k), upload)
+    assert list(rows) == list(range(k))
     assert got.update["stats"] == {}
     assert got.weight.tolist() == [1.0] * k
     w = [Fraction(1) if even else Fraction(v) for v in weights.tolist()]
@@ -185,15 +185,15 @@ def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
     broadcast = {"params": {"w": torch.zeros(2)}}
     upload = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
     aggregator = FixedPointMean(False)
-    places, got = aggregator.uploads(make_context(broadcast, 3), upload)
-    assert list(places) == [0]
+    rows, got = aggregator.uploads(make_context(broadcast, 3), upload)
+    assert list(rows) == [0]
     assert got.update["params"]["w"].tolist() == [[1.0, 2.0]]
     assert aggregator.row() == {"summed": 1}
-    places, _ = aggregator.uploads(
+    rows, _ = aggregator.uploads(
         make_context(broadcast, 3), upload._replace(update={"params": {"w": torch.full((3, 2), 1e30)}})
     )
-    assert list(places) == []
-    places, got = aggregator.uploads(
+    assert list(rows) == []
+    rows, got = aggregator.uploads(
         make_context(broadcast, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3))
     )
     assert (got.weight.tolist(), got.update["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)
@@ -209,8 +209,8 @@ def test_an_upload_with_more_than_an_update_is_refused() -> None:
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-fixmatch", "fixmatch-feddpl", "feddure", "fedloke", "fml"])
 def test_the_mean_of_a_sum_does_for_a_method(name: str) -> None:
     """Its server does with it what it does with single uploads, to the bound of 3 clients, in double precision."""
-    made, shared, plain = scene(name, "both")
-    _, _, summing = scene(name, "both", aggregators=[FixedPointMean(False)])
+    made, shared, plain = build_simulation(name, "both")
+    _, _, summing = build_simulation(name, "both", aggregators=[FixedPointMean(False)])
     (one,), (two,) = (run_rounds(made, each, start_server(made, shared), range(1)) for each in (plain, summing))
     weights = 3 if name == "fml" else sum(sum(SIZES[k]) for k in one.report.cohort)  # FML's are 1
     assert 0 < max_difference(two.server, one.server) <= 3 * 2**-25 / weights + 1e-12
@@ -221,7 +221,9 @@ def test_lifted_clients_have_the_same_sum_to_rounding() -> None:
     """Loop and vmap differ in the last digits of float64; a unit of 2^-24 may turn with them, of 3 clients."""
     results = []
     for executor in ("loop", "vmap"):
-        made, shared, runtime = scene("fedavg", "both", executor=executor, aggregators=[FixedPointMean(False)])
+        made, shared, runtime = build_simulation(
+            "fedavg", "both", executor=executor, aggregators=[FixedPointMean(False)]
+        )
         results.append(run_rounds(made, runtime, start_server(made, shared), range(1))[0])
     loop, lifted = results
     weights = sum(sum(SIZES[k]) for k in loop.report.cohort)
@@ -249,7 +251,7 @@ class Village:
     drops: Mapping[str, set[int]] = field(default_factory=dict)
     seen: list[bytes] = field(default_factory=list)
     sent: list[Request] = field(default_factory=list)  # to site 0
-    said: list[str] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
     round: int = 0
     least: int = 3
     listed: Path | None = None
@@ -266,12 +268,12 @@ class Village:
     def names(self) -> list[str]:
         return [f"site-{k}" for k in range(self.count)]
 
-    def part(self, k: int) -> SumParticipant:
+    def participant(self, k: int) -> SumParticipant:
         """Return a site's part as a new process finds it."""
-        home = self.folder / f"home-{k}"
-        home.mkdir(parents=True, exist_ok=True)
-        known = KnownKeys(self.names, home, self.listed, self.said.append)
-        return SumParticipant(KeyFiles().load(home), home / RUN, k, known, False, self.least)
+        state_folder = self.folder / f"home-{k}"
+        state_folder.mkdir(parents=True, exist_ok=True)
+        known = KnownKeys(self.names, state_folder, self.listed, self.printed.append)
+        return SumParticipant(KeyFiles().load(state_folder), state_folder / RUN, k, known, False, self.least)
 
     def key(self, k: int) -> bytes:
         return signing.encode_public_key(KeyFiles().load(self.folder / f"home-{k}").public_key())
@@ -290,17 +292,17 @@ class Village:
 
         return done
 
-    def answer(self, k: int, data: bytes) -> bytes:
+    def reply_to_request(self, k: int, data: bytes) -> bytes:
         request = read_message(data, Request)
-        return write_message(self.part(k).reply_to(request, self.do(k)))
+        return write_message(self.participant(k).reply_to(request, self.do(k)))
 
     def requests(self) -> dict[str, Request]:
         for k in range(self.count):
-            self.part(k)
+            self.participant(k)
         plain = Request(FEDERATION, VERSION, RUN, self.round, 0, 0, "train", download=DOWN)
         return dict.fromkeys(self.names, plain)
 
-    def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
+    def send_requests(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
         """Carry requests to the sites, in bytes, and their replies back."""
         replies = {}
         for name, request in requests.items():
@@ -310,7 +312,7 @@ class Village:
             if k in self.drops.get(stage, set()):
                 continue
             self.seen.append(write_message(request))
-            self.seen.append(self.answer(k, self.seen[-1]))
+            self.seen.append(self.reply_to_request(k, self.seen[-1]))
             replies[name] = read_message(self.seen[-1], Reply)
             assert check_schema(replies[name].upload, {}, pattern) is None
         return replies
@@ -319,13 +321,13 @@ class Village:
         numbers = {name: k for k, name in enumerate(self.names)}
         requests = self.requests()
         keys = {name: self.key(k) for k, name in enumerate(self.names)}
-        return MaskedSum(requests, numbers, keys, self.ask, "round 1, query 1 (train)")
+        return MaskedSum(requests, numbers, keys, self.send_requests, "round 1, query 1 (train)")
 
     def trained(self, sum: MaskedSum) -> dict[str, Reply]:
         """Begin a sum, and return what the sites send up under their masks."""
-        return self.ask(sum.start(), sum_spec(sum_layout(make_tree_spec(self.upload(0).tree))), "the work")
+        return self.send_requests(sum.start(), sum_spec(sum_layout(make_tree_spec(self.upload(0).tree))), "the work")
 
-    def play(self) -> torch.Tensor:
+    def run_round(self) -> torch.Tensor:
         sum = self.sum()
         return sum.total(self.trained(sum))
 
@@ -354,7 +356,7 @@ def test_the_sum_is_exact_whoever_drops_out(drops: dict[str, set[int]], tmp_path
     """Ten sites, of which none, one or three (30 %) drop out before each stage: the sum is that of those who trained.
     As whole numbers it is exact; as a mean it is off by the rounding of k numbers to units of 2^-24."""
     village = Village(tmp_path, 10, drops)
-    total = village.play()
+    total = village.run_round()
     there = [k for k in range(10) if k not in set().union(*(drops.get(at, set()) for at in STAGES[:3]))]
     whole, average = exact(village, there)
     assert np.array_equal(total.numpy(), whole)
@@ -368,7 +370,7 @@ def test_with_too_few_sites_nothing_can_be_read(stage: str, tmp_path: Path) -> N
     """Four of ten are gone: the server says so and has no sum."""
     village = Village(tmp_path, 10, {stage: {1, 2, 3, 4}})
     with pytest.raises(TooFewReplies, match=r"round 1, query 1 \(train\) has 6 sites of 10 .* and a sum needs 7"):
-        village.play()
+        village.run_round()
 
 
 def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> None:
@@ -402,7 +404,7 @@ def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) 
     vectors: dict[tuple[int, int], np.ndarray] = {}
     for village.round in range(2):
         village.seen.clear()
-        village.play()
+        village.run_round()
         for data in village.seen:
             with suppress(UserError):
                 reply = read_message(data, Reply)
@@ -421,7 +423,7 @@ def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) 
 
 def stages(village: Village) -> dict[str, Request]:
     """Play one question, and return what site 0 was asked at each stage."""
-    village.play()
+    village.run_round()
     return sent(village)
 
 
@@ -437,7 +439,7 @@ def until(village: Village, stage: str) -> dict[str, Request]:
     """Play one question up to a stage, which no site gets to see; return what site 0 was sent at each."""
     village.drops = {stage: set(range(village.count))}
     with suppress(TooFewReplies):
-        village.play()
+        village.run_round()
     village.drops = {}
     return sent(village)
 
@@ -454,30 +456,31 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Pa
     deal = first[DEAL_SHARES]
     mask = first[MASK_UPDATE]
     for request in (deal, mask):
-        assert village.answer(0, write_message(request)) in village.seen
+        assert village.reply_to_request(0, write_message(request)) in village.seen
     keys = [
-        read_message(village.answer(0, write_message(first[ANNOUNCE_KEYS])), Reply).upload["keys"] for _ in range(2)
+        read_message(village.reply_to_request(0, write_message(first[ANNOUNCE_KEYS])), Reply).upload["keys"]
+        for _ in range(2)
     ]
     assert torch.equal(*keys)
     fewer = {name: leaf[:4] for name, leaf in deal.masks[DEAL_SHARES].items() if name != "asked"}
     for other in (altered(deal, DEAL_SHARES, **fewer), altered(mask, MASK_UPDATE, sites=numbers(0, 1, 2, 3))):
         with pytest.raises(RefusalError, match="already replied for that round"):
-            village.answer(0, write_message(other))
+            village.reply_to_request(0, write_message(other))
 
 
 def test_shares_are_told_for_one_set_of_sites_also_in_a_sum_that_is_begun_anew(tmp_path: Path) -> None:
     """A server that was killed after the last answer plays all again: the same sum, or none."""
     village = Village(tmp_path, 5)
     reveal = stages(village)[REVEAL_SHARES]
-    response = village.answer(0, write_message(reveal))
+    response = village.reply_to_request(0, write_message(reveal))
     assert response in village.seen
     for survived in (numbers(0, 1, 2, 3), numbers(0, 2, 3, 4)):
         with pytest.raises(RefusalError, match="already replied for that round"):
-            village.answer(0, write_message(altered(reveal, REVEAL_SHARES, survived=survived)))
-    assert np.array_equal(village.play().numpy(), exact(village, [0, 1, 2, 3, 4])[0])
+            village.reply_to_request(0, write_message(altered(reveal, REVEAL_SHARES, survived=survived)))
+    assert np.array_equal(village.run_round().numpy(), exact(village, [0, 1, 2, 3, 4])[0])
     village.drops = {MASK_UPDATE: {4}}
     with pytest.raises(RefusalError, match="already replied for that round"):
-        village.play()
+        village.run_round()
 
 
 def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None:
@@ -486,7 +489,7 @@ def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None
     first = until(village, REVEAL_SHARES)
     village.updates[0]["b"][3] += 2.0**-20
     with pytest.raises(RefusalError, match="already replied for that round"):
-        village.answer(0, write_message(first[MASK_UPDATE]))
+        village.reply_to_request(0, write_message(first[MASK_UPDATE]))
 
 
 def cohort_of(deal: Request, session: str) -> Cohort:
@@ -504,14 +507,14 @@ def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> Non
     secrets = [village.secret(k) for k in range(7)]  # before they are erased
     sum.total(replies)
     first = sent(village)
-    output = read_message(village.answer(0, write_message(first[REVEAL_SHARES])), Reply).upload["shares"]
+    output = read_message(village.reply_to_request(0, write_message(first[REVEAL_SHARES])), Reply).upload["shares"]
     cohort = sum._masking.cohort
     for k in range(7):
         party = Party(secrets[k], k, cohort)
-        for purpose, held, mine in (("seed", party.seed, k != 6), ("private", party.private, k == 6)):
+        for purpose, held, is_selected in (("seed", party.seed, k != 6), ("private", party.private, k == 6)):
             key = derive_key(party.secret, f"shares of the {purpose}", cohort.digest, k)
             (share,) = split_secret(int.from_bytes(held, "big"), 5, [1], draw_coefficients(key, 4))
-            assert (output[k].numpy().tobytes() == share.to_bytes(33, "big")) is mine
+            assert (output[k].numpy().tobytes() == share.to_bytes(33, "big")) is is_selected
 
 
 def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
@@ -523,7 +526,7 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
 
     def refused(request: Request, message: str) -> None:
         with pytest.raises(RefusalError, match=message):
-            village.answer(0, write_message(request))
+            village.reply_to_request(0, write_message(request))
 
     refused(replace(old[DEAL_SHARES], round=1), "has not begun")
     refused(replace(old[MASK_UPDATE], round=1), "has not begun")
@@ -553,10 +556,10 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
         altered(deal, DEAL_SHARES, **of(*range(5)) | {"keys": message["keys"][[1, 1, 2, 3, 4]]}),
         "other keys of this site",
     )
-    village.answer(0, write_message(deal))
+    village.reply_to_request(0, write_message(deal))
     mask = replace(old[MASK_UPDATE], round=1)
     refused(altered(mask, MASK_UPDATE, sites=three), "3 sites have dealt shares, and 4 are needed")
-    village.answer(0, write_message(mask))
+    village.reply_to_request(0, write_message(mask))
     reveal = replace(old[REVEAL_SHARES], round=1)
     refused(altered(reveal, REVEAL_SHARES, survived=three), "sum of 3 sites of 5, and 4 are needed")
     refused(altered(reveal, REVEAL_SHARES, survived=numbers(1, 2, 3, 4)), "leaves out this one's")
@@ -565,7 +568,7 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
     fewer = reveal.masks[REVEAL_SHARES]["shares"][:4]
     refused(altered(reveal, REVEAL_SHARES, shares=fewer), "other sites than those that have dealt")
     with pytest.raises(UnreadableShare, match="the shares that site number 0 has dealt cannot be read"):
-        village.answer(0, write_message(reveal))  # those of round 0
+        village.reply_to_request(0, write_message(reveal))  # those of round 0
 
 
 def test_shares_that_were_changed_or_meant_for_another_are_not_read(tmp_path: Path) -> None:
@@ -581,9 +584,9 @@ def test_shares_that_were_changed_or_meant_for_another_are_not_read(tmp_path: Pa
 
 def bad_key(village: Village, site: int) -> Callable[..., dict[str, Reply]]:
     """Let a site tell keys that nobody can agree with, signed all the same."""
-    original = village.ask
+    original = village.send_requests
 
-    def ask(requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
+    def send_requests(requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
         replies, (one, *_) = original(requests, pattern, what), requests.values()
         if ANNOUNCE_KEYS in one.masks:
             session = one.masks[ANNOUNCE_KEYS]["session"].numpy().tobytes().hex()
@@ -596,7 +599,7 @@ def bad_key(village: Village, site: int) -> Callable[..., dict[str, Reply]]:
             replies[f"site-{site}"] = replace(replies[f"site-{site}"], upload=upload)
         return replies
 
-    return ask
+    return send_requests
 
 
 @pytest.mark.parametrize("what", ["of low order", "not signed"])
@@ -604,8 +607,8 @@ def test_a_site_whose_keys_are_none_is_left_out(what: str, tmp_path: Path) -> No
     """With a point of low order nobody can agree, and what is not signed everybody refuses: all would fail over it."""
     village = Village(tmp_path, 4)
     if what == "of low order":
-        village.ask = bad_key(village, 2)
-        total = village.play()
+        village.send_requests = bad_key(village, 2)
+        total = village.run_round()
     else:
         sum = village.sum()
         sum.keys = {**sum.keys, "site-2": sum.keys["site-1"]}  # what it showed when it joined is not what it signs with
@@ -667,18 +670,18 @@ def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
 def test_what_a_site_has_to_hide_is_its_owners_alone_and_stands_in_nothing_else(tmp_path: Path) -> None:
     village = Village(tmp_path, 4)
     until(village, REVEAL_SHARES)
-    home = tmp_path / "home-0"
-    for path in (home / "site.key", home / RUN / SUMS_FOLDER / SECRET_FILE):
+    state_folder = tmp_path / "home-0"
+    for path in (state_folder / "site.key", state_folder / RUN / SUMS_FOLDER / SECRET_FILE):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     held = village.secret(0)
     hidden = [held, *(derive_key(held, purpose) for purpose in ("channel", "private", "seed"))]
-    notes = [each.read_bytes() for each in (home / RUN).rglob("*.json")]
+    notes = [each.read_bytes() for each in (state_folder / RUN).rglob("*.json")]
     assert len(notes) == 1
     for secret in hidden:
         assert not [note for note in [*notes, *village.seen] if secret in note or secret.hex().encode() in note]
-    (home / "site.key").write_bytes(b"short")
+    (state_folder / "site.key").write_bytes(b"short")
     with pytest.raises(UserError, match="is no private key"):
-        village.part(0)
+        village.participant(0)
 
 
 def test_what_a_site_put_down_is_damaged(tmp_path: Path) -> None:
@@ -687,18 +690,18 @@ def test_what_a_site_put_down_is_damaged(tmp_path: Path) -> None:
     (path,) = (tmp_path / "home-0" / RUN / SUMS_FOLDER).glob("*.json")
     path.write_text("{")
     with pytest.raises(UserError, match="is damaged"):
-        village.answer(0, write_message(first[REVEAL_SHARES]))
+        village.reply_to_request(0, write_message(first[REVEAL_SHARES]))
 
 
 def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
     village = Village(tmp_path, 5)
-    village.part(1)
-    mine = village.key(1).hex()
+    village.participant(1)
+    is_selected = village.key(1).hex()
     output = {
         f"site-{k}": Acceptance(FEDERATION, VERSION, f"site-{k}", 1, 1, 0, key=key)
-        for k, key in enumerate(["", mine, mine.upper(), mine[:-2], "zz" * 49, "ff" * 49])
+        for k, key in enumerate(["", is_selected, is_selected.upper(), is_selected[:-2], "zz" * 49, "ff" * 49])
     }
-    assert lasting_keys(output) == {"site-1": bytes.fromhex(mine)}
+    assert lasting_keys(output) == {"site-1": bytes.fromhex(is_selected)}
     sum = village.sum()
     sum.keys = {name: key for name, key in sum.keys.items() if name in ("site-1", "site-3")}
     with pytest.raises(TooFewReplies, match="has 2 sites of 5 that could be asked, and a sum needs 4"):
@@ -765,7 +768,7 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
         village.listed = tmp_path / "sites.pub"
         village.listed.write_bytes(b"".join(line(village, k) for k in range(3)))
     if known == "remembered":
-        village.play()
+        village.run_round()
         village.round += 1
     with pytest.raises(RefusalError, match="keys of site-1 for this sum that site-1 has not signed"):
         forging(village, lasting=False).start()
@@ -775,7 +778,9 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
         # Site 1 sees that another is shown as its own.
         with pytest.raises(RefusalError, match="other keys of this site"):
             forging(village, lasting=True).start()
-        assert [message for message in village.said if message.startswith("from now on the key of site-1 is SHA256:")]
+        assert [
+            message for message in village.printed if message.startswith("from now on the key of site-1 is SHA256:")
+        ]
         return
     message = "than the file of keys has" if known == "handed out" else "than before"
     with pytest.raises(RefusalError, match=f"different key of site-1 .SHA256:.{{43}}. {message}"):
@@ -799,15 +804,15 @@ def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> No
     text = announcement(sum_id, 1, bytes(64))
     for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()):
         key = ec.generate_private_key(curve)
-        mine = signing.encode_public_key(key.public_key())
+        is_selected = signing.encode_public_key(key.public_key())
         output = signing.sign(key, text)
-        assert signing.verify(mine, text, output)
-        assert len(mine) <= signing.POINT_BYTES
+        assert signing.verify(is_selected, text, output)
+        assert len(is_selected) <= signing.POINT_BYTES
         others = [(replace(sum_id, session="b" * 64), 1), (replace(sum_id, round=4), 1), (sum_id, 2)]
-        assert not [each for each in others if signing.verify(mine, announcement(*each, bytes(64)), output)]
-        assert not signing.verify(mine, announcement(sum_id, 1, b"x" * 64), output)
+        assert not [each for each in others if signing.verify(is_selected, announcement(*each, bytes(64)), output)]
+        assert not signing.verify(is_selected, announcement(sum_id, 1, b"x" * 64), output)
         for wrong in (bytes(132), b"", output[:-1] + bytes([output[-1] ^ 1])):
-            assert not signing.verify(mine, text, wrong)
+            assert not signing.verify(is_selected, text, wrong)
     assert not signing.verify(b"\x02" + bytes(48), text, output)
     odd = ec.generate_private_key(ec.SECP256K1())
     data = odd.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())

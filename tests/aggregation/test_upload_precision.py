@@ -10,7 +10,7 @@ import pytest
 import torch
 from interrupted_runs import run_with_interruption
 from safetensors.torch import load_file
-from test_contract import scene
+from test_contract import build_simulation
 from test_dp import GROUPED, PROMISE, private
 from text_log import TextLog
 
@@ -172,7 +172,7 @@ def test_loop_is_vmap_and_sites_send_what_the_simulation_has(name: str, precisio
     """Loop and vmap differ by rounding, which may take an entry to the next level; messages change no bit."""
     runs: dict[str, Any] = {}
     for executor in ("loop", "vmap", "sites"):
-        method, shared, simulation = scene(name, "both", executor.replace("sites", "loop"))
+        method, shared, simulation = build_simulation(name, "both", executor.replace("sites", "loop"))
         shared = simulation.base = replace(shared, upload_precision=precision)
         runtime = simulation
         if executor == "sites":
@@ -273,7 +273,7 @@ def test_the_servers_own_training_is_not_rounded() -> None:
     for precision in ("float32", "int8"):
         method = registry.make("semifl")
         shared = make_task(upload_precision=precision)
-        alone = make_simulation(method, shared, make_dataset(place="server"))
+        alone = make_simulation(method, shared, make_dataset(labels_at="server"))
         alone.open(0)
         tuned.append(alone.query_server("fine-tune", start_server(method, shared)).update)
     assert trees_equal(*tuned)

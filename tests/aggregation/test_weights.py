@@ -39,17 +39,17 @@ def test_the_cap_is_twice_the_lower_median_of_those_who_weigh_something():
     assert compute_caps([0.0, 0.0], 2.0) == [float("inf")] * 2
 
 
-@pytest.mark.parametrize("liars", [1, 2, 3, 4])
-def test_no_minority_owns_the_mean_whatever_it_claims(liars: int):
+@pytest.mark.parametrize("attackers", [1, 2, 3, 4])
+def test_no_minority_owns_the_mean_whatever_it_claims(attackers: int):
     """Nine clients at 1, of whom `liars` send -1 and claim 1e9 times the images: their share is that of the cap, 2."""
     cap = WeightCap(2.0)
-    honest = 9 - liars
-    upload = uploads([100.0] * honest + [1e11] * liars, [1.0] * honest + [-1.0] * liars)
+    honest = 9 - attackers
+    upload = uploads([100.0] * honest + [1e11] * attackers, [1.0] * honest + [-1.0] * attackers)
     _, capped = cap.uploads(make_context(DOWN, 9), upload)
-    assert mean(capped)[0] == pytest.approx((honest - 2 * liars) / (honest + 2 * liars))
+    assert mean(capped)[0] == pytest.approx((honest - 2 * attackers) / (honest + 2 * attackers))
     assert cap.row() == {
         "capped": list(range(honest, 9)),
-        "largest_share": pytest.approx(2 / (honest + 2 * liars), abs=1e-4),
+        "largest_share": pytest.approx(2 / (honest + 2 * attackers), abs=1e-4),
     }
     assert mean(upload)[0] == pytest.approx(-1.0)
     assert cap.row() == {}
@@ -123,11 +123,11 @@ def test_declared_counts_have_to_be_numbers_of_images():
 def test_a_run_with_a_liar_stays_near_the_honest_one_with_the_cap_alone(tmp_path: Path, rule: str):
     """Digits: one client of five flips its sign and claims 10^6 times its images, in a round of two steps."""
     common = {"data": "digits", "clients": 5, "cohort": 5, "network": "small", "width": 2, "rounds": 1, "steps": 2}
-    place = {"threads": 1, "executor": "loop", "device": "cpu", "method": "fedavg-sl", "aggregation": rule}
+    run_options = {"threads": 1, "executor": "loop", "device": "cpu", "method": "fedavg-sl", "aggregation": rule}
 
     def moved(**options: object) -> dict[str, Tensor]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        runner.run_in_folder(Config(**common, **place, **options), folder)
+        runner.run_in_folder(Config(**common, **run_options, **options), folder)
         return load_file(folder / "model.safetensors")
 
     attack = {"attack": "sign-flip-false-counts", "attackers": 0.2}

@@ -77,7 +77,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return build
 
 
-def test_a_method_or_a_file_runs_alone(fake: Fake, tmp_path: Path) -> None:
+def test_method_or_file_runs_without_other_arguments(fake: Fake, tmp_path: Path) -> None:
     assert cli.main(["run", "--method", "fedavg"]) == 0
     assert (fake.config.method, fake.config.baselines) == ("fedavg", ())
     (tmp_path / "run.toml").write_text("rounds = 7\nlr = 0.01\n[options]\nhidden = 16\nfine = true\n")
@@ -100,9 +100,9 @@ def test_flags_reach_the_configuration_with_their_types(fake: Fake, tmp_path: Pa
     assert chosen.run_dir == tmp_path / "a"
     assert (chosen.nesterov, chosen.reuse_labeled, chosen.labeled_batch) == (True, False, "all")
     assert (chosen.pixel_mean, chosen.pixel_std, chosen.window) == ((0.5, 0.4, 0.3), (0.2,), (0, 100))
-    own = {"coarse_lr": 1, "fine": False, "sign": "new-old"}
+    feddure_options = {"coarse_lr": 1, "fine": False, "sign": "new-old"}
     given = cli.MAIN_JOB["options"]
-    assert chosen.options == {**given, **own, "fedavg-fixmatch": {**given["fedavg-fixmatch"], "threshold": 0.9}}
+    assert chosen.options == {**given, **feddure_options, "fedavg-fixmatch": {**given["fedavg-fixmatch"], "threshold": 0.9}}
 
 
 def test_the_main_job_is_a_recipe_that_flags_override(fake: Fake) -> None:
@@ -316,7 +316,7 @@ def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.Capture
     assert "choose another --run-dir" in capsys.readouterr().err
 
 
-def test_compare_plays_every_method_and_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_trains_every_method_and_seed(capsys: pytest.CaptureFixture[str]) -> None:
     text = "compare --methods fedavg fedavg-fixmatch --seeds 0 1 --rounds 1 --clients 4 --cohort 1 --run-dir c"
     assert cli.main(f"{text} --budget labeled-steps --threads 1".split()) == 0
     table, lines = capsys.readouterr()
@@ -331,23 +331,23 @@ def test_compare_plays_every_method_and_seed(capsys: pytest.CaptureFixture[str])
 def test_data_counts_what_a_source_and_a_split_hold(capsys: pytest.CaptureFixture[str]) -> None:
     text = "data --clients 6 --labels-per-class 2 --setting iid-iid --json --save s.parquet --png b.png"
     assert cli.main(text.split()) == 0
-    (facts,) = json.loads(capsys.readouterr().out)["data"]
-    both = np.array(facts["train_classes"]) + facts["test_classes"]
+    (summary,) = json.loads(capsys.readouterr().out)["data"]
+    both = np.array(summary["train_classes"]) + summary["test_classes"]
     assert both.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # what is published of the digits
-    assert (facts["train"], facts["test"], facts["shape"]) == (1437, 360, [8, 8, 1])
+    assert (summary["train"], summary["test"], summary["shape"]) == (1437, 360, [8, 8, 1])
     # Stratified labels: two of each of ten classes for each of six clients.
-    assert [client["labeled_classes"] for client in facts["split"]["each"]] == [[2] * 10] * 6
+    assert [client["labeled_classes"] for client in summary["split"]["each"]] == [[2] * 10] * 6
     assert Path("b.png").read_bytes().startswith(b"\x89PNG")
     stored = Split.load(Path("s.parquet"))
     assert (stored.clients, int(stored.labeled.sum())) == (6, 120)
     assert cli.main(["data", "--split", "s.parquet", "--json"]) == 0
     (repeated,) = json.loads(capsys.readouterr().out)["data"]
-    assert repeated["split"] == facts["split"]
+    assert repeated["split"] == summary["split"]
     assert cli.main(["data", "--split", "s.parquet"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "digits: 1,437 training and 360 test images, 8x8, 1 channel(s), 10 classes"
     assert "split: iid-iid, seed 0: 6 clients, 120 labeled and 1,317 unlabeled images" in lines
-    first = facts["split"]["each"][0]
+    first = summary["split"]["each"][0]
     cells = lines[-6].split()
     assert cells[:4] == ["0", "20", str(first["unlabeled"]), f"{first['tv']:.3f}"]
     assert cells[4:] == [f"2+{count}" for count in first["unlabeled_classes"]]
@@ -398,7 +398,7 @@ def test_stages_of_a_stream_are_counted(capsys: pytest.CaptureFixture[str]) -> N
     assert "unlabeled images seen in 3 stages, one after the other: 440, 440, 440" in shown
 
 
-def test_a_split_of_ones_own_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_split_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     client = np.arange(1437) % 4 - 1
     Split(client=client, labeled=client == 0, clients=3).save(Path("own.parquet"))
     assert cli.main(["data", "--split", "own.parquet"]) == 0
@@ -425,7 +425,7 @@ def test_methods_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
     assert "centralized" not in shown
 
 
-def test_centralized_methods_stand_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_centralized_methods_are_in_a_separate_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["methods"]) == 0
     federated, centralized = capsys.readouterr().out.split("centralized, all rows in one place:\n")
     assert federated.startswith("name ")
@@ -470,7 +470,7 @@ def test_time_left_is_the_mean_pace_of_this_session() -> None:
 
 
 @given(st.integers(1, 500))
-def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
+def test_pipe_gets_ten_lines_a_method_or_fewer(rounds: int) -> None:
     file = io.StringIO()
     watch = LineProgress(Console(file=file, width=40), clock=lambda: 0.0)
     run = running("FedDure", rounds)
@@ -505,7 +505,7 @@ def test_a_terminal_gets_one_live_row_a_method() -> None:
 
 
 @pytest.mark.parametrize(("width", "ruled"), [(80, True), (15, False)])
-def test_a_table_loses_nothing_on_a_narrow_terminal(width: int, ruled: bool) -> None:
+def test_table_is_complete_on_a_narrow_terminal(width: int, ruled: bool) -> None:
     file = io.StringIO()
     screen = Console(file=file, width=width, force_terminal=True)
     console.print_table(screen, ["method", "last %"], [["Fed [Dure]", "1,234.56"]])
@@ -515,7 +515,7 @@ def test_a_table_loses_nothing_on_a_narrow_terminal(width: int, ruled: bool) -> 
     assert "1,234.56" in shown
 
 
-def test_what_looks_like_a_picture_stays_as_it_is_written() -> None:
+def test_text_that_resembles_markup_is_printed_as_written() -> None:
     file = io.StringIO()
     screen = Console(file=file, width=80, force_terminal=True)
     print_line(screen, "run folder: runs/:cat:")
@@ -540,7 +540,7 @@ def test_json_on_a_pipe_shows_no_progress() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_each_of_many_runs_would_say_is_said_once(terminal: bool) -> None:
+def test_warning_common_to_many_runs_is_printed_once(terminal: bool) -> None:
     file = io.StringIO()
     with make_progress(Console(file=file, force_terminal=terminal, width=80)) as watch:
         for text in ("batches repeat", "batches repeat", "another", "batches repeat"):

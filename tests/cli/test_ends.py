@@ -34,7 +34,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def gone_on(folder: Path) -> bytes:
+def resume_run(folder: Path) -> bytes:
     assert main(["resume", str(folder)]) == 0
     return (folder / "model.safetensors").read_bytes()
 
@@ -52,7 +52,7 @@ def test_an_order_to_end_ends_as_ctrl_c_does(tmp_path, straight, monkeypatch, ca
         patch.setattr(RunFolder, "save", ending)
         assert main([*RUN.split(), str(tmp_path / "run")]) == 130
     assert f"stopped; go on with: halfmoon resume {tmp_path / 'run'}" in capsys.readouterr().err
-    assert gone_on(tmp_path / "run") == straight
+    assert resume_run(tmp_path / "run") == straight
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
     assert "the memory of this machine is used up" in text
     assert f"go on with: halfmoon resume {tmp_path / 'run'}" in text
     assert "Traceback" not in text
-    assert gone_on(tmp_path / "run") == straight
+    assert resume_run(tmp_path / "run") == straight
 
 
 def test_what_torch_says_is_understood_and_other_errors_are_not():

@@ -61,17 +61,17 @@ def mask(text: str) -> str:
     return re.sub(r"SHA256:[^\s\"]+|(?:[0-9A-F]{2}:){9,}[0-9A-F]{2}|\d{4}-\d\d-\d\dT[\d:]+Z", "...", text)
 
 
-def call(words: str | list[str], folder: Path) -> tuple[int, str, str, list[tuple[str, str]]]:
+def call(arguments: str | list[str], folder: Path) -> tuple[int, str, str, list[tuple[str, str]]]:
     """Run a command in this process; return its exit code, its output, its errors and its files.
 
     Files have their text if they are tables of options; keys and certificates are drawn anew in each call.
     """
     folder.mkdir()
-    if isinstance(words, str):
-        words = words.split()
+    if isinstance(arguments, str):
+        arguments = arguments.split()
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main([word.replace("FOLDER", str(folder)) for word in words])
+        code = cli.main([word.replace("FOLDER", str(folder)) for word in arguments])
     files = []
     for path in sorted(folder.rglob("*")):
         text = mask(path.read_text().replace(str(folder), "FOLDER")) if path.suffix in TEXT_SUFFIXES else ""
@@ -103,32 +103,34 @@ def test_an_option_changes_the_output_or_is_refused(command: str, option: str, t
 
 def as_flags(values: dict[str, Any]) -> list[str]:
     """Write options of a run as flags; None and tables of method options have no flag."""
-    words = []
+    arguments = []
     for name, value in values.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, dict):
-            words += [part for key, item in value.items() for part in ("--option", f"fedavg-fixmatch.{key}={item}")]
+            arguments += [
+                argument for key, item in value.items() for argument in ("--option", f"fedavg-fixmatch.{key}={item}")
+            ]
         elif value is not None:
-            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
+            arguments += [f"--{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return arguments
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_flag_of_a_run_is_stored_or_refused(name: str, tmp_path: Path) -> None:
     row = {"method": "fedavg-fixmatch", **CHANGES[name]}
-    words = ["run", "--explain", "--json"]
-    after = call(words + as_flags(row), tmp_path / "given")
+    arguments = ["run", "--explain", "--json"]
+    after = call(arguments + as_flags(row), tmp_path / "given")
     assert after[0] == 0 or is_refused(after), after
     row = {**row, name: "fedavg-sl"} if name == "method" else {key: row[key] for key in row if key != name}
-    assert call(words + as_flags(row), tmp_path / "without")[:3] != after[:3]
+    assert call(arguments + as_flags(row), tmp_path / "without")[:3] != after[:3]
 
 
 @pytest.mark.parametrize("name", ["clients", "cohort", "rounds"])
 def test_privacy_names_the_number_that_is_missing(name: str, tmp_path: Path) -> None:
     """It asked for "the number of number of clients"."""
-    words = re.sub(rf" --{name} \d+", "", BASES["privacy"])
-    code, _, err, _ = call(words, tmp_path / "folder")
+    arguments = re.sub(rf" --{name} \d+", "", BASES["privacy"])
+    code, _, err, _ = call(arguments, tmp_path / "folder")
     assert (code, err.count("number of")) == (2, 1)
     assert err.startswith(f"halfmoon: --{name} is missing: give the number of ")

@@ -324,15 +324,17 @@ def test_settings_are_those_of_the_scenario() -> None:
     assert set(get_args(scenario.LabelLocation)) == {"clients", "some", "server"}
 
 
-@pytest.mark.parametrize(("place", "name"), [("clients", "fedavg-soft-labels"), ("some", "fedavg"), ("server", "fl2")])
-def test_the_recommended_method_is_picked_by_where_labels_are(place: str, name: str) -> None:
-    given = {"labels_at": place, **({"labeled_clients": 2} if place == "some" else {})}
+@pytest.mark.parametrize(
+    ("labels_at", "name"), [("clients", "fedavg-soft-labels"), ("some", "fedavg"), ("server", "fl2")]
+)
+def test_the_recommended_method_is_picked_by_where_labels_are(labels_at: str, name: str) -> None:
+    given = {"labels_at": labels_at, **({"labeled_clients": 2} if labels_at == "some" else {})}
     resolved = config.resolve({"method": "recommended", **given}, {"options": {"keep_optimizer": True}})
     assert resolved.method == name
     heads = {"method": "recommended", "network": "efficientnet-lite0", "clients": 7, **given}
     on_features = config.resolve(heads, {})
     assert (on_features.method, on_features.cohort) == ("mixture-head", 7)
     assert config.resolve({**heads, "tune": "last"}, {}).method == name
-    assert place in registry.entry("mixture-head").label_locations
+    assert labels_at in registry.entry("mixture-head").label_locations
     assert resolved == config.resolve({"method": name, **given}, {"options": {"keep_optimizer": True}})
-    assert place in registry.entry(name).label_locations
+    assert labels_at in registry.entry(name).label_locations

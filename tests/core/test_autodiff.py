@@ -19,7 +19,7 @@ from halfmoon.models import SmallCNN
 NETWORK = SmallCNN(1, 4, 4)
 
 
-def scene(seed: int = 0) -> tuple[tree.Tree, Tensor]:
+def make_inputs(seed: int = 0) -> tuple[tree.Tree, Tensor]:
     """Return parameters in double precision, one of them used by nobody, and images."""
     g = torch.Generator().manual_seed(seed)
     params = tree.to(NETWORK.init(g)["params"], dtype=torch.float64)
@@ -42,7 +42,7 @@ def parts(params: tree.Tree, x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_gradient_is_that_of_torch_func(quiet: bool):
     """Gradient, loss and aside have the same bits, with or without no_grad; nothing keeps a graph, inputs stay."""
-    params, x = scene()
+    params, x = make_inputs()
     with torch.set_grad_enabled(not quiet):
         actual, value, aside = grad_and_value(loss, params, x)
         expected_value, (expected, baselines) = torch.func.grad_and_value(loss, has_aux=True)(params, x)
@@ -57,14 +57,14 @@ def test_a_gradient_is_that_of_torch_func(quiet: bool):
 
 
 def test_a_loss_of_nothing_has_the_gradient_zero():
-    params, x = scene()
+    params, x = make_inputs()
     gradient, _, _ = grad_and_value(lambda p: (x.sum(), ()), params)
     assert trees_equal(gradient, tree.zeros_like(params))
 
 
 def test_pulls_are_those_of_torch_func():
     """Two pulls of one pass, under no_grad as in a visit; an output without a graph takes a cotangent as well."""
-    params, x = scene()
+    params, x = make_inputs()
     cotangents = [
         (torch.full((5, 4), scale, dtype=torch.float64), torch.ones(5, dtype=torch.float64)) for scale in (1.0, 2.0)
     ]
@@ -81,7 +81,7 @@ def test_pulls_are_those_of_torch_func():
 
 def test_both_work_inside_other_transforms():
     """Under vmap three clients get the gradients they get alone; a gradient of a gradient is torch.func's."""
-    scenes = [scene(seed) for seed in range(3)]
+    scenes = [make_inputs(seed) for seed in range(3)]
     params = tree.stack([p for p, _ in scenes])
     x = torch.stack([x for _, x in scenes])
 

@@ -36,11 +36,11 @@ RULES = [
         {"lr": 3e-3, "betas": (0.7, 0.95), "eps": 1e-4, "weight_decay": 0.1},
     ),
 ]
-EVERY = pytest.mark.parametrize(("ours", "theirs", "options"), RULES, ids=lambda value: str(value)[:40])
+EVERY = pytest.mark.parametrize(("tested", "theirs", "options"), RULES, ids=lambda value: str(value)[:40])
 STEPS = 6
 
 
-def scene(seed: int = 0):
+def make_inputs(seed: int = 0):
     """Return parameters and a gradient for every step; one parameter's gradient is zero throughout."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)  # noqa: E731
@@ -52,42 +52,42 @@ def scene(seed: int = 0):
     return params, gradients
 
 
-def follow(ours, expected, options, close: float, clip=lambda twins: None) -> None:
+def follow(tested, expected, options, close: float, clip=lambda references: None) -> None:
     """Take steps with an optimizer and with torch's, which are to be equal; torch clips its gradients by `clip`."""
-    params, gradients = scene()
-    twins = [leaf.clone() for leaf in tree.leaves(params)]
-    oracle = expected(twins, **options)
-    state = ours.init(params)
+    params, gradients = make_inputs()
+    references = [leaf.clone() for leaf in tree.leaves(params)]
+    oracle = expected(references, **options)
+    state = tested.init(params)
     for gradient in gradients:
-        params, state = ours.step(params, gradient, state)
-        for twin, g in zip(twins, tree.leaves(gradient), strict=True):
-            twin.grad = g.clone()
-        clip(twins)
+        params, state = tested.step(params, gradient, state)
+        for reference, g in zip(references, tree.leaves(gradient), strict=True):
+            reference.grad = g.clone()
+        clip(references)
         oracle.step()
-        for leaf, twin in zip(tree.leaves(params), twins, strict=True):
-            torch.testing.assert_close(leaf, twin, rtol=close, atol=1e-12)
+        for leaf, reference in zip(tree.leaves(params), references, strict=True):
+            torch.testing.assert_close(leaf, reference, rtol=close, atol=1e-12)
 
 
 @EVERY
-def test_steps_equal_torch_optim(ours, theirs, options):
+def test_steps_equal_torch_optim(tested, theirs, options):
     """Six steps with gradients of falling size, float64, 1e-12."""
-    follow(ours, theirs, options, 1e-12)
+    follow(tested, theirs, options, 1e-12)
 
 
 @EVERY
-def test_lifted_steps_equal_single_ones(ours, theirs, options):
+def test_lifted_steps_equal_single_ones(tested, theirs, options):
     single = []
     for seed in range(3):
-        params, gradients = scene(seed)
-        state = ours.init(params)
+        params, gradients = make_inputs(seed)
+        state = tested.init(params)
         for gradient in gradients[:3]:
-            params, state = ours.step(params, gradient, state)
+            params, state = tested.step(params, gradient, state)
         single.append((params, state))
-    scenes = [scene(seed) for seed in range(3)]
+    scenes = [make_inputs(seed) for seed in range(3)]
     params = tree.stack([params for params, _ in scenes])
-    state = vmap(ours.init)(params)
+    state = vmap(tested.init)(params)
     for step in range(3):
-        params, state = vmap(ours.step)(params, tree.stack([g[step] for _, g in scenes]), state)
+        params, state = vmap(tested.step)(params, tree.stack([g[step] for _, g in scenes]), state)
     for k, (one, memory) in enumerate(single):
         for a, b in zip(tree.leaves(tree.index(params, k)), tree.leaves(one), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -97,14 +97,14 @@ def test_lifted_steps_equal_single_ones(ours, theirs, options):
 
 @EVERY
 @pytest.mark.parametrize("lift", [lambda function: function, vmap], ids=["alone", "lifted"])
-def test_a_rate_that_is_a_tensor_is_the_same_rate(ours, theirs, options, lift):
+def test_a_rate_that_is_a_tensor_is_the_same_rate(tested, theirs, options, lift):
     """Three steps, 1e-12."""
-    other = ours.with_lr(torch.tensor(ours.lr, dtype=torch.float64))
-    (params, gradients), found = scene(), []
+    other = tested.with_lr(torch.tensor(tested.lr, dtype=torch.float64))
+    (params, gradients), found = make_inputs(), []
     if lift is vmap:
         params = tree.stack([params])
         gradients = [tree.stack([each]) for each in gradients]
-    for rule in (ours, other):
+    for rule in (tested, other):
         new = params
         state = lift(rule.init)(params)
         for gradient in gradients[:3]:
@@ -115,12 +115,12 @@ def test_a_rate_that_is_a_tensor_is_the_same_rate(ours, theirs, options, lift):
 
 
 @EVERY
-def test_a_step_writes_into_nothing(ours, theirs, options):
-    params, (gradient, *_) = scene()
-    params, state = ours.step(params, gradient, ours.init(params))
+def test_a_step_writes_into_nothing(tested, theirs, options):
+    params, (gradient, *_) = make_inputs()
+    params, state = tested.step(params, gradient, tested.init(params))
     trees = (params, gradient, state)
     copies = [tree.map(torch.clone, each) for each in trees]
-    ours.step(params, gradient, state)
+    tested.step(params, gradient, state)
     for each, copy in zip(trees, copies, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(each), tree.leaves(copy), strict=True))
 
@@ -157,11 +157,11 @@ def test_clipping_equals_torchs(norm, value):
     """By value, then by norm, then a step with momentum and weight decay: torch's two functions and its SGD, 1e-12."""
     clipped = []
 
-    def clip(twins: list[torch.Tensor]) -> None:
+    def clip(references: list[torch.Tensor]) -> None:
         if value is not None:
-            torch.nn.utils.clip_grad_value_(twins, value)
+            torch.nn.utils.clip_grad_value_(references, value)
         if norm is not None:
-            clipped.append(float(torch.nn.utils.clip_grad_norm_(twins, norm)) > norm)
+            clipped.append(float(torch.nn.utils.clip_grad_norm_(references, norm)) > norm)
 
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     follow(GradientClipping(SGD(0.1, 0.9, 0.01, nesterov=True), norm, value), torch.optim.SGD, options, 1e-9, clip)
@@ -209,8 +209,8 @@ def test_a_slower_group_is_torchs_parameter_group(kind: str) -> None:
     """Three steps with momentum or moments and weight decay, the backbone at a tenth of the rate, as torch.optim's."""
     g = torch.Generator().manual_seed(0)
     params = {"deep": {"w": torch.randn(3, generator=g)}, "head": {"w": torch.randn(2, generator=g)}}
-    twins = {name: torch.nn.Parameter(part["w"].clone()) for name, part in params.items()}
-    groups = [{"params": [twins["deep"]], "lr": 0.01}, {"params": [twins["head"]], "lr": 0.1}]
+    references = {name: torch.nn.Parameter(layer["w"].clone()) for name, layer in params.items()}
+    groups = [{"params": [references["deep"]], "lr": 0.01}, {"params": [references["head"]], "lr": 0.1}]
     if kind == "sgd":
         expected = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
         inner = SGD(0.05, 0.9, 0.01)
@@ -220,13 +220,13 @@ def test_a_slower_group_is_torchs_parameter_group(kind: str) -> None:
     actual = LayerwiseLearningRate(inner, 0.1, frozenset({"deep/w"})).with_lr(0.1)
     state = actual.init(params)
     for _ in range(3):
-        gradient = {name: {"w": torch.randn(part["w"].shape, generator=g)} for name, part in params.items()}
-        for name, twin in twins.items():
-            twin.grad = gradient[name]["w"].clone()
+        gradient = {name: {"w": torch.randn(layer["w"].shape, generator=g)} for name, layer in params.items()}
+        for name, reference in references.items():
+            reference.grad = gradient[name]["w"].clone()
         expected.step()
         params, state = actual.step(params, gradient, state)
-    for name, twin in twins.items():
-        torch.testing.assert_close(params[name]["w"], twin.data)
+    for name, reference in references.items():
+        torch.testing.assert_close(params[name]["w"], reference.data)
 
 
 def test_adam_of_one_client_is_that_of_a_lifted_one_whatever_the_order_of_its_state():
@@ -252,7 +252,7 @@ def test_a_large_model_moves_as_its_leaves_do_alone():
     whole = params
     parts = {name: {name: leaf} for name, leaf in params.items()}
     state = Adam(1e-2).init(whole)
-    states = {name: Adam(1e-2).init(part) for name, part in parts.items()}
+    states = {name: Adam(1e-2).init(layer) for name, layer in parts.items()}
     lean = whole
     rest = Adam(1e-2).init(whole)
     for _ in range(2):

@@ -48,7 +48,7 @@ def pillow(
     return np.stack([reference.to_array(operation(reference.to_image(x), **values, **row)) for x, row in pairs])
 
 
-def ours(
+def apply_operation(
     images: torch.Tensor,
     name: str,
     level: int = 0,
@@ -68,7 +68,7 @@ def test_every_level_and_direction_equals_pillow(name: str) -> None:
         before = images.clone()
         for level, negative in itertools.product(range(LEVELS), (False, True)):
             expected = pillow(images, reference.apply_feddure_operation, name=name, level=level, negative=negative)
-            np.testing.assert_array_equal(ours(images, name, level, negative), expected, f"{name} {level}")
+            np.testing.assert_array_equal(apply_operation(images, name, level, negative), expected, f"{name} {level}")
             if name == "Color" and channels == 1:
                 np.testing.assert_array_equal(expected, images)
         assert torch.equal(images, before)  # the caller's images are not written to
@@ -84,7 +84,9 @@ def test_semifl_operations_equal_pillow(name: str) -> None:
         corners[:5, 0], corners[3:8, 1] = 0, 0
         rows = [{"corner": corner} for corner in corners.tolist()]
         for negative in (False, True):
-            done = ours(images, "Solarize" if name == "Invert" else name, 0, negative, SEMIFL_POOL, corners[:, None])
+            done = apply_operation(
+                images, "Solarize" if name == "Invert" else name, 0, negative, SEMIFL_POOL, corners[:, None]
+            )
             expected = pillow(images, reference.apply_semifl_operation, rows, name=name, negative=negative)
             np.testing.assert_array_equal(done, expected)
 
@@ -97,7 +99,7 @@ def test_fedloke_operations_equal_pillow(name: str) -> None:
         for negative in (False, True):
             how = {"name": name, "negative": negative, "magnitude": magnitude}
             expected = pillow(images, reference.apply_fedloke_operation, **how)
-            np.testing.assert_array_equal(ours(images, name, 0, negative, fedloke_pool(magnitude)), expected)
+            np.testing.assert_array_equal(apply_operation(images, name, 0, negative, fedloke_pool(magnitude)), expected)
 
 
 def test_autocontrast_equals_pillow_for_every_spread_of_values() -> None:
@@ -107,7 +109,7 @@ def test_autocontrast_equals_pillow_for_every_spread_of_values() -> None:
     low = low[some][:, None]
     high = high[some][:, None]
     images = np.clip(np.arange(256), low, high).astype(np.uint8).reshape(-1, 1, 16, 16)
-    done = ours(torch.from_numpy(images), "AutoContrast", 5)
+    done = apply_operation(torch.from_numpy(images), "AutoContrast", 5)
     # Three pairs share an RGB image, to save calls; more fill the last one.
     strips = np.concatenate([images, images[: -len(images) % 3]])
     expected = [
@@ -240,4 +242,4 @@ def test_the_pools_have_the_magnitudes_of_the_released_codes() -> None:
 
 def test_cutout_without_corners_is_named() -> None:
     with pytest.raises(UserError, match="no corners"):
-        ours(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "Cutout", pool=SEMIFL_POOL)
+        apply_operation(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "Cutout", pool=SEMIFL_POOL)

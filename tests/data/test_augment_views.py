@@ -124,11 +124,11 @@ def test_a_slice_of_the_rows_gives_the_slice_of_the_view(view: View, shape: tupl
     assert whole.dtype is torch.float32
     assert all(len(leaf) == 23 and leaf.device.type == "cpu" for leaf in drawn.values())
     for start, stop in ((0, 1), (3, 10), (10, 23), (5, 5)):
-        part = {name: leaf[start:stop] for name, leaf in drawn.items()}
-        assert torch.equal(view.apply(images[start:stop], part, normalize), whole[start:stop])
+        chunk = {name: leaf[start:stop] for name, leaf in drawn.items()}
+        assert torch.equal(view.apply(images[start:stop], chunk, normalize), whole[start:stop])
     scrambled = torch.randperm(23, generator=seeded(2))
-    part = {name: leaf[scrambled] for name, leaf in drawn.items()}
-    assert torch.equal(view.apply(images[scrambled], part, normalize), whole[scrambled])
+    chunk = {name: leaf[scrambled] for name, leaf in drawn.items()}
+    assert torch.equal(view.apply(images[scrambled], chunk, normalize), whole[scrambled])
     assert torch.equal(images, before)
 
 
@@ -216,7 +216,7 @@ def test_draws_have_the_distributions_of_the_recipe() -> None:
     assert uniform(centre[:, 0] * 32 + centre[:, 1], 1024)
 
 
-def near(values: torch.Tensor, probability: float) -> bool:
+def is_close(values: torch.Tensor, probability: float) -> bool:
     """Return whether the share of True is within five standard deviations of its probability."""
     error = abs(values.double().mean().item() - probability)
     return error < 5 * math.sqrt(probability * (1 - probability) / values.numel())
@@ -229,13 +229,13 @@ def test_semifl_draws_have_the_distributions_of_the_recipe() -> None:
     assert set(drawn) == {"flip", "top", "left", "operation", "negative", "corner"}
     for kind in range(len(OPERATION_NAMES)):
         share = {IDENTITY: 1 / 2, SOLARIZE: 2 / 30}.get(kind, 1 / 30)
-        assert near(drawn["operation"] == kind, share), OPERATION_NAMES[kind]
-    assert near((drawn["operation"] == IDENTITY).all(1), 1 / 4)  # nothing but the mirror and the crop
-    assert near(drawn["negative"], 1 / 2)
+        assert is_close(drawn["operation"] == kind, share), OPERATION_NAMES[kind]
+    assert is_close((drawn["operation"] == IDENTITY).all(1), 1 / 4)  # nothing but the mirror and the crop
+    assert is_close(drawn["negative"], 1 / 2)
     assert drawn["corner"].shape == (30_000, 2, 2)
-    for place in range(12):
-        assert near(drawn["corner"] == place, 21 / 32 if place == 0 else 1 / 32)
-    assert near((drawn["corner"] == 0).all(2), (21 / 32) ** 2)
+    for corner_index in range(12):
+        assert is_close(drawn["corner"] == corner_index, 21 / 32 if corner_index == 0 else 1 / 32)
+    assert is_close((drawn["corner"] == 0).all(2), (21 / 32) ** 2)
 
 
 def test_fedloke_draws_have_the_distributions_of_the_recipe() -> None:
@@ -243,10 +243,10 @@ def test_fedloke_draws_have_the_distributions_of_the_recipe() -> None:
     drawn = StrongFedLoKe().draw(30_000, (3, 32, 32), seeded(2))
     assert set(drawn) == {"flip", "top", "left", "operation", "negative"}
     for kind in range(CUTOUT):
-        assert near(drawn["operation"] == kind, 1 / 14), OPERATION_NAMES[kind]
+        assert is_close(drawn["operation"] == kind, 1 / 14), OPERATION_NAMES[kind]
     both = drawn["operation"] == IDENTITY
-    assert near(both.all(1), 1 / 196)
-    assert near(drawn["negative"], 1 / 2)
+    assert is_close(both.all(1), 1 / 196)
+    assert is_close(drawn["negative"], 1 / 2)
 
 
 def test_the_share_of_semifl_views_that_carry_no_image() -> None:
@@ -266,16 +266,16 @@ def test_the_share_of_semifl_views_that_carry_no_image() -> None:
     black = []
     gray = []
     for start in range(0, n, 500):
-        part = {name: leaf[start : start + 500] for name, leaf in drawn.items()}
-        pixels = [strong.pixels(image.expand(500, -1, -1, -1), part).flatten(1) for image in (one, other)]
+        chunk = {name: leaf[start : start + 500] for name, leaf in drawn.items()}
+        pixels = [strong.pixels(image.expand(500, -1, -1, -1), chunk).flatten(1) for image in (one, other)]
         equal.append((pixels[0] == pixels[1]).all(1))
         black.append((pixels[0] == 0).all(1))
         gray.append((pixels[0] == 127).all(1))
     shift = 2 / 30
     cover = (21 / 32) ** 2 / 30
-    assert near(torch.cat(equal), 1 - (1 - shift - cover) ** 2)
-    assert near(torch.cat(black), shift + shift * (1 - shift - 3 / 30))
-    assert near(torch.cat(gray), cover + cover * (0.7 - cover))
+    assert is_close(torch.cat(equal), 1 - (1 - shift - cover) ** 2)
+    assert is_close(torch.cat(black), shift + shift * (1 - shift - 3 / 30))
+    assert is_close(torch.cat(gray), cover + cover * (0.7 - cover))
 
 
 def test_shared_draws_once_for_the_rows_of_a_step() -> None:

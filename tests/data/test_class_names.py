@@ -51,15 +51,15 @@ def test_numbers_are_sorted_as_numbers() -> None:
 
 def test_class_folders_with_nearly_equal_names_are_refused(tmp_path: Path) -> None:
     for layout in ("plain", "train"):
-        place = tmp_path / layout
-        write_folders(place if layout == "plain" else place / "train", "Cat", "cat", "dog")
+        data_folder = tmp_path / layout
+        write_folders(data_folder if layout == "plain" else data_folder / "train", "Cat", "cat", "dog")
         if layout == "train":
-            write_folders(place / "test", "Cat", "cat", "dog", seed=1)
-        for read in (lambda: load(str(place)), lambda: scan_folder(place)):  # noqa: B023
+            write_folders(data_folder / "test", "Cat", "cat", "dog", seed=1)
+        for read in (lambda: load(str(data_folder)), lambda: scan_folder(data_folder)):  # noqa: B023
             with pytest.raises(UserError, match=r"'Cat' and 'cat' differ only in case.*classes\.txt"):
                 read()
-    for part in ("train", "test"):
-        (tmp_path / "train" / part / "classes.txt").write_text("Cat\ncat\ndog\n")
+    for subset in ("train", "test"):
+        (tmp_path / "train" / subset / "classes.txt").write_text("Cat\ncat\ndog\n")
     assert load(str(tmp_path / "train")).classes == ("Cat", "cat", "dog")
 
 
@@ -84,26 +84,26 @@ def test_numbered_class_folders_have_the_order_of_numbers(tmp_path: Path) -> Non
 
 def test_a_table_with_nearly_equal_names_asks_whatever_the_counts(tmp_path: Path) -> None:
     labels = ["dog" if row % 2 else "Cat" if row % 4 else "cat" for row in range(24)]
-    place = write_table(tmp_path / "in", *labels)
+    data_folder = write_table(tmp_path / "in", *labels)
     with pytest.raises(
         UserError, match=r"nearly the same: cat \(6 labels\): did you mean Cat \(6\)\?; correct labels.csv"
     ):
-        read_site(place)
-    (place / "classes.txt").write_text("cat\nCat\ndog\n")
-    assert read_site(place).classes == ("cat", "Cat", "dog")
+        read_site(data_folder)
+    (data_folder / "classes.txt").write_text("cat\nCat\ndog\n")
+    assert read_site(data_folder).classes == ("cat", "Cat", "dog")
     with pytest.raises(UserError, match=r"1\.0 \(1 labels\): did you mean 1 \(2\)\?"):
         read_site(write_table(tmp_path / "numbers", "1", "1.0", "2", "1", "2"))
 
 
 def test_missing_labels_of_a_table_are_unlabeled(tmp_path: Path) -> None:
-    place = write_table(tmp_path / "in", "a", "", "nan", "NA", "b", "NaN", "none")
-    site, findings = scan_site(place)
+    data_folder = write_table(tmp_path / "in", "a", "", "nan", "NA", "b", "NaN", "none")
+    site, findings = scan_site(data_folder)
     assert site.classes == ("a", "b", "none")
     assert site.labels.tolist() == [0, -1, -1, -1, 1, -1, 2]
     assert [finding.kind for finding in findings if finding.blocks] == []
     assert any("1 nan" in text for finding in findings for text in finding.names)
-    (place / "classes.txt").write_text("a\nb\nNA\nnone\n")
-    assert read_site(place).labels.tolist() == [0, -1, -1, 2, 1, -1, 3]
+    (data_folder / "classes.txt").write_text("a\nb\nNA\nnone\n")
+    assert read_site(data_folder).labels.tolist() == [0, -1, -1, 2, 1, -1, 3]
 
 
 def test_numbers_of_a_table_are_sorted(tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_evaluation_names_the_class_that_may_be_meant(tmp_path: Path) -> None:
 
 def test_class_names_of_parquet_are_normalized(tmp_path: Path) -> None:
     files = [encode_image(image) for image in make_noise_images(8)]
-    for part, rows in (("train", files[:4]), ("test", files[4:])):
-        write_parquet(tmp_path / f"{part}.parquet", rows, [0, 1, 0, 1], classes=["cafe\u0301 ", "Caf\u00e9-"])
+    for subset, rows in (("train", files[:4]), ("test", files[4:])):
+        write_parquet(tmp_path / f"{subset}.parquet", rows, [0, 1, 0, 1], classes=["cafe\u0301 ", "Caf\u00e9-"])
     source = load(str(tmp_path))
     assert source.classes == ("caf\u00e9", "Caf\u00e9-")
     assert any("nearly the same" in note for note in source.notes)

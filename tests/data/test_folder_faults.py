@@ -29,11 +29,11 @@ SKIP = Preparation(skip_unreadable=True)
 def write_classes(folder: Path, count: int, subfolder: str = "", seed: int = 0, copies: int = 1) -> None:
     """Write `count` different images of noise for each of the classes cat and dog, each `copies` times."""
     for number, name in enumerate(("cat", "dog")):
-        place = folder / name / subfolder
-        place.mkdir(parents=True, exist_ok=True)
+        target_folder = folder / name / subfolder
+        target_folder.mkdir(parents=True, exist_ok=True)
         for row, pixels in enumerate(make_noise_images(count, 8, seed=2 * seed + number)):
             for copy in range(copies):
-                Image.fromarray(pixels).save(place / f"{row}-{copy}.png")
+                Image.fromarray(pixels).save(target_folder / f"{row}-{copy}.png")
 
 
 def test_few_unreadable_images_are_left_out_and_named(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_labels_of_the_other_images_remain(tmp_path: Path) -> None:
     (tmp_path / "in" / "a" / "05.png").write_bytes(b"?")
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
         source = load(str(tmp_path / "in"), cache=cache)
-        for part in (source.train, source.test):
-            assert (part.images[:, 2, 2, 0] == np.where(part.labels == 0, 10, 200)).all()
+        for subset in (source.train, source.test):
+            assert (subset.images[:, 2, 2, 0] == np.where(subset.labels == 0, 10, 200)).all()
         assert [Path(image.path).name for image in source.skipped] == ["05.png"]
         assert len(source.train) + len(source.test) == 23
 
@@ -217,9 +217,9 @@ def test_equal_images_are_on_one_side(tmp_path: Path) -> None:
     """Of 40 different images, each five times, no one is in two of train, test and validation."""
     write_classes(tmp_path, 20, copies=5)
     source = hold_out(load(str(tmp_path)), 0.2)
-    sides = [set(hash_pixels(part.images)) for part in source.parts.values()]
+    sides = [set(hash_pixels(subset.images)) for subset in source.parts.values()]
     assert sum(map(len, sides)) == len(set.union(*sides)) == 40
-    assert sum(len(part) for part in source.parts.values()) == 200
+    assert sum(len(subset) for subset in source.parts.values()) == 200
     assert 30 <= len(source.test) <= 50
     assert any(note.startswith("160 of 200 images are copies of others") for note in source.notes)
 
@@ -309,14 +309,14 @@ def test_a_link_to_a_parent_folder_is_not_followed(tmp_path: Path, capsys: pytes
 def test_folders_of_operating_systems_are_no_classes(tmp_path: Path) -> None:
     write_classes(tmp_path / "train", 6)
     write_classes(tmp_path / "test", 4, seed=1)
-    for part in ("train", "test"):
+    for subset in ("train", "test"):
         for name in ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information"):
-            (tmp_path / part / name).mkdir()
-            (tmp_path / part / name / "0.png").write_bytes(b"no image")
-        (tmp_path / part / "cat" / "@eaDir").mkdir()
-        (tmp_path / part / "cat" / "@eaDir" / "1.png").write_bytes(b"no image")
-        (tmp_path / part / "cat" / "Thumbs.db").write_bytes(b"x")
-        (tmp_path / part / ".DS_Store").write_bytes(b"x")
+            (tmp_path / subset / name).mkdir()
+            (tmp_path / subset / name / "0.png").write_bytes(b"no image")
+        (tmp_path / subset / "cat" / "@eaDir").mkdir()
+        (tmp_path / subset / "cat" / "@eaDir" / "1.png").write_bytes(b"no image")
+        (tmp_path / subset / "cat" / "Thumbs.db").write_bytes(b"x")
+        (tmp_path / subset / ".DS_Store").write_bytes(b"x")
     source = load(str(tmp_path))
     assert source.classes == ("cat", "dog")
     assert (len(source.train), len(source.test), source.skipped) == (12, 8, ())
@@ -411,9 +411,9 @@ def test_files_whose_names_are_not_utf8_are_read(cached: bool, tmp_path: Path) -
 def test_files_that_are_not_used_are_named_by_every_reader(layout: str, tmp_path: Path) -> None:
     """Only the plan named them; `run --method` and `load_data` were silent."""
     parts = [tmp_path] if layout == "plain" else [tmp_path / "train", tmp_path / "test"]
-    for seed, part in enumerate(parts):
-        write_classes(part, 10, seed=seed)
-        Image.fromarray(make_noise_images(1, 8, seed=9 + seed)[0]).save(part / "loose.png")
+    for seed, subset in enumerate(parts):
+        write_classes(subset, 10, seed=seed)
+        Image.fromarray(make_noise_images(1, 8, seed=9 + seed)[0]).save(subset / "loose.png")
     Image.new("RGB", (8, 8)).save(parts[0] / "cat" / "photo.jp2")
     notes = load(str(tmp_path)).notes
     assert [note for note in notes if note.startswith(f"left out: images in no class folder ({len(parts)})")] != []
@@ -421,8 +421,8 @@ def test_files_that_are_not_used_are_named_by_every_reader(layout: str, tmp_path
 
 
 def test_images_that_a_table_does_not_list_are_named(tmp_path: Path) -> None:
-    for seed, part in enumerate(("train", "test")):
-        write_classes(tmp_path / part, 4, seed=seed)
+    for seed, subset in enumerate(("train", "test")):
+        write_classes(tmp_path / subset, 4, seed=seed)
     (tmp_path / "train" / "labels.csv").write_text("path,label\ncat/0-0.png,cat\ncat/1-0.png,cat\ndog/0-0.png,dog\n")
     source = load(str(tmp_path))
     assert len(source.train) == 3

@@ -92,8 +92,8 @@ def test_summary_by_hand() -> None:
 
 def test_a_split_without_unlabeled_rows_has_no_distances() -> None:
     metadata = summarize(Split(np.zeros(3, np.int64), np.ones(3, bool), 1), np.array([0, 1, 1]), ("a", "b"))
-    nothing = {"mean": None, "min": None, "max": None}
-    assert metadata["internal"] == metadata["internal_js"] == metadata["external"]["unlabeled"] == nothing
+    no_statistics = {"mean": None, "min": None, "max": None}
+    assert metadata["internal"] == metadata["internal_js"] == metadata["external"]["unlabeled"] == no_statistics
     assert metadata["external"]["labeled"] == {"mean": 0.0, "min": 0.0, "max": 0.0}
 
 
@@ -113,8 +113,8 @@ def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
     numbers = {name: metadata["counts"][name] for name in ("images", "labeled", "unlabeled", "nobody")}
     assert numbers == {"images": 8, "labeled": 3, "unlabeled": 4, "nobody": 1}
     assert metadata["stages"] == [1, 3, 0]
-    nothing = {"mean": None, "min": None, "max": None}
-    assert metadata["internal"] == metadata["external"]["labeled"] == nothing
+    no_statistics = {"mean": None, "min": None, "max": None}
+    assert metadata["internal"] == metadata["external"]["labeled"] == no_statistics
     # Unlabeled: (0, 1, 0) and (1/2, 0, 1/2) against (1/4, 1/2, 1/4): both a half.
     assert metadata["external"]["unlabeled"] == pytest.approx({"mean": 1 / 2, "min": 1 / 2, "max": 1 / 2})
     assert metadata["sizes"]["labeled"] == {"min": 0, "median": 0.0, "max": 0}
@@ -128,12 +128,12 @@ def test_a_share_of_a_source_is_stratified_and_fixed() -> None:
     labels = np.repeat([0, 1, 2], [100, 20, 1]).astype(np.int64)
     pixels = np.arange(121, dtype=np.uint8).reshape(-1, 1, 1, 1)
     source = Source("toy", Images(pixels, labels), Images(pixels, labels), ("a", "b", "c"), False, (0.5,), (0.5,))
-    part = take_share(source, 0.3)
-    assert np.bincount(part.train.labels).tolist() == [30, 6, 1]
-    rows = part.train.images.ravel()
+    sample = take_share(source, 0.3)
+    assert np.bincount(sample.train.labels).tolist() == [30, 6, 1]
+    rows = sample.train.images.ravel()
     assert (np.diff(rows.astype(int)) > 0).all(), "in their old order"
-    assert (labels[rows] == part.train.labels).all()
-    assert part.test is source.test
-    assert (take_share(source, 0.3).train.images == part.train.images).all()
+    assert (labels[rows] == sample.train.labels).all()
+    assert sample.test is source.test
+    assert (take_share(source, 0.3).train.images == sample.train.images).all()
     assert set(rows.tolist()) < set(take_share(source, 0.6).train.images.ravel().tolist())
     assert take_share(source, 1) is source

@@ -98,8 +98,8 @@ def test_an_edit_preserves_titles_and_further_columns(tmp_path: Path) -> None:
 
 
 def test_parts_with_metadata_are_read_as_hugging_face_does(tmp_path: Path) -> None:
-    for part, count in (("train", 12), ("test", 6)):
-        write_table(tmp_path / "in" / part, "file_name,label", "{path},{label}", count, "metadata.csv")
+    for subset, count in (("train", 12), ("test", 6)):
+        write_table(tmp_path / "in" / subset, "file_name,label", "{path},{label}", count, "metadata.csv")
     source = load(str(tmp_path / "in"))
     assert (source.classes, len(source.train), len(source.test)) == (("cat", "dog"), 12, 6)
     assert source.train.labels.tolist() == [0] * 6 + [1] * 6
@@ -120,8 +120,8 @@ def test_parts_with_metadata_are_read_as_hugging_face_does(tmp_path: Path) -> No
     ],
 )
 def test_a_fault_of_a_part_is_named(line: str, fault: str, tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        folder = write_table(tmp_path / "in" / part, "file_name,label", "{path},{label}", 4, "metadata.csv")
+    for subset in ("train", "test"):
+        folder = write_table(tmp_path / "in" / subset, "file_name,label", "{path},{label}", 4, "metadata.csv")
     with (folder / "metadata.csv").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(UserError, match=rf"test/metadata\.csv: {fault}"):

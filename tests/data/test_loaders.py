@@ -65,7 +65,7 @@ def cifar100(folder: Path) -> np.ndarray:
     return pixels
 
 
-def tiny(folder: Path, *, wnids: bool = True, words: bool = True) -> Path:
+def tiny(folder: Path, *, wnids: bool = True, has_words: bool = True) -> Path:
     """Write Tiny ImageNet with three classes: two training JPEGs a class (one of them gray) and four test JPEGs."""
     for label, wnid in enumerate((FISH, FROG, CROC)):
         for i in range(2):
@@ -79,7 +79,7 @@ def tiny(folder: Path, *, wnids: bool = True, words: bool = True) -> Path:
     write_image(folder / "test" / "images" / "test_0.JPEG", make_noise_images(1, 64)[0])
     if wnids:
         (folder / "wnids.txt").write_text(f"{CROC}\n{FISH}\n{FROG}\n")  # the real one is not sorted either
-    if words:
+    if has_words:
         (folder / "words.txt").write_text(
             f"n00001740\tentity\n{FISH}\tgoldfish, Carassius auratus\n{FROG}\tbullfrog, Rana catesbeiana\n"
         )
@@ -106,9 +106,9 @@ def test_sizes_of_known_sets() -> None:
         assert list(DATASETS[name].classes) == sorted(DATASETS[name].classes)
 
 
-@pytest.mark.parametrize("place", ["", "cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
-def test_cifar10_binary(tmp_path: Path, place: str) -> None:
-    pixels = cifar10(tmp_path / place, meta=place != "")
+@pytest.mark.parametrize("subfolder", ["", "cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
+def test_cifar10_binary(tmp_path: Path, subfolder: str) -> None:
+    pixels = cifar10(tmp_path / subfolder, meta=subfolder != "")
     source = load("cifar10", tmp_path)
     np.testing.assert_array_equal(source.train.images, pixels[:10])
     np.testing.assert_array_equal(source.test.images, pixels[10:])
@@ -118,9 +118,9 @@ def test_cifar10_binary(tmp_path: Path, place: str) -> None:
     assert (source.name, source.mirror, source.mean) == ("cifar10", True, DATASETS["cifar10"].mean)
 
 
-@pytest.mark.parametrize("place", ["cifar100", "cifar-100-binary"])
-def test_cifar100_binary_has_fine_labels(tmp_path: Path, place: str) -> None:
-    pixels = cifar100(tmp_path / place)
+@pytest.mark.parametrize("subfolder", ["cifar100", "cifar-100-binary"])
+def test_cifar100_binary_has_fine_labels(tmp_path: Path, subfolder: str) -> None:
+    pixels = cifar100(tmp_path / subfolder)
     cifar10(tmp_path / "cifar-10-batches-bin")  # one folder may hold several archives
     source = load("cifar100", tmp_path)
     np.testing.assert_array_equal(source.train.images, pixels[:4])
@@ -188,22 +188,22 @@ def test_pickles_are_refused_unopened(tmp_path: Path, name: str | None, inside: 
             return (Path.touch, (marker,))
 
     hundred = name == "cifar100"
-    place = tmp_path / ("cifar-100-python" if hundred else "cifar-10-batches-py")
-    place.mkdir()
+    subfolder = tmp_path / ("cifar-100-python" if hundred else "cifar-10-batches-py")
+    subfolder.mkdir()
     for file in ("train", "test", "meta") if hundred else ("data_batch_1", "test_batch", "batches.meta"):
-        (place / file).write_bytes(pickle.dumps(Trap()))
+        (subfolder / file).write_bytes(pickle.dumps(Trap()))
     wanted = "train.bin and test.bin" if hundred else "data_batch_1.bin to data_batch_5.bin"
     with pytest.raises(UserError, match=rf"pickle can run any program .* binary version \({wanted}.* or parquet"):
-        load(name, tmp_path if inside else place) if name else load(str(tmp_path if inside else place))
+        load(name, tmp_path if inside else subfolder) if name else load(str(tmp_path if inside else subfolder))
     assert not marker.exists()
 
 
 def test_one_set_is_not_taken_for_another(tmp_path: Path) -> None:
     cifar100(tmp_path)
     assert_load_refused(r"cifar10 was not found; expected data_batch_1.bin to data_batch_5.bin", "cifar10", tmp_path)
-    for part in ("train", "test"):
+    for subset in ("train", "test"):
         for label in range(11):
-            write_image(tmp_path / "cinic10" / part / f"c{label:02}" / "0.png", make_noise_images(1, 32)[0])
+            write_image(tmp_path / "cinic10" / subset / f"c{label:02}" / "0.png", make_noise_images(1, 32)[0])
     assert_load_refused(r"cinic10 has 10 classes, but 11 were found", "cinic10", tmp_path)
 
 
@@ -218,8 +218,8 @@ def test_cinic10_folders(tmp_path: Path) -> None:
     }
     pixels[3, names[0]] = pixels[3, names[0]][..., :1]
     for (label, name), image in pixels.items():
-        for part in ("train", "test"):
-            write_image(tmp_path / part / DATASETS["cinic10"].classes[label] / name, image)
+        for subset in ("train", "test"):
+            write_image(tmp_path / subset / DATASETS["cinic10"].classes[label] / name, image)
     (tmp_path / "valid" / "airplane").mkdir(parents=True)
     (tmp_path / "valid" / "airplane" / "broken.png").write_bytes(b"no image")
     source = load("cinic10", tmp_path)
@@ -231,9 +231,9 @@ def test_cinic10_folders(tmp_path: Path) -> None:
     assert_load_refused(r"class folder automobile is in train but not in valid", "cinic10", tmp_path, test="valid")
 
 
-@pytest.mark.parametrize("place", ["", "tiny_imagenet", "tiny-imagenet-200"])
-def test_tiny_imagenet(tmp_path: Path, place: str) -> None:
-    folder = tiny(tmp_path / place)
+@pytest.mark.parametrize("subfolder", ["", "tiny_imagenet", "tiny-imagenet-200"])
+def test_tiny_imagenet(tmp_path: Path, subfolder: str) -> None:
+    folder = tiny(tmp_path / subfolder)
     source = load("tiny_imagenet", tmp_path)
     train = [folder / "train" / wnid / "images" / f"{wnid}_{i}.JPEG" for wnid in (FISH, FROG, CROC) for i in range(2)]
     np.testing.assert_array_equal(source.train.images, [pillow_rgb(path) for path in train])
@@ -261,7 +261,7 @@ def test_tiny_imagenet_images_lie_in_the_order_of_their_names(tmp_path: Path) ->
 @pytest.mark.parametrize("inside", ["", "images"])
 @pytest.mark.parametrize("texts", [True, False])
 def test_tiny_imagenet_in_class_folders(tmp_path: Path, inside: str, texts: bool) -> None:
-    folder = tiny(tmp_path, wnids=texts, words=False)
+    folder = tiny(tmp_path, wnids=texts, has_words=False)
     moved = {}
     for i, wnid in enumerate((CROC, FISH, CROC, FROG)):
         moved[wnid, i] = folder / "val" / wnid / inside / f"val_{i}.JPEG"
@@ -345,8 +345,8 @@ def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
 
 def test_cifar100_parquet_prefers_the_fine_label(tmp_path: Path) -> None:
     pixels = make_noise_images(3, 32)
-    for part in ("train", "test"):
-        path = tmp_path / "cifar100" / "cifar100" / f"{part}-00000-of-00001.parquet"
+    for subset in ("train", "test"):
+        path = tmp_path / "cifar100" / "cifar100" / f"{subset}-00000-of-00001.parquet"
         write_parquet(path, pixels, [49, 99, 0], image="img", label="fine_label", coarse_label=[3, 2, 1])
     source = load("cifar100", tmp_path)
     np.testing.assert_array_equal(source.train.images, pixels)
@@ -380,8 +380,8 @@ def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder
 
 
 def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
-    for part in ("train", "valid"):
-        write_parquet(tmp_path / f"{part}.parquet", make_noise_images(2, 64, 1), [0, 1])
+    for subset in ("train", "valid"):
+        write_parquet(tmp_path / f"{subset}.parquet", make_noise_images(2, 64, 1), [0, 1])
     cache = tmp_path / "cache"
     assert load(str(tmp_path), test="valid", cache=cache).train.images.shape == (2, 64, 64, 1)
     for _ in range(2):

@@ -50,10 +50,10 @@ def test_apportion_stays_within_one_of_the_exact_share(weights: list[int], total
 
 
 @given(st.integers(20, 200), st.integers(1, 5), st.integers(0, 5), st.integers(0, 9))
-def test_the_labeled_pool_has_the_counts_that_were_asked(count: int, classes: int, asked: int, seed: int) -> None:
+def test_the_labeled_pool_has_the_counts_that_were_asked(count: int, classes: int, requested: int, seed: int) -> None:
     labels = mixed(count, classes, seed)
-    chosen = draw_labeled(labels, np.full(classes, min(asked, count // classes)), named_generator(seed, "pool"))
-    assert np.bincount(labels[chosen], minlength=classes).tolist() == [min(asked, count // classes)] * classes
+    chosen = draw_labeled(labels, np.full(classes, min(requested, count // classes)), named_generator(seed, "pool"))
+    assert np.bincount(labels[chosen], minlength=classes).tolist() == [min(requested, count // classes)] * classes
 
 
 def test_a_larger_pool_contains_the_smaller() -> None:
@@ -196,8 +196,8 @@ def test_what_each_client_holds_is_found_at_once() -> None:
 
 def tiny(labels: np.ndarray) -> Source:
     images = np.zeros((len(labels), 2, 2, 1), np.uint8)
-    part = Images(images, labels)
-    return Source("tiny", part, part, ("a", "b", "c"), True, (0.0,), (1.0,))
+    dataset = Images(images, labels)
+    return Source("tiny", dataset, dataset, ("a", "b", "c"), True, (0.0,), (1.0,))
 
 
 def test_rows_of_a_client_are_sorted() -> None:
@@ -242,8 +242,13 @@ def test_a_saved_split_comes_back_with_its_origin(tmp_path: Path, scenario: Scen
     table = pq.read_table(path)
     assert table.column_names == ["row", "client", "labeled", *more]
     assert table.column("row").to_pylist() == list(range(1437))
-    facts = json.loads(table.schema.metadata[b"halfmoon"])
-    assert (facts["source"], facts["images"], facts["seed"], facts["clients"]) == ("digits", 1437, 3, 7)
+    stored_metadata = json.loads(table.schema.metadata[b"halfmoon"])
+    assert (
+        stored_metadata["source"],
+        stored_metadata["images"],
+        stored_metadata["seed"],
+        stored_metadata["clients"],
+    ) == ("digits", 1437, 3, 7)
     assert [entry.name for entry in path.parent.iterdir()] == ["split.parquet"]
     first = path.read_bytes()
     split.save(path)
@@ -287,8 +292,8 @@ def test_a_changed_split_is_named(tmp_path: Path, change, metadata, message: str
     path = tmp_path / "split.parquet"
     Scenario(clients=3).split(mixed(90, 3), 3).save(path)
     table = pq.read_table(path)
-    facts = table.schema.metadata if metadata is None else metadata
-    pq.write_table(change(table).replace_schema_metadata(facts), path)
+    stored_metadata = table.schema.metadata if metadata is None else metadata
+    pq.write_table(change(table).replace_schema_metadata(stored_metadata), path)
     with pytest.raises(UserError, match=message):
         Split.load(path)
 

@@ -32,12 +32,12 @@ RGB = rng.integers(0, 256, (8, 6, 3), np.uint8)
 def mixed(folder: Path) -> Path:
     """Write a set of class folders whose images have several sizes and modes."""
     draw = np.random.default_rng(0)
-    for part in ("train", "test"):
+    for subset in ("train", "test"):
         for name in ("a", "b"):
             for k, shape in enumerate([(20, 30), (30, 20, 3), (16, 16)]):
-                place = folder / part / name
-                place.mkdir(parents=True, exist_ok=True)
-                (place / f"{k}.png").write_bytes(encode_image(draw.integers(0, 256, shape, np.uint8)))
+                target_folder = folder / subset / name
+                target_folder.mkdir(parents=True, exist_ok=True)
+                (target_folder / f"{k}.png").write_bytes(encode_image(draw.integers(0, 256, shape, np.uint8)))
     return folder
 
 
@@ -334,10 +334,10 @@ def archive(folder: Path, patients: int, each: int) -> None:
     """Write what an archive exports: files without a suffix, in folders of studies, and an index beside them."""
     for patient in range(patients):
         for k in range(each):
-            place = folder / f"1.2.{patient}" / f"1.2.{patient}.{k % 2}"
-            place.mkdir(parents=True, exist_ok=True)
+            target_folder = folder / f"1.2.{patient}" / f"1.2.{patient}.{k % 2}"
+            target_folder.mkdir(parents=True, exist_ok=True)
             ids = {"PatientID": f"P{patient}", "StudyInstanceUID": f"1.2.{patient}"}
-            dicom(place / f"1.2.{patient}.7.{k}", np.full((2, 2), 10 * patient + k), **ids)
+            dicom(target_folder / f"1.2.{patient}.7.{k}", np.full((2, 2), 10 * patient + k), **ids)
     dicom(folder / "DICOMDIR", np.zeros((2, 2)))
     kind = b"1.2.840.10008.5.1.4.1.1.7\0"
     index = b"1.2.840.10008.1.3.10"
@@ -364,14 +364,14 @@ def test_no_patient_is_on_both_sides(tmp_path: Path) -> None:
     for name in ("a", "b"):
         for patient in range(10):
             for k in range(4):
-                place = tmp_path / name / f"{patient}-{k}"
-                place.parent.mkdir(exist_ok=True)
+                target_folder = tmp_path / name / f"{patient}-{k}"
+                target_folder.parent.mkdir(exist_ok=True)
                 seed = 4 * (10 * (name == "b") + patient) + k  # no two images are equal
                 pixels = np.random.default_rng(seed).integers(0, 900, (4, 4))
-                dicom(place, pixels, PatientID=f"{name}{patient}", PatientName="Doe^Jane")
+                dicom(target_folder, pixels, PatientID=f"{name}{patient}", PatientName="Doe^Jane")
     source = load(str(tmp_path), preparation=Preparation(channels=1))
     parts = hold_out(source, 0.2).parts
-    groups = {name: set(part.groups or ()) for name, part in parts.items()}
+    groups = {name: set(subset.groups or ()) for name, subset in parts.items()}
     assert {name: len(each) for name, each in groups.items()} == {"train": 12, "test": 4, "validation": 4}
     assert not groups["train"] & (groups["test"] | groups["validation"])
     assert len(set.union(*groups.values())) == 20

@@ -25,7 +25,7 @@ def table(holder: np.ndarray, labels: np.ndarray, clients: int, classes: int) ->
     return cells.reshape(clients, classes)
 
 
-def part(labels: np.ndarray, classes: int, clients: int, seed: int = 0) -> RowPool:
+def make_pool(labels: np.ndarray, classes: int, clients: int, seed: int = 0) -> RowPool:
     """Return rows to share out; the classes are called a, b, c ..."""
     return RowPool(
         labels, [chr(97 + label) for label in range(classes)], clients, named_generator(seed, "x"), "labeled"
@@ -38,21 +38,21 @@ def alpha(value: float) -> SplitOptions:
 
 @given(st.integers(20, 200), st.integers(1, 20), st.integers(0, 99))
 def test_equal_sizes_leave_the_remainder_to_nobody(rows: int, clients: int, seed: int) -> None:
-    holder = rules.assign_equal_sizes(SplitOptions(), part(np.zeros(rows, np.int64), 1, clients, seed))
+    holder = rules.assign_equal_sizes(SplitOptions(), make_pool(np.zeros(rows, np.int64), 1, clients, seed))
     assert np.bincount(holder + 1, minlength=clients + 1).tolist() == [rows % clients] + [rows // clients] * clients
 
 
 def test_equal_sizes_are_not_balanced_by_class() -> None:
     """460 random rows of 10 classes: a class count has a standard deviation of sqrt(460 * 0.1 * 0.9) = 6.4."""
     labels = CIFAR[:46_000]
-    counts = table(rules.assign_equal_sizes(SplitOptions(), part(labels, 10, 100)), labels, 100, 10)
+    counts = table(rules.assign_equal_sizes(SplitOptions(), make_pool(labels, 10, 100)), labels, 100, 10)
     assert 5.5 < (counts - 46).std() < 7.3
 
 
 def test_shards_are_contiguous_and_their_leftovers_come_first() -> None:
     """Two classes, 4 clients with 2 shards: 4 shards a class. 11 rows are cut into 3, 3, 3, 2, 8 into 2, 2, 2, 2."""
     labels = np.array([0] * 5 + [1] * 4 + [0] * 6 + [1] * 4)
-    holder = rules.assign_shards(SplitOptions(), part(labels, 2, 4))
+    holder = rules.assign_shards(SplitOptions(), make_pool(labels, 2, 4))
     for label, sizes in ((0, (3, 3, 3, 2)), (1, (2, 2, 2, 2))):
         of_class = holder[labels == label]
         for shard in np.split(of_class, np.cumsum(sizes)[:-1]):
@@ -66,7 +66,7 @@ def test_a_client_draws_a_class_twice_as_often_as_the_multiset_says() -> None:
     labels = mixed(46_000, 10)
     doubles = 0
     for seed in range(60):
-        counts = table(rules.assign_shards(SplitOptions(), part(labels, 10, 100, seed)), labels, 100, 10)
+        counts = table(rules.assign_shards(SplitOptions(), make_pool(labels, 10, 100, seed)), labels, 100, 10)
         assert set(np.unique(counts)) <= {0, 230, 460}
         assert (counts.sum(1) == 460).all()
         doubles += int((counts == 460).sum())
@@ -77,10 +77,10 @@ def test_shards_that_do_not_come_out_even_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"7 clients with 2 shards each make 14 shards, which 10 classes cannot .* of 5,"
     ):
-        rules.assign_shards(SplitOptions(), part(mixed(500, 10), 10, 7))
-    rules.assign_shards(SplitOptions(), part(mixed(500, 10), 10, 15))
+        rules.assign_shards(SplitOptions(), make_pool(mixed(500, 10), 10, 7))
+    rules.assign_shards(SplitOptions(), make_pool(mixed(500, 10), 10, 15))
     with pytest.raises(UserError, match="class b has 3 labeled images to share, fewer than its 4 shards"):
-        rules.assign_shards(SplitOptions(), part(np.array([0] * 9 + [1] * 3), 2, 4))
+        rules.assign_shards(SplitOptions(), make_pool(np.array([0] * 9 + [1] * 3), 2, 4))
 
 
 def in_words(labels, classes, clients, dirichlet_alpha, draw):
@@ -90,19 +90,19 @@ def in_words(labels, classes, clients, dirichlet_alpha, draw):
     held = []
     extra = []
     for k in range(clients):
-        mine: list[int] = []
+        client_rows: list[int] = []
         count = size if k < clients - 1 else len(labels) - size * (clients - 1)
         if k < clients - 1:
             q = draw.dirichlet([dirichlet_alpha] * classes)
             wanted = [round(float(each) * size) for each in q]
             wanted[int(np.argmax(q))] += size - sum(wanted)
             for c in range(classes):
-                mine += [pools[c].pop(0) for _ in range(min(wanted[c], len(pools[c])))]
-        extra.append(count - len(mine))
-        while len(mine) < count:
+                client_rows += [pools[c].pop(0) for _ in range(min(wanted[c], len(pools[c])))]
+        extra.append(count - len(client_rows))
+        while len(client_rows) < count:
             lowest = next(c for c in range(classes) if pools[c])
-            mine.append(pools[lowest].pop(0))
-        held.append(mine)
+            client_rows.append(pools[lowest].pop(0))
+        held.append(client_rows)
     order = draw.permutation(sorted(held[-1])).tolist()
     held[-1] = order[:size]
     return held, order[size:], extra
@@ -112,7 +112,7 @@ def in_words(labels, classes, clients, dirichlet_alpha, draw):
 @pytest.mark.parametrize(("dirichlet_alpha", "clients"), [(0.01, 9), (0.1, 20), (0.5, 23), (50.0, 7)])
 def test_filling_in_turn_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, clients: int) -> None:
     labels = mixed(1000, 10, seed)
-    holder = rules.assign_sequentially(alpha(dirichlet_alpha), part(labels, 10, clients, seed))
+    holder = rules.assign_sequentially(alpha(dirichlet_alpha), make_pool(labels, 10, clients, seed))
     held, rest, _ = in_words(labels, 10, clients, dirichlet_alpha, named_generator(seed, "x"))
     for k in range(clients):
         assert np.flatnonzero(holder == k).tolist() == sorted(held[k])
@@ -125,14 +125,14 @@ def test_top_ups_begin_where_the_notes_found_them(dirichlet_alpha: float, first:
     """The notes simulated CIFAR-10 and 50 clients: top-ups begin near client 25, 31, 38 and are 20, 15, 7 % of the
     rows. A tenth of the rows has the same shares."""
     start_time = []
-    part = []
+    make_pool = []
     for seed in range(8):
         _, _, extra = in_words(mixed(5000, 10), 10, 50, dirichlet_alpha, named_generator(seed, "x"))
         start_time.append(next(k for k, more in enumerate(extra) if more))
         # The last client draws no mix here; the notes' one asks for what is left of a single class at best.
-        part.append(sum(extra[:-1]) / 5000)
+        make_pool.append(sum(extra[:-1]) / 5000)
     assert abs(np.mean(start_time) - first) < 4
-    assert abs(np.mean(part) - share) < 0.03
+    assert abs(np.mean(make_pool) - share) < 0.03
 
 
 def test_a_rounding_error_larger_than_the_largest_count() -> None:
@@ -140,7 +140,7 @@ def test_a_rounding_error_larger_than_the_largest_count() -> None:
     then takes the 10 largest remainders, at most one row of a class."""
     labels = mixed(160, 16)
     for seed in range(5):
-        counts = table(rules.assign_sequentially(alpha(1e5), part(labels, 16, 16, seed)), labels, 16, 16)
+        counts = table(rules.assign_sequentially(alpha(1e5), make_pool(labels, 16, 16, seed)), labels, 16, 16)
         assert (counts.sum(1) == 10).all()
         assert counts[:8].max() == 1
 
@@ -150,7 +150,7 @@ def test_a_rounding_error_larger_than_the_largest_count() -> None:
 def test_gammas_without_bounds(fill: Fill, dirichlet_alpha: float) -> None:
     """Eight classes and eight clients: the first client is of one class, or even."""
     labels = mixed(640, 8)
-    counts = table(fill(alpha(dirichlet_alpha), part(labels, 8, 8)), labels, 8, 8)
+    counts = table(fill(alpha(dirichlet_alpha), make_pool(labels, 8, 8)), labels, 8, 8)
     assert (counts.sum(1) == 80).all()
     if dirichlet_alpha == 1e9:
         assert (counts == 10).all()
@@ -168,7 +168,7 @@ def concentration(fill: Fill, dirichlet_alpha: float) -> tuple[float, float]:
     last = []
     labels = mixed(5000, 10)
     for seed in range(20):
-        shares = table(fill(alpha(dirichlet_alpha), part(labels, 10, 50, seed)), labels, 50, 10) / 100
+        shares = table(fill(alpha(dirichlet_alpha), make_pool(labels, 10, 50, seed)), labels, 50, 10) / 100
         squares = np.square(shares).sum(1)
         first.append(squares[:10].mean())
         last.append(squares[-10:].mean())
@@ -230,7 +230,7 @@ def test_filled_clients_have_one_size_and_share_all_but_a_remainder(
     """For any gamma from 1e-4 to 1e4, and classes of very different size, some of them empty."""
     draw = np.random.default_rng(seed)
     labels = draw.choice(classes, 211, p=draw.dirichlet(np.full(classes, 0.7)))
-    holder = fill(alpha(10.0**power), part(labels, classes, clients, seed))
+    holder = fill(alpha(10.0**power), make_pool(labels, classes, clients, seed))
     assert np.bincount(holder + 1, minlength=clients + 1).tolist() == [211 % clients] + [211 // clients] * clients
 
 
@@ -268,7 +268,7 @@ def test_peaked_clients_of_cifar() -> None:
     """450 rows each: 225 of the own class, 67.5 of both neighbors, 9 of the opposite class, 13.5 of the others;
     ten types use each pool of 4,500 up."""
     labels = mixed(45_000, 10)
-    counts = table(rules.assign_peaked_classes(SplitOptions(), part(labels, 10, 100)), labels, 100, 10)
+    counts = table(rules.assign_peaked_classes(SplitOptions(), make_pool(labels, 10, 100)), labels, 100, 10)
     assert (counts.sum(1) == 450).all()
     assert (counts.sum(0) == 4500).all()
     for k in range(100):
@@ -279,7 +279,7 @@ def test_peaked_clients_of_cifar() -> None:
 def test_peaked_clients_of_uneven_classes_stay_within_the_pools() -> None:
     """A class of 50 rows cannot give half of 4 clients' 47 to each of them; nobody gets the 2 rows left over."""
     labels = np.repeat([0, 1, 2], [50, 100, 40])
-    counts = table(rules.assign_peaked_classes(SplitOptions(), part(labels, 3, 4)), labels, 4, 3)
+    counts = table(rules.assign_peaked_classes(SplitOptions(), make_pool(labels, 3, 4)), labels, 4, 3)
     assert (counts.sum(1) == 47).all()
     assert (counts.sum(0) <= [50, 100, 40]).all()
     assert counts.sum() == 188
@@ -292,13 +292,13 @@ def test_peaked_clients_of_uneven_classes_stay_within_the_pools() -> None:
 def test_equal_classes_take_what_the_smallest_allows() -> None:
     """Of 50, 100 and 40 rows, four clients take 10 of each class, and nobody the other 70."""
     labels = np.repeat([0, 1, 2], [50, 100, 40])
-    holder = rules.assign_equal_classes(SplitOptions(), part(labels, 3, 4))
+    holder = rules.assign_equal_classes(SplitOptions(), make_pool(labels, 3, 4))
     assert (table(holder, labels, 4, 3) == 10).all()
     assert (holder == -1).sum() == 70
     with pytest.raises(
         UserError, match="class c has 40 labeled images to share, fewer than one for each of 41 clients"
     ):
-        rules.assign_equal_classes(SplitOptions(), part(labels, 3, 41))
+        rules.assign_equal_classes(SplitOptions(), make_pool(labels, 3, 41))
 
 
 def test_thinning_keeps_a_share_of_each_clients_unlabeled_rows() -> None:

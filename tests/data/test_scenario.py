@@ -113,12 +113,12 @@ def test_the_order_of_the_file_does_not_choose_the_labels() -> None:
     st.integers(0, 10**9),
 )
 def test_every_row_has_one_client_and_the_labels_that_were_asked(
-    setting: Setting, clients: int, dirichlet_alpha: float, asked: float, classes: int, seed: int
+    setting: Setting, clients: int, dirichlet_alpha: float, requested: float, classes: int, seed: int
 ) -> None:
     labels = np.random.default_rng(seed).permutation(np.arange(600) % classes)
-    scenario = Scenario(setting, clients, dirichlet_alpha, asked, min_size=0, seed=seed)
+    scenario = Scenario(setting, clients, dirichlet_alpha, requested, min_size=0, seed=seed)
     split = scenario.split(labels, classes)
-    pool = int(np.floor(clients * asked + 0.5))
+    pool = int(np.floor(clients * requested + 0.5))
     assert np.bincount(labels[split.labeled], minlength=classes).tolist() == [pool] * classes
     rows = np.concatenate([split.rows(k, labeled) for k in range(clients) for labeled in (True, False)])
     assert sorted(rows.tolist()) == list(range(600))
@@ -126,17 +126,17 @@ def test_every_row_has_one_client_and_the_labels_that_were_asked(
         labeled, _ = count_rows(split, labels, classes)
         assert labeled.max() - labeled.min() <= 1
         assert np.ptp(labeled.sum(1)) <= 1
-        if isinstance(asked, int):
-            assert (labeled == asked).all()
+        if isinstance(requested, int):
+            assert (labeled == requested).all()
     if setting == "iid-iid":
         assert np.ptp(sizes(split, False)) <= 1
 
 
-@pytest.mark.parametrize(("percent", "asked"), [(2, 1), (4, 2), (10, 5), (15, 7.5), (20, 10)])
-def test_a_ratio_is_so_many_labels_a_class(percent: int, asked: float) -> None:
+@pytest.mark.parametrize(("percent", "requested"), [(2, 1), (4, 2), (10, 5), (15, 7.5), (20, 10)])
+def test_a_ratio_is_so_many_labels_a_class(percent: int, requested: float) -> None:
     """CIFAR, 100 clients: 2, 4, 10, 15, 20 % are 1, 2, 5, 7.5, 10 labels a class and client (FedDure's Fig. 6)."""
     by_ratio = Scenario(setting="iid-iid", label_ratio=percent / 100).split(CIFAR, 10)
-    by_count = Scenario(setting="iid-iid", labels_per_class=asked).split(CIFAR, 10)
+    by_count = Scenario(setting="iid-iid", labels_per_class=requested).split(CIFAR, 10)
     np.testing.assert_array_equal(by_ratio.labeled, by_count.labeled)
     np.testing.assert_array_equal(by_ratio.client, by_count.client)
     assert by_ratio.labeled.sum() == 500 * percent

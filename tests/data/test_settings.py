@@ -28,7 +28,7 @@ def three_numbers(of: np.ndarray) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("labels", "classes", "asked", "size", "dropped"),
+    ("labels", "classes", "requested", "size", "dropped"),
     [
         (CIFAR, 10, 250, 497, 50),
         (CIFAR, 10, 4000, 460, 0),
@@ -38,13 +38,13 @@ def three_numbers(of: np.ndarray) -> list[float]:
         (SVHN, 10, 1000, 722, 57),
     ],
 )
-def test_semifl_iid_sizes(labels: np.ndarray, classes: int, asked: int, size: int, dropped: int) -> None:
+def test_semifl_iid_sizes(labels: np.ndarray, classes: int, requested: int, size: int, dropped: int) -> None:
     """The notes' table A1: floor(pool / 100) rows a client, the remainder dropped; the pool is what is not labeled."""
-    split = Scenario("semifl-iid", labels=asked, labels_at="server").split(labels, classes)
+    split = Scenario("semifl-iid", labels=requested, labels_at="server").split(labels, classes)
     assert set(sizes(split, False)) == {size}
     assert (split.client == -1).sum() == dropped
     held = np.bincount(labels[split.rows(SERVER, True)], minlength=classes)
-    assert held.tolist() == [asked // classes] * classes
+    assert held.tolist() == [requested // classes] * classes
     assert not sizes(split, True).any()
 
 
@@ -221,29 +221,40 @@ def test_a_stream_shows_its_parts_in_turn() -> None:
     assert (split.stages, still.stages) == (4, 1)
     for k in (0, 57, 99):
         parts = [split.rows(k, False, stage) for stage in range(4)]
-        assert [len(part) for part in parts] == [113, 112, 113, 112]
+        assert [len(group) for group in parts] == [113, 112, 113, 112]
         np.testing.assert_array_equal(np.sort(np.concatenate(parts)), split.rows(k, False))
         np.testing.assert_array_equal(split.rows(k, True, 3), split.rows(k, True))
         # Half of a stage's 112 rows, with a standard deviation of 5 at most.
-        assert all(30 < (labels[part] == k % 10).sum() < 82 for part in parts)
+        assert all(30 < (labels[group] == k % 10).sum() < 82 for group in parts)
         np.testing.assert_array_equal(still.rows(k, False, 2), still.rows(k, False))
 
 
-def scenario_of(setting: str, place: LabelLocation, seed: int = 0, clients: int = 6, **fields: Any) -> Scenario:
+def scenario_of(
+    setting: str, label_location: LabelLocation, seed: int = 0, clients: int = 6, **fields: Any
+) -> Scenario:
     """Return a scenario that 600 rows of 6 classes allow."""
     stages = 3 if setting == "fedmatch-stream" else 1
-    some = 3 if place == "some" else None
+    some = 3 if label_location == "some" else None
     return Scenario(
-        setting, clients, 1.0, 4, seed=seed, min_size=0, labels_at=place, labeled_clients=some, stages=stages, **fields
+        setting,
+        clients,
+        1.0,
+        4,
+        seed=seed,
+        min_size=0,
+        labels_at=label_location,
+        labeled_clients=some,
+        stages=stages,
+        **fields,
     )
 
 
 @settings(deadline=None)
 @given(st.sampled_from(SETTINGS), st.sampled_from(LABEL_LOCATIONS), st.integers(0, 10**9), st.sampled_from([3, 6, 12]))
-def test_every_setting_holds_its_promises(setting: str, place: LabelLocation, seed: int, clients: int) -> None:
+def test_every_setting_holds_its_promises(setting: str, label_location: LabelLocation, seed: int, clients: int) -> None:
     """A row has one holder at most; labels are where they should be; few rows go to nobody; a seed is a split."""
     labels = np.random.default_rng(seed).permutation(np.arange(600) % 6)
-    scenario = scenario_of(setting, place, seed, clients)
+    scenario = scenario_of(setting, label_location, seed, clients)
     split = scenario.split(labels, 6)
     repeated = scenario.split(labels, 6)
     np.testing.assert_array_equal(split.client, repeated.client)
@@ -251,14 +262,14 @@ def test_every_setting_holds_its_promises(setting: str, place: LabelLocation, se
     holders = [SERVER, -1, *range(clients)]
     rows = [split.rows(k, labeled) for k in holders for labeled in (True, False)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(600))
-    pooled = place == "server" or "fedloke" not in setting
+    pooled = label_location == "server" or "fedloke" not in setting
     at_clients = sizes(split, True)
     if pooled:
         assert np.bincount(labels[split.labeled]).tolist() == [4 * clients] * 6
     else:
         assert set(at_clients) - {0} == {24}
-    assert len(split.rows(SERVER, True)) == (24 * clients if place == "server" else 0)
-    assert (at_clients > 0).sum() <= {"clients": clients, "server": 0, "some": 3}[place]
+    assert len(split.rows(SERVER, True)) == (24 * clients if label_location == "server" else 0)
+    assert (at_clients > 0).sum() <= {"clients": clients, "server": 0, "some": 3}[label_location]
     # What equal sizes leave: fewer than one row a client, of labels and of the rest; equal classes: of each class.
     assert (split.client == -1).sum() < clients * (6 if setting == "fedmatch-iid" else 2)
     assert Scenario(**split.origin.scenario) == scenario
@@ -268,7 +279,9 @@ def test_every_setting_holds_its_promises(setting: str, place: LabelLocation, se
 def test_where_labels_are_changes_nothing_else(setting: str) -> None:
     """The pool and the unlabeled rows' holders come from streams of their own; FedLoKe's clients mark rows."""
     labels = np.random.default_rng(5).permutation(np.arange(600) % 6)
-    here, some, there = (scenario_of(setting, place).split(labels, 6) for place in ("clients", "some", "server"))
+    here, some, there = (
+        scenario_of(setting, label_location).split(labels, 6) for label_location in ("clients", "some", "server")
+    )
     if "fedloke" in setting:
         np.testing.assert_array_equal(here.client, some.client)
         assert (here.labeled[some.labeled]).all()

@@ -62,16 +62,16 @@ def idx_set(folder: Path, count: int = 20, *, zipped: bool = True) -> tuple[np.n
 def class_folders(folder: Path, form: str = "png") -> np.ndarray:
     """Write train and test with classes ant and bee, two images each; return them in the order of reading."""
     pixels = make_noise_images(4)
-    for part in ("train", "test"):
+    for subset in ("train", "test"):
         for label, name in enumerate(("ant", "bee")):
-            (folder / part / name).mkdir(parents=True)
+            (folder / subset / name).mkdir(parents=True)
             for i in range(2):
-                (folder / part / name / f"{i}.{form}").write_bytes(encode_image(pixels[2 * label + i]))
+                (folder / subset / name / f"{i}.{form}").write_bytes(encode_image(pixels[2 * label + i]))
     return pixels
 
 
 @pytest.mark.parametrize(
-    ("images", "kind", "words"),
+    ("images", "kind", "error"),
     [
         (make_noise_images(2).astype(np.float32), np.int64, "uint8"),
         (make_noise_images(2, channels=4), np.int64, "1 or 3"),
@@ -79,8 +79,8 @@ def class_folders(folder: Path, form: str = "png") -> np.ndarray:
         (make_noise_images(3), np.int64, "one for each image"),
     ],
 )
-def test_images_refuse_other_types_and_shapes(images: np.ndarray, kind: type, words: str) -> None:
-    with pytest.raises(UserError, match=words):
+def test_images_refuse_other_types_and_shapes(images: np.ndarray, kind: type, error: str) -> None:
+    with pytest.raises(UserError, match=error):
         Images(images, np.zeros(2, kind))
 
 
@@ -158,8 +158,8 @@ def test_digits_are_scikit_learns_with_a_fixed_stratified_test() -> None:
     )
     both = [
         (int(y), x.tobytes())
-        for part in (source.train, source.test)
-        for x, y in zip(part.images, part.labels, strict=True)
+        for subset in (source.train, source.test)
+        for x, y in zip(subset.images, subset.labels, strict=True)
     ]
     assert sorted(both) == wanted
     repeated = load("digits")
@@ -436,25 +436,25 @@ def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_
     """Its files are streams of Arrow, one or several for a part, with the schema that parquet files have."""
     images = [encode_image(pixels) for pixels in make_noise_images(4)]
     wanted = load(str(parquet_set(tmp_path / "parquet", images, [0, 1, 1, 0], classes=["normal", "ill"])))
-    for part, cuts in (("train", (0, 3, 4)), ("test", (0, 2))):
-        table = pq.read_table(tmp_path / "parquet" / f"{part}.parquet")
-        (tmp_path / "saved" / part).mkdir(parents=True)
+    for subset, cuts in (("train", (0, 3, 4)), ("test", (0, 2))):
+        table = pq.read_table(tmp_path / "parquet" / f"{subset}.parquet")
+        (tmp_path / "saved" / subset).mkdir(parents=True)
         for n, (first, end) in enumerate(pairwise(cuts)):
-            file = tmp_path / "saved" / part / f"data-{n:05}-of-{len(cuts) - 1:05}.arrow"
+            file = tmp_path / "saved" / subset / f"data-{n:05}-of-{len(cuts) - 1:05}.arrow"
             with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
                 writer.write_table(table.slice(first, end - first))
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     source = load(str(tmp_path / "saved"))
     assert source.classes == ("normal", "ill")
-    for part in ("train", "test"):
-        np.testing.assert_array_equal(source.parts[part].images, wanted.parts[part].images)
-        np.testing.assert_array_equal(source.parts[part].labels, wanted.parts[part].labels)
+    for subset in ("train", "test"):
+        np.testing.assert_array_equal(source.parts[subset].images, wanted.parts[subset].images)
+        np.testing.assert_array_equal(source.parts[subset].labels, wanted.parts[subset].labels)
     (tmp_path / "saved" / "train" / "data-00001-of-00002.arrow").write_bytes(b"ARROW")
     assert_load_refused("not a readable arrow file", str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("files", "error"),
     [
         (["a.png", "b.png"], r": its 2 images have no label: `halfmoon site label .*` labels a few, or sort them"),
         (["cat/a.png"], r": cat is its only class folder; sort images of another class, too"),
@@ -467,11 +467,11 @@ def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_
         ),
     ],
 )
-def test_images_that_are_not_sorted_are_refused_with_what_to_do(files: list[str], words: str, tmp_path: Path) -> None:
+def test_images_that_are_not_sorted_are_refused_with_what_to_do(files: list[str], error: str, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(good())
-    assert_load_refused(words, str(tmp_path))
+    assert_load_refused(error, str(tmp_path))
     assert_load_refused(f"{files[0]} is a file: give the folder that holds the images", str(tmp_path / files[0]))
 
 
@@ -526,12 +526,12 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
 
 def test_decoded_images_that_another_user_can_have_planted_are_decoded_again(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "set"
-    home = tmp_path / "home"
+    cache_folder = tmp_path / "home"
     parquet_set(folder, [good(), good()], [0, 1])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder))
     monkeypatch.setattr(decoded, "MIN_CACHED_BYTES", 1)
     plain = load(str(folder)).train.images.copy()
-    cache = home / "halfmoon" / "images"
+    cache = cache_folder / "halfmoon" / "images"
     for mode, harm in ((0o700, lambda path: path.chmod(0o666)), (0o777, lambda path: None)):
         for path in cache.glob("images-????????????????.npy"):
             np.save(path, 255 - np.load(path))
@@ -556,16 +556,16 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home that cannot be written, a set below the limit, and `off` change nothing but the time."""
     folder = tmp_path / "set"
-    home = tmp_path / "home"
+    cache_folder = tmp_path / "home"
     parquet_set(folder, [good(), good()], [0, 1])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder))
     load(str(folder))
-    assert not home.exists()
+    assert not cache_folder.exists()
     monkeypatch.setattr(decoded, "MIN_CACHED_BYTES", 1)
     load(str(folder), cache=Path("off"))
-    assert not home.exists()
+    assert not cache_folder.exists()
     first = load(str(folder))
-    assert (home / "halfmoon" / "images").stat().st_mode & 0o077 == 0
+    assert (cache_folder / "halfmoon" / "images").stat().st_mode & 0o077 == 0
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", lambda *_: pytest.fail("decoded again"))
         np.testing.assert_array_equal(load(str(folder)).train.images, first.train.images)
@@ -686,7 +686,7 @@ def test_validation_images_are_set_aside_of_every_class_and_never_of_the_test():
 
 def test_validation_images_are_shrunk_and_padded_as_the_others_are():
     held = pad_source(shrink(hold_out(load("digits"), 0.2), 2), 6)
-    assert {name: part.images.shape[1:] for name, part in held.parts.items()} == dict.fromkeys(
+    assert {name: subset.images.shape[1:] for name, subset in held.parts.items()} == dict.fromkeys(
         ("train", "test", "validation"), (6, 6, 1)
     )
 

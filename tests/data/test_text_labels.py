@@ -48,14 +48,14 @@ def test_numbers_as_texts_are_sorted_as_numbers_and_unknown_names_are_refused(tm
 
 
 def test_images_of_parquet_may_be_files_next_to_it(tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        (tmp_path / part).mkdir()
+    for subset in ("train", "test"):
+        (tmp_path / subset).mkdir()
         for row, pixels in enumerate(make_noise_images(20)):
-            Image.fromarray(pixels).save(tmp_path / part / f"{row}.png")
-        cells = [{"bytes": None, "path": f"{part}/{row}.png"} for row in range(20)]
-        cells[3]["path"] = "../secret.png" if part == "train" else "test/3.png"
+            Image.fromarray(pixels).save(tmp_path / subset / f"{row}.png")
+        cells = [{"bytes": None, "path": f"{subset}/{row}.png"} for row in range(20)]
+        cells[3]["path"] = "../secret.png" if subset == "train" else "test/3.png"
         column = pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
-        pq.write_table(pa.table({"image": column, "label": [0, 1] * 10}), tmp_path / f"{part}.parquet")
+        pq.write_table(pa.table({"image": column, "label": [0, 1] * 10}), tmp_path / f"{subset}.parquet")
     Image.fromarray(make_noise_images(1)[0]).save(tmp_path.parent / "secret.png")
     source = load(str(tmp_path), preparation=Preparation(skip_unreadable=True))
     assert (source.test.images == make_noise_images(20)).all()

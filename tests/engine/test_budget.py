@@ -70,9 +70,9 @@ def test_equal_labeled_steps_by_hand():
     """Labels alone take 5 steps by themselves, all labels 50, and 45 at FedDure's budget."""
     budget = Budget("labeled-steps", client_update("feddure"))
     for name, single in (("fedavg", 5), ("fedavg-sl", 50)):
-        own = holding(name, CLIENT)
-        assert batch_rule_amount(TEN, client_update(name), own).steps == single
-        assert budget.amount(TEN, client_update(name), own, CLIENT) == Amount(45, 10, 0)
+        client_sizes = holding(name, CLIENT)
+        assert batch_rule_amount(TEN, client_update(name), client_sizes).steps == single
+        assert budget.amount(TEN, client_update(name), client_sizes, CLIENT) == Amount(45, 10, 0)
 
 
 def test_no_budget_is_the_batch_rule():
@@ -99,22 +99,24 @@ def test_labeled_steps_are_those_of_the_reference(batching, client, name, refere
 def test_forwards_are_equal_within_half_a_step(batching, client, name, reference):
     """The images through the network differ by at most half a step's (or the method takes its one step)."""
     wanted = batch_rule_amount(batching, client_update(reference), client)
-    own = holding(name, client)
+    client_sizes = holding(name, client)
     total = wanted.steps * images_per_step(client_update(reference), wanted) + client_update(
         reference
     ).images_outside_steps(client.labeled, client.unlabeled)
-    made = Budget("forwards", client_update(reference)).amount(batching, client_update(name), own, client)
+    made = Budget("forwards", client_update(reference)).amount(batching, client_update(name), client_sizes, client)
     step = images_per_step(client_update(name), made)
-    total -= client_update(name).images_outside_steps(own.labeled, own.unlabeled)  # what is left for steps
+    total -= client_update(name).images_outside_steps(
+        client_sizes.labeled, client_sizes.unlabeled
+    )  # what is left for steps
     assert made.steps >= 1
     assert abs(made.steps * step - total) <= step / 2 or (made.steps == 1 and total < step / 2)
 
 
 @given(BATCHINGS, HOLDINGS, NAMES)
 def test_the_reference_keeps_its_own_rule(batching, client, name):
-    own = batch_rule_amount(batching, client_update(name), client)
+    client_sizes = batch_rule_amount(batching, client_update(name), client)
     for rule in ("labeled-steps", "forwards"):
-        assert Budget(rule, client_update(name)).amount(batching, client_update(name), client, client) == own
+        assert Budget(rule, client_update(name)).amount(batching, client_update(name), client, client) == client_sizes
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-sl", "fedprox-fixmatch", "feddure-without-freg"])
@@ -201,6 +203,6 @@ def test_comparison_has_the_same_budget_in_every_order(tmp_path):
         )
     assert budgets["fedavg"] == budgets["fedavg-fixmatch"]
     chosen = Config(**few, reference="fedavg", data_share=0.2, run_dir=tmp_path / "own")
-    own = runner.compare(chosen, ("fedavg-fixmatch", "fedavg"))
-    assert {each["budget"]["reference"] for each in own.summaries} == {"FedAvg (labeled only)"}
-    assert own.summaries[0]["cost"]["labeled_steps"] < budgets["fedavg"]["fedavg"]
+    client_sizes = runner.compare(chosen, ("fedavg-fixmatch", "fedavg"))
+    assert {each["budget"]["reference"] for each in client_sizes.summaries} == {"FedAvg (labeled only)"}
+    assert client_sizes.summaries[0]["cost"]["labeled_steps"] < budgets["fedavg"]["fedavg"]

@@ -264,9 +264,9 @@ def test_images_tested_under_their_own_statistics():
 )
 def test_pixels_are_normalized_as_it_is_said(given, constants):
     plain, made = (factory.build_problem(Config(**each)) for each in ({}, given))
-    own = plain.source.mean, plain.source.std
-    mean, std = constants or own
-    assert (made.source.mean, made.source.std) == (own[0] if mean == "own" else mean, std)
+    constants_of_data = plain.source.mean, plain.source.std
+    mean, std = constants or constants_of_data
+    assert (made.source.mean, made.source.std) == (constants_of_data[0] if mean == "own" else mean, std)
     image = made.test.images[:1]
     wanted = (image.double() / 255 - made.source.mean[0]) / made.source.std[0]
     assert torch.allclose(made.task.normalize(image).double(), wanted, atol=1e-6)

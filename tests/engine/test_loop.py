@@ -127,16 +127,16 @@ def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, messag
     verdicts = list(message)
     brought = list[Tree]()
 
-    def told(round: int) -> Any:
+    def make_report(round: int) -> Any:
         return {"round": round, "sites": 1, "accuracy": verdicts.pop(0), "loss": 1.0, "per_class": []}
 
     def closed() -> Any:
         report = close()
-        return report._replace(validation=told(len(brought))) if brought else report
+        return report._replace(validation=make_report(len(brought))) if brought else report
 
     runtime.close = closed
     runtime.evaluate_next_round = brought.append
-    runtime.final_evaluation = lambda model: (None, told(len(message)))
+    runtime.final_evaluation = lambda model: (None, make_report(len(message)))
     with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
         made = run_rounds(Experiment(method, shared, runtime, TEST, 3), folder, None, lambda row: None)
     expected = models(len(message))
@@ -180,11 +180,11 @@ def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_pa
     shared = make_task(dtype=torch.float32)
     messages = [evaluate_model(shared.network, model, shared.normalize, held).row() for model in models(5)]
     assert [row["validation"] for row in rows] == messages
-    place = max(range(5), key=lambda k: (messages[k]["accuracy"], -messages[k]["loss"]))
-    assert trees_equal(made["model"], models(5)[place])
+    best_round = max(range(5), key=lambda k: (messages[k]["accuracy"], -messages[k]["loss"]))
+    assert trees_equal(made["model"], models(5)[best_round])
     assert made["accuracy"]["last"] == rows[-1]["test"]["accuracy"]
-    assert made["accuracy"]["chosen"] == rows[place]["test"]["accuracy"]
-    assert made["accuracy"]["chosen_round"] == place + 1
+    assert made["accuracy"]["chosen"] == rows[best_round]["test"]["accuracy"]
+    assert made["accuracy"]["chosen_round"] == best_round + 1
     assert made["confusion"] == confusion(made["model"])
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import in_turn, scene
+from test_contract import in_turn, build_simulation
 
 from halfmoon.api.types import ClientData
 from halfmoon.core import tree
@@ -53,7 +53,7 @@ def test_no_step_reads_a_value_or_mixes_devices(name, executor, monkeypatch):
                 yield query(group)
 
     draw = driver.draw
-    method, task, simulation = scene(name, "both", executor, cohort=1 if executor == "loop" else 2)
+    method, task, simulation = build_simulation(name, "both", executor, cohort=1 if executor == "loop" else 2)
     recorder = Recorder() if executor == "loop" else VmapExecutor(Recorder(), max_padding=Fraction(1))
     simulation.local_clients.training = replace(simulation.local_clients.training, executor=recorder)
     with monkeypatch.context() as patch:

@@ -372,11 +372,11 @@ def test_masked_chunks_are_the_chunks_of_the_real_rows(size):
     """For every number of real rows of 15: the same parts in the same order, as `tensor_split` cuts them."""
     for count in range(16):
         real = torch.arange(15) < count
-        rows, there, places = index_chunks(real, size)
-        actual = [part[mask].tolist() for part, mask in zip(rows, there, strict=True)]
-        expected = [part.tolist() for part in split_into_chunks(torch.arange(count), size)] if count else []
-        assert [part for part in actual if part] == expected
-        assert torch.equal(rows.flatten()[places][:count], torch.arange(count))
+        rows, there, positions = index_chunks(real, size)
+        actual = [chunk[mask].tolist() for chunk, mask in zip(rows, there, strict=True)]
+        expected = [chunk.tolist() for chunk in split_into_chunks(torch.arange(count), size)] if count else []
+        assert [chunk for chunk in actual if chunk] == expected
+        assert torch.equal(rows.flatten()[positions][:count], torch.arange(count))
 
 
 OUTSIDE = from_factory("custom_models:build_small", 1, CLASSES, (8, 8))

@@ -29,7 +29,7 @@ def local(labeled: int, unlabeled: int, start: int = 0) -> ClientData:
     return ClientData(x, torch.arange(labeled) % 4, u, torch.tensor(labeled), torch.tensor(unlabeled))
 
 
-def visit(client, amount, names=("weak", "strong"), views=None, keep=None, path=("visit", 0)):
+def draw_update(client, amount, names=("weak", "strong"), views=None, keep=None, path=("visit", 0)):
     """Draw a visit of seed 0."""
     return draw(amount, client, views or Views(), UpdateRequirements(names), keep, 0, *path)
 
@@ -43,9 +43,9 @@ def test_a_cycle_is_pass_after_pass(count, length, seed):
     rows = torch.arange(count) * 3 + 1
     made = cycle(rows, length, rng.generator(seed, "cycle"))
     assert len(made) == length
-    for part in made.split(count):
-        assert len(set(part.tolist())) == len(part)
-        assert set(part.tolist()) <= set(rows.tolist())
+    for chunk in made.split(count):
+        assert len(set(chunk.tolist())) == len(chunk)
+        assert set(chunk.tolist()) <= set(rows.tolist())
 
 
 def test_a_cycle_shuffles_every_pass_anew():
@@ -66,9 +66,9 @@ def test_labeled_batches_do_not_depend_on_the_views(seed):
     """Labeled rows and draws are the same with and without unlabeled views, weak draws with and without strong."""
     client = local(7, 23)
     path = ("visit", seed)
-    single = visit(client, Amount(5, 4, 0), (), path=path)
-    both = visit(client, Amount(5, 4, 6), path=path)
-    weak = visit(client, Amount(5, 4, 6), ("weak",), path=path)
+    single = draw_update(client, Amount(5, 4, 0), (), path=path)
+    both = draw_update(client, Amount(5, 4, 6), path=path)
+    weak = draw_update(client, Amount(5, 4, 6), ("weak",), path=path)
     assert torch.equal(single.x_rows, both.x_rows)
     assert same_draws(single.x_draws, both.x_draws)
     assert torch.equal(weak.u_rows, both.u_rows)
@@ -78,7 +78,7 @@ def test_labeled_batches_do_not_depend_on_the_views(seed):
 
 def test_labeled_and_unlabeled_rows_have_orders_of_their_own():
     """A client with as many labeled as unlabeled rows does not see them in the same order, nor with the same crops."""
-    made = visit(local(20, 20), Amount(5, 4, 4))
+    made = draw_update(local(20, 20), Amount(5, 4, 4))
     assert not torch.equal(made.x_rows, made.u_rows)
     assert not torch.equal(made.x_draws["top"], made.u_draws["weak"]["top"])
 
@@ -99,7 +99,7 @@ def test_a_path_of_its_own_draws_its_own():
 
 def test_a_batch_holds_the_rows_it_names():
     client = local(7, 23)
-    made = visit(client, Amount(5, 4, 6), views=PLAIN)
+    made = draw_update(client, Amount(5, 4, 6), views=PLAIN)
     steps = list(batches([client], [made], PLAIN, PIXELS, 512))
     assert len(steps) == 5
     for t, batch in enumerate(steps):
@@ -121,7 +121,7 @@ def test_chunking_changes_nothing(rows):
     """However many images have their views made in one call: the same bits, for clients of unequal visits."""
     clients = [local(7, 23), local(3, 9, 50)]
     updates = [
-        visit(c, Amount(n, 4, 5), path=("visit", k)) for k, (c, n) in enumerate(zip(clients, (5, 3), strict=True))
+        draw_update(c, Amount(n, 4, 5), path=("visit", k)) for k, (c, n) in enumerate(zip(clients, (5, 3), strict=True))
     ]
     whole = listed(batches(clients, updates, Views(), PIXELS, 10**6))
     parts = listed(batches(clients, updates, Views(), PIXELS, rows))
@@ -135,7 +135,7 @@ def test_company_changes_nothing():
     clients = [local(7, 23), local(3, 9, 50), local(5, 9)]
     keep = [None, None, torch.zeros(9, dtype=torch.bool)]
     updates = [
-        visit(client, Amount(steps, 4, 5), keep=keep[k], path=("visit", k))
+        draw_update(client, Amount(steps, 4, 5), keep=keep[k], path=("visit", k))
         for k, (client, steps) in enumerate(zip(clients, (5, 3, 2), strict=True))
     ]
     together = list(batches(clients, updates, Views(), PIXELS, 512))
@@ -200,7 +200,7 @@ def test_the_rest_is_looked_at_once_an_epoch(labeled, unlabeled, epochs):
 def test_rows_fewer_than_a_batch_repeat():
     """3 labeled rows in a batch of 10: three whole passes and one row more; 2 unlabeled ones in one of 5: two."""
     client = local(3, 2)
-    (batch,) = batches([client], [visit(client, Amount(1, 10, 5), views=PLAIN)], PLAIN, PIXELS, 512)
+    (batch,) = batches([client], [draw_update(client, Amount(1, 10, 5), views=PLAIN)], PLAIN, PIXELS, 512)
     assert sorted(batch.x_rows[0].bincount(minlength=3).tolist()) == [3, 3, 4]
     assert sorted(batch.u_rows[0].bincount(minlength=2).tolist()) == [2, 3]
     assert batch.x.shape[1] == 10
@@ -211,7 +211,7 @@ def test_only_kept_rows_are_drawn():
     client = local(5, 9)
     keep = torch.zeros(14, dtype=torch.bool)
     keep[[2, 7, 8, 11]] = True
-    made = visit(client, Amount(4, 3, 6), keep=keep)
+    made = draw_update(client, Amount(4, 3, 6), keep=keep)
     assert set(made.u_rows.tolist()) == {2, 7, 8}
     assert made.amount == Amount(4, 3, 6)
 
@@ -219,13 +219,13 @@ def test_only_kept_rows_are_drawn():
 def test_a_client_that_may_draw_nothing_takes_no_step():
     """Neither labeled nor unlabeled rows are drawn; a method that wants no unlabeled view is not concerned."""
     client = local(5, 9)
-    nothing = torch.zeros(9, dtype=torch.bool)
-    made = visit(client, Amount(4, 3, 6), keep=nothing)
+    no_rows = torch.zeros(9, dtype=torch.bool)
+    made = draw_update(client, Amount(4, 3, 6), keep=no_rows)
     assert made.amount == Amount(0, 3, 6)
     assert len(made.x_rows) == len(made.u_rows) == 0
     assert list(batches([client], [made], Views(), PIXELS, 512)) == []
-    assert visit(local(5, 0), Amount(4, 3, 6)).amount.steps == 0
-    assert visit(local(5, 0), Amount(4, 3, 0), ()).amount.steps == 4
+    assert draw_update(local(5, 0), Amount(4, 3, 6)).amount.steps == 0
+    assert draw_update(local(5, 0), Amount(4, 3, 0), ()).amount.steps == 4
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,9 @@ def test_labeled_images_have_the_views_that_are_asked_for():
     updates = [
         draw(Amount(n, 4, 5), c, SHOWN, requested, None, 0, "visit", n) for c, n in zip(clients, (3, 2), strict=True)
     ]
-    without = [visit(c, Amount(n, 4, 5), views=SHOWN, path=("visit", n)) for c, n in zip(clients, (3, 2), strict=True)]
+    without = [
+        draw_update(c, Amount(n, 4, 5), views=SHOWN, path=("visit", n)) for c, n in zip(clients, (3, 2), strict=True)
+    ]
     steps = list(batches(clients, updates, SHOWN, PIXELS, 9))
     for t, (actual, expected) in enumerate(zip(steps, batches(clients, without, SHOWN, PIXELS, 512), strict=True)):
         assert expected.x_views == {}
@@ -320,7 +322,7 @@ def test_mixing_changes_no_other_draw():
 
 def test_another_draw_of_a_recipe_is_another_draw():
     """ "weak2" is drawn like "weak", and differs from it."""
-    made = visit(local(5, 40), Amount(4, 4, 10), ("weak", "weak2"))
+    made = draw_update(local(5, 40), Amount(4, 4, 10), ("weak", "weak2"))
     assert made.u_draws["weak"].keys() == made.u_draws["weak2"].keys()
     assert not same_draws(made.u_draws["weak"], made.u_draws["weak2"])
 

@@ -150,12 +150,12 @@ def test_memories_belong_to_their_clients(executor):
     updates = dict.fromkeys(range(4), 0)
     server = start_server(method, shared)
     for number in range(5):
-        (played,) = run_rounds(method, simulation, server, range(number, number + 1))
-        server = played.server
-        for index, client in enumerate(played.report.cohort):
+        (round_result,) = run_rounds(method, simulation, server, range(number, number + 1))
+        server = round_result.server
+        for index, client in enumerate(round_result.report.cohort):
             assert float(server["uploads"]["query0"]["updates"][index]) == updates[client]
             updates[client] += 1
-        assert {int(k): float(m["updates"]) for k, m in played.state["client"].items()} == {
+        assert {int(k): float(m["updates"]) for k, m in round_result.state["client"].items()} == {
             k: n for k, n in updates.items() if n
         }
 
@@ -166,10 +166,10 @@ def test_the_regulator_of_each_client_goes_on_where_it_stopped():
     shared = make_task()
     simulation = make_simulation(method, shared, cohort=2)
     steps = dict.fromkeys(range(4), 0)
-    for played in run_rounds(method, simulation, start_server(method, shared), range(4)):
-        for client in played.report.cohort:
+    for round_result in run_rounds(method, simulation, start_server(method, shared), range(4)):
+        for client in round_result.report.cohort:
             steps[client] += -(-SIZES[client][1] // 4)
-        counted = {int(k): float(m["regulator"]["optimizer"]["steps"]) for k, m in played.state["client"].items()}
+        counted = {int(k): float(m["regulator"]["optimizer"]["steps"]) for k, m in round_result.state["client"].items()}
         assert counted == {k: n for k, n in steps.items() if n}
     firsts = []
     for seed in (0, 1):
@@ -192,11 +192,11 @@ def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
     """`each` reaches client k as its k-th slice, merged with what is shared; two trips see other images."""
     method = CountingMethod()
     shared = make_task()
-    (played,) = run_rounds(
+    (round_result,) = run_rounds(
         method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
     )
-    uploads = played.server["uploads"]
-    cohort = played.report.cohort
+    uploads = round_result.server["uploads"]
+    cohort = round_result.report.cohort
     for query in ("query0", "query1"):
         assert uploads[query]["tag"].tolist() == [100.0 + k for k in cohort]
         assert uploads[query]["labeled"].tolist() == [SIZES[k][0] for k in cohort]
@@ -261,10 +261,10 @@ def test_costs_equal_a_hand_count(executor):
     * (4 + 8 + 8) = 40 statistics: 1036 numbers of 8 bytes; an upload adds a weight of 8."""
     method = FedAvg(FixMatch())
     shared = make_task()
-    (played,) = run_rounds(
+    (round_result,) = run_rounds(
         method, make_simulation(method, shared, cohort=4, executor=executor), start_server(method, shared), range(1)
     )
-    assert played.report.cost == {
+    assert round_result.report.cost == {
         "labeled_steps": 12,
         "labeled_images": 48,
         "unlabeled_images": 48,
@@ -282,11 +282,11 @@ def test_private_downloads_are_counted_once(executor):
     """Two trips to three clients: 4 shared bytes to each, and a slice of a float64 and an int64 for each."""
     method = CountingMethod()
     shared = make_task()
-    (played,) = run_rounds(
+    (round_result,) = run_rounds(
         method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
     )
-    assert played.report.cost["bytes_down"] == 2 * (3 * 4 + 3 * (8 + 8))
-    assert played.report.cost["bytes_up"] == 2 * 3 * 8 * 8
+    assert round_result.report.cost["bytes_down"] == 2 * (3 * 4 + 3 * (8 + 8))
+    assert round_result.report.cost["bytes_up"] == 2 * 3 * 8 * 8
 
 
 class Passing(TorchDispatchMode):
@@ -379,7 +379,7 @@ def test_hidden_labels_change_nothing(name):
     shared = make_task()
     runs = []
     given = []
-    held = make_dataset(place=entry.label_locations[0], pooled=entry.pooled)
+    held = make_dataset(labels_at=entry.label_locations[0], pooled=entry.pooled)
     hidden = torch.from_numpy(~held.split.labeled)
     for shift in (0, 1):
         labels = torch.where(hidden, (held.train.labels + shift) % CLASSES, held.train.labels)
@@ -411,7 +411,7 @@ def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
     held = make_dataset()
     shared = make_task()
     recording = RecordingMethod(some(name))
-    (played,) = run_rounds(
+    (round_result,) = run_rounds(
         recording,
         make_simulation(recording, shared, held, confidence_threshold=0.39),
         start_server(recording, shared),
@@ -429,9 +429,9 @@ def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
             hidden = [known[client.u[row].contiguous().numpy().tobytes()] for row in rows]
             quality.add(what.pseudo[0], torch.tensor(hidden))
             counted += len(hidden)
-    row = played.report.pseudo
+    row = round_result.report.pseudo
     assert row == quality.row()
-    assert counted == played.report.cost["unlabeled_images"]
+    assert counted == round_result.report.cost["unlabeled_images"]
     assert 0 < row["share_above"] < 1
     assert row["share_used"] > 0
 
@@ -440,11 +440,11 @@ def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
 def test_samples_add_over_steps_and_clients(executor):
     method = CountingMethod(queries=1)
     shared = make_task()
-    (played,) = run_rounds(
+    (round_result,) = run_rounds(
         method, make_simulation(method, shared, executor=executor), start_server(method, shared), range(1)
     )
-    loss = played.report.samples["loss"]
-    assert float(loss.count) == sum(-(-SIZES[k][1] // 4) for k in played.report.cohort)
+    loss = round_result.report.samples["loss"]
+    assert float(loss.count) == sum(-(-SIZES[k][1] // 4) for k in round_result.report.cohort)
     recording = RecordingMethod(method)
     run_rounds(recording, make_simulation(recording, shared), start_server(recording, shared), range(1))
     losses = [float(notes.loss) for notes in recording.list_calls("metrics")]
@@ -460,11 +460,11 @@ def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
     method = CountingMethod(queries=1, failing_client=client, failing_round=1, failing_step=step)
     shared = make_task()
     simulation = make_simulation(method, shared, executor=executor, cohort=4)
-    (played,) = run_rounds(method, simulation, start_server(method, shared), range(1))
+    (round_result,) = run_rounds(method, simulation, start_server(method, shared), range(1))
     with pytest.raises(Diverged, match=f"nan in round 2 at client {client}, step {step}:") as caught:
-        run_rounds(method, simulation, played.server, range(1, 2))
+        run_rounds(method, simulation, round_result.server, range(1, 2))
     assert (caught.value.round, caught.value.client, caught.value.step) == (1, client, step - 1)
-    stored, before = (each["client"][str(client)] for each in (simulation.state(), played.state))
+    stored, before = (each["client"][str(client)] for each in (simulation.state(), round_result.state))
     assert trees_equal(stored, before)
 
 
@@ -473,10 +473,10 @@ def test_a_frozen_client_cannot_diverge(executor):
     """A loss that would be NaN after a client's last step, while others still train, is not the client's."""
     method = CountingMethod(queries=1, failing_client=1, failing_step=3)
     shared = make_task()
-    (played,) = run_rounds(
+    (round_result,) = run_rounds(
         method, make_simulation(method, shared, executor=executor, cohort=4), start_server(method, shared), range(1)
     )
-    assert played.server["uploads"]["query0"]["steps"].tolist() == [3, 2, 4, 3]
+    assert round_result.server["uploads"]["query0"]["steps"].tolist() == [3, 2, 4, 3]
 
 
 @BOTH
@@ -511,7 +511,7 @@ def test_a_client_holds_its_rows():
         local, hidden = held.client_data(k)
         assert local.x.shape == (labeled, 1, 8, 8)
         assert local.u.shape == (unlabeled, 1, 8, 8)
-        x, u = (torch.from_numpy(held.split.rows(k, part)) for part in (True, False))
+        x, u = (torch.from_numpy(held.split.rows(k, is_labeled)) for is_labeled in (True, False))
         assert torch.equal(local.y, held.train.labels[x])
         assert torch.equal(local.u, held.train.images[u])
         assert torch.equal(hidden, held.train.labels[u])
@@ -590,11 +590,11 @@ def test_who_is_silent_leaves_the_cohort():
     simulation = make_simulation(CountingMethod(), make_task(rounds=200), client_dropout=0.4)
     server = start_server(CountingMethod(), make_task())
     messages = []
-    for played in run_rounds(CountingMethod(), simulation, server, range(12)):
-        messages.append(len(played.report.cohort))
+    for round_result in run_rounds(CountingMethod(), simulation, server, range(12)):
+        messages.append(len(round_result.report.cohort))
         for query in ("query0", "query1"):
-            assert len(played.server["uploads"][query]["tag"]) == messages[-1]
-            assert (played.server["uploads"][query]["tag"] - 100).tolist() == played.report.cohort
+            assert len(round_result.server["uploads"][query]["tag"]) == messages[-1]
+            assert (round_result.server["uploads"][query]["tag"] - 100).tolist() == round_result.report.cohort
     for number in range(12, 200):
         simulation.open(number)
         messages.append(len(sample_responders(simulation.cohort, 0.4, simulation.seed, number)))
@@ -602,7 +602,10 @@ def test_who_is_silent_leaves_the_cohort():
     assert max(messages) == 3
     assert abs(np.mean(messages) - 1.864) < 4 * 0.06
     everybody = make_simulation(CountingMethod(), make_task())
-    assert all(len(played.report.cohort) == 3 for played in run_rounds(CountingMethod(), everybody, server, range(4)))
+    assert all(
+        len(round_result.report.cohort) == 3
+        for round_result in run_rounds(CountingMethod(), everybody, server, range(4))
+    )
 
 
 def test_others_than_the_cohort_can_be_asked():
@@ -635,7 +638,7 @@ def test_the_server_trains_on_its_own_rows(executor):
     simulation = make_simulation(
         method,
         make_task(),
-        make_dataset(place="server"),
+        make_dataset(labels_at="server"),
         executor=executor,
         server_batching=Batching(5, epochs=2),
         budget=Budget(),
@@ -669,26 +672,30 @@ def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor
     """Labels at the even clients: the average is that of clients 0 and 2 by their sizes, whoever else was asked."""
     shared = make_task(optimizer=SGD(0.1))
     method = FedAvg()
-    held = make_dataset(place="some")
+    held = make_dataset(labels_at="some")
     simulation = make_simulation(method, shared, held, executor=executor, cohort=4)
     server = start_server(method, shared)
     simulation.open(0)
     upload = simulation.query("train", server)
     assert upload.weight.tolist() == [16.0, 0.0, 20.0, 0.0]
     assert trees_equal(tree.index(upload.update["params"], 1), server["params"])
-    (played,) = run_rounds(method, make_simulation(method, shared, held, executor=executor, cohort=4), server, range(1))
-    assert max_difference(played.server["params"], tree.weighted_mean(upload.update["params"], upload.weight)) == 0
-    single = make_simulation(
-        method, shared, make_dataset(((0, 6), (0, 9)), place="clients"), executor=executor, cohort=2
+    (round_result,) = run_rounds(
+        method, make_simulation(method, shared, held, executor=executor, cohort=4), server, range(1)
     )
-    (played,) = run_rounds(method, single, server, range(1))
-    assert trees_equal(played.server, server)
+    assert (
+        max_difference(round_result.server["params"], tree.weighted_mean(upload.update["params"], upload.weight)) == 0
+    )
+    single = make_simulation(
+        method, shared, make_dataset(((0, 6), (0, 9)), labels_at="clients"), executor=executor, cohort=2
+    )
+    (round_result,) = run_rounds(method, single, server, range(1))
+    assert trees_equal(round_result.server, server)
 
 
 def test_a_pooled_federation_is_one_client_with_everything():
     """All rows but nobody's, the server's too, at client 0; the cohort is that one client."""
-    for place, labeled in (("clients", 18), ("server", 18), ("some", 11)):
-        held = make_dataset(place=place, pooled=True)
+    for labels_at, labeled in (("clients", 18), ("server", 18), ("some", 11)):
+        held = make_dataset(labels_at=labels_at, pooled=True)
         local, _ = held.client_data(0)
         assert (int(local.labeled), int(local.unlabeled)) == (labeled, 40)
         simulation = make_simulation(FedAvg(FixMatch()), make_task(), held)
@@ -707,7 +714,7 @@ def test_labeled_rows_can_be_unlabeled_ones_as_well():
         images = {image.numpy().tobytes() for image in local.u}
         assert all(image.numpy().tobytes() in images for image in local.x)
         assert astuple(replace(held, all_labels=True).training_size(k)) == (labeled + unlabeled, 0)
-    assert int(replace(make_dataset(place="server"), reuse_labeled=True).client_data(SERVER)[0].unlabeled) == 0
+    assert int(replace(make_dataset(labels_at="server"), reuse_labeled=True).client_data(SERVER)[0].unlabeled) == 0
 
 
 def test_a_stream_shows_each_stage_in_its_rounds():
@@ -724,9 +731,9 @@ def test_a_stream_shows_each_stage_in_its_rounds():
     assert len(seen) == 12
     for index, data in enumerate(seen):
         number, client = divmod(index, 2)
-        mine = rows[(held.split.client == client) & ~held.split.labeled & (stage == number // 2)]
-        assert torch.equal(data.u, held.train.images[torch.from_numpy(mine)])
-        assert int(data.unlabeled) == len(mine)
+        unlabeled_rows = rows[(held.split.client == client) & ~held.split.labeled & (stage == number // 2)]
+        assert torch.equal(data.u, held.train.images[torch.from_numpy(unlabeled_rows)])
+        assert int(data.unlabeled) == len(unlabeled_rows)
         assert int(data.labeled) == 3
     assert make_dataset().stage(3, 6) is None
 
@@ -758,12 +765,12 @@ def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
     """Shares and mean prediction of the rows of the three clients of round 2, counted in numpy; nothing is a cost."""
     held = make_dataset()
     simulation, model, row = leanings(held, number=1, executor=executor)
-    mine = np.isin(held.split.client, simulation.cohort.numpy())
+    unlabeled_rows = np.isin(held.split.client, simulation.cohort.numpy())
     labels = held.train.labels.numpy()
-    assert 0 < mine.sum() < len(mine)
-    assert row["labeled"] == shares(labels[mine & held.split.labeled])
-    assert row["unlabeled"] == shares(labels[mine & ~held.split.labeled])
-    assert row["app_u"] == pytest.approx(predicted(model, held, mine & ~held.split.labeled), abs=1e-6)
+    assert 0 < unlabeled_rows.sum() < len(unlabeled_rows)
+    assert row["labeled"] == shares(labels[unlabeled_rows & held.split.labeled])
+    assert row["unlabeled"] == shares(labels[unlabeled_rows & ~held.split.labeled])
+    assert row["app_u"] == pytest.approx(predicted(model, held, unlabeled_rows & ~held.split.labeled), abs=1e-6)
     assert max(row["app_u"]) > 0.3
     accuracy, app_u, labeled = (np.array(row[name]) for name in ("accuracy", "app_u", "labeled"))
     assert accuracy.tolist() == [0.5, 0.25, 0.25, 0.0]
@@ -797,10 +804,10 @@ def test_a_leaning_heeds_stages_and_silence():
 def test_a_leaning_knows_who_holds_the_labels():
     """The server's labels where it has them; a cohort without any has no labeled share; all labels leave no row."""
     labels = make_dataset().train.labels.numpy()
-    held = make_dataset(place="server")
+    held = make_dataset(labels_at="server")
     _, _, row = leanings(held)
     assert row["labeled"] == shares(labels[held.split.client == SERVER])
-    held = make_dataset(place="some")
+    held = make_dataset(labels_at="some")
     for number in range(6):
         simulation, _, row = leanings(held, cohort=1, number=number)
         (client,) = simulation.cohort.tolist()
@@ -816,7 +823,7 @@ def test_a_leaning_knows_who_holds_the_labels():
 
 def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
     """Of a pooled run's 40 unlabeled rows 12 are looked at, others in another round; all are in the shares."""
-    held = make_dataset(pooled=True, place="server")
+    held = make_dataset(pooled=True, labels_at="server")
     labels = make_dataset().train.labels.numpy()
     seen = []
 

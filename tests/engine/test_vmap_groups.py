@@ -86,13 +86,13 @@ def test_no_program_is_padded_more_than_the_bound():
         sizes = [(drawn.randrange(9), drawn.randrange(1, 12) ** 2) for _ in range(drawn.randrange(1, 25))]
         held = extents(sizes, batching, of)
         groups = group_clients(of, held)
-        assert sorted(place for group in groups for place in group) == list(range(len(sizes)))
-        for places in groups:
-            widest = held[places[0]]
-            for place in places:
-                widest = widest.maximum(held[place])
-            images = sum(held[place].count_images(of) for place in places)
-            whole = len(places) * widest.count_images(of)
+        assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
+        for indices in groups:
+            widest = held[indices[0]]
+            for index in indices:
+                widest = widest.maximum(held[index])
+            images = sum(held[index].count_images(of) for index in indices)
+            whole = len(indices) * widest.count_images(of)
             assert whole - images <= MAX_PADDING * whole
 
 

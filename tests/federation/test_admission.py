@@ -143,7 +143,7 @@ def test_a_site_with_a_new_key_has_its_name(transport: FakeTransport, manager: C
     assert list(manager.connected_sites) == list(SITES)
 
 
-class Book:
+class FakeRegistry:
     """A registry as Flower has one: a key that was taken out never comes in again."""
 
     def __init__(self) -> None:
@@ -176,12 +176,14 @@ class Door:
 
     folder: Path
     file: Path
-    book: Book = field(default_factory=Book)
-    said: list[str] = field(default_factory=list)
+    registry: FakeRegistry = field(default_factory=FakeRegistry)
+    messages: list[str] = field(default_factory=list)
     time: float = 0.0
 
     def open(self, names: Sequence[str] = ("north", "south")) -> Admission:
-        made = Admission(Access.open(self.folder), self.book, self.file, names, self.said.append, lambda: self.time)
+        made = Admission(
+            Access.open(self.folder), self.registry, self.file, names, self.messages.append, lambda: self.time
+        )
         made.open()
         return made
 
@@ -207,34 +209,36 @@ def door(tmp_path: Path) -> Door:
 def test_every_site_of_the_folder_is_registered_once_and_its_number_written_down(door: Door):
     """Another start, of the server or of everything, registers nothing anew; numbers of 64 bits come through."""
     door.open()
-    assert sorted(door.book.calls) == ["+north", "+south"]
+    assert sorted(door.registry.calls) == ["+north", "+south"]
     assert {number: who.name for number, who in read_key_owners(door.file).items()} == {
         number: next(name for name in ("north", "south") if door.key(name) == node.key)
-        for number, node in door.book.held.items()
+        for number, node in door.registry.held.items()
     }
     door.open()
     door.file.unlink()
     door.open()
-    assert len(door.book.calls) == 2
+    assert len(door.registry.calls) == 2
     assert sorted(door.key_owners()) == ["north", "south"]
-    assert door.said == [f"{name} may come in: its key is registered" for name in ("north", "south")]
+    assert door.messages == [f"{name} may come in: its key is registered" for name in ("north", "south")]
 
 
 def test_a_removed_site_is_out_of_the_file_before_flower_hears_of_it(door: Door, monkeypatch: pytest.MonkeyPatch):
     """Its answers count no more from the moment at which the file is written, whatever Flower does then."""
     made = door.open()
     number = door.key_owners()["north"]
-    honest = door.book.unregister
+    honest = door.registry.unregister
     seen: list[list[str]] = []
-    monkeypatch.setattr(door.book, "unregister", lambda which: (seen.append(sorted(door.key_owners())), honest(which)))
+    monkeypatch.setattr(
+        door.registry, "unregister", lambda which: (seen.append(sorted(door.key_owners())), honest(which))
+    )
     make.remove_site(door.folder, "north")
     door.look(made)
     assert seen == [["south"]]
-    assert door.book.calls[-1] == f"-{number}"
-    assert door.said[-1] == "north may not come in any more: its key is removed"
-    calls = len(door.book.calls)
+    assert door.registry.calls[-1] == f"-{number}"
+    assert door.messages[-1] == "north may not come in any more: its key is removed"
+    calls = len(door.registry.calls)
     door.look(made)
-    assert len(door.book.calls) == calls, "once"
+    assert len(door.registry.calls) == calls, "once"
 
 
 def test_new_and_replaced_keys_come_in_while_the_server_runs(door: Door):
@@ -249,24 +253,24 @@ def test_new_and_replaced_keys_come_in_while_the_server_runs(door: Door):
     assert sorted(door.key_owners()) == ["north", "south", "west"]
     assert door.key_owners()["north"] != before["north"]
     assert door.key_owners()["south"] == before["south"]
-    assert door.key("north") in {node.key for node in door.book.held.values()}
-    assert before["north"] not in door.book.held
-    assert door.said[-3] == "the old key of north is removed"
+    assert door.key("north") in {node.key for node in door.registry.held.values()}
+    assert before["north"] not in door.registry.held
+    assert door.messages[-3] == "the old key of north is removed"
 
 
 def test_a_node_that_others_have_registered_is_put_out(door: Door):
     """Whoever has an account on the server's machine reaches Flower's Control API; it is seen within seconds."""
     made = door.open()
-    door.book.held[5] = admission.Node(5, b"stranger", "")
+    door.registry.held[5] = admission.Node(5, b"stranger", "")
     door.look(made)
-    assert 5 not in door.book.held
-    assert door.said[-1] == "node 5 was registered by others: its key is removed"
+    assert 5 not in door.registry.held
+    assert door.messages[-1] == "node 5 was registered by others: its key is removed"
 
 
 def test_when_a_process_connected_is_written_down(door: Door):
     made = door.open()
     number = door.key_owners()["north"]
-    door.book.held[number] = door.book.held[number]._replace(since="2026-11-21T20:28:38+00:00")
+    door.registry.held[number] = door.registry.held[number]._replace(since="2026-11-21T20:28:38+00:00")
     door.look(made)
     assert read_key_owners(door.file)[number] == NodeIdentity("north", "2026-11-21T20:28:38+00:00")
 
@@ -275,16 +279,16 @@ def test_what_fails_is_said_once_and_tried_again(door: Door):
     """A SuperLink that is away, and a folder that cannot be read, change nothing and end nothing."""
     made = door.open()
     before = door.key_owners()
-    door.book.away = True
+    door.registry.away = True
     door.look(made)
-    door.book.away = False
+    door.registry.away = False
     record = door.folder / "access.json"
     text = record.read_bytes()
     record.write_bytes(b"{")
     door.look(made)
     door.look(made)
     assert door.key_owners() == before
-    assert sum("who may come in stays as it was" in message for message in door.said) == 1
+    assert sum("who may come in stays as it was" in message for message in door.messages) == 1
     record.write_bytes(text)
     make.remove_site(door.folder, "south")
     door.look(made)
@@ -296,21 +300,21 @@ def test_a_folder_that_vanishes_does_not_end_the_server(door: Door):
     door.folder.rename(door.folder.with_name("moved"))
     door.look(made, 4000.0)
     assert sorted(door.key_owners()) == ["north", "south"]
-    assert [message for message in door.said if "who may come in stays as it was" in message]
+    assert [message for message in door.messages if "who may come in stays as it was" in message]
 
 
 def test_a_key_that_this_run_has_put_out_needs_a_new_one(door: Door):
-    door.book.gone.add(door.key("north"))
+    door.registry.gone.add(door.key("north"))
     door.open()
     assert list(door.key_owners()) == ["south"]
-    (message,) = (message for message in door.said if "north" in message)
+    (message,) = (message for message in door.messages if "north" in message)
     assert message.startswith("north cannot come in: its key was removed from this run earlier")
     assert message.endswith(f"halfmoon federation rotate {door.folder} --site north")
 
 
 def test_sites_of_the_federation_without_a_key_are_named(door: Door):
     door.open(("north", "south", "west", "east"))
-    assert f"west, east of this federation cannot come in: {door.folder} has no key of theirs" in door.said
+    assert f"west, east of this federation cannot come in: {door.folder} has no key of theirs" in door.messages
 
 
 def test_what_runs_out_is_said_at_the_start_and_once_a_day(tmp_path: Path):
@@ -318,14 +322,14 @@ def test_what_runs_out_is_said_at_the_start_and_once_a_day(tmp_path: Path):
     make.create_keys(tmp_path / "access", ["north"], days=365, now=long_ago)
     door = Door(tmp_path / "access", tmp_path / "keys.json")
     made = door.open(["north"])
-    (message,) = (message for message in door.said if "runs out" in message)
+    (message,) = (message for message in door.messages if "runs out" in message)
     assert message.startswith("the server's certificate runs out in 2")
     door.look(made, 4000.0)
-    assert sum("runs out" in message for message in door.said) == 1
+    assert sum("runs out" in message for message in door.messages) == 1
 
 
 def test_a_superlink_that_does_not_answer_at_the_start_stops_it(door: Door):
-    door.book.away = True
+    door.registry.away = True
     with pytest.raises(UserError, match="cannot be registered with the SuperLink: nobody there"):
         door.open()
 
@@ -350,7 +354,7 @@ def test_a_guarded_server_listens_here_alone_and_wants_keys(door: Door, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("extra_arguments", "messages"),
     [
         (["--host", "0.0.0.0"], "--access and --host contradict each other"),
         (["--ca", "ca.crt"], "--access and --ca contradict each other"),
@@ -361,25 +365,25 @@ def test_a_guarded_server_listens_here_alone_and_wants_keys(door: Door, tmp_path
         (["--access", "nowhere"], "nowhere"),
     ],
 )
-def test_contradictions_are_refused_in_a_sentence(door, tmp_path, capsys, words, said):
+def test_contradictions_are_refused_in_a_sentence(door, tmp_path, capsys, extra_arguments, messages):
     site_options = 'name = "w"\nsites = ["north"]\nclasses = ["a", "b"]\nimage = [1, 8, 8]\n'
     (tmp_path / "f.toml").write_text(f'method = "fedavg"\nnetwork = "small"\n[federation]\n{site_options}')
     command = ["serve", str(tmp_path / "f.toml"), "--run-dir", str(tmp_path / "run"), "--access", str(door.folder)]
-    assert cli.main([*command, *words]) == 2
+    assert cli.main([*command, *extra_arguments]) == 2
     message = capsys.readouterr().err
-    assert said in message
+    assert messages in message
     assert len(message.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
 @contextmanager
-def supernode_saying(said, folder, monkeypatch, shown, seconds=600.0):
+def supernode_saying(messages, folder, monkeypatch, shown, seconds=600.0):
     """Give a site whose node says something and ends after some seconds, and the processes that it starts."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(self: ProcessFolder, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         assert script == SUPERNODE
-        code = f"import time; print({said!r}, flush=True); time.sleep({seconds})"
+        code = f"import time; print({messages!r}, flush=True); time.sleep({seconds})"
         with self.log(script).open("ab") as log:
             started.append(subprocess.Popen([sys.executable, "-c", code], stdout=log))
         return started[-1]

@@ -29,34 +29,37 @@ def zipped(files: dict[str, str], more: tuple[str, ...] = ()) -> bytes:
     return out.getvalue()
 
 
-OURS = {bundle.PROJECT_FILE: bundle.render_project(), bundle.CONTENT_FILE: "-"}
+FILES = {bundle.PROJECT_FILE: bundle.render_project(), bundle.CONTENT_FILE: "-"}
 
 
 def test_a_bundle_is_judged_by_what_it_says_not_by_how_it_is_packed():
     """Flower writes the file anew: the order of its lines, and how it is compressed, are not part of the program."""
-    bundle.check_bundle(zipped(OURS))
+    bundle.check_bundle(zipped(FILES))
     text = bundle.render_project().replace('serverapp = "', 'zz = 1\nserverapp = "').replace("zz = 1\n", "")
     bundle.check_bundle(zipped({bundle.CONTENT_FILE: "other", bundle.PROJECT_FILE: "# a comment\n" + text}))
-    bundle.check_bundle(zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), TOYS)
+    bundle.check_bundle(zipped({**FILES, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), TOYS)
     assert bundle.expected_digest() != bundle.expected_digest(TOYS)
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (zipped({**OURS, "evil.py": "import os"}), "it contains 'evil.py'"),
-        (zipped({**OURS, "../../x": ""}), "it contains '../../x'"),
-        (zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), "it starts a different program"),
-        (zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project() + 'x = "y"\n'}), "it starts a different program"),
+        (zipped({**FILES, "evil.py": "import os"}), "it contains 'evil.py'"),
+        (zipped({**FILES, "../../x": ""}), "it contains '../../x'"),
+        (zipped({**FILES, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), "it starts a different program"),
+        (
+            zipped({**FILES, bundle.PROJECT_FILE: bundle.render_project() + 'x = "y"\n'}),
+            "it starts a different program",
+        ),
         (zipped({bundle.PROJECT_FILE: bundle.render_project()}), "a file is missing or occurs twice"),
         (
-            zipped({**OURS, bundle.PROJECT_FILE: "#" + "a" * bundle.MAX_BUNDLE_BYTES}),
+            zipped({**FILES, bundle.PROJECT_FILE: "#" + "a" * bundle.MAX_BUNDLE_BYTES}),
             "a file in it has more than 65,536 bytes",
         ),
         (b"PK no zip file", "it cannot be read"),
         (b"", "it cannot be read"),
         (bytes(bundle.MAX_BUNDLE_BYTES + 1), "it has 65,537 bytes"),
-        (zipped({**OURS, bundle.PROJECT_FILE: "x = ["}), "it cannot be read"),
+        (zipped({**FILES, bundle.PROJECT_FILE: "x = ["}), "it cannot be read"),
     ],
 )
 def test_a_foreign_bundle_is_refused_without_being_unpacked(content: bytes, why: str):
@@ -67,7 +70,7 @@ def test_a_foreign_bundle_is_refused_without_being_unpacked(content: bytes, why:
 def test_a_duplicate_file_is_refused():
     """Two readers of a zip file may take two different ones."""
     with pytest.warns(UserWarning, match="Duplicate"), pytest.raises(ForeignBundle, match="twice"):
-        bundle.check_bundle(zipped(OURS, (bundle.PROJECT_FILE,)))
+        bundle.check_bundle(zipped(FILES, (bundle.PROJECT_FILE,)))
 
 
 def test_flower_packs_the_bundle_that_sites_accept(tmp_path: Path):
@@ -85,8 +88,8 @@ def test_flower_packs_the_bundle_that_sites_accept(tmp_path: Path):
 def test_the_terms_name_the_program_and_another_one_is_refused():
     """Version, bundle and plugins are in the text that is hashed, and are shown to the people at a site."""
     known = make_terms()
-    facts = json.loads(known.text)
-    assert facts["program"] == {
+    description = json.loads(known.text)
+    assert description["program"] == {
         "halfmoon": metadata.version("halfmoon"),
         "bundle": bundle.expected_digest(),
         "plugins": {},
@@ -99,11 +102,11 @@ def test_the_terms_name_the_program_and_another_one_is_refused():
         ({"halfmoon": "9.9"}, "halfmoon 9.9, this site"), ({"bundle": "0" * 64}, "the app bundle differs"),
         ({"plugins": {"x:Y": "0" * 64}}, "its plugins differ"), ({"more": 1}, "does not state"),
     ]:  # fmt: skip
-        other = json.dumps({**facts, "program": {**facts["program"], **change}})
+        other = json.dumps({**description, "program": {**description["program"], **change}})
         with pytest.raises(UserError, match=why):
             Terms.parse(other)
     with pytest.raises(UserError, match="cannot be read"):
-        Terms.parse(json.dumps({name: value for name, value in facts.items() if name != "program"}))
+        Terms.parse(json.dumps({name: value for name, value in description.items() if name != "program"}))
 
 
 class Fleet:
@@ -124,8 +127,8 @@ def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
     from halfmoon.federation.transport.node import BundleChecker
     from halfmoon.storage.events import EventLog
 
-    evil = zipped({**OURS, "evil.py": ""})
-    fleet: Any = Fleet({1: zipped(OURS), 2: evil, 3: evil, 4: None})
+    evil = zipped({**FILES, "evil.py": ""})
+    fleet: Any = Fleet({1: zipped(FILES), 2: evil, 3: evil, 4: None})
     checker = BundleChecker(bundle.APPS, EventLog(tmp_path / "join.log"))
     faults = [checker.find_fault(fleet, run) for run in (1, 2, 2, 3, 4)]
     assert faults == [None, *["it contains 'evil.py'"] * 3, "an agent of Flower"]
@@ -148,13 +151,13 @@ def test_no_module_is_imported_because_a_server_names_it(tmp_path: Path):
     from halfmoon.federation.protocol.messages import Offer, Refusal, read_message, write_message
     from halfmoon.federation.site.client import SiteClient
 
-    facts = json.loads(make_terms().text)
-    facts["config"]["method"] = "evil_of_a_server:Method"
+    description = json.loads(make_terms().text)
+    description["config"]["method"] = "evil_of_a_server:Method"
     (tmp_path / "evil_of_a_server.py").write_text("raise SystemExit('executed')")
     site = SiteClient.from_folder(tmp_path, "north", tmp_path / "home")
     sys.path.insert(0, str(tmp_path))
     try:
-        text = read_message(site.reply_to(write_message(Offer(site.version, json.dumps(facts)))), Refusal)
+        text = read_message(site.reply_to(write_message(Offer(site.version, json.dumps(description)))), Refusal)
     finally:
         sys.path.remove(str(tmp_path))
     assert isinstance(text, Refusal)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_transport import FakeNode, FakeTransport, make_acceptance, make_node, make_refusal
-from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offer, play, told
+from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offer, run_rounds, read_refusal
 
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
@@ -34,9 +34,9 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("clinic") / "ward-7-b41", {0: "sound", 3: "ill", 5: "sound"})
 
 
-def member(ward: Path, home: Path, terms: str = "", methods: tuple[str, ...] = ()) -> SiteClient:
+def member(ward: Path, site_home_folder: Path, terms: str = "", methods: tuple[str, ...] = ()) -> SiteClient:
     """Return a member whose people have to be asked, where nothing else is said."""
-    return SiteClient.from_folder(ward, "north", home, terms=terms, methods=methods)
+    return SiteClient.from_folder(ward, "north", site_home_folder, terms=terms, methods=methods)
 
 
 def test_a_consent_is_a_pin_a_yes_or_anything(tmp_path: Path):
@@ -62,7 +62,7 @@ def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
     for _ in range(2):
         data = site.reply_to(offer())
         discreet(data)
-        assert told(data) == Refusal(site.version, UNFIT, NOT_AGREED)
+        assert read_refusal(data) == Refusal(site.version, UNFIT, NOT_AGREED)
         assert sorted(path.name for path in site.state_folder.iterdir()) == ["events.jsonl", "join.log", "offered.json"]
     assert logged(site).count(f"start it again with --terms {TERMS.hash}") == 1
     assert len(logged(site).splitlines()) == 2
@@ -78,7 +78,7 @@ def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
     site.state_folder.mkdir()
     consent.save_agreement(site.state_folder, TERMS.hash)
     assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
-    assert told(site.reply_to(offer(OTHER))).reason == NOT_AGREED
+    assert read_refusal(site.reply_to(offer(OTHER))).reason == NOT_AGREED
     assert consent.load_offer(site.state_folder) == OTHER.summary()
     assert f"--terms {OTHER.hash}" in logged(site)
     assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
@@ -87,26 +87,26 @@ def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
 @pytest.mark.parametrize("length", [8, 64])
 def test_a_pin_takes_the_terms_that_begin_so_and_no_others(ward: Path, tmp_path: Path, length: int):
     site = member(ward, tmp_path / "home", TERMS.hash[:length])
-    assert told(site.reply_to(offer(OTHER))).reason == NOT_AGREED
+    assert read_refusal(site.reply_to(offer(OTHER))).reason == NOT_AGREED
     assert f"--terms {TERMS.hash[:length]} is for other terms; start it again with --terms {OTHER.hash}" in logged(site)
     assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
 
 
 def test_work_for_terms_that_are_not_agreed_to_any_more_is_refused(ward: Path, tmp_path: Path):
     """The site had joined; then its people started it with other terms. The server is told that it is not known."""
-    home = tmp_path / "home"
-    (pair,) = play(member(ward, home, "any"), TERMS, 1)
+    site_home_folder = tmp_path / "home"
+    (pair,) = run_rounds(member(ward, site_home_folder, "any"), TERMS, 1)
     for terms in ("", OTHER.hash):
-        assert told(member(ward, home, terms).reply_to(pair[0])) == Refusal(
+        assert read_refusal(member(ward, site_home_folder, terms).reply_to(pair[0])) == Refusal(
             SiteClient.from_folder(ward, "").version, NOT_JOINED, NOT_AGREED
         )
-    assert told(member(ward, home, "any", ("fedavg",)).reply_to(pair[0])).kind == UNFIT
-    assert member(ward, home, TERMS.hash).reply_to(pair[0]) == pair[1]
+    assert read_refusal(member(ward, site_home_folder, "any", ("fedavg",)).reply_to(pair[0])).kind == UNFIT
+    assert member(ward, site_home_folder, TERMS.hash).reply_to(pair[0]) == pair[1]
 
 
 def test_a_method_that_is_not_accepted_is_refused_with_the_list(ward: Path, tmp_path: Path):
     site = member(ward, tmp_path / "home", "any", ("fedavg", "feddure"))
-    text = told(site.reply_to(offer()))
+    text = read_refusal(site.reply_to(offer()))
     assert (text.kind, text.reason) == (UNFIT, "this site accepts the method fedavg or feddure, but not fedloke.")
     assert consent.load_offer(site.state_folder) is None
     wide = member(ward, tmp_path / "home", "any", ("fedavg", "fedloke"))
@@ -131,11 +131,11 @@ class Somebody:
 
     def __init__(self, *answers: bool | None) -> None:
         self.answers = list(answers)
-        self.asked = 0
+        self.questions = 0
 
     def ask(self, question: str) -> None:
         assert question == "Take part? [y/N] "
-        self.asked += 1
+        self.questions += 1
 
     def answer(self) -> bool | None:
         return self.answers.pop(0) if self.answers else None
@@ -147,14 +147,14 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
     from halfmoon.federation.transport import site_process
     from halfmoon.federation.transport.contact import Address
 
-    home = tmp_path / "home"
-    home.mkdir()
+    site_home_folder = tmp_path / "home"
+    site_home_folder.mkdir()
     site = site_process.SiteOptions(
-        Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, state_folder=home, **given
+        Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, state_folder=site_home_folder, **given
     )
-    consent.save_offer(home, TERMS.summary())
+    consent.save_offer(site_home_folder, TERMS.summary())
     shown: list[str] = []
-    return site_process._SiteNode(site, EventTail(home), shown.append, person), shown
+    return site_process._SiteNode(site, EventTail(site_home_folder), shown.append, person), shown
 
 
 def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
@@ -162,7 +162,7 @@ def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
     there, shown = waiting(tmp_path, person)
     for _ in range(4):
         there._handle_offer()
-    assert person.asked == 1
+    assert person.questions == 1
     assert consent.load_agreed_hashes(there.site.state_folder) == [TERMS.hash]
     brief = TERMS.summary().brief
     assert tuple(shown[: len(brief)]) == brief
@@ -184,10 +184,10 @@ def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
     there, _ = waiting(tmp_path, person)
     there._handle_offer()
     there._show()
-    assert person.asked == 1
+    assert person.questions == 1
     there._record("something happens")
     there._show()
-    assert person.asked == 2
+    assert person.questions == 2
 
 
 @pytest.mark.parametrize("given", [{"terms": "ab" * 4}, {}])
@@ -197,7 +197,7 @@ def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given:
     there._handle_offer()
     assert consent.load_agreed_hashes(there.site.state_folder) == []
     assert tuple(shown) == TERMS.summary().brief
-    assert person is None or person.asked == 0
+    assert person is None or person.questions == 0
 
 
 @pytest.mark.parametrize(("typed", "yes"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False)])
@@ -333,12 +333,12 @@ def test_terms_are_read_in_a_process_with_limits_before_anybody_has_agreed(
     built: list[str] = []
     monkeypatch.setattr(terms_module, "build_task", lambda *_: built.append("task"))
     monkeypatch.setattr(limits, "build_task", lambda *_: built.append("task"))
-    assert told(site.reply_to(offer())).reason == NOT_AGREED
+    assert read_refusal(site.reply_to(offer())).reason == NOT_AGREED
     assert built == []
     inspection.inspect_terms.cache_clear()
     monkeypatch.setattr(inspection, "MIN_MEMORY_BYTES", 2**26)
     monkeypatch.setattr(inspection, "_machine_memory", lambda: 2**26)
-    refused = told(site.reply_to(offer()))
+    refused = read_refusal(site.reply_to(offer()))
     assert refused.kind == UNFIT
     assert "terms need more than 67.1 MB of memory or 120 s to be read" in refused.reason
     inspection.inspect_terms.cache_clear()

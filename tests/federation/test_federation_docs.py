@@ -47,8 +47,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> dict[str, str]:
-    parts = [part for block in blocks(text, "shell") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
-    return {line: printed for line, _, printed in (part.partition("\n") for part in parts)}
+    parts = [section for block in blocks(text, "shell") for section in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+    return {line: printed for line, _, printed in (section.partition("\n") for section in parts)}
 
 
 def form(line: str) -> str:
@@ -88,7 +88,7 @@ class Terminals:
     def output(self, line: str) -> Path:
         return self.folder / f"{re.sub('[^a-z0-9]+', '-', line)[:120]}.txt"
 
-    def said(self, line: str) -> str:
+    def read_output(self, line: str) -> str:
         return self.output(line).read_text()
 
     def end(self, lines: list[str]) -> list[int]:
@@ -175,10 +175,12 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(term
         terminals.start(serve)
         for line in joins:
             terminals.start(line)
-        assert terminals.started[serve].wait(PATIENCE) == 0, terminals.said(serve) + terminals.said(joins[0])
+        assert terminals.started[serve].wait(PATIENCE) == 0, terminals.read_output(serve) + terminals.read_output(
+            joins[0]
+        )
         for line in joins:  # each has the final model, and ends by itself
-            assert terminals.started[line].wait(30) == 0, terminals.said(line)
-            assert "finished: the model is in" in terminals.said(line)
+            assert terminals.started[line].wait(30) == 0, terminals.read_output(line)
+            assert "finished: the model is in" in terminals.read_output(line)
     finally:
         terminals.end(joins)
     until = time.monotonic() + 10
@@ -187,10 +189,10 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(term
     assert not left
     logs = [block for block in blocks(chapter(RUN), "text") if "joins" in block or "finished" in block]
     for log, line in zip(logs, (serve, joins[0]), strict=True):
-        said = {form(each) for each in terminals.said(line).splitlines()}
+        read_output = {form(each) for each in terminals.read_output(line).splitlines()}
         # Another federation may have other terms, and decodes its images in another time; sites may come at once.
         there = [each for each in log.splitlines() if not re.search(r"; classes|; missing|finished|^\.\.\.$", each)]
-        assert set(map(form, there)) <= said
+        assert set(map(form, there)) <= read_output
     here(predict)
     rows = list(csv.DictReader((folder / "found.csv").open()))
     images = sorted(path.relative_to(folder / "rehearsal" / "test") for path in folder.glob("rehearsal/test/**/*.png"))
@@ -226,10 +228,10 @@ def templates() -> list[re.Pattern[str]]:
                 else:
                     continue
                 # Messages name an option as {run_dir}; the command line writes its flag instead.
-                parts = [_OPTION.sub(_write_flag, part) if isinstance(part, str) else None for part in parts]
-                fixed = "".join(part for part in parts if isinstance(part, str))
+                parts = [_OPTION.sub(_write_flag, section) if isinstance(section, str) else None for section in parts]
+                fixed = "".join(section for section in parts if isinstance(section, str))
                 if len(re.findall("[a-z]", fixed)) >= 7:
-                    message = (".*" if part is None else re.escape(str(part)) for part in parts)
+                    message = (".*" if section is None else re.escape(str(section)) for section in parts)
                     found.append(re.compile("".join(message), re.DOTALL))
     return found
 
@@ -277,10 +279,10 @@ def test_every_part_that_leaves_a_site_is_explained():
 @pytest.mark.parametrize("command", ["serve", "site join"])
 def test_every_flag_of_a_command_is_on_the_page_of_commands(command: str):
     page = (ROOT / "docs" / "cli_federation.md").read_text(encoding="utf-8")
-    own = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
+    section = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
     flags = load_script("docs/generate.py").flags(command)
     assert len(flags) > 8
-    assert not [flag for flag in flags if not re.search(rf"`{flag}\b", own)]
+    assert not [flag for flag in flags if not re.search(rf"`{flag}\b", section)]
 
 
 def test_the_pages_app_folder_is_the_one_that_serve_makes(tmp_path: Path):

@@ -57,7 +57,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def federations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LocalFederation]:
     folder = tmp_path_factory.mktemp("federations")
-    return cache(lambda place: export_small_sites(place, folder))
+    return cache(lambda labels_at: export_small_sites(labels_at, folder))
 
 
 class Straight:

@@ -142,12 +142,12 @@ class Late:
         self.tree = get_object_tree(message)
         self.objects = {name: each.deflate() for name, each in internals._find_objects(message).items()}
         self.header = remove_content_from_message(message)
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.confirmed: list[str] = []
 
     def content(self, name: str) -> bytes:
-        self.asked.append(name)
-        if self.asked.count(name) < 2:
+        self.requests.append(name)
+        if self.requests.count(name) < 2:
             raise ObjectUnavailableError(name)
         return self.objects[name]
 

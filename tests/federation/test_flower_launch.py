@@ -103,7 +103,7 @@ def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_a
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"host": "0.0.0.0"}, "--host 0.0.0.0 is open to other machines"),
         ({"ca": "ca"}, "--certificate is missing"),
@@ -113,18 +113,18 @@ def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_a
         ({"ca": "ca", "certificate": "certificate", "key": "key", "insecure": True}, "contradict"),
     ],
 )
-def test_a_server_is_refused(tmp_path: Path, given: dict, words: str):
+def test_a_server_is_refused(tmp_path: Path, given: dict, message: str):
     """Without TLS a server is for this machine; files of TLS come together, exist, and are what they should be."""
     create_authority(tmp_path)
     files = {name: tmp_path / f"{value}.pem" if isinstance(value, str) else value for name, value in given.items()}
     files |= {"host": given["host"]} if "host" in given else {}
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         ServerOptions(tmp_path / "f.toml", tmp_path / "run", **files)
     ServerOptions(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", insecure=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"name": "a/b"}, "--name is 'a/b'"),
         ({"name": ".."}, "--name is"),
@@ -136,12 +136,12 @@ def test_a_server_is_refused(tmp_path: Path, given: dict, words: str):
         ({"ca": "ca", "insecure": True}, "contradict"),
     ],
 )
-def test_a_site_is_refused(tmp_path: Path, given: dict, words: str):
+def test_a_site_is_refused(tmp_path: Path, given: dict, message: str):
     """A name that is a folder's or a flag's, a plain connection through a network, keys without TLS."""
     create_authority(tmp_path)
     (tmp_path / "folder.pem").mkdir()
     files = {name: tmp_path / f"{given[name]}.pem" for name in ("ca", "key") if name in given}
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         member(tmp_path, **{**given, **files})
 
 
@@ -160,11 +160,11 @@ def test_a_key_that_flower_does_not_take_is_refused_before_anything_starts(tmp_p
     assert not site.processes.folder.exists()
 
 
-@pytest.mark.parametrize("words", ["", "host", "host:", ":9092", "host:0", "host:65536", "http://host:1", "::1:9092"])
-def test_an_address_is_refused(words: str):
+@pytest.mark.parametrize("message", ["", "host", "host:", ":9092", "host:0", "host:65536", "http://host:1", "::1:9092"])
+def test_an_address_is_refused(message: str):
     """A host and a port from 1 to 65535, nothing else."""
     with pytest.raises(UserError, match="HOST:PORT"):
-        Address.parse(words)
+        Address.parse(message)
 
 
 def test_addresses():
@@ -178,7 +178,7 @@ def test_addresses():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("message", "expected_text"),
     [
         (["serve", "f.toml", "--port", "0"], "--port is '0'"),
         (["serve", "f.toml", "--restarts", "-1"], "--restarts"),
@@ -191,16 +191,16 @@ def test_addresses():
         (["site", "join", "--site", "t", "--name", "n"], "--server"),
     ],
 )
-def test_the_command_line_refuses_in_one_sentence(tmp_path, monkeypatch, capsys, words, said):
+def test_the_command_line_refuses_in_one_sentence(tmp_path, monkeypatch, capsys, message, expected_text):
     """Nothing is started before what can be known is known; exit code 2."""
     monkeypatch.chdir(tmp_path)
     for name in "tu":
         (tmp_path / name).mkdir()
         Image.new("L", (4, 4)).save(tmp_path / name / "a.png")
     (tmp_path / "u" / "labels.csv").write_text("path,label\nb.png,cat\n")
-    assert cli.main(words) == 2
+    assert cli.main(message) == 2
     heard = capsys.readouterr().err
-    assert said in heard
+    assert expected_text in heard
     assert heard.startswith("halfmoon: ")
     assert len(heard.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
@@ -236,7 +236,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == self.known else 404)
         self.end_headers()
 
-    def log_message(self, *words: object) -> None:
+    def log_message(self, *message: object) -> None:
         """Say nothing."""
 
 
@@ -293,19 +293,19 @@ def holder(folder: Path, script: str) -> subprocess.Popen[bytes]:
 
 def test_who_holds_a_lock_is_alive_and_can_be_ended(tmp_path: Path):
     """Even a process that another, dead one has started, and before anybody has waited for it."""
-    home = ProcessFolder(tmp_path)
-    assert not home.is_running(SUPERLINK)
-    assert not home.has_started(SUPERLINK)
+    process_folder = ProcessFolder(tmp_path)
+    assert not process_folder.is_running(SUPERLINK)
+    assert not process_folder.has_started(SUPERLINK)
     process = holder(tmp_path, SUPERLINK)
     try:
-        wait_until(lambda: home.has_started(SUPERLINK))
-        assert home.is_running(SUPERLINK)
-        assert not home.is_running(SERVER_APP)
-        home.kill_all()
-        assert not home.is_running(SUPERLINK)
-        assert home.has_started(SUPERLINK)
-        home.clear_lock(SUPERLINK)
-        assert not home.has_started(SUPERLINK)
+        wait_until(lambda: process_folder.has_started(SUPERLINK))
+        assert process_folder.is_running(SUPERLINK)
+        assert not process_folder.is_running(SERVER_APP)
+        process_folder.kill_all()
+        assert not process_folder.is_running(SUPERLINK)
+        assert process_folder.has_started(SUPERLINK)
+        process_folder.clear_lock(SUPERLINK)
+        assert not process_folder.has_started(SUPERLINK)
         assert process.wait() == -signal.SIGKILL
     finally:
         process.kill()
@@ -321,10 +321,10 @@ def test_one_at_a_time(tmp_path: Path):
 
 def test_scripts_find_flower_without_a_path(tmp_path: Path):
     """A script of Flower's name runs Flower's own command, from a folder whose name needs quotes, in another's cwd."""
-    home = ProcessFolder(tmp_path / "a 'b'")
-    home.prepare()
+    process_folder = ProcessFolder(tmp_path / "a 'b'")
+    process_folder.prepare()
     (tmp_path / "flwr.py").write_text("raise SystemExit('the wrong one')")
-    environment = {**home.environment(), "PATH": f"{home.folder / 'bin'}:/bin:/usr/bin"}
+    environment = {**process_folder.environment(), "PATH": f"{process_folder.folder / 'bin'}:/bin:/usr/bin"}
     done = subprocess.run(
         ["flower-superlink", "--version"], env=environment, cwd=tmp_path, capture_output=True, check=False
     )
@@ -354,18 +354,18 @@ def test_a_worker_answers_many_messages_and_one_that_dies_is_replaced(tmp_path: 
     monkeypatch.setenv(processes.FOLDER_VARIABLE, str(tmp_path))
     worker = Worker("working:client", {"name": "north"})
 
-    def ask(order: str) -> dict[str, Any]:
+    def send(order: str) -> dict[str, Any]:
         return json.loads(worker.reply_to(order.encode()))
 
     try:
-        first, second = (ask(order) for order in ("one", "two"))
+        first, second = (send(order) for order in ("one", "two"))
         assert (first["name"], first["order"], second["order"]) == ("north", "one", "two")
         assert first["pid"] == second["pid"]
         for order, code in (("fail", APP_FAILED), ("die", WORKER_DIED)):
             with pytest.raises(WorkerError) as error:
-                ask(order)
+                send(order)
             assert error.value.code == code
-        assert ask("three")["pid"] != first["pid"]
+        assert send("three")["pid"] != first["pid"]
     finally:
         worker.stop()
 

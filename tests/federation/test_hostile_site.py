@@ -35,7 +35,7 @@ def sites(tmp_path: Path) -> Iterator[Path]:
     client_app._open_client.cache_clear()
 
 
-def play(sites: Path, name: str, **options: object) -> tuple[float, str]:
+def run_federation(sites: Path, name: str, **options: object) -> tuple[float, str]:
     """Play a federation through Flower's two apps; return the accuracy of its last model, and the server's log."""
     values = {**OPTIONS, **options}
     run = sites.parent / name
@@ -57,7 +57,7 @@ def play(sites: Path, name: str, **options: object) -> tuple[float, str]:
 def turned(honest: Callable[[SiteClient, bytes], bytes]) -> Callable[[SiteClient, bytes], bytes]:
     """Return `SiteClient.reply_to` of a site that turns what it has learned."""
 
-    def answer(self: SiteClient, message: bytes) -> bytes:
+    def send_hostile_reply(self: SiteClient, message: bytes) -> bytes:
         data = honest(self, message)
         try:
             broadcast = tree.flatten(read_message(message, Request).download)
@@ -71,22 +71,22 @@ def turned(honest: Callable[[SiteClient, bytes], bytes]) -> Callable[[SiteClient
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items()}
         return write_message(replace(reply, upload=tree.unflatten(flat)))
 
-    return answer
+    return send_hostile_reply
 
 
 def test_a_site_that_turns_its_updates_is_left_out_and_named(sites: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calm, _ = play(sites, "calm")
+    calm, _ = run_federation(sites, "calm")
     monkeypatch.setattr(SiteClient, "reply_to", turned(SiteClient.reply_to))
-    attacked, log = play(sites, "attacked")
+    attacked, log = run_federation(sites, "attacked")
     assert attacked > calm - 0.05
     assert f"{LIAR} was left out: its parameters point against the others" in log
 
 
 @pytest.mark.nightly  # in simulations a mean is destroyed in test_attacks_simulated.py
 def test_a_mean_believes_a_site_that_turns_its_updates(sites: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calm, _ = play(sites, "calm")
+    calm, _ = run_federation(sites, "calm")
     monkeypatch.setattr(SiteClient, "reply_to", turned(SiteClient.reply_to))
-    believed, _ = play(sites, "believed", aggregation="mean")
+    believed, _ = run_federation(sites, "believed", aggregation="mean")
     assert believed < calm - 0.3
 
 
@@ -137,7 +137,7 @@ def test_int8_uploads_that_cannot_be_decoded_name_their_site(sites: Path, monkey
     """Each broken encoding is refused in its round, and the federation continues with the other four sites."""
     honest = SiteClient.reply_to
 
-    def answer(self: SiteClient, message: bytes) -> bytes:
+    def send_hostile_reply(self: SiteClient, message: bytes) -> bytes:
         data = honest(self, message)
         try:
             request = read_message(message, Request)
@@ -152,9 +152,9 @@ def test_int8_uploads_that_cannot_be_decoded_name_their_site(sites: Path, monkey
         flat |= {f"{LEAF}/{name}": leaf for name, leaf in new.items()} if isinstance(new, dict) else {LEAF: new}
         return write_message(replace(reply, upload=tree.unflatten(flat)))
 
-    monkeypatch.setattr(SiteClient, "reply_to", answer)
+    monkeypatch.setattr(SiteClient, "reply_to", send_hostile_reply)
     options = {"upload_precision": "int8", "rounds": len(PACKED), "steps": 1, "rules": {"strikes": 0}}
-    accuracy, log = play(sites, "int8", **options)
+    accuracy, log = run_federation(sites, "int8", **options)
     assert 0 < accuracy < 1
     for number, (_, fault) in enumerate(PACKED, start=1):
         (line,) = [line for line in log.splitlines() if f"refused in round {number}: " in line]
@@ -184,7 +184,7 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
     """Return `SiteClient.reply_to` of a site that changes one of the sums that it sends."""
     honest = SiteClient.reply_to
 
-    def answer(self: SiteClient, message: bytes) -> bytes:
+    def send_hostile_reply(self: SiteClient, message: bytes) -> bytes:
         data = honest(self, message)
         try:
             reply = read_message(data, Reply)
@@ -196,7 +196,7 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
             return data
         return write_message(replace(reply, upload=tree.unflatten({**flat, path: change(flat[path].clone())})))
 
-    return answer
+    return send_hostile_reply
 
 
 def set_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -241,7 +241,7 @@ def test_impossible_sums_name_their_site_and_the_head_is_solved_without_it(
     was useless; the reason is in the server's log, with the name of the site."""
     monkeypatch.setattr(SiteClient, "reply_to", changed(name, change))
     run = f"{method}-{name}-{abs(hash(fault))}"
-    accuracy, log = play(feature_sites, run, method=method, rounds=3, **HEADS)
+    accuracy, log = run_federation(feature_sites, run, method=method, rounds=3, **HEADS)
     assert f"the answer of {LIAR}: " in log
     assert fault in log
     assert accuracy > 0.5
@@ -256,7 +256,7 @@ def test_secure_sums_that_have_no_solution_end_with_a_sentence(
     with pytest.raises(
         UserError, match=r"the head cannot be solved|neither a client nor the server has a labeled image"
     ):
-        play(feature_sites, "secure", method="ridge-head", rounds=1, **options)
+        run_federation(feature_sites, "secure", method="ridge-head", rounds=1, **options)
     log = (feature_sites.parent / "secure" / "serve.log").read_text()
     assert "no site's sums can be checked" in log
 
@@ -264,10 +264,10 @@ def test_secure_sums_that_have_no_solution_end_with_a_sentence(
 def spoiled(honest: Callable[..., Reply]) -> Callable[..., Reply]:
     """Return `SiteRuntime.run_request` that sends moments of no images, for all sites."""
 
-    def answer(self: SiteRuntime, request: Request, memories: object = None) -> Reply:
+    def send_hostile_reply(self: SiteRuntime, request: Request, memories: object = None) -> Reply:
         reply = honest(self, request, memories)
         sums = tree.flatten(reply.upload)
         spoilt = {path: -leaf if path.endswith("label_counts") else leaf for path, leaf in sums.items()}
         return replace(reply, upload=tree.unflatten(spoilt))
 
-    return answer
+    return send_hostile_reply

@@ -20,7 +20,7 @@ import pytest
 import torch
 from fake_transport import FakeTransport, make_message_bytes, make_node, make_silent_node, make_terms
 from test_messages import FEDERATED, REQUEST, Bad, federation
-from test_site_client import TERMS, folder, made, offer, play, told
+from test_site_client import TERMS, folder, made, offer, run_rounds, read_refusal
 from text_log import TextLog
 
 from halfmoon.core import tree
@@ -239,18 +239,18 @@ def test_numbers_have_a_range(message: Request | Reply, name: str):
     plain = vars(message)[name]
     length = len(plain) if isinstance(plain, list) else 0
 
-    def said(value: Any) -> bytes:
+    def encode(value: Any) -> bytes:
         trees = ("download", "upload", "samples", "evaluation")
         head = {SENT_AS.get(k, k): v for k, v in message.__dict__.items() if k not in trees}
         wrong = [value] * (length or 3) if isinstance(plain, list) else value
         head |= {"message": kind.__name__.lower(), SENT_AS.get(name, name): wrong}
         return crafted({}, {}, b"", json.dumps(head))
 
-    read_message(said(MAX_INTEGER), kind)
+    read_message(encode(MAX_INTEGER), kind)
     sent_name = SENT_AS.get(name, name)
     for wrong in (MAX_INTEGER + 1, -1, 10**400, 1.0, True, "1", None, [1]):
         with pytest.raises(MalformedMessage, match=f"{sent_name}|counts" if isinstance(plain, list) else sent_name):
-            read_message(said(wrong), kind)
+            read_message(encode(wrong), kind)
 
 
 @pytest.mark.parametrize("count", [MAX_LIST_LENGTH, MAX_LIST_LENGTH + 1])
@@ -360,7 +360,7 @@ def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, b
         replace(honest, evaluation=tensor),
         replace(honest, client_update="", evaluation=tensor),
     ):
-        assert told(member.reply_to(write_message(request))).kind == UNFIT
+        assert read_refusal(member.reply_to(write_message(request))).kind == UNFIT
     harmless(tmp_path)
 
 
@@ -380,7 +380,7 @@ def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str,
         drawn = remote.cohort.tolist()
         method.round(remote.task, start_server(method, shared), remote)
         assert remote.close().cohort == drawn[1:]
-        assert any("refused in round 1" in words for words in messages), name
+        assert any("refused in round 1" in line for line in messages), name
     harmless(tmp_path)
 
 
@@ -402,11 +402,11 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
     remote.calls.log = TextLog(messages)
     remote.open(0)
     method.round(remote.task, start_server(method, shared), remote)
-    (words,) = [each for each in messages if "refused" in each]
+    (line,) = [each for each in messages if "refused" in each]
     if beyond:
-        assert "a message has 1.1 MB; the limit is 1.1 MB" in words
+        assert "a message has 1.1 MB; the limit is 1.1 MB" in line
     else:
-        assert "'x' was not requested" in words
+        assert "'x' was not requested" in line
     assert weighed[0] < 1.3 * 10**6
 
 
@@ -504,7 +504,7 @@ def test_a_network_is_counted_and_not_made():
 
 
 @pytest.mark.parametrize(
-    ("below", "above", "said"),
+    ("below", "above", "encode"),
     [
         ({"sites": limits.MAX_SITES}, {"sites": limits.MAX_SITES + 1}, "sites names 32,769 sites"),
         ({"classes": 3000}, {"classes": limits.MAX_CLASSES + 1}, "classes names 32,769 classes"),
@@ -518,7 +518,7 @@ def test_a_network_is_counted_and_not_made():
     ],
     ids=["sites", "classes", "letters", "escape", "pixels"],
 )
-def test_names_and_sizes_are_bounded(below: dict[str, Any], above: dict[str, Any], said: str):
+def test_names_and_sizes_are_bounded(below: dict[str, Any], above: dict[str, Any], encode: str):
     def made(sites: int = 3, classes: int = 2, word: str = "sound", image: tuple[int, int, int] = (1, 8, 8)) -> Terms:
         names = (word, *(f"c{k}" for k in range(classes - 1)))
         form = replace(make_terms().image_spec, classes=names, image=image)
@@ -527,7 +527,7 @@ def test_names_and_sizes_are_bounded(below: dict[str, Any], above: dict[str, Any
         return make_terms(tuple(f"s{k}" for k in range(sites)), form, **small)
 
     made(**below)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=encode):
         made(**above)
 
 
@@ -576,7 +576,7 @@ def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
         read_message(member.reply_to(offer(made("fedavg-fixmatch", steps=10**6))), Acceptance, Refusal), Acceptance
     )
     long = made("fedavg-fixmatch", steps=10**6, labeled_batch=10, unlabeled_batch=10)
-    output = told(member.reply_to(offer(long)))
+    output = read_refusal(member.reply_to(offer(long)))
     assert (output.kind, output.reason.split(":")[1]) == (UNFIT, " a site trains on 10,000,000 at most.")
 
 
@@ -584,7 +584,7 @@ VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "line"),
     [
         ({"num_hidden_layers": 3_000_000}, "a configuration's numbers go up to 65,536"),
         ({"num_hidden_layers": 65_536}, "has more than 64 layers"),
@@ -592,14 +592,14 @@ VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_atte
         ({"strides": [1] * 1000}, "its lists to 256 entries"),
     ],
 )
-def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkeypatch):
+def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, line, monkeypatch):
     """A server's configuration of transformers takes neither memory nor time of a site that agreed to nothing."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(hubs, "MAX_LAYERS", 64)
     metadata = json.loads(make_terms().text)
     metadata["config"]["network"] = "transformers:" + json.dumps(VIT | more)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=line):
         Terms.parse(json.dumps(metadata))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000, "kilobytes"
 
@@ -620,7 +620,7 @@ def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatc
     site = SiteClient.from_folder(
         folder(tmp_path / "images", {0: "sound", 3: "ill"}), "north", tmp_path / "home", terms=""
     )
-    assert told(site.reply_to(offer(about))).reason == NOT_AGREED
+    assert read_refusal(site.reply_to(offer(about))).reason == NOT_AGREED
     assert not made
     summary = consent.load_offer(site.state_folder)
     assert summary is not None
@@ -657,19 +657,19 @@ def test_a_site_leaves_some_of_its_disk_free(tmp_path: Path, monkeypatch: pytest
 
 def test_a_full_disk_takes_no_more_memories_and_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
-    home = tmp_path / "home"
+    site_home_folder = tmp_path / "home"
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: Disk(10**12, 10**12, 0))
         assert (
-            told(SiteClient.from_folder(ward, "north", home).reply_to(offer())).reason
+            read_refusal(SiteClient.from_folder(ward, "north", site_home_folder).reply_to(offer())).reason
             == "its disk: No space left on device."
         )
-        assert not list(home.glob("*.npy"))
-    ((request, reply),) = play(SiteClient.from_folder(ward, "north", home), TERMS, 1)
-    repeated = SiteClient.from_folder(ward, "north", home)
+        assert not list(site_home_folder.glob("*.npy"))
+    ((request, reply),) = run_rounds(SiteClient.from_folder(ward, "north", site_home_folder), TERMS, 1)
+    repeated = SiteClient.from_folder(ward, "north", site_home_folder)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: Disk(10**12, 10**12, 0))
-        assert told(repeated.reply_to(request)).reason == "its disk: No space left on device."
+        assert read_refusal(repeated.reply_to(request)).reason == "its disk: No space left on device."
     assert repeated.reply_to(request) == reply
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import BATCHINGS, ROUNDS, scene, straight
+from test_contract import BATCHINGS, ROUNDS, build_simulation, straight
 from text_log import TextLog
 
 from halfmoon.api.uploads import Upload
@@ -35,7 +35,7 @@ REQUEST = Request(HASH, VERSION, RUN, round=0, attempt=0, query=0, client_update
 
 def federation(name: str, rule: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
     """Return a method, its task, and the runtime of a server whose clients are sites."""
-    method, shared, simulation = scene(name, rule)
+    method, shared, simulation = build_simulation(name, rule)
     remote, wire = make_remote_runtime(simulation, BATCHINGS[rule])
     return method, shared, remote, wire
 
@@ -138,7 +138,7 @@ def other(data: bytes, **changes: Any) -> SiteReply:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "pattern"),
     [
         (lambda data: SiteReply(None, "it was away"), "has no part in round 1: it was away"),
         (lambda data: SiteReply(data[:50]), "refused in round 1: the answer of site-.: a message"),
@@ -158,7 +158,7 @@ def other(data: bytes, **changes: Any) -> SiteReply:
         ),
     ],
 )
-def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, said: str) -> None:
+def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, pattern: str) -> None:
     method, shared, remote, wire = federation("fedavg", "both")
     messages: list[str] = []
     remote.calls.link = Bad(wire, change)
@@ -167,4 +167,4 @@ def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, sa
     drawn = remote.cohort.tolist()
     method.round(remote.task, start_server(method, shared), remote)
     assert remote.close().cohort == drawn[1:]
-    assert any(re.search(said, text) for text in messages), messages
+    assert any(re.search(pattern, text) for text in messages), messages

@@ -23,7 +23,7 @@ TABLE: dict[str, Any] = {"sites": ["north", "south", "west"], "classes": ["sound
 OPTIONS: dict[str, Any] = {"network": "small", "method": "fedavg", "cohort": 2, "rounds": 3}
 
 
-def words(options: dict[str, Any] | None = None, **table: Any) -> str:
+def render_plan(options: dict[str, Any] | None = None, **table: Any) -> str:
     """Return a file with these options and these lines of its table; None leaves a line out."""
     top = {**OPTIONS, **(options or {})}
     inner = {**TABLE, **table}
@@ -41,7 +41,7 @@ def plan(tmp_path: Path) -> Write:
 
     def made(text: str | None = None, **table: Any) -> FederationPlan:
         path = tmp_path / "clinics.toml"
-        path.write_text(words(**table) if text is None else text)
+        path.write_text(render_plan(**table) if text is None else text)
         return load_plan(path)
 
     return made
@@ -145,12 +145,12 @@ def test_a_mistake_is_one_sentence(plan: Write, changes: dict[str, Any], message
         ("[[federation]]\nsites = []\n", "clinics.toml has no table [federation]"),
         ("[federation\n", "clinics.toml is not valid TOML"),
         ("rounds = 1\nrounds = 2\n", "clinics.toml is not valid TOML"),
-        (words() + "mean = [nan]\n", "mean is [nan]: it must be one number for each of 1 channels."),
-        (words() + "std = [inf]\n", "std is [inf]: it must be one number for each of 1 channels."),
-        (words() + "round_timeout = inf\n", "federation.round_timeout is inf: it must be at least 0."),
-        (words() + "norm_bound = nan\n", "federation.norm_bound is nan: it must be at least 0."),
-        (words() + "[options]\nmu = 3\n", "method fedavg has no option 'mu'"),
-        (words() + "[options]\nmu = [3]\n", "mu is [3]: it must be a number, text, true or false."),
+        (render_plan() + "mean = [nan]\n", "mean is [nan]: it must be one number for each of 1 channels."),
+        (render_plan() + "std = [inf]\n", "std is [inf]: it must be one number for each of 1 channels."),
+        (render_plan() + "round_timeout = inf\n", "federation.round_timeout is inf: it must be at least 0."),
+        (render_plan() + "norm_bound = nan\n", "federation.norm_bound is nan: it must be at least 0."),
+        (render_plan() + "[options]\nmu = 3\n", "method fedavg has no option 'mu'"),
+        (render_plan() + "[options]\nmu = [3]\n", "mu is [3]: it must be a number, text, true or false."),
     ],
 )
 def test_a_broken_file_is_one_sentence(plan: Write, text: str, message: str) -> None:
@@ -176,16 +176,20 @@ def test_a_cohort_may_be_larger_than_a_simulation_has_clients(plan: Write) -> No
 
 
 @pytest.mark.parametrize(
-    ("at", "place"), [([0, 1, 2], "clients"), ([0, 2], "some"), ([SERVER], "server")], ids=["clients", "some", "server"]
+    ("at", "label_location"),
+    [([0, 1, 2], "clients"), ([0, 2], "some"), ([SERVER], "server")],
+    ids=["clients", "some", "server"],
 )
-def test_a_saved_split_says_where_the_labels_are(plan: Write, tmp_path: Path, at: list[int], place: str) -> None:
+def test_a_saved_split_says_where_the_labels_are(
+    plan: Write, tmp_path: Path, at: list[int], label_location: str
+) -> None:
     """Beside `split` there can be no `labels_at`: what the split says counts."""
     client = np.array([*range(3), *at])
     split = Split(client, np.arange(len(client)) >= 3, 3)
     split.save(tmp_path / "split.parquet")
-    options = {"split": "split.parquet", "method": "semifl" if place == "server" else "fedavg"}
+    options = {"split": "split.parquet", "method": "semifl" if label_location == "server" else "fedavg"}
     held = plan(options=options)
-    assert held.terms.config.labels_at == held.config.labels_at == place
+    assert held.terms.config.labels_at == held.config.labels_at == label_location
 
 
 def test_labels_at_some_sites(plan: Write) -> None:
@@ -214,7 +218,7 @@ def test_terms_are_read_as_they_were_written(method: str) -> None:
 def test_the_order_of_lines_does_not_count(plan: Write) -> None:
     """All lines of the file backwards, those of its table too: the same terms."""
     options = {"lr": 0.01, "optimizer": "sgd", "momentum": 0.5}
-    text = words(options, mirror=True, mean=[0.4])
+    text = render_plan(options, mirror=True, mean=[0.4])
     top, table = text.split("[federation]\n")
     turned = "\n".join([*reversed(top.splitlines()), "[federation]", *reversed(table.splitlines())]) + "\n"
     assert turned != text
@@ -269,7 +273,7 @@ def test_a_simulation_does_not_look_at_the_table(plan: Write, tmp_path: Path) ->
     assert settings.identity(a, a.method) == settings.identity(b, b.method)
 
 
-def facts(**changes: Any) -> str:
+def render_metadata(**changes: Any) -> str:
     """Return the text of terms with changes: of the form by the name of its field, else of the whole."""
     held = json.loads(TERMS.text)
     for name, value in changes.items():
@@ -281,17 +285,17 @@ def facts(**changes: Any) -> str:
     "text",
     [
         "", "{", "5", "null", "[]", "[" * 100_000, '{"name": 1}', "NaN",
-        *(facts(image=value) for value in (5, None, "abc", [1, 8], [1, 8, None], [True, 8, 8], [[1], 8, 8], {})),
-        *(facts(classes=value) for value in (5, None, "ab", [["a"], ["b"]], [{"a": 1}, {}], [1, 2], ["a", None])),
-        *(facts(mean=value) for value in (0.5, None, "a", [None], [[0.5]], [True], ["x"], [10**400])),
-        *(facts(std=value) for value in ([0], [float("nan")], None, {})),
-        *(facts(mirror=value) for value in ("yes", None, 1, [])),
-        *(facts(sites=value) for value in (5, None, [], [1], [["a"]], ["a", "a"], ["../a"], {})),
-        *(facts(name=value) for value in (5, None, [], "a/b", "")),
-        *(facts(config=value) for value in (5, None, [], {"method": 4}, {"method": "none"}, {"run_dir": "/x"})),
-        *(facts(config={**json.loads(TERMS.text)["config"], "lr": value}) for value in ("x", None, [], -1.0, True)),
-        *(facts(options=value) for value in (5, None, [], {"zzz": 1}, {"fedprox": {"mu": 3}}, {"a": [1]})),
-        facts(config={**json.loads(TERMS.text)["config"], "data": "/etc"}),
+        *(render_metadata(image=value) for value in (5, None, "abc", [1, 8], [1, 8, None], [True, 8, 8], [[1], 8, 8], {})),
+        *(render_metadata(classes=value) for value in (5, None, "ab", [["a"], ["b"]], [{"a": 1}, {}], [1, 2], ["a", None])),
+        *(render_metadata(mean=value) for value in (0.5, None, "a", [None], [[0.5]], [True], ["x"], [10**400])),
+        *(render_metadata(std=value) for value in ([0], [float("nan")], None, {})),
+        *(render_metadata(mirror=value) for value in ("yes", None, 1, [])),
+        *(render_metadata(sites=value) for value in (5, None, [], [1], [["a"]], ["a", "a"], ["../a"], {})),
+        *(render_metadata(name=value) for value in (5, None, [], "a/b", "")),
+        *(render_metadata(config=value) for value in (5, None, [], {"method": 4}, {"method": "none"}, {"run_dir": "/x"})),
+        *(render_metadata(config={**json.loads(TERMS.text)["config"], "lr": value}) for value in ("x", None, [], -1.0, True)),
+        *(render_metadata(options=value) for value in (5, None, [], {"zzz": 1}, {"fedprox": {"mu": 3}}, {"a": [1]})),
+        render_metadata(config={**json.loads(TERMS.text)["config"], "data": "/etc"}),
     ],
 )  # fmt: skip
 def test_terms_that_are_none_are_refused_with_a_sentence(text: str) -> None:

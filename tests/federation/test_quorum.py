@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_contract import BATCHINGS, ROUNDS, scene
+from test_contract import BATCHINGS, ROUNDS, build_simulation
 from text_log import TextLog
 
 from halfmoon.core import tree
@@ -42,14 +42,14 @@ class Link:
     sites: Mapping[str, SiteRuntime]
     folder: Path
     fate: Fate = lambda site, request: ""
-    asked: list[tuple[int, int, int, tuple[str, ...]]] = field(default_factory=list)
+    sent_requests: list[tuple[int, int, int, tuple[str, ...]]] = field(default_factory=list)
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteReply]:
         """Have the sites answer, last to first."""
         if not requests:
             return {}
         first = read_message(next(iter(requests.values())), Request)
-        self.asked.append((first.round, first.attempt, first.query, tuple(requests)))
+        self.sent_requests.append((first.round, first.attempt, first.query, tuple(requests)))
         return {
             name: self._answer(name, read_message(data, Request)) for name, data in reversed(list(requests.items()))
         }
@@ -58,12 +58,12 @@ class Link:
         fate = self.fate(name, request)
         if fate == GONE:
             return SiteReply(None, "it was away")
-        place = self.folder / name / request.run
+        memory_folder = self.folder / name / request.run
         at = (request.round, request.attempt, request.query)
         reply = self.sites[name].run_request(
-            request, SiteMemory(place, at, parse_round_key(request.latest), CPU, pytest.fail)
+            request, SiteMemory(memory_folder, at, parse_round_key(request.latest), CPU, pytest.fail)
         )
-        prune_memories(place, parse_round_key(request.oldest))
+        prune_memories(memory_folder, parse_round_key(request.oldest))
         if fate == LOST:
             return SiteReply(None, "it did not answer in time")
         if fate == NOISE:
@@ -90,11 +90,11 @@ def stage(tmp_path: Path) -> Make:
     count: list[int] = []
 
     def made(
-        name: str = "fedavg", fate: Fate = lambda site, request: "", cohort: int = 2, place: str | None = None,
+        name: str = "fedavg", fate: Fate = lambda site, request: "", cohort: int = 2, labels_at: str | None = None,
         rules: Rules | None = None, run: str = RUN,
     ) -> Stage:  # fmt: skip
         count.append(1)
-        method, shared, simulation = scene(name, "both", place=place, cohort=cohort)
+        method, shared, simulation = build_simulation(name, "both", labels_at=labels_at, cohort=cohort)
         if isinstance(method, SemiFL):  # the statistics are asked of the cohort, whose quorum is the round's
             simulation.method = method = replace(method, sbn="cohort")
         remote, wire = make_remote_runtime(simulation, BATCHINGS["both"])
@@ -146,7 +146,7 @@ def forced(stage: Stage, number: int, server: Tree, cohort: list[int]) -> Tree:
 
 @cache
 def cohorts(cohort: int) -> list[list[int]]:
-    method, shared, simulation = scene("fedavg", "both", cohort=cohort)
+    method, shared, simulation = build_simulation("fedavg", "both", cohort=cohort)
     return [
         result.report.cohort for result in run_rounds(method, simulation, start_server(method, shared), range(ROUNDS))
     ]
@@ -170,7 +170,7 @@ def failing(number: int, attempts: int, how: str, count: int = 1) -> Fate:
 def test_undisturbed_cohorts_are_those_of_a_simulation(stage: Make, cohort: int) -> None:
     scenery = stage(cohort=cohort, rules=Rules())
     assert rounds(scenery)[1] == cohorts(cohort)
-    assert [(number, attempt) for number, attempt, _, _ in scenery.link.asked] == [(0, 0), (1, 0), (2, 0)]
+    assert [(number, attempt) for number, attempt, _, _ in scenery.link.sent_requests] == [(0, 0), (1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("how", [GONE, LOST, NOISE, OTHER])
@@ -179,7 +179,7 @@ def test_a_round_below_quorum_is_played_again_with_others(stage: Make, how: str)
     scenery = stage(fate=failing(1, 1, how))
     server, _ = turn(scenery, 0, scenery.server)
     server, second = turn(scenery, 1, server)
-    (_, _, _, first), (_, attempt, _, repeated) = scenery.link.asked[1:]
+    (_, _, _, first), (_, attempt, _, repeated) = scenery.link.sent_requests[1:]
     assert first == tuple(f"site-{k}" for k in cohorts(2)[1]), "the first attempt is the simulation's"
     failed = first[-1]  # answered last to first
     assert attempt == 1
@@ -195,7 +195,7 @@ def test_who_has_failed_is_asked_again_where_the_others_are_too_few(stage: Make)
     """Of four sites three play; two fail at first, then there are two others and one of these. Cohorts are sorted."""
     scenery = stage(fate=failing(0, 1, GONE, 2), cohort=3, rules=Rules(min_replies=3))
     _, cohort = turn(scenery, 0, scenery.server)
-    (_, _, _, first), (_, _, _, repeated) = scenery.link.asked
+    (_, _, _, first), (_, _, _, repeated) = scenery.link.sent_requests
     failed = set(first[-2:])
     others = {f"site-{k}" for k in range(4)} - failed
     assert others < set(repeated)
@@ -208,7 +208,7 @@ def test_half_a_cohort_is_enough_where_nothing_else_is_said(stage: Make) -> None
     scenery = stage(fate=failing(0, 9, GONE, 2), cohort=4, rules=Rules())
     _, cohort = turn(scenery, 0, scenery.server)
     assert cohort == [0, 1]
-    assert len(scenery.link.asked) == 1
+    assert len(scenery.link.sent_requests) == 1
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
@@ -218,7 +218,7 @@ def test_after_so_many_attempts_all_stops(stage: Make, attempts: int) -> None:
         TooFewReplies, match=r"^round 1, query 1 \(train\) has 0 usable replies of 2, and 2 are needed\.$"
     ):
         turn(scenery, 0, scenery.server)
-    assert [attempt for _, attempt, _, _ in scenery.link.asked] == list(range(attempts))
+    assert [attempt for _, attempt, _, _ in scenery.link.sent_requests] == list(range(attempts))
     assert len(scenery.heard) == attempts - 1 + 2 * attempts
 
 
@@ -240,12 +240,12 @@ def everything(scenery: Stage) -> Tree:
     return {key: scenery.remote.store.get(key) or {} for key in keys if key != "visits"}
 
 
-@pytest.mark.parametrize(("name", "place"), SHELVES)
-def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | None) -> None:
+@pytest.mark.parametrize(("name", "labels_at"), SHELVES)
+def test_a_failed_attempt_never_happened(stage: Make, name: str, labels_at: str | None) -> None:
     """In the second round an answer of the last trip is lost, twice; then it is played. All equals, in every bit, a run
     in which this round had the last cohort from the start: the server's tree, its shelf, its own memory, and the rounds
     that follow, to which the sites bring what they remember."""
-    scenery = stage(name, failing_last(name), place=place)
+    scenery = stage(name, failing_last(name), labels_at=labels_at)
     server, first = turn(scenery, 0, scenery.server)
     before = everything(scenery)
     seen: list[bool] = []
@@ -253,7 +253,7 @@ def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | No
     server, second = turn(scenery, 1, server)
     assert seen == [True, True], "what counts is as it was before the attempt"
     server, third = turn(scenery, 2, server)
-    calm = stage(name, place=place)
+    calm = stage(name, labels_at=labels_at)
     other = calm.server
     for number, cohort in enumerate((first, second, third)):
         other = forced(calm, number, other, cohort)
@@ -300,15 +300,15 @@ def test_a_method_goes_on_without_a_site_that_it_loses_on_the_way(stage: Make, n
     scenery = stage(name, failing(1, 9, GONE), cohort=4, rules=Rules(min_replies=2))
     server, drawn = rounds(scenery)
     assert [len(cohort) for cohort in drawn] == [4, 3, 4]
-    assert max(attempt for _, attempt, _, _ in scenery.link.asked) == 0
+    assert max(attempt for _, attempt, _, _ in scenery.link.sent_requests) == 0
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server) if leaf.is_floating_point())
 
 
 def test_a_site_that_is_lost_between_trips_is_not_asked_again_in_the_round(stage: Make) -> None:
     """SemiFL with labels at the server: training first, the statistics of the average then."""
-    scenery = stage("semifl", failing(1, 9, GONE), cohort=4, place="server")
+    scenery = stage("semifl", failing(1, 9, GONE), cohort=4, labels_at="server")
     rounds(scenery, 2)
-    queries = [sites for number, _, _, sites in scenery.link.asked if number == 1]
+    queries = [sites for number, _, _, sites in scenery.link.sent_requests if number == 1]
     assert [len(sites) for sites in queries] == [4, 3]
 
 
@@ -320,7 +320,7 @@ def test_strikes_set_a_site_aside(stage: Make) -> None:
     )  # fmt: skip
     rounds(scenery)
     whole = ("site-0", "site-1", "site-2", "site-3")
-    assert [sites for _, _, _, sites in scenery.link.asked] == [whole, whole, ("site-0", "site-1", "site-3")]
+    assert [sites for _, _, _, sites in scenery.link.sent_requests] == [whole, whole, ("site-0", "site-1", "site-3")]
     rows = {row.name: (row.count, row.quarantined) for row in scenery.remote.calls.quarantine.refusals()}
     assert rows == {"site-0": (0, False), "site-1": (0, False), "site-2": (2, True), "site-3": (0, False)}
     assert sum("site-2 is set aside after 2 unusable answers" in text for text in scenery.heard) == 1
@@ -341,7 +341,7 @@ def test_where_every_site_is_aside_all_stops(stage: Make) -> None:
     scenery = stage(fate=lambda site, request: NOISE, cohort=4, rules=Rules(strikes=1, attempts=5))
     with pytest.raises(TooFewReplies, match="0 usable replies of 4"):
         turn(scenery, 0, scenery.server)
-    assert len(scenery.link.asked) == 1
+    assert len(scenery.link.sent_requests) == 1
     with pytest.raises(TooFewReplies, match="every site is set aside"):
         scenery.remote.open(0)
 

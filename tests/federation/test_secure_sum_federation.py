@@ -182,20 +182,20 @@ def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(federation: 
     part in any: the others know the one before."""
     file = federation.write_plan("fedavg", rounds=3, cohort=SITES, secure_aggregation=True)
     federation.delete_client_memory()
-    home = federation.folder / "site-01" / ".halfmoon"
+    state_folder = federation.folder / "site-01" / ".halfmoon"
 
     def lose(name: str, round: int, attempt: int, stage: str) -> bool:
         if name == "site-01" and (round, stage) == (0, MASK_UPDATE):
-            (path,) = home.rglob(SECRET_FILE)
+            (path,) = state_folder.rglob(SECRET_FILE)
             path.unlink()
         if name == "site-01" and (round, stage) == (2, ANNOUNCE_KEYS):
-            (home / SITE_KEY_FILE).unlink()
+            (state_folder / SITE_KEY_FILE).unlink()
         return False
 
     with away(lose):
         run = federation.run(file)
     assert [row["aggregation"]["summed"] for row in read_metrics(run)] == [SITES - 1, SITES, SITES - 1]
-    (home / SITE_KEY_FILE).unlink()
+    (state_folder / SITE_KEY_FILE).unlink()
     for path in federation.folder.rglob(KNOWN_KEYS_FILE):
         path.unlink()
 

@@ -98,7 +98,7 @@ class Line:
         return dict.fromkeys(requests, SiteReply(self.pairs[-1][1]))
 
 
-def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tuple[bytes, bytes]]:
+def run_rounds(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tuple[bytes, bytes]]:
     """Play rounds with one site, and return each request with its answer."""
     assert isinstance(read_message(member.reply_to(offer(about)), Acceptance, Refusal), Acceptance)
     config = about.config
@@ -128,7 +128,7 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def script(ward: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, bytes]]:
     """Return what a server asked in four rounds of FedLoKe, whose sites remember, and what was answered."""
-    return play(SiteClient.from_folder(ward, "north", tmp_path_factory.mktemp("first")))
+    return run_rounds(SiteClient.from_folder(ward, "north", tmp_path_factory.mktemp("first")))
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def member(ward: Path, tmp_path: Path) -> SiteClient:
     return SiteClient.from_folder(ward, "north", tmp_path / "home")
 
 
-def told(data: bytes) -> Refusal:
+def read_refusal(data: bytes) -> Refusal:
     """Return the refusal in an answer, which must have no word that only the site knows."""
     text = read_message(data, Refusal)
     discreet(data)
@@ -165,7 +165,7 @@ def test_a_site_joins(member: SiteClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mine", "expected", "message"),
+    ("site_version", "expected", "message"),
     [
         ("0.9.0", "0.10.0", "this site runs halfmoon 0.9.0, the server 0.10.0: this site has to upgrade to 0.10.0."),
         ("0.10.0", "0.9.0", "this site runs halfmoon 0.10.0, the server 0.9.0: the server has to upgrade to 0.10.0."),
@@ -175,17 +175,17 @@ def test_a_site_joins(member: SiteClient) -> None:
         ("1.0", "1.0.1", "this site has to upgrade to 1.0.1."),
     ],
 )
-def test_another_version_is_refused_with_who_has_to_upgrade(member, mine, expected, message):
-    member.version = mine
+def test_another_version_is_refused_with_who_has_to_upgrade(member, site_version, expected, message):
+    member.version = site_version
     for data in (offer(version=expected), write_message(replace(REQUEST, version=expected))):
-        refusal = told(member.reply_to(data))
+        refusal = read_refusal(member.reply_to(data))
         assert refusal.kind == OTHER_VERSION
         assert refusal.reason.endswith(message)
-        assert refusal.version == mine
+        assert refusal.version == site_version
 
 
 def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Path) -> None:
-    refusal = told(SiteClient.from_folder(ward, "east", tmp_path).reply_to(offer()))
+    refusal = read_refusal(SiteClient.from_folder(ward, "east", tmp_path).reply_to(offer()))
     assert (refusal.kind, refusal.reason) == (UNFIT, "federation test has no site east.")
 
 
@@ -202,11 +202,11 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
 )
 def test_a_folder_that_cannot_take_part(tmp_path, labels, classes, kind, message):
     member = SiteClient.from_folder(folder(tmp_path / WARD, labels, classes=classes), "north", tmp_path / "home")
-    refusal = told(member.reply_to(offer()))
+    refusal = read_refusal(member.reply_to(offer()))
     assert refusal.kind == kind
     assert refusal.reason.endswith(message) or message in refusal.reason
     assert "not done: " in logged(member)
-    assert told(member.reply_to(write_message(replace(REQUEST, version=member.version)))).kind == NOT_JOINED
+    assert read_refusal(member.reply_to(write_message(replace(REQUEST, version=member.version)))).kind == NOT_JOINED
 
 
 def test_a_class_that_no_label_has_is_no_hindrance(tmp_path: Path) -> None:
@@ -236,13 +236,13 @@ REQUEST = Request(TERMS.hash, "", RUN, 0, 0, 0, "train")
 )
 def test_a_federation_that_is_no_hash_is_unknown_and_no_folder_is_made(member: SiteClient, name: str) -> None:
     """What a server calls its federation becomes the name of a folder."""
-    refusal = told(member.reply_to(write_message(replace(REQUEST, version=member.version, federation=name))))
+    refusal = read_refusal(member.reply_to(write_message(replace(REQUEST, version=member.version, federation=name))))
     assert refusal.kind == NOT_JOINED
     assert {path.name for path in member.state_folder.rglob("*")} == {"join.log", "events.jsonl"}
 
 
 def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
-    refusal = told(member.reply_to(write_message(replace(REQUEST, version=member.version))))
+    refusal = read_refusal(member.reply_to(write_message(replace(REQUEST, version=member.version))))
     assert (refusal.kind, refusal.reason) == (
         NOT_JOINED, f"this site has not joined federation {TERMS.hash[:8]} yet."
     )  # fmt: skip
@@ -258,7 +258,7 @@ def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
     stored.write_bytes(damage)
     repeated = SiteClient.from_folder(ward, "north", member.state_folder)
     request, reply = script[0]
-    assert told(repeated.reply_to(request)).kind == NOT_JOINED
+    assert read_refusal(repeated.reply_to(request)).kind == NOT_JOINED
     repeated.reply_to(offer())
     assert repeated.reply_to(request) == reply
 
@@ -281,10 +281,10 @@ def test_requests_that_cannot_be_done(member, script, changes, message):
     """Each has its answer, and the next honest request has the right one."""
     member.reply_to(offer())
     request = read_message(script[0][0], Request)
-    refusal = told(member.reply_to(write_message(replace(request, **changes))))
+    refusal = read_refusal(member.reply_to(write_message(replace(request, **changes))))
     assert refusal.kind == UNFIT
     assert message in refusal.reason
-    assert told(member.reply_to(write_message(replace(request, federation="a" * 64)))).kind == NOT_JOINED
+    assert read_refusal(member.reply_to(write_message(replace(request, federation="a" * 64)))).kind == NOT_JOINED
     assert member.reply_to(script[0][0]) == script[0][1]
 
 
@@ -293,7 +293,7 @@ def test_a_diverged_model_is_not_described(member: SiteClient, script: list[tupl
     member.reply_to(offer())
     request = read_message(script[0][0], Request)
     spoiled = tree.map(lambda leaf: leaf * float("nan") if leaf.is_floating_point() else leaf, request.download)
-    refusal = told(member.reply_to(write_message(replace(request, download=spoiled))))
+    refusal = read_refusal(member.reply_to(write_message(replace(request, download=spoiled))))
     assert (refusal.kind, refusal.reason) == (FAILED, "its training diverged; its own log has the reason.")
     assert memories(member) == []
 
@@ -316,15 +316,15 @@ def test_a_site_remembers(member: SiteClient, script: list[tuple[bytes, bytes]])
 def test_a_round_that_is_asked_again_starts_from_the_memory_before_it(member, script):
     """A server that goes back a round, or two: the site's answers are as they were, in whatever order it asks."""
     member.reply_to(offer())
-    for place in (0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 3):
-        assert member.reply_to(script[place][0]) == script[place][1], place
+    for step in (0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 3):
+        assert member.reply_to(script[step][0]) == script[step][1], step
 
 
 def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """The first round is played twice, at first with another model, and once more in vain: what the server says that
     it goes on from counts, whatever came before or after it."""
     member.reply_to(offer())
-    first, second = (read_message(script[place][0], Request) for place in (0, 1))
+    first, second = (read_message(script[step][0], Request) for step in (0, 1))
     other = tree.map(lambda leaf: leaf * 1.01 if leaf.is_floating_point() else leaf, first.download)
     assert member.reply_to(write_message(replace(first, download=other))) != script[0][1]
     reply = read_message(member.reply_to(write_message(replace(first, attempt=1))), Reply)
@@ -344,8 +344,8 @@ def test_what_is_safe_stays_and_what_is_older_goes(member: SiteClient, script: l
     last = write_message(replace(read_message(script[2][0], Request), oldest=[1, 0, 0]))
     assert member.reply_to(last) == script[2][1]
     assert [path.name[7:21] for path in memories(member)] == ["000001-000-000", "000002-000-000"]
-    for place in (3, 2, 3):
-        assert member.reply_to(script[place][0]) == script[place][1]
+    for step in (3, 2, 3):
+        assert member.reply_to(script[step][0]) == script[step][1]
 
 
 def test_a_damaged_memory_is_named_and_the_one_before_counts(ward, member, script, tmp_path):
@@ -446,7 +446,7 @@ def test_a_full_disk_is_said_without_a_path_and_forgotten(
         assert kinds == [Acceptance, Reply], "what cannot be written down is still done"
     else:
         assert len(calls) > call, "0 is the index, 1 what may come down, 2 the terms, 3 the memory"
-        assert told(replies[call // 3]).kind == FAILED
+        assert read_refusal(replies[call // 3]).kind == FAILED
     assert isinstance(read_message(member.reply_to(offer()), Acceptance), Acceptance)
     for request, reply in script[:2]:
         assert member.reply_to(request) == reply
@@ -465,25 +465,25 @@ def test_a_disk_that_stays_full_stops_nothing_else(member, script, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(atomic_io, "write_atomically", full)
         patch.setattr(atomic_io, "append", full)
-        refusal = told(member.reply_to(script[1][0]))
+        refusal = read_refusal(member.reply_to(script[1][0]))
     assert (refusal.kind, refusal.reason) == (FAILED, "its disk: No space left on device.")
-    for place in (1, 2):
-        assert member.reply_to(script[place][0]) == script[place][1]
+    for step in (1, 2):
+        assert member.reply_to(script[step][0]) == script[step][1]
 
 
 @pytest.mark.parametrize("remains", ["nothing", "no labels", "a broken image"])
 def test_a_folder_that_goes_while_a_site_takes_part(tmp_path, script, remains):
     """Each message may find another folder than the one before: the answer names none of it."""
     ward = folder(tmp_path / WARD, {0: "sound", 3: "ill", 5: "sound"})
-    home = tmp_path / "home"
-    SiteClient.from_folder(ward, "north", home).reply_to(offer())
+    site_home_folder = tmp_path / "home"
+    SiteClient.from_folder(ward, "north", site_home_folder).reply_to(offer())
     if remains == "nothing":
         shutil.rmtree(ward)
     elif remains == "no labels":
         (ward / "labels.csv").write_text("path,label\n")
     else:
         (ward / f"{PATIENT}-0.png").write_bytes(b"no image")
-    data = SiteClient.from_folder(ward, "north", home).reply_to(script[0][0])
+    data = SiteClient.from_folder(ward, "north", site_home_folder).reply_to(script[0][0])
     discreet(data)
     text = read_message(data, Reply, Refusal)
     assert isinstance(text, Reply) == (remains == "a broken image")
@@ -492,7 +492,7 @@ def test_a_folder_that_goes_while_a_site_takes_part(tmp_path, script, remains):
 def test_two_forms_have_two_homes(ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """A federation of larger images beside: both go on."""
     wide = replace(TERMS, image_spec=replace(TERMS.image_spec, image=(1, 16, 16)))
-    pairs = play(member, wide, 1)
+    pairs = run_rounds(member, wide, 1)
     member.reply_to(offer())
     assert member.reply_to(script[0][0]) == script[0][1]
     repeated = SiteClient.from_folder(ward, "north", member.state_folder)
@@ -546,12 +546,12 @@ def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, 
 
 
 @ENDLESS
-@given(place=st.sampled_from(["form", "config", "options"]), name=st.data(), value=Anything)
+@given(step=st.sampled_from(["form", "config", "options"]), name=st.data(), value=Anything)
 def test_whatever_an_offer_says_there_is_a_discreet_answer(
-    steady: SiteClient, place: str, name: st.DataObject, value: Any
+    steady: SiteClient, step: str, name: st.DataObject, value: Any
 ) -> None:
     metadata = json.loads(TERMS.text)
-    metadata[place][name.draw(st.sampled_from(sorted(metadata[place])))] = value
+    metadata[step][name.draw(st.sampled_from(sorted(metadata[step])))] = value
     data = steady.reply_to(write_message(Offer(steady.version, json.dumps(metadata))))
     discreet(data)
     text = read_message(data, Acceptance, Refusal)
@@ -561,7 +561,7 @@ def test_whatever_an_offer_says_there_is_a_discreet_answer(
 @ENDLESS
 @given(st.binary(max_size=200))
 def test_whatever_comes_is_answered(steady: SiteClient, data: bytes) -> None:
-    assert told(steady.reply_to(data)).kind == UNFIT
+    assert read_refusal(steady.reply_to(data)).kind == UNFIT
 
 
 @ENDLESS

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_contract import DISTINCT, scene
+from test_contract import DISTINCT, build_simulation
 from test_messages import REQUEST
 
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, StepMetrics, Task, UpdateRequirements
@@ -61,9 +61,9 @@ class Trip(NamedTuple):
 
 
 @cache
-def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, list[Trip]]:
+def queries(name: str, labels_at: str | None = None, **options: Any) -> tuple[Task, list[Trip]]:
     """Return all questions of two rounds of a method in a simulation."""
-    method, shared, simulation = scene(name, "both", place=place, **options)
+    method, shared, simulation = build_simulation(name, "both", labels_at=labels_at, **options)
     requests: list[Trip] = []
     local_clients = simulation.local_clients
     update_index = local_clients.update
@@ -73,9 +73,10 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
         outcomes = list(update_index(context, clients, stage, broadcast, each, quality))
         if list(clients) != [SERVER]:
             downlinks = [{**broadcast, **tree.index(each, k)} for k in range(len(clients))]
-            own = [(held.training_size(k), held.split_size(k)) for k in clients]
+            client_sizes = [(held.training_size(k), held.split_size(k)) for k in clients]
             maximum = [
-                Budget().amount(local_clients.training.batching, context.client_update, *holding) for holding in own
+                Budget().amount(local_clients.training.batching, context.client_update, *holding)
+                for holding in client_sizes
             ]
             images = [int((held.split.client == k).sum()) for k in clients]
             requests.append(Trip(context, clients, downlinks, outcomes, maximum, images))
@@ -89,21 +90,21 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
     return shared, requests
 
 
-def answer(outcome: ClientResult, **changes: Any) -> Reply:
+def make_reply(outcome: ClientResult, **changes: Any) -> Reply:
     """Return the reply of a site that did what `outcome` says."""
     return replace(Reply.from_result(REQUEST, "1", outcome), **changes)
 
 
-PLACES = [(name, place) for name in FEDERATED for place in registry.entry(name).label_locations]
+LOCATIONS = [(name, labels_at) for name in FEDERATED for labels_at in registry.entry(name).label_locations]
 
 
-@pytest.mark.parametrize(("name", "place"), PLACES)
-def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None:
+@pytest.mark.parametrize(("name", "labels_at"), LOCATIONS)
+def test_the_pattern_is_that_of_every_real_upload(name: str, labels_at: str) -> None:
     """Names, shapes and dtypes of each client's upload in each trip of two rounds; clients of unequal size, some
     without labels where labels lie at some or at the server: no shape depends on the client.
 
     What the sites answered passes every other check, too."""
-    shared, requested = queries(name, place)
+    shared, requested = queries(name, labels_at)
     known = patterns(shared)
     assert requested
     for query in requested:
@@ -116,7 +117,7 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
                 path: (tuple(leaf.shape), leaf.dtype) for path, leaf in flat.items()
             }
             assert pattern == make_tree_spec(outcome.upload.tree)
-            reply = answer(outcome)
+            reply = make_reply(outcome)
             assert check_schema(reply.upload, reply.samples, pattern, upload_spec) is None
             assert check_schema(reply.upload, reply.samples, None, upload_spec) is None
             assert check_counts(reply, query.most[k], query.images[k], upload_spec) is None
@@ -132,7 +133,7 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
 
 def test_rows_that_count_twice_are_plausible() -> None:
     """Where labeled rows are unlabeled ones as well, a client of 16 images (5 labeled) weighs 5 + 16 = 21: over 16."""
-    _, _, simulation = scene("feddb", "both")
+    _, _, simulation = build_simulation("feddb", "both")
     held = replace(simulation.dataset, reuse_labeled=True)
     heaviest = max(
         held.training_size(k).labeled + held.training_size(k).unlabeled - int((held.split.client == k).sum())
@@ -141,8 +142,8 @@ def test_rows_that_count_twice_are_plausible() -> None:
     assert heaviest > 0
     _, requested = queries("feddb")
     outcome = requested[0].outcomes[0]._replace(upload=Upload({}, torch.tensor(21.0)), traffic=(0, 0))
-    assert check_counts(answer(outcome), outcome.amount, 16, UPDATE_ONLY) is None
-    assert "weight" in str(check_counts(answer(outcome), outcome.amount, 10, UPDATE_ONLY))
+    assert check_counts(make_reply(outcome), outcome.amount, 16, UPDATE_ONLY) is None
+    assert "weight" in str(check_counts(make_reply(outcome), outcome.amount, 10, UPDATE_ONLY))
 
 
 def test_a_made_up_visit_disturbs_nothing() -> None:
@@ -253,7 +254,7 @@ LINE = torch.ones(3)
         (upload(params={"a": torch.ones(2, 3)}), "'params/b' is missing"),
         (upload(params=LINE), "'params/a' is missing"),
         (upload(stats={"var": LINE}), "'stats' is missing"),
-        ({name: part for name, part in upload().items() if name != "stats"}, "'stats' is missing"),
+        ({name: key for name, key in upload().items() if name != "stats"}, "'stats' is missing"),
         (upload(more=LINE), "'more' was not requested"),
         (upload(more={}), "'more' was not requested"),
         (upload(params={"a": torch.ones(2, 3), "b": LINE, "x": {"y": LINE}}), "'params/x/y' was not requested"),
@@ -287,11 +288,11 @@ def test_a_variance_is_not_negative() -> None:
     stats = {"conv1": {"mean": -LINE, "var": LINE - 1}}
     worse = {"conv1": {"mean": LINE, "var": torch.tensor([1.0, -1e-9])}}
     upload_spec = UploadSpec(aux={"moments": Aux("sum", "statistic")})
-    for part, name in (("update", "stats"), ("aux", "moments")):
+    for key, name in (("update", "stats"), ("aux", "moments")):
         up = {"update": {}, "weight": torch.ones(())}
-        assert check_schema({**up, part: {name: stats}}, {}, None, upload_spec) is None
-        output = check_schema({**up, part: {name: worse}}, {}, None, upload_spec)
-        assert output == f"'{part}/{name}/conv1/var' has a variance below 0"
+        assert check_schema({**up, key: {name: stats}}, {}, None, upload_spec) is None
+        output = check_schema({**up, key: {name: worse}}, {}, None, upload_spec)
+        assert output == f"'{key}/{name}/conv1/var' has a variance below 0"
 
 
 def test_what_an_upload_says_is_quoted_short_and_escaped() -> None:
@@ -333,7 +334,7 @@ MOST = Amount(4, 10, 30, 0)
 def counted(**changes: Any) -> Reply:
     """Return the reply of a site with 12 images to `MOST`."""
     upload = Upload({"x": torch.zeros(3)}, torch.tensor(12.0))
-    return answer(ClientResult(upload, {}, {}, MOST, (100, 10), 12, 50), **changes)
+    return make_reply(ClientResult(upload, {}, {}, MOST, (100, 10), 12, 50), **changes)
 
 
 def weighing(weight: float = 1.0, **aux: Any) -> Reply:
@@ -494,52 +495,52 @@ NAMES = ("north", "south", "west")
 
 
 def test_a_site_is_set_aside_at_the_limit() -> None:
-    book = Quarantine(NAMES, 2, None)
-    assert book.sites == frozenset()
-    assert not book.count_refusal("south", 0, "'params' is missing")
-    assert not book.count_refusal("west", 0, "late")
-    assert book.count_refusal("south", 3, "its weight is -1")
-    assert book.sites == {"south"}
-    assert not book.count_refusal("south", 4, "again")  # by an earlier one
-    assert book.refusals() == [
+    quarantine = Quarantine(NAMES, 2, None)
+    assert quarantine.sites == frozenset()
+    assert not quarantine.count_refusal("south", 0, "'params' is missing")
+    assert not quarantine.count_refusal("west", 0, "late")
+    assert quarantine.count_refusal("south", 3, "its weight is -1")
+    assert quarantine.sites == {"south"}
+    assert not quarantine.count_refusal("south", 4, "again")  # by an earlier one
+    assert quarantine.refusals() == [
         Refusals("north"),
         Refusals("south", 3, 4, "again", True),
         Refusals("west", 1, 0, "late", False),
     ]
-    book.readmit("south")
-    assert book.sites == frozenset()
-    assert book.refusals()[1] == Refusals("south")
-    assert not book.count_refusal("south", 5, "late")
+    quarantine.readmit("south")
+    assert quarantine.sites == frozenset()
+    assert quarantine.refusals()[1] == Refusals("south")
+    assert not quarantine.count_refusal("south", 5, "late")
 
 
 def test_limit_0_sets_no_site_aside() -> None:
-    book = Quarantine(NAMES, 0, None)
-    assert not any(book.count_refusal("north", round, "late") for round in range(50))
-    assert book.sites == frozenset()
+    quarantine = Quarantine(NAMES, 0, None)
+    assert not any(quarantine.count_refusal("north", round, "late") for round in range(50))
+    assert quarantine.sites == frozenset()
 
 
 def test_an_unknown_site_is_an_error() -> None:
-    book = Quarantine(NAMES, 1, None)
+    quarantine = Quarantine(NAMES, 1, None)
     with pytest.raises(UserError, match=r"there is no site 'sout'.*did you mean 'south'"):
-        book.readmit("sout")
+        quarantine.readmit("sout")
 
 
 def test_every_change_is_on_the_disk(tmp_path: Path) -> None:
     """Read by another register after each change, as a server does that was killed; in a folder that was not there."""
     path = tmp_path / "federation" / "refused.json"
-    book = Quarantine(NAMES, 2, path)
+    quarantine = Quarantine(NAMES, 2, path)
     assert not path.exists()
     changes: list[Callable[[], Any]] = [
-        lambda: book.count_refusal("south", 0, "late"),
-        lambda: book.count_refusal("south", 1, "its weight is \u2212\u221e"),
-        lambda: book.count_refusal("west", 1, "late"),
-        lambda: book.readmit("south"),
+        lambda: quarantine.count_refusal("south", 0, "late"),
+        lambda: quarantine.count_refusal("south", 1, "its weight is \u2212\u221e"),
+        lambda: quarantine.count_refusal("west", 1, "late"),
+        lambda: quarantine.readmit("south"),
     ]
     for change in changes:
         change()
-        assert Quarantine(NAMES, 2, path).refusals() == book.refusals()
-        assert Quarantine(NAMES, 2, path).sites == book.sites
-    assert [each.count for each in book.refusals()] == [0, 0, 1]
+        assert Quarantine(NAMES, 2, path).refusals() == quarantine.refusals()
+        assert Quarantine(NAMES, 2, path).sites == quarantine.sites
+    assert [each.count for each in quarantine.refusals()] == [0, 0, 1]
     # The limit is not kept with the counts, and who has left is forgotten.
     assert Quarantine(("west",), 1, path).sites == {"west"}
     assert Quarantine(("north",), 1, path).refusals() == [Refusals("north")]
@@ -570,10 +571,10 @@ def test_a_damaged_register_is_an_error(tmp_path: Path, text: str) -> None:
 def test_a_register_that_cannot_be_written_counts_nothing(tmp_path: Path) -> None:
     """The folder's name is taken by a file. Nor can a folder be read as a register."""
     (tmp_path / "taken").write_text("")
-    book = Quarantine(NAMES, 1, None)
-    book.path = tmp_path / "taken" / "refused.json"
+    quarantine = Quarantine(NAMES, 1, None)
+    quarantine.path = tmp_path / "taken" / "refused.json"
     with pytest.raises(UserError, match="cannot be written"):
-        book.count_refusal("south", 0, "late")
-    assert book.sites == frozenset()
+        quarantine.count_refusal("south", 0, "late")
+    assert quarantine.sites == frozenset()
     with pytest.raises(UserError, match="cannot be read"):
         Quarantine(NAMES, 1, tmp_path)

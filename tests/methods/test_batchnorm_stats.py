@@ -107,7 +107,7 @@ def test_a_network_without_statistics_asks_nobody(norm):
 @pytest.mark.parametrize("over", ["all", "cohort", "server"])
 def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
     """Labels at the server, unequal clients, one of them empty: each holder's batch moments, weighted by its rows."""
-    held = make_dataset((*SIZES[:3], (0, 0), (4, 9)), place="server")
+    held = make_dataset((*SIZES[:3], (0, 0), (4, 9)), labels_at="server")
     method = SemiFL()
     shared = make_task()
     simulation = make_simulation(method, shared, held, executor=executor)

@@ -132,7 +132,7 @@ def test_the_server_goes_back():
     result = {}
     for share in (0.0, 0.25):
         method = CBAFed(residual=share, residual_every=2, threshold=0.3, warmup=0.0)
-        result[share] = simulate_rounds(method, shared, make_dataset(place="some"), rounds=4)
+        result[share] = simulate_rounds(method, shared, make_dataset(labels_at="some"), rounds=4)
     plain = result[0.0]
     slow = result[0.25]
     first = start_server(CBAFed(), shared)
@@ -149,7 +149,7 @@ def test_warm_up_is_for_labels_alone():
     """No pseudo-label counts in it; clients without labels then weigh nothing."""
     method = CBAFed(threshold=0.1)
     shared = make_task(rounds=2)
-    first, second = simulate_rounds(method, shared, make_dataset(place="some"), cohort=4, rounds=2)
+    first, second = simulate_rounds(method, shared, make_dataset(labels_at="some"), cohort=4, rounds=2)
     assert first.report.pseudo is None or first.report.pseudo["share_used"] == 0
     assert second.report.pseudo["share_used"] > 0
 

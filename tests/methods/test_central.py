@@ -31,14 +31,14 @@ CENTRAL = [name for name in registry.names() if registry.entry(name).pooled]
 ALL = sum(labeled + unlabeled for labeled, unlabeled in SIZES)
 
 
-def visits(method: Method, all_labels: bool, place: str = "clients") -> tuple[dict, dict, list[list[Batch]], Any]:
+def visits(method: Method, all_labels: bool, labels_at: str = "clients") -> tuple[dict, dict, list[list[Batch]], Any]:
     """Return the first and the last server of a pooled run, the batches of each of its rounds, and its task.
 
     SGD with Nesterov momentum and weight decay, on a cosine schedule: all that could be forgotten between rounds.
     """
     shared = make_task(optimizer=SGD(0.05, 0.9, 1e-2, nesterov=True), schedule=CosineSchedule(), rounds=ROUNDS)
     recording = RecordingMethod(method)
-    held = make_dataset(all_labels=all_labels, pooled=True, place=place)
+    held = make_dataset(all_labels=all_labels, pooled=True, labels_at=labels_at)
     simulation = make_simulation(recording, shared, held, batching=Batching(6, 8))
     server = start_server(method, shared)
     rounds = []
@@ -145,13 +145,13 @@ def test_where_the_labels_lie_does_not_matter_to_who_has_them_all(name):
     """One client, with all labeled rows of the split, be they at clients or at the server."""
     entry = registry.entry(name)
     rows = sum(labeled for labeled, _ in SIZES)
-    for place in entry.label_locations:
-        held = make_dataset(all_labels=entry.all_labels, pooled=True, place=place)
-        own = held.training_size(0)
-        there = ALL if place != "some" else ALL - SIZES[1][0] - SIZES[3][0]
+    for labels_at in entry.label_locations:
+        held = make_dataset(all_labels=entry.all_labels, pooled=True, labels_at=labels_at)
+        client_sizes = held.training_size(0)
+        there = ALL if labels_at != "some" else ALL - SIZES[1][0] - SIZES[3][0]
         assert held.clients == 1
-        assert own.labeled + own.unlabeled == there
-        assert own.labeled == (there if entry.all_labels else rows - (ALL - there))
+        assert client_sizes.labeled + client_sizes.unlabeled == there
+        assert client_sizes.labeled == (there if entry.all_labels else rows - (ALL - there))
         assert entry.method.keep_optimizer
     assert {"clients", "some", "server"} == set(entry.label_locations)
 

@@ -64,11 +64,11 @@ def test_weights_change_a_method_or_are_refused(name: str):
     entry = registry.entry(name)
     if refused(name):
         return
-    place = entry.label_locations[0]
+    labels_at = entry.label_locations[0]
     servers = []
     for weights, executor in (((), "loop"), ((1.0,) * 4, "loop"), (WEIGHTS, "loop"), (WEIGHTS, "vmap")):
         shared = make_task(class_weights=weights, rounds=2)
-        federation = make_dataset(all_labels=entry.all_labels, place=place, pooled=entry.pooled)
+        federation = make_dataset(all_labels=entry.all_labels, labels_at=labels_at, pooled=entry.pooled)
         runtime = make_simulation(entry.method, shared, federation, executor=executor)
         servers.append(run_rounds(entry.method, runtime, start_server(entry.method, shared), range(1))[-1].server)
     without, ones, weighted, batched = servers

@@ -125,15 +125,15 @@ def learned(
     return float(loss), gradient, stats
 
 
-def check(ours: tuple[float, dict, dict], module: torch.nn.Module, loss: torch.Tensor) -> None:
+def check(computed: tuple[float, dict, dict], module: torch.nn.Module, loss: torch.Tensor) -> None:
     """Compare a loss, its gradient and the running statistics with those of a module that has seen the step."""
-    for layer, stats in ours[2].items():
+    for layer, stats in computed[2].items():
         for name, leaf in stats.items():
             torch.testing.assert_close(leaf, module.get_buffer(f"{layer}.norm.running_{name}"), rtol=1e-9, atol=1e-11)
-    assert ours[0] == pytest.approx(float(loss.detach()), rel=1e-10)
+    assert computed[0] == pytest.approx(float(loss.detach()), rel=1e-10)
     expected = torch.autograd.grad(loss, list(module.parameters()))
     assert max(float(g.abs().max()) for g in expected) > 1e-3
-    for mine, g in zip(tree.leaves(ours[1]), expected, strict=True):
+    for mine, g in zip(tree.leaves(computed[1]), expected, strict=True):
         torch.testing.assert_close(mine, g, rtol=1e-8, atol=1e-11)
 
 
@@ -145,19 +145,19 @@ def test_gradients_are_autograds(statistics, labeling, labeled):
     model = start_server(FedAvg(), shared)
     given = make_batch(labeled, 6, ("weak", "weak2"))
     actual = learned(PiModel(7.0, ramp=0), given, model, shared)
-    book = ReferenceModel(make_module(model), statistics, labeling)
-    check(actual, book.module, textbook.pi_model(book, given, 7.0))
+    reference = ReferenceModel(make_module(model), statistics, labeling)
+    check(actual, reference.module, textbook.pi_model(reference, given, 7.0))
     teacher = start_server(FedAvg(), shared, seed=1)
     aux = {"teacher": teacher["params"], "teacher_stats": model["stats"]}  # the textbook has one set for both
     actual = learned(MeanTeacher(9.0, ramp=0), given, model, shared, aux)
-    book = ReferenceModel(make_module(model), statistics, labeling)
-    check(actual, book.module, textbook.mean_teacher(book, make_module(teacher), given, 9.0))
+    reference = ReferenceModel(make_module(model), statistics, labeling)
+    check(actual, reference.module, textbook.mean_teacher(reference, make_module(teacher), given, 9.0))
     given = given._replace(u={"weak": given.u["weak"]})
     _, seen = PseudoLabel(0.0, ramp=0)(shared, model["params"], model["stats"], given)
     for threshold in (0.0, float(seen.pseudo[0].confidence.median())):  # all six images, and some
         actual = learned(PseudoLabel(threshold, 3.0, ramp=0), given, model, shared)
-        book = ReferenceModel(make_module(model), statistics, labeling)
-        check(actual, book.module, textbook.pseudo_label(book, given, 3.0, threshold))
+        reference = ReferenceModel(make_module(model), statistics, labeling)
+        check(actual, reference.module, textbook.pseudo_label(reference, given, 3.0, threshold))
 
 
 def test_ramps_by_hand():

@@ -43,17 +43,17 @@ def row_of(name: str, **more: Any) -> registry.MethodEntry:
     return dataclasses.replace(registry.entry(name), method=method_of(name, **more))
 
 
-def scene(
-    name: str, rule: str, executor: str = "loop", place: str | None = None, **options: Any
+def build_simulation(
+    name: str, rule: str, executor: str = "loop", labels_at: str | None = None, **options: Any
 ) -> tuple[Method, Task, Simulation]:
     """Return a method, its task and its federation of unequal clients in double precision."""
-    return checks.make_federation(row_of(name), rule, executor, place, **options)
+    return checks.make_federation(row_of(name), rule, executor, labels_at, **options)
 
 
 @cache
 def straight(name: str, rule: str, executor: str = "loop") -> list[Snapshot]:
     """Return the rounds of a run, shared by the tests below."""
-    method, shared, simulation = scene(name, rule, executor)
+    method, shared, simulation = build_simulation(name, rule, executor)
     return run_rounds(method, simulation, start_server(method, shared), range(ROUNDS))
 
 
@@ -93,13 +93,14 @@ def test_loop_equals_vmap(name, rule):
     checks.compare_executors(straight(name, rule), straight(name, rule, "vmap"))
 
 
-PLACES = {name: registry.entry(name).label_locations for name in DISTINCT}
+LOCATIONS = {name: registry.entry(name).label_locations for name in DISTINCT}
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [(name, place) for name, places in PLACES.items() for place in places[1:] or places]
+    ("name", "labels_at"),
+    [(name, labels_at) for name, locations in LOCATIONS.items() for labels_at in locations[1:] or locations],
 )
-def test_every_place_for_labels_works_in_both_executors(name, place):
+def test_every_place_for_labels_works_in_both_executors(name, labels_at):
     """Labels at every client, at some, or at the server, with clients that fail to answer: loop = vmap, all finite.
 
     Of the clients that were asked, those who are silent in a round leave its cohort. At the first place of several,
@@ -107,7 +108,7 @@ def test_every_place_for_labels_works_in_both_executors(name, place):
     """
     results = []
     for executor in ("loop", "vmap"):
-        method, shared, simulation = scene(name, "both", executor, place, client_dropout=0.4)
+        method, shared, simulation = build_simulation(name, "both", executor, labels_at, client_dropout=0.4)
         results.append(run_rounds(method, simulation, start_server(method, shared), range(2)))
     checks.compare_executors(*results)
     assert all(finite(one.server) for one in results[0])
@@ -129,7 +130,7 @@ def test_guesses_that_are_never_confident_do_no_harm(name):
     if "tail" in options:
         never["tail"] = None
     method = registry.make(name, never)
-    _, shared, simulation = scene(name, "both", cohort=2)
+    _, shared, simulation = build_simulation(name, "both", cohort=2)
     simulation.method = method
     for one in run_rounds(method, simulation, start_server(method, shared), range(2)):
         assert finite(one.server)
@@ -140,11 +141,13 @@ def test_guesses_that_are_never_confident_do_no_harm(name):
 @BOTH
 def test_the_clients_of_the_scene_differ(rule):
     """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""
-    _, _, simulation = scene("fedavg-fixmatch", rule)
+    _, _, simulation = build_simulation("fedavg-fixmatch", rule)
     client_update = simulation.client_updates["train"]
     training = simulation.local_clients.training
     owned = [simulation.dataset.training_size(k) for k in range(4)]
-    amounts = [training.budget.amount(training.batching, client_update, own, own) for own in owned]
+    amounts = [
+        training.budget.amount(training.batching, client_update, client_sizes, client_sizes) for client_sizes in owned
+    ]
     assert len({amount.steps for amount in amounts}) > 1
     assert (len({amount.unlabeled for amount in amounts}) > 1) == (rule == "rest")
 
@@ -155,7 +158,7 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
 
     FedCon learns from its views without one, and the control has none.
     """
-    method, shared, _ = scene(name, "both")
+    method, shared, _ = build_simulation(name, "both")
     server = start_server(method, shared)
     last = straight(name, "both")[-1]
     before = method.solution(shared, server)
@@ -180,7 +183,7 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
 def test_a_run_repeats_itself_and_changes_nothing_that_it_was_given(name):
     """Two runs of one seed are equal in every bit. Neither the initial model nor the server's tree is written into, and
     after the run method and client updates are what they were: all state is in the trees."""
-    method, shared, simulation = scene(name, "both")
+    method, shared, simulation = build_simulation(name, "both")
     client_updates = dict(method.client_updates(shared.at(ROUNDS - 1)))  # what the last round is played with
     model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
     first_model = tree.map(torch.clone, model)
@@ -225,7 +228,7 @@ def test_a_method_is_its_hyper_parameters(name):
 @EVERY
 def test_the_server_holds_tensors_and_yields_a_model(name):
     """Every leaf is a tensor without a graph; the solution is a model that the network can evaluate."""
-    method, shared, _ = scene(name, "both")
+    method, shared, _ = build_simulation(name, "both")
     model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
     for server in (start_server(method, shared), straight(name, "both")[-1].server):
         checks.check_tensors(method, shared, server, model)
@@ -280,5 +283,5 @@ def test_impossible_options_are_refused(name, options, message):
 @EVERY_ROW
 def test_every_client_update_counts_its_passes(name):
     """A step looks at every image at least once, forward and backward; a client update without steps counts none."""
-    method, shared, _ = scene(name, "both")
+    method, shared, _ = build_simulation(name, "both")
     checks.check_passes(method, shared)

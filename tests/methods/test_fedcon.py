@@ -53,8 +53,8 @@ def test_two_steps_of_the_server():
         x = make_random_images(6, number)
         weak = make_random_images(6, number + 10)
         y = torch.arange(6) % CLASSES
-        nothing = {"weak": make_random_images(0, 0)}
-        batch = Batch(x, y, torch.arange(6), nothing, torch.arange(0), x_views={"weak": weak})
+        no_views = {"weak": make_random_images(0, 0)}
+        batch = Batch(x, y, torch.arange(6), no_views, torch.arange(0), x_views={"weak": weak})
         carry, notes = update.step(broadcast, carry, batch)
         one, two = model(torch.cat([x, weak])).split(6)
         with torch.no_grad():
@@ -77,14 +77,14 @@ def test_two_steps_of_the_server():
     torch.testing.assert_close(carry["stats"]["conv1"]["mean"], buffers["conv1.norm.running_mean"])
 
 
-def predictor_of(part: dict[str, Any]) -> nn.Module:
-    first = part["first"]["weight"]
-    last = part["last"]["weight"]
+def predictor_of(layers: dict[str, Any]) -> nn.Module:
+    first = layers["first"]["weight"]
+    last = layers["last"]["weight"]
     module = nn.Sequential(nn.Linear(first.shape[1], len(first), bias=False), nn.BatchNorm1d(len(first)), nn.ReLU(),
                            nn.Linear(*last.T.shape)).double()  # fmt: skip
-    values = (first, part["first"]["norm"]["weight"], part["first"]["norm"]["bias"], last, part["last"]["bias"])
-    for own, leaf in zip(module.parameters(), values, strict=True):
-        own.data.copy_(leaf)
+    values = (first, layers["first"]["norm"]["weight"], layers["first"]["norm"]["bias"], last, layers["last"]["bias"])
+    for parameter, leaf in zip(module.parameters(), values, strict=True):
+        parameter.data.copy_(leaf)
     return module
 
 
@@ -126,12 +126,12 @@ def test_two_steps_of_a_client(labeled: int):
                 old.mul_(0.8).add_(0.2 * new)
     upload, memory = update.finish(broadcast, carry, data)
     assert_params_match(memory["target"], target)
-    for own, p in zip(tree.leaves(memory["predictor"]["last"]), head[3].parameters(), strict=True):
-        torch.testing.assert_close(own, p.detach(), rtol=1e-8, atol=1e-10)
+    for parameter, p in zip(tree.leaves(memory["predictor"]["last"]), head[3].parameters(), strict=True):
+        torch.testing.assert_close(parameter, p.detach(), rtol=1e-8, atol=1e-10)
     assert trees_equal(upload.update["params"]["head"], broadcast["params"]["head"]) == (not labeled)
-    own = {name: part for name, part in upload.update["params"].items() if name != "head"}
+    parameter = {name: layers for name, layers in upload.update["params"].items() if name != "head"}
     expected = {name: p.detach() for name, p in model.named_parameters() if not name.startswith("head")}
-    for (name, p), leaf in zip(expected.items(), tree.leaves(own), strict=True):
+    for (name, p), leaf in zip(expected.items(), tree.leaves(parameter), strict=True):
         torch.testing.assert_close(leaf, p, rtol=1e-8, atol=1e-10, msg=name)
     assert float(upload.weight) == 1
 
@@ -141,7 +141,7 @@ def test_the_server_trains_before_the_first_round_and_last_in_each():
     shared = make_task(rounds=3)
     method = FedCon()
     start = start_server(method, shared)
-    result = simulate_rounds(method, shared, make_dataset(place="server"), rounds=2)
+    result = simulate_rounds(method, shared, make_dataset(labels_at="server"), rounds=2)
     heads = [each["params"]["head"] for each in (start, *(one.server for one in result))]
     assert all(max_difference(after, before) > 0 for before, after in itertools.pairwise(heads))
     assert all(one.report.pseudo is None for one in result)

@@ -49,9 +49,9 @@ def line(method: FedDB, lr: float = 0.5) -> tuple[Any, dict]:
 
 def client(*weak: float, labeled: int = 1) -> ClientData:
     """Return a client whose unlabeled rows have these weak views."""
-    nothing = torch.zeros(len(weak), 1, 1, 1, dtype=torch.uint8)
+    no_images = torch.zeros(len(weak), 1, 1, 1, dtype=torch.uint8)
     counts = torch.tensor(labeled), torch.tensor(len(weak))
-    return ClientData(nothing[:labeled], torch.zeros(labeled), nothing, *counts, {"weak": pixels(*weak)})
+    return ClientData(no_images[:labeled], torch.zeros(labeled), no_images, *counts, {"weak": pixels(*weak)})
 
 
 def given(strong: list[float], weak: list[float], rows: list[int]) -> Batch:

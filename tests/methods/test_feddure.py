@@ -34,7 +34,7 @@ SMALL = SmallCNN(1, 5, 4)
 STEEP = SGD(0.1)
 
 
-def scene(
+def make_step(
     options=DEFAULT, network=SMALL, optimizer=STEEP, dtype=torch.float64, size=16, statistics="joint", labeling="batch"
 ):
     """Return the work, its first carry, the down tree and three batches."""
@@ -76,8 +76,8 @@ def textbook(
         regulator = nn.Sequential(
             nn.Linear(network.classes, options.hidden), nn.ReLU(), nn.Linear(options.hidden, 1), nn.Sigmoid()
         ).to(p["out"]["weight"].dtype)
-        places = {"0": p["hidden"], "2": p["out"]}
-        regulator.load_state_dict({f"{k}.{name}": part[name] for k, part in places.items() for name in part})
+        layers = {"0": p["hidden"], "2": p["out"]}
+        regulator.load_state_dict({f"{k}.{name}": layer[name] for k, layer in layers.items() for name in layer})
     return ReferenceFedDure(
         load_weights(module(network.channels, network.classes, network.width), model),
         regulator,
@@ -95,16 +95,16 @@ def textbook(
     )
 
 
-def distance(ours, expected_value) -> float:
+def distance(actual, expected_value) -> float:
     """Return ||ours - theirs|| / ||theirs|| over all tensors."""
-    a = torch.cat([leaf.detach().flatten() for leaf in ours])
+    a = torch.cat([leaf.detach().flatten() for leaf in actual])
     b = torch.cat([leaf.detach().flatten() for leaf in expected_value])
     return float((a - b).norm() / b.norm())
 
 
-def apart(ours, expected_value) -> float:
+def separate(actual, expected_value) -> float:
     """Return the distance of two trees."""
-    return distance(tree.leaves(ours), tree.leaves(expected_value))
+    return distance(tree.leaves(actual), tree.leaves(expected_value))
 
 
 def parameters(params) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def parameters(params) -> list[torch.Tensor]:
 def compare(network, options, dtype, optimizer, torch_optimizer, lr, bound, steps=3, **rules) -> None:
     """Assert that `steps` iterations agree with the oracle in everything that is trained or reported."""
     options = replace(options, regulator_lr=None)  # the textbook has one rate for all
-    client_update, carry, broadcast, batches, model = scene(
+    client_update, carry, broadcast, batches, model = make_step(
         options, network=network, optimizer=optimizer, dtype=dtype, **rules
     )
     oracle = textbook(network, model, carry, options, torch_optimizer, lr, **rules)
@@ -176,7 +176,9 @@ def test_hypergradient_equals_double_backpropagation(dtype, bound, through):
     """
     options = FedDure(through_weights=through, regulator_lr=1e6, virtual_lr=0.05)
     network = ResNet9(3, 10, 8)
-    client_update, carry, broadcast, batches, model = scene(options, network=network, optimizer=SGD(0.05), dtype=dtype)
+    client_update, carry, broadcast, batches, model = make_step(
+        options, network=network, optimizer=SGD(0.05), dtype=dtype
+    )
     oracle = textbook(network, model, carry, options, torch.optim.SGD, 0.05)
     new, _ = client_update.step(broadcast, carry, batches[0])
     oracle.step(batches[0].x, batches[0].y, batches[0].u["weak"], batches[0].u["strong"])
@@ -197,7 +199,7 @@ def test_hypergradient_equals_double_backpropagation(dtype, bound, through):
 def test_textbook_by_equation_equals_the_economical_one(options, rules):
     """The oracle's two forms, which the benchmark times: three steps in float64, everything trained to 1e-10."""
     network = SMALL
-    _, carry, _, batches, model = scene(options, network=network, optimizer=Adam(1e-2), **rules)
+    _, carry, _, batches, model = make_step(options, network=network, optimizer=Adam(1e-2), **rules)
     one, other = (textbook(network, model, carry, options, torch.optim.Adam, 1e-2, **rules) for _ in range(2))
     other.literal = True
     for batch in batches:
@@ -207,14 +209,18 @@ def test_textbook_by_equation_equals_the_economical_one(options, rules):
         assert distance(a.state_dict().values(), b.state_dict().values()) < 1e-10
 
 
-def nets(book: ReferenceFedDure) -> list[nn.Module]:
+def nets(reference: ReferenceFedDure) -> list[nn.Module]:
     """Return the modules that a step trains."""
-    return [book.local, *([book.student] if book.coarse else []), *([book.regulator] if book.regulator else [])]
+    return [
+        reference.local,
+        *([reference.student] if reference.coarse else []),
+        *([reference.regulator] if reference.regulator else []),
+    ]
 
 
 def test_no_second_order_graph_is_built():
     """The step runs without autograd's help from outside: nothing it returns carries a graph."""
-    client_update, carry, broadcast, batches, _ = scene(optimizer=Adam(1e-2), dtype=torch.float32)
+    client_update, carry, broadcast, batches, _ = make_step(optimizer=Adam(1e-2), dtype=torch.float32)
     new, notes = client_update.step(broadcast, carry, batches[0])
     assert not any(leaf.requires_grad for leaf in tree.leaves(new))
     assert not notes.loss.requires_grad
@@ -223,7 +229,7 @@ def test_no_second_order_graph_is_built():
 def test_d_is_the_fall_of_the_labeled_loss():
     """Eq. 3 with its sign: old minus new loss of C-reg on the labeled minibatch; the code's sign is the opposite."""
     for sign, factor in (("old-new", 1), ("new-old", -1)):
-        client_update, carry, broadcast, batches, _ = scene(FedDure(sign=sign), optimizer=Adam(1e-2))
+        client_update, carry, broadcast, batches, _ = make_step(FedDure(sign=sign), optimizer=Adam(1e-2))
         new, notes = client_update.step(broadcast, carry, batches[0])
         loss = [
             F.cross_entropy(client_update.task.network.train(c["coarse"]["params"], batches[0].x)[0], batches[0].y)
@@ -234,13 +240,13 @@ def test_d_is_the_fall_of_the_labeled_loss():
 
 def test_warmup_trains_on_labels_alone():
     """With the gate shut, the local model's step is that of the labeled loss (the joint pass still sees all images)."""
-    client_update, carry, broadcast, batches, _ = scene(statistics="separate")
+    client_update, carry, broadcast, batches, _ = make_step(statistics="separate")
     new, _ = client_update.step({**broadcast, "gate": torch.zeros(())}, carry, batches[0])
     labels = registry.make("fedavg").client_updates(client_update.task)["train"]
     single, _ = labels.step(
         broadcast, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}, batches[0]
     )
-    assert apart(new["params"], single["params"]) < 1e-12
+    assert separate(new["params"], single["params"]) < 1e-12
 
 
 @pytest.mark.parametrize(("seen", "moves"), [("centered", False), ("softmax", False), ("logits", True)])
@@ -305,7 +311,7 @@ def test_baseline_and_bound_change_the_reward_alone():
     """d is reported as Eq. 3 has it; the loss takes the reward: its difference is that of the weights times mean CE."""
     found = {}
     for name, options in {"plain": FedDure(), "bound": FedDure(reward_bound=1e-9)}.items():
-        client_update, carry, broadcast, batches, _ = scene(options)
+        client_update, carry, broadcast, batches, _ = make_step(options)
         found[name] = (client_update.step(broadcast, carry, batches[0])[1], carry)
     (plain, _), (bound, _) = found["plain"], found["bound"]
     d = float(plain.samples["d"].total)
@@ -318,7 +324,7 @@ def test_baseline_and_bound_change_the_reward_alone():
 def test_the_mean_of_rewards_stays_at_the_client():
     """Two steps of one visit, then a second visit: it counts three rewards, and begins at the mean of two."""
     options = FedDure(reward_baseline=0.9)
-    client_update, carry, broadcast, batches, _ = scene(options)
+    client_update, carry, broadcast, batches, _ = make_step(options)
     ds = []
     for batch in batches[:2]:
         carry, notes = client_update.step(broadcast, carry, batch)
@@ -336,21 +342,21 @@ def test_the_mean_of_rewards_stays_at_the_client():
 def test_labeled_first_steps_learn_from_labels_and_leave_the_regulators():
     """Of three steps with labeled_first=2 two equal labels-only steps; the third is FedDure's from there."""
     options = FedDure(labeled_first=2)
-    client_update, carry, broadcast, batches, _ = scene(options, statistics="separate")
+    client_update, carry, broadcast, batches, _ = make_step(options, statistics="separate")
     started = carry
     labels = registry.make("fedavg").client_updates(client_update.task)["train"]
     single = {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}
     for batch in batches[:2]:
         carry, _ = client_update.step(broadcast, carry, batch)
         single, _ = labels.step(broadcast, single, batch)
-    assert apart(carry["params"], single["params"]) < 1e-12
+    assert separate(carry["params"], single["params"]) < 1e-12
     for name in ("regulator", "coarse"):
         assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (carry[name], started[name])), strict=True))
     free = FedDure().client_updates(client_update.task)["train"]
     after, _ = client_update.step(broadcast, carry, batches[2])
-    joint, _ = free.step(broadcast, {name: part for name, part in carry.items() if name != "steps"}, batches[2])
+    joint, _ = free.step(broadcast, {name: layer for name, layer in carry.items() if name != "steps"}, batches[2])
     for name in ("params", "regulator", "coarse"):
-        assert apart(after[name], joint[name]) == 0
+        assert separate(after[name], joint[name]) == 0
 
 
 def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
@@ -367,7 +373,7 @@ def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
 
 def test_the_mean_logit_is_reported():
     """The mean over images and classes of the strong views' logits of the local model."""
-    client_update, carry, broadcast, batches, _ = scene(statistics="separate")
+    client_update, carry, broadcast, batches, _ = make_step(statistics="separate")
     _, notes = client_update.step(broadcast, carry, batches[0])
     strong = client_update.task.network.train(carry["params"], batches[0].u["strong"])[0]
     seen = notes.samples["mean_logit"]
@@ -395,16 +401,16 @@ def test_server_opens_the_gate_after_the_warmup():
 
 def test_regulator_persists_and_is_the_same_at_first_for_all():
     """F-reg and its optimizer stay at the client; with keep_regulator off nothing stays."""
-    client_update, carry, broadcast, batches, _ = scene(optimizer=Adam(1e-2), dtype=torch.float32)
+    client_update, carry, broadcast, batches, _ = make_step(optimizer=Adam(1e-2), dtype=torch.float32)
     carry, _ = client_update.step(broadcast, carry, batches[0])
     upload, memory = client_update.finish(broadcast, carry, make_client_data(3, 4))
     assert float(upload.weight) == 7
     repeated = client_update.begin(broadcast, memory, make_client_data(3, 4))
-    assert apart(repeated["regulator"], carry["regulator"]) == 0
+    assert separate(repeated["regulator"], carry["regulator"]) == 0
     assert float(repeated["regulator"]["optimizer"]["steps"]) == 1
     one = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     two = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
-    assert apart(one["regulator"]["params"], two["regulator"]["params"]) == 0
+    assert separate(one["regulator"]["params"], two["regulator"]["params"]) == 0
     assert tree.numel(one["regulator"]["params"]) == 5 * 128 + 128 + 128 + 1
     free = FedDure(keep_regulator=False).client_updates(client_update.task)["train"]
     assert free.finish(broadcast, carry, make_client_data(3, 4))[1] == {}
@@ -417,7 +423,7 @@ def test_the_received_model_labels_the_images_where_it_is_asked_to():
     network = SMALL
     optimizer = Adam(1e-2)
     rules = {"labeling": "running", "size": 8}
-    step, before, broadcast, batches, _ = scene(network=network, optimizer=optimizer, **rules)
+    step, before, broadcast, batches, _ = make_step(network=network, optimizer=optimizer, **rules)
     client_update = replace(step, options=FedDure(labels="round"))
     assert (step.requirements.precomputed_views, client_update.requirements.precomputed_views) == ((), ("weak",))
     assert FedDure(labels="round").client_updates(step.task)["train"].requirements.views == ("strong",)
@@ -440,7 +446,7 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
     """
     network = SMALL
     rules = {"labeling": "running", "size": 8}
-    plain, before, broadcast, batches, _ = scene(network=network, **rules)
+    plain, before, broadcast, batches, _ = make_step(network=network, **rules)
     weak = batches[0].u["weak"]
     p = network.predict(broadcast["params"], broadcast["stats"], weak).softmax(-1)
     divided = p / p.mean(0)
@@ -454,12 +460,12 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
         assert torch.equal(notes.pseudo[0].label, divided.argmax(-1))
         assert torch.allclose(notes.pseudo[0].confidence, divided.amax(-1), atol=1e-12)
     for coarse in (True, False):  # a mean prediction that is uniform changes nothing, weak views pass with the others
-        step, carry, broadcast, batches, _ = scene(FedDure(coarse=coarse), network=network)
+        step, carry, broadcast, batches, _ = make_step(FedDure(coarse=coarse), network=network)
         client_update = replace(step, options=FedDure(coarse=coarse, debias=True))
         uniform = {**carry, "cached": {"prior": torch.full((5,), 0.2, dtype=torch.float64)}}
         (one, _), (two, _) = step.step(broadcast, carry, batches[0]), client_update.step(broadcast, uniform, batches[0])
         for name in ("params", "regulator"):
-            assert apart(one[name], two[name]) < 1e-12
+            assert separate(one[name], two[name]) < 1e-12
     assert FedDure(debias=True).client_updates(plain.task)["train"].requirements.precomputed_views == ("weak",)
     assert FedDure(debias=True).client_updates(plain.task)["train"].requirements.views == ("weak", "strong")
 
@@ -469,16 +475,16 @@ def test_the_optimizer_is_kept_where_it_is_asked_for():
     ends = {}
     for stored_values in (False, True):
         options = FedDure(keep_optimizer=stored_values)
-        client_update, carry, broadcast, batches, _ = scene(options, optimizer=Adam(1e-2))
+        client_update, carry, broadcast, batches, _ = make_step(options, optimizer=Adam(1e-2))
         carry, _ = client_update.step(broadcast, carry, batches[0])
         _, memory = client_update.finish(broadcast, carry, make_client_data(3, 4))
         assert ("optimizer" in memory) == stored_values
         repeated = client_update.begin(broadcast, memory, make_client_data(3, 4))
         assert float(repeated["optimizer"]["steps"]) == (1 if stored_values else 0)
         if stored_values:
-            assert apart(repeated["optimizer"], carry["optimizer"]) == 0
+            assert separate(repeated["optimizer"], carry["optimizer"]) == 0
         ends[stored_values] = client_update.step(broadcast, repeated, batches[1])[0]["params"]
-    assert apart(ends[True], ends[False]) > 1e-3
+    assert separate(ends[True], ends[False]) > 1e-3
 
 
 def test_one_half_of_the_labels_trains_and_the_other_measures():
@@ -487,7 +493,7 @@ def test_one_half_of_the_labels_trains_and_the_other_measures():
     Rows of even number train in round 0 and measure in round 1. Without pseudo-labels in the loss (gate 0) the local
     model learns from labels only, so that the two do not mix.
     """
-    client_update, carry, broadcast, batches, _ = scene(FedDure(signal_labels="halves"), statistics="separate")
+    client_update, carry, broadcast, batches, _ = make_step(FedDure(signal_labels="halves"), statistics="separate")
     batch = batches[0]
     shut = {**broadcast, "gate": torch.zeros(())}
     for round_number in (0, 1):
@@ -498,14 +504,14 @@ def test_one_half_of_the_labels_trains_and_the_other_measures():
             changed = batch._replace(y=torch.where(changed_half, (batch.y + 1) % SMALL.classes, batch.y))
             after, after_metrics = update.step(shut, carry, changed)
             trains = parity == round_number
-            assert (apart(after["params"], before["params"]) > 1e-6) == trains
-            assert (apart(after["regulator"]["params"], before["regulator"]["params"]) > 0) == (not trains)
+            assert (separate(after["params"], before["params"]) > 1e-6) == trains
+            assert (separate(after["regulator"]["params"], before["regulator"]["params"]) > 0) == (not trains)
             assert (float(after_metrics.samples["d"].total) != float(before_metrics.samples["d"].total)) == (not trains)
 
 
 def test_a_client_with_one_label_takes_part_with_halves():
     """In every other round no image trains: the labeled loss is 0, and the model stays finite."""
-    client_update, carry, broadcast, batches, _ = scene(FedDure(signal_labels="halves"))
+    client_update, carry, broadcast, batches, _ = make_step(FedDure(signal_labels="halves"))
     batch = batches[0]._replace(x_rows=torch.zeros(10, dtype=torch.int64))
     for round_number in (0, 1):
         update = replace(client_update, task=client_update.task.at(round_number))
@@ -528,14 +534,14 @@ def test_a_shared_regulator_is_averaged_by_the_server():
             return Upload({**broadcast, "regulator": tree.map(lambda leaf: leaf + 1, broadcast["regulator"])}, None)
 
     new = method.round(client_update.task, server, Port())
-    assert apart(sent[0]["regulator"], server["regulator"]) == 0
-    assert apart(new["regulator"], tree.map(lambda leaf: leaf + 1, server["regulator"])) == 0
+    assert separate(sent[0]["regulator"], server["regulator"]) == 0
+    assert separate(new["regulator"], tree.map(lambda leaf: leaf + 1, server["regulator"])) == 0
     broadcast = {**sent[0], "regulator": new["regulator"]}
     memory = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     carry = client_update.begin(broadcast, memory, make_client_data(3, 4))
-    assert apart(carry["regulator"]["params"], new["regulator"]) == 0
+    assert separate(carry["regulator"]["params"], new["regulator"]) == 0
     upload, stored = client_update.finish(broadcast, carry, make_client_data(3, 4))
-    assert apart(upload.update["regulator"], new["regulator"]) == 0
+    assert separate(upload.update["regulator"], new["regulator"]) == 0
     client_update.requirements.upload_spec.check(upload, broadcast, "train")
     assert "optimizer" in stored["regulator"]
     assert "regulator" not in FedDure().start(client_update.task, model)
@@ -564,14 +570,14 @@ def test_signals_are_averaged_by_image_while_its_label_stays():
 def test_signals_persist_and_change_the_weights():
     """The means stay at the client. Without a step of F-reg, weights move by `signal_weight` times the mean signal."""
     options = FedDure(signal_weight=2.0, regulator_bias=0.0, regulator_lr=0.0)
-    client_update, carry, broadcast, batches, _ = scene(options)
-    plain, plain_carry, *_ = scene(replace(options, signal_weight=0.0))
+    client_update, carry, broadcast, batches, _ = make_step(options)
+    plain, plain_carry, *_ = make_step(replace(options, signal_weight=0.0))
     images = torch.arange(12 * 16, dtype=torch.uint8).view(12, 1, 4, 4)
     data = make_client_data(5, 12, LABELS)._replace(u=images)
     carry["signals"] = begin_update(client_update, broadcast, data)["signals"]
     new, metrics = client_update.step(broadcast, carry, batches[0])
     plain_new, plain_metrics = plain.step(broadcast, plain_carry, batches[0])
-    assert apart(new["coarse"]["params"], plain_new["coarse"]["params"]) == 0  # no signal before the first step
+    assert separate(new["coarse"]["params"], plain_new["coarse"]["params"]) == 0  # no signal before the first step
     d = [float(each.samples["d"].total) for each in (metrics, plain_metrics)]
     logits = [(each.pseudo[0].weight - shift).logit() for each, shift in zip((metrics, plain_metrics), d, strict=True)]
     label = metrics.pseudo[0].label

@@ -57,8 +57,10 @@ def test_a_client_update_with_its_teacher_and_relations():
         confident = [
             i for i in range(12) if p[i].max() >= 0.31 and torch.distributions.Categorical(p[i]).entropy() < 1.35
         ]
-        own = matrix(z[confident], z[confident].argmax(-1))
-        both = F.kl_div(own.log(), wanted, reduction="batchmean") + F.kl_div(wanted.log(), own, reduction="batchmean")
+        local_matrix = matrix(z[confident], z[confident].argmax(-1))
+        both = F.kl_div(local_matrix.log(), wanted, reduction="batchmean") + F.kl_div(
+            wanted.log(), local_matrix, reduction="batchmean"
+        )
         loss = F.cross_entropy(x, batch.y) + 3 * (F.mse_loss(p, q, reduction="sum") / 12 + both / 2)
         assert float(notes.loss) == pytest.approx(loss.item(), rel=1e-12)
         loss.backward()
@@ -82,11 +84,13 @@ def test_relations_are_those_of_clients_with_labels():
     """During the warm-up clients without labels weigh nothing; relations are rows of probabilities, and stay."""
     shared = make_task(rounds=4)
     servers = [
-        each.server for each in simulate_rounds(FedIRM(warmup=0.5), shared, make_dataset(place="some"), rounds=4)
+        each.server for each in simulate_rounds(FedIRM(warmup=0.5), shared, make_dataset(labels_at="some"), rounds=4)
     ]
     for server in servers:
         assert float(server["related"]) == 1
         torch.testing.assert_close(server["relation"].sum(-1), torch.ones(CLASSES).double())
-    floor = [each.server for each in simulate_rounds(FedIRM(warmup=1.0), shared, make_dataset(place="some"), rounds=4)]
+    floor = [
+        each.server for each in simulate_rounds(FedIRM(warmup=1.0), shared, make_dataset(labels_at="some"), rounds=4)
+    ]
     assert torch.equal(servers[1]["relation"], floor[1]["relation"])
     assert not torch.equal(servers[3]["relation"], floor[3]["relation"])

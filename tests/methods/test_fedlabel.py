@@ -3,18 +3,18 @@
 from math import log
 
 import pytest
-from test_sage import judged
+from test_sage import validated
 
 from halfmoon.methods.objectives import FedLabel
 
 
 def test_models_that_disagree_train_on_the_label_of_the_surer_one():
     """Weak 2: class 0 with 0.9, received class 1 with 3/4. The strong x = 1 costs ln(4/3), of derivative 3/4 - 1."""
-    loss, slope, pseudo = judged(FedLabel(0.8), log(3), -log(3) / 2, [2], [1])
+    loss, slope, pseudo = validated(FedLabel(0.8), log(3), -log(3) / 2, [2], [1])
     assert (loss, slope) == pytest.approx((log(4 / 3), -0.25), rel=1e-12)
     assert (pseudo.label.tolist(), pseudo.weight.tolist()) == ([0], [1.0])
     # Weak 1: 3/4, received class 1 with 0.9. Weak 0: neither model is sure, and the mean runs over both images.
-    loss, _, pseudo = judged(FedLabel(0.8), log(3), -2 * log(3), [1, 0], [1, 1])
+    loss, _, pseudo = validated(FedLabel(0.8), log(3), -2 * log(3), [1, 0], [1, 1])
     assert loss == pytest.approx(log(4) / 2, rel=1e-12)
     assert (pseudo.label.tolist()[0], pseudo.weight.tolist()) == (1, [1.0, 0.0])
 
@@ -25,6 +25,6 @@ def test_models_that_agree_are_drawn_together_by_the_ratio_of_their_confidences(
     """
     divergence = 0.75 * log(0.75 / 0.9) + 0.25 * log(0.25 / 0.1)
     for weight in (1.0, 0.3):
-        loss, slope, _ = judged(FedLabel(0.8, consistency_weight=weight), log(3), log(3) / 2, [2], [2])
+        loss, slope, _ = validated(FedLabel(0.8, consistency_weight=weight), log(3), log(3) / 2, [2], [2])
         assert loss == pytest.approx(log(10 / 9) + weight * 5 / 6 * divergence, rel=1e-12)
         assert slope == pytest.approx(-0.2 + weight * 0.25, rel=1e-12)

@@ -53,7 +53,7 @@ ROLES = {
 """Views of the guesses (and the local model's labels), and of everything else."""
 
 
-def visit(
+def run_update(
     method: FedLoKe, shared: Task, broadcast: dict, memory: dict, steps: list[Batch]
 ) -> tuple[dict, list, dict, dict]:
     """Return the last carry, all notes, the upload and the memory of a client's visit."""
@@ -87,7 +87,7 @@ def test_one_step_by_hand():
         torch.tensor([0, 1]),
         x_views={"weak": make_pixel_images(1), "strong": make_pixel_images(2)},
     )
-    _, (notes,), upload, memory = visit(
+    _, (notes,), upload, memory = run_update(
         method, shared, make_two_weight_model(0, 0), make_two_weight_model(2 * log(3), 0), [batch]
     )
     assert upload.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([31 / 32, -31 / 32], rel=1e-12)
@@ -108,7 +108,9 @@ class Formula:
     method: FedLoKe
     task: Task
 
-    def said(self, leaves: dict, stats: dict, batch: Batch, labeled: str) -> tuple[Tensor, Tensor, Tensor, list[dict]]:
+    def compute_outputs(
+        self, leaves: dict, stats: dict, batch: Batch, labeled: str
+    ) -> tuple[Tensor, Tensor, Tensor, list[dict]]:
         """Return the logits of labels, loud and quiet images, and the moments."""
         quiet, loud = ROLES[self.method.views]
         x = batch.x_views[labeled]
@@ -133,7 +135,9 @@ class Formula:
         leaves = {name: copy_requiring_grad(one["params"]) for name, one in models.items()}
         quiet, loud = ROLES[self.method.views]
         view = {"global": loud, "local": quiet}
-        text = {name: self.said(leaves[name], one["stats"], batch, view[name]) for name, one in models.items()}
+        text = {
+            name: self.compute_outputs(leaves[name], one["stats"], batch, view[name]) for name, one in models.items()
+        }
         teacher = {"global": text.get("local", text["global"])[2], "local": text["global"][2]}
         losses = {}
         for name, (labels, strong, _, _) in text.items():
@@ -206,7 +210,7 @@ def test_guesses_are_reported_of_who_teaches():
         (replace(whole, global_labels=False), memory),
         (replace(whole, local=False), broadcast),
     ):
-        _, (notes,), _, _ = visit(method, shared, broadcast, memory if method.local else {}, [batch])
+        _, (notes,), _, _ = run_update(method, shared, broadcast, memory if method.local else {}, [batch])
         prediction = shared.network.train(teacher["params"], batch.u["weak"])[0].softmax(-1)
         confidence, label = prediction.max(-1)
         (text,) = notes.pseudo
@@ -216,8 +220,10 @@ def test_guesses_are_reported_of_who_teaches():
         assert text.weight.tolist() == (used / 4).tolist()
         assert set(notes.models) == ({"global", "local"} if method.local else set())
         for name, each in notes.models.items():
-            own = shared.network.train((broadcast if name == "global" else memory)["params"], batch.u["weak"])[0]
-            assert each.label.tolist() == own.argmax(-1).tolist()
+            weak_logits = shared.network.train((broadcast if name == "global" else memory)["params"], batch.u["weak"])[
+                0
+            ]
+            assert each.label.tolist() == weak_logits.argmax(-1).tolist()
         if not method.global_labels:
             assert not notes.models["global"].weight.any()  # it teaches nobody
 
@@ -299,7 +305,7 @@ def test_what_the_local_model_reads_of_the_global(options, reads):
     shared = make_task(optimizer=SGD(0.1))
     memory = start_server(method, shared, seed=5)
     one, two = (
-        visit(method, shared, start_server(method, shared, seed), memory, make_batches(ROLES["default"]))[3]
+        run_update(method, shared, start_server(method, shared, seed), memory, make_batches(ROLES["default"]))[3]
         for seed in (0, 1)
     )
     assert trees_equal(one, two) != reads

@@ -85,7 +85,9 @@ def down_of(sigma: Tree, psi: Tree, helpers: list[Tree] | None = None, there: li
     return broadcast
 
 
-def visit(client_update: FedMatchClient, broadcast: Tree, batch: Batch, memory: Tree | None = None) -> tuple[Tree, Any]:
+def run_update(
+    client_update: FedMatchClient, broadcast: Tree, batch: Batch, memory: Tree | None = None
+) -> tuple[Tree, Any]:
     """Return the carry and the notes after one step."""
     data = client(len(batch.x), batch.u_rows.numel(), batch.u["strong"].shape[-1])
     memory = client_update.initial_memory(broadcast, torch.Generator()) if memory is None else memory
@@ -99,7 +101,7 @@ def test_the_penalties_by_hand():
     (-10 + 0.1, -60 - 0.1): at a rate of 0.01 psi becomes (0.5 + 0.099, -1 + 0.601). sigma stays.
     """
     client_update = work_of(FedMatch(threshold=1.01, l1_weight=0.1, l2_weight=10.0))
-    carry, notes = visit(
+    carry, notes = run_update(
         client_update,
         down_of(make_linear_params(1, 2), make_linear_params(0.5, -1)),
         batch_of(images(1, 2), images(2, 1)),
@@ -116,17 +118,17 @@ def test_votes_by_hand():
 
     With the second helper away image 0 is a tie between 1 and 0.
     """
-    own = torch.tensor([1, 2, 3])
-    others = torch.tensor([[0, 1, 3], [0, 3, 0]])
+    local_labels = torch.tensor([1, 2, 3])
+    helper_labels = torch.tensor([[0, 1, 3], [0, 3, 0]])
     both = torch.ones(2)
     one = torch.tensor([1.0, 0.0])
     none = torch.zeros(2)
-    assert vote_on_labels(own, others, both, 4, "first").tolist() == [0, 1, 3]
-    assert vote_on_labels(own, others, both, 4, "own").tolist() == [0, 2, 3]
-    assert vote_on_labels(own, others, one, 4, "first").tolist() == [0, 1, 3]
-    assert vote_on_labels(own, others, one, 4, "own").tolist() == [1, 2, 3]
+    assert vote_on_labels(local_labels, helper_labels, both, 4, "first").tolist() == [0, 1, 3]
+    assert vote_on_labels(local_labels, helper_labels, both, 4, "own").tolist() == [0, 2, 3]
+    assert vote_on_labels(local_labels, helper_labels, one, 4, "first").tolist() == [0, 1, 3]
+    assert vote_on_labels(local_labels, helper_labels, one, 4, "own").tolist() == [1, 2, 3]
     for ties in ("first", "own"):
-        assert vote_on_labels(own, others, none, 4, ties).tolist() == own.tolist()
+        assert vote_on_labels(local_labels, helper_labels, none, 4, ties).tolist() == local_labels.tolist()
 
 
 def test_neighbors_by_hand():
@@ -160,20 +162,20 @@ def written(
     say = lambda kernel, base, x: network.predict(add_halves(base, kernel), {}, x).log_softmax(-1)  # noqa: E731
     view = batch.u[o.view]
     strong = batch.u["strong"]
-    own = say(psi, sigma, view)
+    local_labels = say(psi, sigma, view)
     loud = say(psi, sigma, strong)
-    others = [say(each, received, view).detach() for each in helpers]
+    helper_labels = [say(each, received, view).detach() for each in helpers]
     total = torch.zeros((), dtype=torch.float64)
     confident = 0
     for i in range(len(view)):
-        if float(own[i].detach().exp().max()) < o.threshold:
+        if float(local_labels[i].detach().exp().max()) < o.threshold:
             continue
         confident += 1
-        votes = [int(own[i].argmax()), *(int(each[i].argmax()) for each in others)]
+        votes = [int(local_labels[i].argmax()), *(int(each[i].argmax()) for each in helper_labels)]
         label = min(range(CLASSES), key=lambda c: (-votes.count(c), c))
-        for each in others:
-            distance = sum(each[i, c].exp() * (each[i, c] - own[i, c]) for c in range(CLASSES))
-            total = total + o.consistency_weight * distance / len(others)
+        for each in helper_labels:
+            distance = sum(each[i, c].exp() * (each[i, c] - local_labels[i, c]) for c in range(CLASSES))
+            total = total + o.consistency_weight * distance / len(helper_labels)
         total = total - o.unlabeled_weight * loud[i, label]
     total = total / confident if confident else total
     flat = [torch.cat([leaf.flatten() for leaf in tree.leaves(part)]) for part in (psi, sigma)]
@@ -209,11 +211,11 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     g = torch.Generator().manual_seed(0)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     server = start_server(method, client_update.task)
-    near = lambda leaf: leaf + 0.2 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype)  # noqa: E731
-    other = [tree.map(near, server["psi"]) for _ in "ab"]
+    perturb = lambda leaf: leaf + 0.2 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype)  # noqa: E731
+    other = [tree.map(perturb, server["psi"]) for _ in "ab"]
     batch = batch_of(draw(7), draw(7), draw(5), torch.arange(5) % CLASSES)
     broadcast = down_of(server["sigma"], server["psi"], other[:helpers])
-    carry, notes = visit(client_update, broadcast, batch)
+    carry, notes = run_update(client_update, broadcast, batch)
 
     sigma = learnable(server["sigma"])
     logits = BARE.predict(add_halves(sigma, server["psi"]), {}, batch.x)
@@ -228,7 +230,7 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     assert max_difference(carry["psi"], descended(psi, loss)) < 1e-12
     assert float(notes.loss) == pytest.approx(float((labeled + loss).detach()), rel=1e-12)
     if helpers:  # the terms over images are what moves psi here, not the penalties alone
-        still = visit(work_of(replace(method, consistency_weight=0.0), BARE, helpers), broadcast, batch)[0]
+        still = run_update(work_of(replace(method, consistency_weight=0.0), BARE, helpers), broadcast, batch)[0]
         assert max_difference(carry["psi"], still["psi"]) > 1e-3
 
 
@@ -244,11 +246,11 @@ def test_each_part_learns_from_its_own_images():
     strong = draw(6)
     y = torch.arange(4)
     broadcast = down_of(server["sigma"], server["psi"])
-    one, two = (visit(client_update, broadcast, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
+    one, two = (run_update(client_update, broadcast, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
     assert trees_equal(one["sigma"], two["sigma"])
     assert not trees_equal(one["psi"], two["psi"])
     frozen = work_of(replace(method, labeled_weight=0.0), BARE)
-    one, two = (visit(frozen, broadcast, batch_of(u, strong, seen, y))[0] for seen in (x, draw(4)))
+    one, two = (run_update(frozen, broadcast, batch_of(u, strong, seen, y))[0] for seen in (x, draw(4)))
     assert trees_equal(one["psi"], two["psi"])
     assert trees_equal(one["sigma"], server["sigma"])
     assert not trees_equal(one["psi"], server["psi"])
@@ -270,18 +272,18 @@ def test_helpers_that_are_not_there_say_nothing():
     )
     for count, (given, equal) in zip((1, 0), pairs, strict=True):
         (one, _), (two, _) = (
-            visit(work_of(method, BARE, 2), given, batch),
-            visit(work_of(method, BARE, count), equal, batch),
+            run_update(work_of(method, BARE, 2), given, batch),
+            run_update(work_of(method, BARE, count), equal, batch),
         )
         assert max_difference(one["psi"], two["psi"]) < 1e-14
-    assert max_difference(*(visit(work_of(method, BARE, 2), given, batch)[0]["psi"] for given, _ in pairs)) > 1e-3
+    assert max_difference(*(run_update(work_of(method, BARE, 2), given, batch)[0]["psi"] for given, _ in pairs)) > 1e-3
 
 
 def test_who_is_sure_of_nothing_learns_from_labels_alone():
     """Nobody above threshold and no penalty: psi stays in every bit, sigma moves, and nothing is divided by zero."""
     client_update = work_of(FedMatch(threshold=1.01, l2_weight=0.0, l1_weight=0.0))
     broadcast = down_of(make_linear_params(1, 2), make_linear_params(0.2, 0.4))
-    carry, notes = visit(
+    carry, notes = run_update(
         client_update, broadcast, batch_of(images(1, 2), images(2, 1), images(1, 2), torch.tensor([0, 0]))
     )
     assert trees_equal(carry["psi"], broadcast["psi"])
@@ -298,7 +300,7 @@ def test_the_mean_over_all_images_or_over_those_used():
     batch = batch_of(images(2, 0.5, 0.1), images(0, 0, 0))
     means: tuple[tuple[Any, float], ...] = (("used", 0.693147), ("all", 0.231049))
     for mean, expected in means:
-        _, notes = visit(
+        _, notes = run_update(
             work_of(FedMatch(**quiet, mean=mean)), down_of(make_linear_params(1, 0), make_linear_params(0, 0)), batch
         )
         assert float(notes.loss) == pytest.approx(expected, rel=1e-5)
@@ -379,21 +381,21 @@ def test_only_who_has_labels_sends_sigma():
 
 def test_helpers_travel_as_what_differs_from_ones_own():
     """Of ten entries one helper differs in two, another in eight, a third is not there: 24 + 80 + 0 bytes more."""
-    own = [1.0] * 10
+    local_labels = [1.0] * 10
     helpers = [
-        make_linear_params(5, 5, *own[2:]),
+        make_linear_params(5, 5, *local_labels[2:]),
         make_linear_params(*[5.0] * 8, 1.05, 1.0),
         make_linear_params(*[0.0] * 10),
     ]
-    broadcast = down_of(make_linear_params(*own), make_linear_params(*own), helpers, [1.0, 1.0, 0.0])
+    broadcast = down_of(make_linear_params(*local_labels), make_linear_params(*local_labels), helpers, [1.0, 1.0, 0.0])
     for threshold, more in ((0.1, 24 + 80), (None, 80 + 80)):
         client_update = work_of(FedMatch(delta_threshold=threshold), LinearNetwork(classes=10), 3)
         upload, _ = finished(
             client_update,
             broadcast,
             client_update.initial_memory(broadcast, torch.Generator()),
-            make_linear_params(*own),
-            make_linear_params(*own),
+            make_linear_params(*local_labels),
+            make_linear_params(*local_labels),
         )
         assert client_update.traffic(broadcast, upload)[0] == 160 + more
 
@@ -408,7 +410,7 @@ def test_a_helper_is_its_psi_on_the_receivers_sigma():
         make_linear_params(1, 0), make_linear_params(1, 0), [make_linear_params(0, 1.5), make_linear_params(0, 1.5)]
     )
     batch = batch_of(images(1), images(1), images(1), torch.tensor([0]))
-    carry, notes = visit(client_update, broadcast, batch)
+    carry, notes = run_update(client_update, broadcast, batch)
     assert notes.pseudo[0].label.tolist() == [1]
     first, second = carry["sigma"]["head"]["weight"].flatten().tolist()
     assert first > second + 1.5
@@ -427,8 +429,8 @@ def test_a_weight_that_is_no_number_is_not_left_out(threshold):
         make_linear_params(nan, 0),
         make_linear_params(3, nan),
     )
-    for name, place in (("sigma", 0), ("psi", 1)):
-        assert upload.update[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
+    for name, row in (("sigma", 0), ("psi", 1)):
+        assert upload.update[name]["head"]["weight"].isnan().flatten().tolist() == [row == 0, row == 1]
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0])
@@ -455,7 +457,7 @@ def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
 def test_the_server_teaches_sigma_and_clients_psi():
     """Labels at the server: its sigma after a round is SGD on its own labels, written out; clients never move it."""
     method = FedMatch(threshold=0.3, labeled_weight=2.0)
-    held = make_dataset(place="server")
+    held = make_dataset(row="server")
     shared = make_task(BARE, optimizer=SGD(RATE))
     simulation = make_simulation(method, shared, held, server_batching=Batching(4))
     recording = RecordingMethod(method)
@@ -480,7 +482,7 @@ def test_sigma_is_averaged_over_those_with_labels():
     """Labels at some clients: those without send back the sigma that they received, and it does not count."""
     method = FedMatch(delta_threshold=0.0)
     shared = make_task(BARE, optimizer=SGD(RATE))
-    held = make_dataset(place="some")
+    held = make_dataset(row="some")
     server = start_server(method, shared)
     simulation = make_simulation(method, shared, held)
     simulation.open(0)
@@ -490,10 +492,10 @@ def test_sigma_is_averaged_over_those_with_labels():
     assert upload.aux["labels"].tolist() == [float(each) for each in has]
     (result,) = run_rounds(method, make_simulation(method, shared, held), server, range(1))
     for path, leaf in tree.flatten(upload.update["sigma"]).items():
-        expected = torch.stack([each for each, mine in zip(leaf, has, strict=True) if mine]).mean(0)
+        expected = torch.stack([each for each, has_value in zip(leaf, has, strict=True) if has_value]).mean(0)
         torch.testing.assert_close(tree.flatten(result.server["sigma"])[path], expected, rtol=1e-12, atol=1e-14)
-        for each, mine in zip(leaf, has, strict=True):
-            assert torch.equal(each, tree.flatten(server["sigma"])[path]) == (not mine)
+        for each, has_value in zip(leaf, has, strict=True):
+            assert torch.equal(each, tree.flatten(server["sigma"])[path]) == (not has_value)
     for path, leaf in tree.flatten(upload.update["psi"]).items():
         torch.testing.assert_close(tree.flatten(result.server["psi"])[path], leaf.mean(0), rtol=1e-12, atol=1e-14)
 

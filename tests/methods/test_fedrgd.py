@@ -201,7 +201,7 @@ def test_the_servers_copies_are_plain_training():
     So w = (1/2) sum_s (w_s + |s| w_0) / (|s| + 1) with w_s by torch.autograd, |s| = 2 and 1.
     """
     method = FedRGD(FixMatch(threshold=1.01))
-    held = make_dataset(place="server")
+    held = make_dataset(labels_at="server")
     shared = make_task(GROUPED, optimizer=SGD(0.05))
     recording = RecordingMethod(method)
     server = start_server(method, shared)
@@ -211,9 +211,9 @@ def test_the_servers_copies_are_plain_training():
     steps = [batch for _, _, batch in recording.list_calls("step") if len(batch.x)]
     assert len(steps) == 2 * 3
     copies = []
-    for mine in (steps[:3], steps[3:]):
+    for half in (steps[:3], steps[3:]):
         flat = tree.flatten(server["params"])
-        for batch in mine:
+        for batch in half:
             flat = {name: leaf.clone().requires_grad_() for name, leaf in flat.items()}
             loss = F.cross_entropy(GROUPED.predict(tree.unflatten(flat), {}, batch.x), batch.y)
             gradients = torch.autograd.grad(loss, list(flat.values()))

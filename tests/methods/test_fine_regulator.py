@@ -16,7 +16,7 @@ READINGS = [(seen, through) for seen in ("centered", "logits", "softmax") for th
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
-def scene(dtype: torch.dtype, seed: int = 0):
+def make_inputs(dtype: torch.dtype, seed: int = 0):
     """Return F-reg, logits, labels and a tangent of 30 images of 7 classes."""
     g = torch.Generator().manual_seed(seed)
     regulator = tree.to({"hidden": linear(g, 7, 16), "out": linear(g, 16, 1)}, dtype=dtype)
@@ -34,7 +34,7 @@ def weighted(regulator, z, label, seen, through):
 @pytest.mark.parametrize(("seen", "through"), READINGS)
 def test_closed_form_equals_nested_transforms(dtype, seen, through):
     """Eq. 5's derivative is a gradient of a `jvp`, that of Eq. 2 and 4 a gradient: to rounding, alone and lifted."""
-    scenes = [scene(dtype, seed) for seed in range(2)]
+    scenes = [make_inputs(dtype, seed) for seed in range(2)]
 
     def theirs(regulator, z, label, tangent):
         def moved(w):
@@ -42,20 +42,22 @@ def test_closed_form_equals_nested_transforms(dtype, seen, through):
 
         return grad(moved)(regulator), grad(lambda at: weighted(regulator, at, label, seen, through))(z)
 
-    def ours(regulator, z, label, tangent):
+    def compute_loss(regulator, z, label, tangent):
         loss = WeightedLoss.from_logits(z, label, seen, through)
         return loss.regulator_gradient(regulator, tangent), loss.logit_gradient(regulator)
 
-    single = [ours(*each) for each in scenes]
-    both = vmap(ours)(tree.stack([each[0] for each in scenes]), *map(torch.stack, list(zip(*scenes, strict=True))[1:]))
+    single = [compute_loss(*each) for each in scenes]
+    both = vmap(compute_loss)(
+        tree.stack([each[0] for each in scenes]), *map(torch.stack, list(zip(*scenes, strict=True))[1:])
+    )
     for k, each in enumerate(scenes):
         weight_gradient, logit_gradient = theirs(*each)
         for found, found_logit_gradient in (single[k], (tree.index(both[0], k), both[1][k])):
             assert tree.flatten(found).keys() == tree.flatten(weight_gradient).keys()
             for name, leaf in {**tree.flatten(weight_gradient), "logits": logit_gradient}.items():
-                mine = found_logit_gradient if name == "logits" else tree.flatten(found)[name]
-                assert mine.shape == leaf.shape
-                assert float((mine - leaf).norm()) <= ROUNDING[dtype] * float(leaf.norm()), name
+                actual_gradient = found_logit_gradient if name == "logits" else tree.flatten(found)[name]
+                assert actual_gradient.shape == leaf.shape
+                assert float((actual_gradient - leaf).norm()) <= ROUNDING[dtype] * float(leaf.norm()), name
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_closed_form_equals_nested_transforms(dtype, seen, through):
 )
 def test_closed_form_with_the_confidence_equals_nested_transforms(regulator_input, has_offset, through):
     """The confidence is F-reg's input, or an offset is added to F-reg's output: both are constants."""
-    regulator, z, label, tangent = scene(torch.float64)
+    regulator, z, label, tangent = make_inputs(torch.float64)
     generator = torch.Generator().manual_seed(3)
     if regulator_input == "confidence":
         regulator = tree.to({"hidden": linear(generator, 1, 16), "out": linear(generator, 16, 1)}, dtype=torch.float64)
@@ -92,7 +94,7 @@ def test_closed_form_with_the_confidence_equals_nested_transforms(regulator_inpu
 
 def test_an_f_reg_without_output_weighs_an_image_by_its_confidence():
     """sigmoid(0 + log(p / (1 - p))) = p; without this offset it is one half."""
-    regulator, z, _, _ = scene(torch.float64)
+    regulator, z, _, _ = make_inputs(torch.float64)
     regulator["out"] = tree.map(torch.zeros_like, regulator["out"])
     confidence = torch.linspace(0.05, 0.95, 30, dtype=torch.float64)
     weights = compute_instance_weights(regulator, z, "centered", offset=compute_log_odds(confidence))
@@ -105,7 +107,7 @@ def test_an_f_reg_without_output_weighs_an_image_by_its_confidence():
 
 def test_the_signal_is_the_fall_of_an_images_loss_per_unit_of_its_error():
     """By autograd: the derivative of each cross-entropy along the tangent, divided by the norm of its gradient."""
-    _, z, label, tangent = scene(torch.float64)
+    _, z, label, tangent = make_inputs(torch.float64)
     real = torch.arange(30) < 28
     found = WeightedLoss.from_logits(z, label, "centered", "detached", real).compute_signal(tangent)
     expected = jvp(lambda at: F.cross_entropy(at, label, reduction="none"), (z,), (tangent,))[1]

@@ -106,7 +106,7 @@ def test_without_its_parts_it_is_semifl_without_a_mix():
         FL2(adaptive=False, sharpness=False, status_aware=False, warmup=0, threshold=0.39),
         SemiFL(mix_weight=0.0, threshold=0.39),
     ):
-        runs.append(simulate_rounds(method, shared, make_dataset(place="server"), rounds=2)[-1])
+        runs.append(simulate_rounds(method, shared, make_dataset(labels_at="server"), rounds=2)[-1])
     assert max_difference(runs[0].server, runs[1].server) < 1e-9
     assert runs[0].report.cost == runs[1].report.cost
 
@@ -117,5 +117,5 @@ def test_each_switch_changes_the_run():
     options = {"threshold": 0.3, "warmup": 1}
     every = [FL2(**options, **{name: False}) for name in ("adaptive", "sharpness", "status_aware")]
     methods = (FL2(**options), *every, FL2(threshold=0.3, warmup=2))
-    servers = [simulate_rounds(method, shared, make_dataset(place="server"))[-1].server for method in methods]
+    servers = [simulate_rounds(method, shared, make_dataset(labels_at="server"))[-1].server for method in methods]
     assert not any(trees_equal(one, other) for k, one in enumerate(servers) for other in servers[:k])

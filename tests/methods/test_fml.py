@@ -78,10 +78,10 @@ class Formula:
     method: FML
     task: Task
 
-    def loss(self, said: dict, own: str, other: str, share: float, y: Tensor) -> Tensor:
+    def loss(self, outputs: dict, own: str, other: str, share: float, y: Tensor) -> Tensor:
         """Return share * CE + (1 - share) * KL(other || own) + weight * mean of mask * KL(other || own)."""
-        labels, unlabeled = said[own]
-        trained, prediction = (each.detach().softmax(-1) for each in said[other])
+        labels, unlabeled = outputs[own]
+        trained, prediction = (each.detach().softmax(-1) for each in outputs[other])
         total = share * F.cross_entropy(labels, y)
         total = total + (1 - share) * F.kl_div(labels.log_softmax(-1), trained, reduction="batchmean")
         each = F.kl_div(unlabeled.log_softmax(-1), prediction, reduction="none").sum(-1)
@@ -267,11 +267,11 @@ def test_a_filter_that_lets_nothing_through():
     assert max_difference(ends[2], ends[1]) > 1e-4
 
 
-@pytest.mark.parametrize("place", ["clients", "some"])
-def test_the_weights(place):
+@pytest.mark.parametrize("labels_at", ["clients", "some"])
+def test_the_weights(labels_at):
     """1 each, or the sizes; where labels alone teach, a client without any weighs nothing."""
     shared = make_task()
-    with_labels = [k for k in range(4) if place == "clients" or k % 2 == 0]
+    with_labels = [k for k in range(4) if labels_at == "clients" or k % 2 == 0]
     size = [sum(SIZES[k]) if k in with_labels else SIZES[k][1] for k in range(4)]
     for method, expected in (
         (FML(), [1] * 4),
@@ -279,7 +279,7 @@ def test_the_weights(place):
         (FML(unlabeled_weight=0.0), [int(k in with_labels) for k in range(4)]),
         (FML(unlabeled_weight=0.0, weights="size"), [size[k] * (k in with_labels) for k in range(4)]),
     ):
-        simulation = make_simulation(method, shared, make_dataset(place=place), cohort=4)
+        simulation = make_simulation(method, shared, make_dataset(labels_at=labels_at), cohort=4)
         simulation.open(0)
         assert simulation.query("train", start_server(method, shared)).weight.tolist() == expected
 

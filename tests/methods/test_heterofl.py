@@ -123,12 +123,12 @@ def test_the_average_by_hand():
     ]
     narrow = [upload(pair([8], [[40], [-9]], [3, -9]), [1, 0])]
 
-    def told() -> ScriptedFederation:
+    def make_federation() -> ScriptedFederation:
         replies = {"train-1": lambda broadcast, who: whole, "train-0.5": lambda broadcast, who: narrow}
         return ScriptedFederation(replies, clients=6, cohort=torch.tensor([0, 2, 3, 4]))
 
     server = {"params": pair([0, 0], [[0, 0], [0, 0]], [0, 0]), "stats": {}}
-    fed = told()
+    fed = make_federation()
     new = HeteroFL("1-0.5").round(make_task(Pair()), server, fed)["params"]
     assert fed.queries == [("train-1", [0, 2, 4]), ("train-0.5", [3])]
     assert shapes(fed.broadcasts[1]["params"]) == {
@@ -139,7 +139,7 @@ def test_the_average_by_hand():
     assert new["layer"]["conv"]["weight"].flatten().tolist() == [4, 3]
     assert new["head"]["weight"].tolist() == [[25, 20], [30, 40]]
     assert new["head"]["bias"].tolist() == [2, 5]
-    free = HeteroFL("1-0.5", masked=False).round(make_task(Pair()), server, told())["params"]
+    free = HeteroFL("1-0.5", masked=False).round(make_task(Pair()), server, make_federation())["params"]
     assert free["layer"]["conv"]["weight"].flatten().tolist() == [4, 3]
     assert free["head"]["weight"][0].tolist() == pytest.approx([100 / 3, 40])
 
@@ -179,8 +179,8 @@ def test_the_mask_by_hand():
     image = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     y = torch.tensor([0])
     batch = Batch(image, y, y, {}, y[:0])
-    nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
-    data = ClientData(nothing, torch.tensor([0, 1, 1]), nothing, torch.tensor(3), torch.tensor(0))
+    no_images = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+    data = ClientData(no_images, torch.tensor([0, 1, 1]), no_images, torch.tensor(3), torch.tensor(0))
     for masked, loss in ((True, log(2)), (False, log(103 / 2))):
         client_update = HeteroFL(masked=masked).client_updates(make_task(network, optimizer=SGD(1.0)))["train-1"]
         carry = client_update.begin({"params": params}, {}, data)
@@ -189,7 +189,7 @@ def test_the_mask_by_hand():
         assert float(notes.loss) == pytest.approx(loss)
         moved = after["params"]["head"]["weight"] - params["head"]["weight"]
         assert bool(moved[2].any()) == (not masked)
-    empty = ClientData(nothing, torch.zeros(4, dtype=torch.int64), nothing, torch.tensor(0), torch.tensor(0))
+    empty = ClientData(no_images, torch.zeros(4, dtype=torch.int64), no_images, torch.tensor(0), torch.tensor(0))
     carry = client_update.begin({"params": params}, {}, empty)
     assert not carry["present"].any()  # the labels of a client without rows are padding
     sent, memory = client_update.finish({}, carry, empty)
@@ -234,8 +234,8 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
     optimizer = torch.optim.SGD(oracle.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
 
     g = torch.Generator().manual_seed(0)
-    nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
-    data = ClientData(nothing, torch.tensor([0, 2, 3]), nothing, torch.tensor(3), torch.tensor(0))
+    no_images = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
+    data = ClientData(no_images, torch.tensor([0, 2, 3]), no_images, torch.tensor(3), torch.tensor(0))
     carry = client_update.begin(broadcast, {}, data)
     for _ in range(3):
         x = torch.randn(6, 1, 8, 8, generator=g, dtype=torch.float64)
@@ -299,7 +299,7 @@ def test_widths_lift(options):
 
 def test_the_cohort_alone_may_be_counted():
     """sbn "cohort" counts the rows of the round's clients, "all" those of all clients; the server's are left out."""
-    held = make_dataset(all_labels=True, place="server")
+    held = make_dataset(all_labels=True, labels_at="server")
     for sbn in ("all", "cohort"):
         method = HeteroFL(sbn=sbn)
         (result,) = run_rounds(

@@ -88,9 +88,9 @@ def test_mixmatchs_gradients_are_autograds(statistics, labeling, labeled, temper
     shared = make_task(NETWORK, statistics=statistics, labeling=labeling)
     model = start_server(FedAvg(), shared)
     given = make_batch(labeled, 6, ("weak", "weak2"))
-    book = ReferenceModel(make_module(model), statistics, labeling)
+    reference = ReferenceModel(make_module(model), statistics, labeling)
     actual = learned(MixMatch(30.0, temperature, ramp=0), given, model, shared)
-    check(actual, book.module, textbook.mixmatch(book, given, 30.0, temperature))
+    check(actual, reference.module, textbook.mixmatch(reference, given, 30.0, temperature))
 
 
 def remix_model(objective: ReMixMatch, shared: Any) -> dict:
@@ -112,21 +112,21 @@ def test_remixmatchs_gradients_are_autograds(statistics, labeling, labeled, alig
     model = remix_model(objective, shared)
     given = make_batch(labeled, 6, REMIX)
     cached = {"label_frequencies": torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)}
-    book = ReferenceModel(make_module(model), statistics, labeling)
+    reference = ReferenceModel(make_module(model), statistics, labeling)
     head = [leaf.clone().requires_grad_() for leaf in tree.leaves(model["params"]["rotation"])]
     ratio = (
         (cached["label_frequencies"] + TINY) / (model["predicted"] + TINY)
         if align
         else torch.ones(4, dtype=torch.float64)
     )
-    expected = textbook.remixmatch(book, (head[0], head[1]), given, ratio, (1.5, 0.5, 0.7), 0.5)
+    expected = textbook.remixmatch(reference, (head[0], head[1]), given, ratio, (1.5, 0.5, 0.7), 0.5)
     loss, gradient, stats = learned(objective, given, model, shared, model, cached)
-    mine = torch.autograd.grad(expected, head, retain_graph=True)
-    for name, leaf in zip(("weight", "bias"), mine, strict=True):
+    gradients = torch.autograd.grad(expected, head, retain_graph=True)
+    for name, leaf in zip(("weight", "bias"), gradients, strict=True):
         torch.testing.assert_close(gradient["rotation"][name], leaf, rtol=1e-8, atol=1e-11)
         assert float(leaf.abs().max()) > 1e-3
     plain = {name: part for name, part in gradient.items() if name != "rotation"}
-    check((loss, plain, stats), book.module, expected)
+    check((loss, plain, stats), reference.module, expected)
     _, seen = objective(shared, model["params"], model["stats"], given, model, cached)
     assert set(seen.aux) == ({"predicted"} if align else set())
 
@@ -235,4 +235,4 @@ def test_images_that_are_not_square_are_not_turned():
 @pytest.mark.parametrize("objective", [MixMatch(), ReMixMatch(), ReMixMatch(align=False, rotation_weight=0.0)])
 def test_federated_mixing_runs_in_both_executors(objective):
     """On unequal clients, some without labels: loop = vmap."""
-    simulate_with_both_executors(FedAvg(objective), make_task(rounds=3), make_dataset(place="some"), rounds=3)
+    simulate_with_both_executors(FedAvg(objective), make_task(rounds=3), make_dataset(labels_at="some"), rounds=3)

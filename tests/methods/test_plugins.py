@@ -84,25 +84,29 @@ SMALL = ["--rounds", "1", "--data-share", "0.2", "--clients", "4", "--cohort", "
 
 def test_one_run_has_a_method_a_network_and_a_split_of_ones_own(here: Path, capsys) -> None:
     """The command plays it, its file names module and hash, resume checks them, predict wants the name said."""
-    own = here.stem
-    flags = f"--method {own}:Mine --network {own}:make --setting {own}:rule --option threshold=0.5"
+    plugin_name = here.stem
+    flags = (
+        f"--method {plugin_name}:Mine --network {plugin_name}:make --setting {plugin_name}:rule --option threshold=0.5"
+    )
     assert cli.main(["run", *flags.split(), *SMALL, "--run-dir", "r"]) == 0
     text = Path("r/config.toml").read_text()
     digest = hashlib.sha256(f"{here.name}\0".encode() + hashlib.sha256(here.read_bytes()).digest()).hexdigest()
-    for part in ("Mine", "make", "rule"):
-        assert f"# {own}:{part} from {own} without a version sha256 {digest}\n" in text
+    for spec in ("Mine", "make", "rule"):
+        assert f"# {plugin_name}:{spec} from {plugin_name} without a version sha256 {digest}\n" in text
     assert "threshold = 0.5" in text
     assert str(here.parent) in os.environ["PYTHONPATH"].split(os.pathsep)  # processes started from here find it too
     assert cli.main(["resume", "r"]) == 0
     with pytest.raises(UserError, match="which is not loaded because a file or a server names it"):
         load_model("r")
-    assert load_model("r", network=f"{own}:make").network.classes == 10
-    assert cli.main(["methods", f"{own}:Mine", "--json"]) == 0
+    assert load_model("r", network=f"{plugin_name}:make").network.classes == 10
+    assert cli.main(["methods", f"{plugin_name}:Mine", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.rpartition("run folder: r\n")[2])[0]["about"] == (
         "FedAvg with FixMatch, once more"
     )
     here.write_text(MODULE + "# changed\n")
-    with pytest.raises(UserError, match=f"was started with {own} without a version sha256 {digest}, but here is"):
+    with pytest.raises(
+        UserError, match=f"was started with {plugin_name} without a version sha256 {digest}, but here is"
+    ):
         halfmoon.resume(Path("r"))
 
 
@@ -135,11 +139,11 @@ set = { method = "OWN:Mine" }
 
 def test_compare_sweep_report_and_predict_take_them(here: Path) -> None:
     """Beside a method of ours, in a grid, on a page, and to label images; only the last wants the network said."""
-    own = here.stem
-    arguments = ["compare", "--methods", "fedavg", f"{own}:Mine", "--network", f"{own}:make", *SMALL]
+    plugin_name = here.stem
+    arguments = ["compare", "--methods", "fedavg", f"{plugin_name}:Mine", "--network", f"{plugin_name}:make", *SMALL]
     assert cli.main([*arguments, "--run-dir", "c"]) == 0
     assert cli.main(["resume", "c"]) == 0
-    Path("own.toml").write_text(RECIPE.replace("OWN", own))
+    Path("own.toml").write_text(RECIPE.replace("OWN", plugin_name))
     assert cli.main(["sweep", "own.toml", "--out", "s"]) == 0
     assert cli.main(["report", "c", "s/own", "--out", "page.html"]) == 0
     assert "Mine" in Path("page.html").read_text()
@@ -148,7 +152,7 @@ def test_compare_sweep_report_and_predict_take_them(here: Path) -> None:
     (run,) = Path("c").glob("*Mine-seed0")
     predict = ["predict", str(run), "images", "--out", "p.csv"]
     assert cli.main(predict) == 2
-    assert cli.main([*predict, "--network", f"{own}:make"]) == 0
+    assert cli.main([*predict, "--network", f"{plugin_name}:make"]) == 0
     assert Path("p.csv").read_text().count("a.png") == 1
 
 
@@ -188,13 +192,13 @@ class Entropy(Objective):
         return Passes(labeled + unlabeled, labeled + unlabeled)
 
 
-mine = partial(FedAvg, Entropy(0.2), prox=0.1)
+custom_method = partial(FedAvg, Entropy(0.2), prox=0.1)
 
 
-@pytest.mark.parametrize("part", [mine, FedAvg(Entropy(0.2), prox=0.1)])
-def test_fedavg_around_an_objective_goes_by_the_objective(part) -> None:
+@pytest.mark.parametrize("spec", [custom_method, FedAvg(Entropy(0.2), prox=0.1)])
+def test_fedavg_around_an_objective_goes_by_the_objective(spec) -> None:
     """Its name, words and options are those of the objective; those of other objectives are refused."""
-    name, options = outside.describe_method(part)
+    name, options = outside.describe_method(spec)
     assert name.endswith("test_plugins:Entropy")
     assert options == {"sharpness": 0.2, "prox": 0.1}
     row = registry.entry(name)
@@ -206,8 +210,8 @@ def test_fedavg_around_an_objective_goes_by_the_objective(part) -> None:
 
 def test_an_objective_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a class, an object, or by its name: FedAvg around it."""
-    for part in (Entropy, Entropy()):
-        name = outside.register(part)
+    for spec in (Entropy, Entropy()):
+        name = outside.register(spec)
         assert registry.make(name) == FedAvg(Entropy())
     monkeypatch.setattr(plugins, "_REGISTERED", {})
     assert registry.entry(f"{__name__}:mine").title == "Entropy"
@@ -221,16 +225,16 @@ half = MethodEntry("", "Half", "", "with another weight", FedAvg(Entropy(0.5)))
 def test_variants_of_a_class_are_told_apart_before_they_train(tmp_path: Path) -> None:
     """Two of one title are refused by their names; a row has its own title, and an object its own options."""
     few: dict = {"rounds": 1, "steps": 1, "data_share": 0.2, "clients": 4, "cohort": 2, "run_dir": tmp_path / "c"}
-    own, other, row = (f"{__name__}:{name}" for name in ("Entropy", "mine", "half"))
-    with pytest.raises(UserError, match=f"{own} and {other} are both called 'Entropy'"):
-        halfmoon.compare([own, other], **few)
+    plugin_name, other, row = (f"{__name__}:{name}" for name in ("Entropy", "mine", "half"))
+    with pytest.raises(UserError, match=f"{plugin_name} and {other} are both called 'Entropy'"):
+        halfmoon.compare([plugin_name, other], **few)
     assert not (tmp_path / "c").exists()
-    options = {f"{row}.prox": 0.1, f"{own}.prox": 0.2}
+    options = {f"{row}.prox": 0.1, f"{plugin_name}.prox": 0.2}
     result = halfmoon.compare([Entropy(0.3), row], options=options, **few)
     assert [each["title"] for each in result.summaries] == ["Entropy", "Half"]
     assert not [path for path in result.runs if ":" in path.name]  # a colon means something to tar, scp and Windows
     text = (result.runs[0] / "config.toml").read_text()
-    assert f'[options."{own}"]\nprox = 0.2\nsharpness = 0.3\n' in text
+    assert f'[options."{plugin_name}"]\nprox = 0.2\nsharpness = 0.3\n' in text
     assert f'[options."{row}"]\nprox = 0.1\n' in text
 
 
@@ -248,12 +252,12 @@ def test_an_option_has_its_new_name(tmp_path: Path, capsys) -> None:
 
 def test_a_name_says_what_is_wrong_with_it(here: Path) -> None:
     """One sentence each."""
-    own = here.stem
+    plugin_name = here.stem
     for name, why in (
-        (f"{own}:Nope", f"module {own} has no Nope"),
+        (f"{plugin_name}:Nope", f"module {plugin_name} has no Nope"),
         ("no_such_module:Mine", "there is no module no_such_module, neither installed nor in"),
-        (f"{own}:np.ndarray", "calling it without arguments failed"),
-        (f"{own}:rule", "calling it without arguments failed"),
+        (f"{plugin_name}:np.ndarray", "calling it without arguments failed"),
+        (f"{plugin_name}:rule", "calling it without arguments failed"),
         ("fedure", "did you mean 'feddure'"),
     ):
         with pytest.raises(UserError, match=why):
@@ -262,20 +266,20 @@ def test_a_name_says_what_is_wrong_with_it(here: Path) -> None:
     with pytest.raises(UserError, match=r"importing breaks failed \(ZeroDivisionError"):
         registry.entry("breaks:Mine")
     with pytest.raises(UserError, match="gives rows to client 29, but clients are numbered 0 to 19"):
-        halfmoon.run(Config(setting=f"{own}:strange", run_dir=here.parent / "r"))
+        halfmoon.run(Config(setting=f"{plugin_name}:strange", run_dir=here.parent / "r"))
 
 
 def test_only_named_modules_are_imported(here: Path) -> None:
     """What a message or a file names is not imported unless it was said here."""
-    own = here.stem
+    plugin_name = here.stem
     with (
         plugins.allow_only([]),
-        pytest.raises(UserError, match=f"if you have it and trust it, give --method {own}:Mine"),
+        pytest.raises(UserError, match=f"if you have it and trust it, give --method {plugin_name}:Mine"),
     ):
-        registry.entry(f"{own}:Mine")
-    assert own not in sys.modules
-    with plugins.allow_only([f"{own}:Mine"]):
-        assert registry.entry(f"{own}:Mine").title == "Mine"
+        registry.entry(f"{plugin_name}:Mine")
+    assert plugin_name not in sys.modules
+    with plugins.allow_only([f"{plugin_name}:Mine"]):
+        assert registry.entry(f"{plugin_name}:Mine").title == "Mine"
 
 
 def test_an_installed_package_announces_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def textbook(options: ProtoFSSL, params: Tree, broadcast: Tree, batch: Batch) ->
     """Return the loss of an episode, image by image: classes 0 and 2 are in it, 1 is the helpers', 3 nobody's."""
     _, e, _ = NETWORK.embed(params, torch.cat([batch.x, batch.u["weak"]]))
     helpers = broadcast["helpers"][: int(broadcast["there"].sum())]
-    own = [e[0], helpers[:, 1].mean(0), e[1]]
+    class_prototypes = [e[0], helpers[:, 1].mean(0), e[1]]
 
     def distance(f: Tensor, prototype: Tensor) -> Tensor:
         return (f - prototype).square().sum() / len(f)
@@ -36,12 +36,12 @@ def textbook(options: ProtoFSSL, params: Tree, broadcast: Tree, batch: Batch) ->
     def log_probabilities(f: Tensor, prototypes: Sequence[Tensor]) -> Tensor:
         return torch.stack([-distance(f, prototype) for prototype in prototypes]).log_softmax(0)
 
-    loss = (-log_probabilities(e[2], own)[2] - log_probabilities(e[3], own)[0]) / 2
+    loss = (-log_probabilities(e[2], class_prototypes)[2] - log_probabilities(e[3], class_prototypes)[0]) / 2
     for f in e[4:]:
         prediction = sum(log_probabilities(f, h[:3]).exp() for h in helpers) / len(helpers)
         target = prediction**2 / (prediction**2).sum()
         target = target if options.through_target else target.detach()
-        loss = loss - options.unlabeled_weight * (target * log_probabilities(f, own)).sum() / (len(e) - 4)
+        loss = loss - options.unlabeled_weight * (target * log_probabilities(f, class_prototypes)).sum() / (len(e) - 4)
     return loss
 
 
@@ -137,12 +137,12 @@ def test_a_round_by_hand():
     options = ProtoFSSL(helpers=2)
     shared = make_task()
     server = start_server(options, shared)
-    own = torch.zeros(4, CLASSES, 8).double()
-    own[0, 0], own[1, 0], own[2, 1], own[3] = 1, 3, 7, 99
+    class_prototypes = torch.zeros(4, CLASSES, 8).double()
+    class_prototypes[0, 0], class_prototypes[1, 0], class_prototypes[2, 1], class_prototypes[3] = 1, 3, 7, 99
     present = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]]).double()
     model = {name: tree.stack([server[name]] * 4) for name in ("params", "stats")}
     weight = torch.tensor([1.0, 1, 1, 0]).double()
-    federation = Answers(Upload(model, weight, {"own": own, "present": present}))
+    federation = Answers(Upload(model, weight, {"own": class_prototypes, "present": present}))
     new = options.round(shared, server, federation)
     assert "mean" not in federation.broadcast
     assert new["mean"][:, 0].tolist() == [2, 7, 0, 0]

@@ -142,9 +142,9 @@ def test_tuning_by_autograd_and_sgd():
     optimizer = torch.optim.SGD([weight], lr=0.05)
     orders = torch.Generator().manual_seed(2)
     for _ in range(10):
-        for part in torch.randperm(15, generator=orders).split(4):
-            points = rows.reshape(15, 4)[part]
-            labels = part % 5
+        for rows_of_batch in torch.randperm(15, generator=orders).split(4):
+            points = rows.reshape(15, 4)[rows_of_batch]
+            labels = rows_of_batch % 5
             away = (points[:, None] - weight).norm(dim=-1)
             away = away + margin * F.one_hot(labels, 5).double()
             optimizer.zero_grad()

@@ -93,7 +93,7 @@ def test_one_group_of_all_without_distance_is_fedavg():
         "all": {"groups": 1, "size": 9}, "twice": {"groups": 2, "size": 3}, "single": {"groups": 1, "size": 1},
     }.items():  # fmt: skip
         method = RSCFed(beta=0.0, beta_labeled=0.0, labeled_factor=1.0, **options)
-        servers[name] = simulate_rounds(method, shared, make_dataset(place="some"))[-1].server
+        servers[name] = simulate_rounds(method, shared, make_dataset(labels_at="some"))[-1].server
     assert max_difference(servers["all"], servers["twice"]) < 1e-12
     assert max_difference(servers["all"], servers["single"]) > 1e-3
 
@@ -118,7 +118,7 @@ def test_the_warm_up_averages_models_of_clients_with_labels():
     After it RSCFed's own average follows. Without unlabeled loss a round equals that of groups of all, labels only.
     """
     shared = make_task(rounds=2)
-    dataset = make_dataset(place="some")
+    dataset = make_dataset(labels_at="some")
     warm = RSCFed(groups=1, size=1, warmup=0.5, unlabeled_weight=5.0)
     first, second = simulate_rounds(warm, shared, dataset, rounds=2)
     other = simulate_rounds(RSCFed(groups=3, size=2, warmup=0.5, unlabeled_weight=0.0), shared, dataset)[0]

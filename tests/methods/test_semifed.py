@@ -283,13 +283,13 @@ def test_clients_without_labels_follow_themselves():
     """Labels at some clients: one without any learns from consistency alone, and is finite and moves."""
     method = SemiFed()
     shared = make_task(BARE, optimizer=SGD(0.1))
-    held = make_dataset(place="some")
+    held = make_dataset(labels_at="some")
     simulation = make_simulation(method, shared, held)
     server = start_server(method, shared)
     simulation.open(0)
     upload = simulation.query("train", {**server, "stats": {}})
     for index, k in enumerate(simulation.responders.tolist()):
-        own = held.training_size(k)
-        assert float(upload.weight[index]) == own.labeled + own.unlabeled
-        if not own.labeled:
+        sizes = held.training_size(k)
+        assert float(upload.weight[index]) == sizes.labeled + sizes.unlabeled
+        if not sizes.labeled:
             assert max_difference(upload.at(index).update["params"], server["params"]) > 1e-6

@@ -83,9 +83,9 @@ def batch_of(
     """Return a batch of `OneWeightNetwork` images without labels."""
     drawn = {"second_batch_rows": torch.tensor(second_batch_rows), "mix": torch.tensor(mix, dtype=torch.float64)}
     u = {"weak": make_pixel_images(weak), "strong": make_pixel_images(strong)}
-    nothing = torch.zeros(0, dtype=torch.int64)
+    no_rows = torch.zeros(0, dtype=torch.int64)
     return Batch(
-        make_pixel_images([]), nothing, nothing, u, torch.tensor(rows), {"weak": make_pixel_images(others)}, drawn
+        make_pixel_images([]), no_rows, no_rows, u, torch.tensor(rows), {"weak": make_pixel_images(others)}, drawn
     )
 
 
@@ -337,7 +337,7 @@ def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     )
 
 
-def told(trained, fine, labeled: int = 1) -> ScriptedFederation:
+def make_federation(trained, fine, labeled: int = 1) -> ScriptedFederation:
     """Return clients that upload [(w, weight), ...] round by round, and a server whose own training ends at `fine`."""
     trained = iter(trained)
     fine = iter(fine)
@@ -358,7 +358,7 @@ def test_the_servers_momentum_by_hand():
     trained: W and v stay, and the fine-tuning makes it -.15.
     """
     rounds = [[(0.6, 1), (0.8, 1), (100, 0)], [(0.1, 1), (0.3, 1)], [(7, 0), (8, 0)]]
-    fed = told(rounds, [lambda w: w - 0.1] * 3)
+    fed = make_federation(rounds, [lambda w: w - 0.1] * 3)
     method = SemiFL()
     shared = make_task(OneWeightNetwork())
     server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
@@ -376,15 +376,15 @@ def test_training_side_by_side_by_hand():
     """
     method = SemiFL(fine_tune=False)
     shared = make_task(OneWeightNetwork())
-    own = iter([0.8, 0.5, 0.4])
-    fed = told([[(0.3, 1), (0.5, 1)], [(0.1, 1)] * 2, [(9, 0)] * 2], [lambda w: next(own)] * 3)
+    losses = iter([0.8, 0.5, 0.4])
+    fed = make_federation([[(0.3, 1), (0.5, 1)], [(0.1, 1)] * 2, [(9, 0)] * 2], [lambda w: next(losses)] * 3)
     server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
     for w, v, sent in ((0.6, 0.2, 1.0), (0.2, 0.3, 0.6), (0.4, 0.3, 0.2)):
         server = method.round(shared, server, fed)
         assert [get_weight(server["params"]), get_weight(server["momentum"])] == pytest.approx([w, v])
         assert [get_weight(broadcast["params"]) for broadcast in fed.broadcasts[-2:]] == pytest.approx([sent, sent])
     for fine_tune in (True, False):
-        bare = told([[(0.3, 1), (0.5, 1)]], [], labeled=0)
+        bare = make_federation([[(0.3, 1), (0.5, 1)]], [], labeled=0)
         server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
         server = SemiFL(fine_tune=fine_tune).round(shared, server, bare)
         assert get_weight(server["params"]) == pytest.approx(0.4)
@@ -395,7 +395,7 @@ def test_the_share_of_two_groups_by_hand():
 
     As two groups of two clients and a copy each: ((.3 + .4 + .7) / 3 + (.4 + .5 + .7) / 3) / 2 = .5. g = .7 - .5 = v.
     """
-    fed = told([[(0.3, 1), (0.4, 1), (0.4, 1), (0.5, 1)]], [lambda w: 0.7])
+    fed = make_federation([[(0.3, 1), (0.4, 1), (0.4, 1), (0.5, 1)]], [lambda w: 0.7])
     server = {"params": make_one_weight_params(1.0), "stats": {}, "momentum": make_one_weight_params(0.0)}
     server = SemiFL(fine_tune=False, server_share="groups").round(make_task(OneWeightNetwork()), server, fed)
     assert [get_weight(server["params"]), get_weight(server["momentum"])] == pytest.approx([0.5, 0.2])
@@ -425,19 +425,22 @@ def test_clients_train_psi_and_the_server_sigma():
     shared = make_task(NETWORK, optimizer=SGD(0.1), statistics="separate")
     client_updates = HALVES.client_updates(shared)
     server = start_server(HALVES, shared)
-    broadcast = {name: part for name, part in server.items() if name != "momentum"}
+    broadcast = {name: model_name for name, model_name in server.items() if name != "momentum"}
     batch, sweep = random_batch(6, 4)
-    for name, part, images in (("train", "psi", "strong"), ("fine-tune", "sigma", "x")):
+    for name, model_name, images in (("train", "psi", "strong"), ("fine-tune", "sigma", "x")):
         data = client(sweep, 0 if name == "train" else 6)
         given = batch if name == "fine-tune" else batch._replace(x=batch.x[:0], y=batch.y[:0], x_rows=batch.x_rows[:0])
         carry = client_updates[name].begin(
             broadcast, client_updates[name].initial_memory(broadcast, torch.Generator()), data
         )
         after, _ = client_updates[name].step(broadcast, carry, given)
-        (sent, _), leaves = client_updates[name].finish(broadcast, after, data), tree.map(torch.clone, broadcast[part])
+        (sent, _), leaves = (
+            client_updates[name].finish(broadcast, after, data),
+            tree.map(torch.clone, broadcast[model_name]),
+        )
         for leaf in tree.leaves(leaves):
             leaf.requires_grad_()
-        theta = HALVES.parameters({**broadcast, part: leaves})
+        theta = HALVES.parameters({**broadcast, model_name: leaves})
         if images == "x":
             loss = F.cross_entropy(shared.network.train(theta, batch.x)[0], batch.y)
         else:
@@ -445,16 +448,16 @@ def test_clients_train_psi_and_the_server_sigma():
             used = prediction.amax(-1) >= 0.3
             loss = F.cross_entropy(shared.network.train(theta, batch.u["strong"][used])[0], prediction.argmax(-1)[used])
         loss.backward()
-        assert sent.update.keys() == {part}
+        assert sent.update.keys() == {model_name}
         moved = tree.map(lambda leaf: (leaf - 0.1 * leaf.grad).detach(), leaves)
-        assert max_difference(sent.update[part], moved) < 1e-12
-        assert max_difference(sent.update[part], broadcast[part]) > 1e-4
+        assert max_difference(sent.update[model_name], moved) < 1e-12
+        assert max_difference(sent.update[model_name], broadcast[model_name]) > 1e-4
 
 
 def test_momentum_of_halves_is_psis_alone():
     """Labels at the server: psi moves by the momentum that the server keeps, sigma by its training, the rest not."""
     shared = make_task(NETWORK, optimizer=SGD(0.1), statistics="separate")
-    one, two = simulate_rounds(HALVES, shared, make_dataset(place="server"), rounds=2)
+    one, two = simulate_rounds(HALVES, shared, make_dataset(labels_at="server"), rounds=2)
     first = start_server(HALVES, shared)
     assert max_difference(one.server["psi"], tree.map(torch.sub, first["psi"], one.server["momentum"])) < 1e-15
     assert max_difference(two.server["psi"], tree.map(torch.sub, one.server["psi"], two.server["momentum"])) < 1e-15
@@ -466,7 +469,7 @@ def test_momentum_of_halves_is_psis_alone():
 @pytest.mark.parametrize(("sbn", "who"), [("all", [[0, 1], [2, 3]]), ("cohort", [[0, 1]]), ("server", [])])
 def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who):
     """Whose rows are counted; before round 1 for its labels, then once a round, for the next labels and the test."""
-    fed = told([[(1, 1), (1, 1)]] * 2, [lambda w: w] * 2)
+    fed = make_federation([[(1, 1), (1, 1)]] * 2, [lambda w: w] * 2)
     counts = {"pixel": {"mean": torch.tensor([6.0]), "var": torch.tensor([2.0])}}
     bn_statistics = lambda broadcast, who: [Upload({}, torch.tensor(2.0), {"moments": counts}) for _ in who]  # noqa: E731
     fed.replies = {**fed.replies, "census": bn_statistics}
@@ -485,19 +488,19 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
     assert fed.queries == training + statistics_requirements
 
 
-@pytest.mark.parametrize("place", ["clients", "server"])
-def test_without_mixing_it_is_fixmatch_on_the_clients(place):
+@pytest.mark.parametrize("labels_at", ["clients", "server"])
+def test_without_mixing_it_is_fixmatch_on_the_clients(labels_at):
     """All rows kept (threshold 0): the uploads are those of FixMatch with round labels and the mean over those used.
 
     With labels at the clients, equal sizes and no server momentum, so are whole rounds; and so they are, with a
     threshold that nothing reaches, where clients learn from their labels alone.
     """
-    held = make_dataset(((4, 8),) * 4, place=place)
+    held = make_dataset(((4, 8),) * 4, labels_at=labels_at)
     shared = make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
-    for threshold in (0.0, 1.1) if place == "clients" else (0.0,):
+    for threshold in (0.0, 1.1) if labels_at == "clients" else (0.0,):
         actual = SemiFL(threshold=threshold, mix_weight=0.0, server_momentum=0.0)
         expected_value = FedAvg(FixMatch(threshold=threshold, labels="round", mean="used"), keep_optimizer=True)
-        if place == "clients":
+        if labels_at == "clients":
             one, two = (simulate_rounds(m, shared, held, rounds=3) for m in (actual, expected_value))
             assert max_difference(one[-1].server["params"], two[-1].server["params"]) < 1e-12
             assert max_difference(one[-1].state, two[-1].state) < 1e-12
@@ -521,7 +524,7 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     With Nesterov momentum that lives on from round to round. The clients send their model back untouched and weigh
     nothing; v stays 0; statistics are counted for the new model over everybody's rows.
     """
-    held = make_dataset(place="server")
+    held = make_dataset(labels_at="server")
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     method = SemiFL(threshold=1.1)
     shared = make_task(optimizer=SGD(**options))
@@ -597,7 +600,7 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
         assert bool(at_server.initial_memory(broadcast, torch.Generator())) == stored
 
 
-@pytest.mark.parametrize("place", ["clients", "some", "server"])
+@pytest.mark.parametrize("labels_at", ["clients", "some", "server"])
 @pytest.mark.parametrize(
     "method",
     [
@@ -612,18 +615,18 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
     ],
     ids=["step-debias", "step-parallel", "parallel", "groups", "halves", "step-halves"],
 )
-def test_every_variant_lifts(method, place):
+def test_every_variant_lifts(method, labels_at):
     """Loop and vmap agree on the readings that are no row of the catalog, wherever labels lie."""
-    last = simulate_with_both_executors(method, make_task(statistics="separate"), make_dataset(place=place))[-1]
+    last = simulate_with_both_executors(method, make_task(statistics="separate"), make_dataset(labels_at=labels_at))[-1]
     first = method.solution(make_task(), start_server(method, make_task()))
     assert max_difference(method.solution(make_task(), last.server)["params"], first["params"]) > 1e-3
 
 
 def test_a_server_without_labels_keeps_nothing():
     """With labels at the clients it takes no step and remembers no optimizer; at the server it does."""
-    for place in ("clients", "server"):
-        (last,) = simulate_rounds(SemiFL(threshold=0.3), make_task(), make_dataset(place=place))
-        assert (str(SERVER) in last.state["client"]) == (place == "server")
+    for labels_at in ("clients", "server"):
+        (last,) = simulate_rounds(SemiFL(threshold=0.3), make_task(), make_dataset(labels_at=labels_at))
+        assert (str(SERVER) in last.state["client"]) == (labels_at == "server")
 
 
 @pytest.mark.parametrize(("labels", "mix_weight"), [("round", 1.0), ("round", 0.0), ("step", 1.0), ("step", 0.0)])

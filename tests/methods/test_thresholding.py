@@ -164,7 +164,7 @@ def test_the_received_model_guesses():
     line = Task(Line(1), SGD(0.1), Normalize())
     local = line.network.init(torch.Generator())
 
-    def judged(teacher, now: float, received: float, x: float):
+    def validated(teacher, now: float, received: float, x: float):
         objective = FixMatch(0.8, teacher=teacher)
         came = {"params": {"w": torch.tensor(received, dtype=torch.float64)}, "stats": local["stats"]}
         cached = objective.prepare(line, came, data(1))
@@ -172,10 +172,10 @@ def test_the_received_model_guesses():
         w = {"w": torch.tensor(now, dtype=torch.float64)}
         return objective(line, w, local["stats"], given, {}, cached)[1].pseudo[0]
 
-    assert judged("local", 2 * log(3), log(3), 1).weight.tolist() == [1.0]
-    assert judged("global", 2 * log(3), log(3), 1).weight.tolist() == [0.0]
-    assert judged("both", 2 * log(3), log(3), 1).weight.tolist() == [1.0]
-    other = judged("both", log(3) / 2, -log(3), 2)
+    assert validated("local", 2 * log(3), log(3), 1).weight.tolist() == [1.0]
+    assert validated("global", 2 * log(3), log(3), 1).weight.tolist() == [0.0]
+    assert validated("both", 2 * log(3), log(3), 1).weight.tolist() == [1.0]
+    other = validated("both", log(3) / 2, -log(3), 2)
     assert (other.label.tolist(), other.weight.tolist()) == ([1], [1.0])
     assert other.confidence.tolist() == pytest.approx([0.9], rel=1e-12)
 
@@ -214,7 +214,7 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
     method = registry.make(name, options)
     shared = make_task(rounds=2)
     entry = registry.entry(name)
-    held = make_dataset(SIZES, pooled=entry.pooled, place=entry.label_locations[0])
+    held = make_dataset(SIZES, pooled=entry.pooled, labels_at=entry.label_locations[0])
     run = simulate_with_both_executors(method, shared, held, cohort=4)
     assert not any("threshold" in path for one in run for path in one.server)
     memories = run[-1].state["client"]

@@ -95,7 +95,7 @@ def test_without_its_terms_the_classifier_learns_from_labels():
     method = TwinSight(contrast_weight=0.0, gram_weight=0.0)
     shared = make_task(rounds=1)
     server = start_server(method, shared)
-    simulation = make_simulation(method, shared, make_dataset(place="some"), batching=Batching(4, 4), cohort=4)
+    simulation = make_simulation(method, shared, make_dataset(labels_at="some"), batching=Batching(4, 4), cohort=4)
     new = run_rounds(method, simulation, server, range(1))[-1].server
     gap = [float((one - other).abs().max()) for one, other in zip(
         tree.leaves(new["params"]["twin"]), tree.leaves(server["params"]["twin"]), strict=True)]  # fmt: skip

@@ -130,7 +130,7 @@ def test_loop_and_vmap_drop_the_same(name: str, statistics: Any):
     servers = []
     for executor in ("loop", "vmap"):
         shared = make_task(NETWORK, statistics=statistics, rounds=2)
-        federation = make_dataset(all_labels=entry.all_labels, place=entry.label_locations[0], pooled=entry.pooled)
+        federation = make_dataset(all_labels=entry.all_labels, labels_at=entry.label_locations[0], pooled=entry.pooled)
         runtime = make_simulation(entry.method, shared, federation, executor=executor)
         servers.append(run_rounds(entry.method, runtime, start_server(entry.method, shared), range(2))[-1].server)
     assert max_difference(*servers) < 1e-6

@@ -32,10 +32,10 @@ from halfmoon.models.modules import from_factory
 from halfmoon.models.weights import read_weights_file
 
 NAMES = ("a", "b", "c", "d")
-OURS = SmallCNN(1, 4, 4)
+NETWORK = SmallCNN(1, 4, 4)
 
 
-def given(network: Network = OURS, seed: int = 7) -> Tree:
+def given(network: Network = NETWORK, seed: int = 7) -> Tree:
     """Return a model whose statistics are not at their start."""
     model = network.init(rng.generator(seed, "model"))
     g = rng.generator(seed, "noise")
@@ -49,7 +49,7 @@ def saved(path: Path, tensors: Tree, classes: tuple[str, ...] | None = None) -> 
     return str(path)
 
 
-def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree | None = None) -> FineTunedNetwork:
+def partly(tmp_path: Path, *patterns: str, network: Network = NETWORK, model: Tree | None = None) -> FineTunedNetwork:
     path = saved(tmp_path / "w.safetensors", given() if model is None else model)
     return fine_tune(network, read_weights_file(path), patterns, NAMES[: network.classes])
 
@@ -59,18 +59,23 @@ def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_p
     To rounding: where in memory a weight lies decides how some processors add up (seen with AVX2 alone)."""
     model = given()
     which = partly(tmp_path, "backbone")
-    mine = which.init(rng.generator(0, "model"))
-    assert {path: leaf.shape for path, leaf in tree.flatten(mine).items()} == {
+    initial_model = which.init(rng.generator(0, "model"))
+    assert {path: leaf.shape for path, leaf in tree.flatten(initial_model).items()} == {
         "params/head/weight": (4, 8), "params/head/bias": (4,),
     }  # fmt: skip
-    assert (which.norm, which.head, mine["stats"], which.zero_moments(mine["params"])) == ("none", "head", {}, {})
-    network, whole = which.full_model(mine)
-    assert network == OURS
+    assert (which.norm, which.head, initial_model["stats"], which.zero_moments(initial_model["params"])) == (
+        "none",
+        "head",
+        {},
+        {},
+    )
+    network, whole = which.full_model(initial_model)
+    assert network == NETWORK
     assert trees_equal(whole, model)
     x = torch.randn(6, 1, 8, 8)
-    logits, features = OURS.represent(model["params"], model["stats"], x)
-    torch.testing.assert_close(which.predict(mine["params"], {}, x), logits)
-    torch.testing.assert_close(which.embed(mine["params"], x), (logits, features, {}))
+    logits, features = NETWORK.represent(model["params"], model["stats"], x)
+    torch.testing.assert_close(which.predict(initial_model["params"], {}, x), logits)
+    torch.testing.assert_close(which.embed(initial_model["params"], x), (logits, features, {}))
     with torch.device("meta"):
         assert tree.numel(which.init(torch.Generator())) == 36
 
@@ -82,7 +87,7 @@ def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
     params = which.init(rng.generator(0, "m"))["params"]
     x = torch.randn(5, 1, 8, 8)
     y = torch.tensor([0, 1, 2, 3, 1])
-    _, features = OURS.represent(model["params"], model["stats"], x)
+    _, features = NETWORK.represent(model["params"], model["stats"], x)
 
     def loss(params: Tree) -> torch.Tensor:
         return nn.functional.cross_entropy(which.train(params, x)[0], y)
@@ -99,10 +104,10 @@ def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("actual", [True, False])
 def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path: Path, actual: bool) -> None:
     """Frozen first layer: a torch module whose first normalization is in eval mode, ours and one from outside."""
-    network = OURS if actual else from_factory("custom_models:build_small", 1, 4, (8, 8))
+    network = NETWORK if actual else from_factory("custom_models:build_small", 1, 4, (8, 8))
     model = given(network)
     which = partly(tmp_path, "conv1", network=network, model=model)
-    mine = which.init(rng.generator(0, "m"))
+    initial_model = which.init(rng.generator(0, "m"))
     module = TorchSmall(1, 4, 4)
     x = torch.randn(6, 1, 8, 8)
     flat = {path.replace("/", "."): leaf for path, leaf in tree.flatten(model["params"]).items()}
@@ -113,10 +118,10 @@ def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path
     }
     module.load_state_dict(flat, strict=False)
     module.train().conv1.eval()
-    logits, moments = which.train(mine["params"], x)
+    logits, moments = which.train(initial_model["params"], x)
     torch.testing.assert_close(logits, module(x).detach())
     layers = {path.rpartition("/")[0].partition("/")[0] for path in tree.flatten(moments)}
-    assert layers == {path.partition("/")[0] for path in tree.flatten(mine["stats"])} == {"conv2", "conv3"}
+    assert layers == {path.partition("/")[0] for path in tree.flatten(initial_model["stats"])} == {"conv2", "conv3"}
     assert which.norm == "batch"
 
 
@@ -178,14 +183,16 @@ def test_the_head_is_drawn_anew_where_its_classes_differ(tmp_path: Path) -> None
     assert five.fresh
     assert five.init(rng.generator(0, "m"))["params"]["head"]["weight"].shape == (5, 8)
     named = saved(tmp_path / "named.safetensors", model, NAMES)
-    assert not fine_tune(OURS, read_weights_file(named), (), NAMES).fresh
-    others = fine_tune(OURS, read_weights_file(named), (), ("w", "x", "y", "z"))
+    assert not fine_tune(NETWORK, read_weights_file(named), (), NAMES).fresh
+    others = fine_tune(NETWORK, read_weights_file(named), (), ("w", "x", "y", "z"))
     one, two = (others.init(rng.generator(seed, "m"))["params"] for seed in (0, 1))
     assert others.fresh
     assert not torch.equal(one["head"]["weight"], two["head"]["weight"])
     assert torch.equal(one["conv1"]["conv"]["weight"], model["params"]["conv1"]["conv"]["weight"])
     headless = {"params": {k: v for k, v in model["params"].items() if k != "head"}, "stats": model["stats"]}
-    assert fine_tune(OURS, read_weights_file(saved(tmp_path / "no.safetensors", headless)), ("backbone",), NAMES).fresh
+    assert fine_tune(
+        NETWORK, read_weights_file(saved(tmp_path / "no.safetensors", headless)), ("backbone",), NAMES
+    ).fresh
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
@@ -195,17 +202,17 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
     wrong["params"]["conv2"]["conv"]["weight"][0, 0, 0, 0] = float("nan")
     (tmp_path / "text.safetensors").write_text("no")
     for network, path, patterns, why in (
-        (OURS, saved(tmp_path / "a.safetensors", without), (), "lack the tensor conv2.conv.bias of the network"),
+        (NETWORK, saved(tmp_path / "a.safetensors", without), (), "lack the tensor conv2.conv.bias of the network"),
         (SmallCNN(1, 4, 8), good, (), r"conv1.conv.bias is \(4,\), but the network's is \(8,\); give a file of this"),
         (SmallCNN(3, 4, 4), good, (), "they are for images of 1 channels, these have 3: set channels to 1"),
         (ResNet8(1, 4, 4), good, (), "lack the tensor block1a.conv.weight"),
-        (OURS, saved(tmp_path / "b.safetensors", {**given(), "x": {"y": torch.zeros(1)}}), (), "no place"),
-        (OURS, saved(tmp_path / "c.safetensors", wrong), (), "'params/conv2/conv/weight' holds values that are not"),
-        (OURS, str(tmp_path / "text.safetensors"), (), "it is no safetensors file"),
-        (OURS, str(tmp_path / "model.pth"), (), "is a pickle, which can run code"),
-        (OURS, str(tmp_path / "none.safetensors"), (), "cannot be read .No such file"),
-        (OURS, good, ("conv7",), "no such layer: did you mean 'conv[123]'"),
-        (OURS, good, ("*",), "leaves nothing to train"),
+        (NETWORK, saved(tmp_path / "b.safetensors", {**given(), "x": {"y": torch.zeros(1)}}), (), "no place"),
+        (NETWORK, saved(tmp_path / "c.safetensors", wrong), (), "'params/conv2/conv/weight' holds values that are not"),
+        (NETWORK, str(tmp_path / "text.safetensors"), (), "it is no safetensors file"),
+        (NETWORK, str(tmp_path / "model.pth"), (), "is a pickle, which can run code"),
+        (NETWORK, str(tmp_path / "none.safetensors"), (), "cannot be read .No such file"),
+        (NETWORK, good, ("conv7",), "no such layer: did you mean 'conv[123]'"),
+        (NETWORK, good, ("*",), "leaves nothing to train"),
         (SmallCNN(1, 3, 4), good, ("head", "conv1"), "but the head starts at random"),
     ):
         with pytest.raises(UserError, match=why):

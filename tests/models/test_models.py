@@ -43,8 +43,8 @@ CASES = [  # 40 channels are 20 groups of 2, 80 are 20 groups of 4, 64 are 32 gr
 EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=lambda value: str(value))
 
 
-def close(ours, expected, tolerance=1e-10) -> None:
-    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+def close(computed, expected, tolerance=1e-10) -> None:
+    torch.testing.assert_close(computed, expected, rtol=tolerance, atol=tolerance)
 
 
 @EVERY
@@ -148,14 +148,14 @@ def test_initialization_draws_what_pytorch_draws(kind, norm):
     The weight comes from PyTorch's own initializer. Normalizations start at weight 1, bias 0, mean 0, variance 1."""
     model = kind(3, 10, 4, norm).init(torch.Generator().manual_seed(5))
     g = torch.Generator().manual_seed(5)
-    for part in model["params"].values():
-        weight, bias = part.get("conv", part).values()
+    for module_params in model["params"].values():
+        weight, bias = module_params.get("conv", module_params).values()
         close(weight, nn.init.kaiming_uniform_(torch.empty_like(weight), a=5**0.5, generator=g), 1e-6)
         bound = weight[0].numel() ** -0.5
         close(bias, torch.empty_like(bias).uniform_(-bound, bound, generator=g), 1e-6)
-        if "norm" in part:
-            assert (part["norm"]["weight"] == 1).all()
-            assert not part["norm"]["bias"].any()
+        if "norm" in module_params:
+            assert (module_params["norm"]["weight"] == 1).all()
+            assert not module_params["norm"]["bias"].any()
     for stats in model["stats"].values():
         assert not stats["mean"].any()
         assert (stats["var"] == 1).all()

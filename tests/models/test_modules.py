@@ -28,7 +28,7 @@ from halfmoon.models import SmallCNN
 from halfmoon.models import registry as networks
 from halfmoon.models.modules import ModuleNetwork, feature_function, from_factory
 
-OURS = SmallCNN(1, 4, 4)
+NETWORK = SmallCNN(1, 4, 4)
 SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
 
 
@@ -42,7 +42,7 @@ def as_theirs(model: Tree) -> Tree:
     return {"params": model["params"], "stats": {name: {"norm": each} for name, each in model["stats"].items()}}
 
 
-def played(which, name: str, executor: str, model: Tree, separate: bool = False) -> Snapshot:
+def simulate(which, name: str, executor: str, model: Tree, separate: bool = False) -> Snapshot:
     rules = {"statistics": "separate", "labeling": "running"} if separate else {}
     shared = make_task(which, rounds=3, **rules)
     method = registry.make(name)
@@ -55,12 +55,12 @@ def played(which, name: str, executor: str, model: Tree, separate: bool = False)
 def test_a_module_trains_as_our_network_does(name: str, executor: str, separate: bool) -> None:
     """The small network as an nn.Module, from the same weights: two rounds, every parameter and statistic.
     To the bit where nothing is differentiated forward; FedDure's tangents come from the tape there, from jvp here."""
-    model = OURS.init(rng.generator(0, "model"))
-    actual = played(OURS, name, executor, model, separate).server
-    expected = played(network("build_small"), name, executor, as_theirs(model), separate).server
-    parts = [part for part in ("params", "stats") if actual.get(part)]
+    model = NETWORK.init(rng.generator(0, "model"))
+    actual = simulate(NETWORK, name, executor, model, separate).server
+    expected = simulate(network("build_small"), name, executor, as_theirs(model), separate).server
+    parts = [key for key in ("params", "stats") if actual.get(key)]
     assert parts == ["params", "stats"]
-    gap = max_difference({part: expected[part] for part in parts}, {**as_theirs(actual)})
+    gap = max_difference({key: expected[key] for key in parts}, {**as_theirs(actual)})
     assert gap < 1e-12 if name == "feddure" else gap == 0
 
 
@@ -78,7 +78,7 @@ def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
     which = network(factory)
     model = which.init(rng.generator(0, "model"))
     assert model["stats"] == {}
-    loop, vmap = (played(which, name, executor, model).server for executor in ("loop", "vmap"))
+    loop, vmap = (simulate(which, name, executor, model).server for executor in ("loop", "vmap"))
     assert max_difference(vmap, loop) < 1e-9
     assert max_difference(loop["params"], tree.to(model["params"], dtype=torch.float64)) > 1e-4
 
@@ -86,14 +86,14 @@ def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
 def test_passes_equal_ours() -> None:
     which = network("build_small")
     x = torch.randn(6, 1, 8, 8)
-    model = OURS.init(rng.generator(3, "model"))
+    model = NETWORK.init(rng.generator(3, "model"))
     expected = as_theirs(model)
-    logits, moments = OURS.train(model["params"], x)
+    logits, moments = NETWORK.train(model["params"], x)
     their_logits, their_moments = which.train(expected["params"], x)
     assert torch.equal(logits, their_logits)
     assert max_difference(their_moments, as_theirs({"params": {}, "stats": moments})["stats"]) == 0
-    assert torch.equal(OURS.embed(model["params"], x)[1], which.embed(expected["params"], x)[1])
-    assert torch.equal(OURS.predict(model["params"], model["stats"], x), which.predict(**expected, x=x))
+    assert torch.equal(NETWORK.embed(model["params"], x)[1], which.embed(expected["params"], x)[1])
+    assert torch.equal(NETWORK.predict(model["params"], model["stats"], x), which.predict(**expected, x=x))
 
 
 def test_features_are_those_of_the_module() -> None:
@@ -211,7 +211,7 @@ def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
 
 
 def test_a_description_makes_the_network_again() -> None:
-    for which in (network("build_small"), OURS, SmallCNN(3, 2, 5, "group")):
+    for which in (network("build_small"), NETWORK, SmallCNN(3, 2, 5, "group")):
         assert networks.from_description(networks.describe(which)) == which
     for text in (
         {"name": "smal"},

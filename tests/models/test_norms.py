@@ -152,11 +152,11 @@ def leading(params):
     return tree.unflatten({path: cut(path, leaf) for path, leaf in tree.flatten(params).items()})
 
 
-def masked(part, whole):
+def masked(masked_values, whole):
     def pad(small, like):
         return F.pad(small, [k for a, b in zip(small.shape[::-1], like.shape[::-1], strict=True) for k in (0, b - a)])
 
-    return tree.map(pad, part, whole)
+    return tree.map(pad, masked_values, whole)
 
 
 CUTS = [
@@ -172,15 +172,15 @@ CUTS = [
 def test_a_leading_part_is_the_whole_with_zeros_elsewhere(network, side):
     """Zeros stay zeros behind their normalization and add nothing: same logits, moments and gradients of the part."""
     model, x, y = make_example(network, side)
-    part = leading(model["params"])
-    whole = masked(part, model["params"])
+    masked_values = leading(model["params"])
+    whole = masked(masked_values, model["params"])
     stats = {name: {k: leaf[: ceil(len(leaf) / 2)] for k, leaf in s.items()} for name, s in model["stats"].items()}
-    assert tree.numel(part) < 0.35 * tree.numel(whole)
+    assert tree.numel(masked_values) < 0.35 * tree.numel(whole)
     torch.testing.assert_close(
-        network.predict(part, stats, x), network.predict(whole, model["stats"], x), rtol=1e-10, atol=1e-10
+        network.predict(masked_values, stats, x), network.predict(whole, model["stats"], x), rtol=1e-10, atol=1e-10
     )
     loss = lambda params: (lambda out: (F.cross_entropy(out[0], y), out))(network.train(params, x))  # noqa: E731
-    actual, (_, (logits, moments)) = grad_and_value(loss, has_aux=True)(part)
+    actual, (_, (logits, moments)) = grad_and_value(loss, has_aux=True)(masked_values)
     expected_value, (_, (expected, wide)) = grad_and_value(loss, has_aux=True)(whole)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
     equal(actual, leading(expected_value))

@@ -26,11 +26,11 @@ def test_maxima_and_their_gradient_are_pytorchs(window: tuple[int, ...]):
     seen = max_pool2d(images()[0], *window).shape
     weight = torch.randint(-8, 8, (CLIENTS, *seen), generator=torch.Generator().manual_seed(1)).float()
 
-    def ours(params: Tree, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(params: Tree, weight: Tensor) -> tuple[Tensor, Tensor]:
         out = TrainPass({}, "none").pool(params["x"], *window)
         return (out * weight).sum(), out
 
-    gradient, _, out = vmap_clients(lambda x, weight: grad_and_value(ours, {"x": x}, weight))(x, weight)
+    gradient, _, out = vmap_clients(lambda x, weight: grad_and_value(loss, {"x": x}, weight))(x, weight)
     for k in range(CLIENTS):
         single = x[k].clone().requires_grad_()
         expected = max_pool2d(single, *window)

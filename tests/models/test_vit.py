@@ -16,7 +16,7 @@ from halfmoon.models.vit import VisionTransformer, patches, positions
 SMALL = VisionTransformer(2, 5, 12, depth=2)
 
 
-def scene(network: VisionTransformer = SMALL, seed: int = 0) -> tuple[Tree, Tensor, Tensor]:
+def make_inputs(network: VisionTransformer = SMALL, seed: int = 0) -> tuple[Tree, Tensor, Tensor]:
     """Return parameters that are nowhere fresh, images and labels, in double precision."""
     g = rng.generator(seed, "vit")
     params = tree.to(network.init(g)["params"], dtype=torch.float64)
@@ -47,7 +47,7 @@ def encoder(params: Tree, network: VisionTransformer) -> list[nn.TransformerEnco
 
 
 def test_it_is_pytorchs_encoder_with_the_same_weights():
-    params, x, _ = scene()
+    params, x, _ = make_inputs()
     w = params["patch"]["weight"].unflatten(-1, (2, 4, 4))
     z = nn.functional.conv2d(x, w, params["patch"]["bias"], stride=4).flatten(2).mT
     z = z + positions(2, 3, 12, z)
@@ -77,17 +77,17 @@ def test_vit_tiny_has_the_size_that_is_counted_by_hand():
 def test_patches_lie_row_by_row_and_no_two_places_are_alike():
     x = torch.arange(2 * 8 * 12.0).reshape(1, 2, 8, 12)
     assert torch.equal(patches(x)[0, 4], x[0, :, 4:8, 4:8].flatten())
-    places = positions(8, 8, 192, x)
-    assert places.shape == (64, 192)
-    distance = torch.cdist(places, places) + torch.eye(64)
+    encodings = positions(8, 8, 192, x)
+    assert encodings.shape == (64, 192)
+    distance = torch.cdist(encodings, encodings) + torch.eye(64)
     assert float(distance.min()) > 0.5
     # The slowest sine of the second column is sin(1e-4), the quickest sin(1).
-    assert float(places[1, 0]) == pytest.approx(math.sin(1))
-    assert float(places[1, 47]) == pytest.approx(math.sin(1e-4))
+    assert float(encodings[1, 0]) == pytest.approx(math.sin(1))
+    assert float(encodings[1, 47]) == pytest.approx(math.sin(1e-4))
 
 
 def test_clients_lift_and_tangents_are_those_of_forward_mode():
-    scenes = [scene(seed=seed) for seed in range(3)]
+    scenes = [make_inputs(seed=seed) for seed in range(3)]
 
     def loss(params: Tree, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits, _ = SMALL.train(params, x)

@@ -36,7 +36,7 @@ def violations(browser: Any) -> list[str]:
     """List the violations that axe-core finds in the current page: rule and elements."""
     found = axe.Axe().run(browser)
     assert len(found["passes"]) > 15
-    return [f"{rule['id']}: {place['target']}" for rule in found["violations"] for place in rule["nodes"]]
+    return [f"{rule['id']}: {node['target']}" for rule in found["violations"] for node in rule["nodes"]]
 
 
 def check(browser: Any, address: str, ready: Callable[[], Any] = lambda: True) -> None:
@@ -138,16 +138,16 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     sys.path.append(str(ROOT / "tools"))
     import gallery
 
-    place = tmp_path_factory.mktemp("site")
+    node = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gallery, "executed", lambda text: None)
-        config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(place), strict=False)
+        config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(node), strict=False)
         for name in ("mkdocstrings", "autorefs"):
             config.plugins.pop(name, None)
         patch.setattr(config.hooks["tools/docs_site.py"], "packages", list)
         config.nav = [each for each in config.nav if "API" not in each]
         build(config)
-    handler = partial(SimpleHTTPRequestHandler, directory=str(place))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(node))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -165,8 +165,8 @@ def test_the_docs_are_accessible(browser: Any, docs: str) -> None:
 def test_the_search_of_the_docs_finds_options_and_methods(browser: Any, docs: str, message: str, page: str) -> None:
     set_viewport(browser, 1280)
     browser.get(docs)
-    place = browser.find_element("css selector", "input.md-search__input")
-    place.click()
-    place.send_keys(message)
+    node = browser.find_element("css selector", "input.md-search__input")
+    node.click()
+    node.send_keys(message)
     links = wait_until(lambda: browser.find_elements("css selector", ".md-search-result__link"))
     assert links[0].get_attribute("href").startswith(docs + page)

@@ -22,7 +22,7 @@ def made(count: int = 40, classes: int = 3, width: int = 5) -> Predictions:
     return Predictions(raw / raw.sum(1, keepdims=True), draw.normal(size=(count, width)).astype(np.float32))
 
 
-def nothing(count: int) -> np.ndarray:
+def no_labels(count: int) -> np.ndarray:
     return np.full(count, -1)
 
 
@@ -36,7 +36,7 @@ def test_uncertainty_is_one_minus_the_margin():
 def test_order_has_every_unlabeled_row_once():
     predictions = made()
     predictions.probabilities[[3, 8]] = np.nan
-    labels = nothing(40)
+    labels = no_labels(40)
     labels[[1, 2, 5]] = [0, 1, 2]
     found = order_for_labeling(predictions, labels, labels < 0, greedy_images=7)
     assert sorted(found) == sorted(set(range(40)) - {1, 2, 5})
@@ -47,14 +47,14 @@ def test_equal_images_are_not_adjacent():
     """Nine copies of the most uncertain image and nine others: one copy is picked, then all the others."""
     probabilities = np.array([[0.5, 0.5]] * 9 + [[0.7, 0.3]] * 9)
     features = np.concatenate([np.zeros((9, 2)), np.arange(1, 19).reshape(9, 2)]).astype(np.float32)
-    found = order_for_labeling(Predictions(probabilities, features), nothing(18), np.ones(18, bool), greedy_images=10)
+    found = order_for_labeling(Predictions(probabilities, features), no_labels(18), np.ones(18, bool), greedy_images=10)
     assert sum(row < 9 for row in found[:10]) == 1
 
 
 def test_neighbors_of_a_labeled_image_are_later():
     """Two clusters with equal uncertainty; the one with a label is second."""
     features = np.concatenate([draw.normal(0, 0.01, (5, 2)), draw.normal(9, 0.01, (5, 2))])
-    labels = nothing(10)
+    labels = no_labels(10)
     labels[0] = 0
     found = order_for_labeling(Predictions(np.full((10, 2), 0.5), features), labels, labels < 0)
     assert found[0] >= 5
@@ -63,7 +63,7 @@ def test_neighbors_of_a_labeled_image_are_later():
 def test_class_with_fewest_labels_is_first_and_classes_take_turns():
     predictions = made(60)
     predicted = predictions.predicted
-    labels = nothing(60)
+    labels = no_labels(60)
     labels[np.flatnonzero(predicted == 0)[:3]] = 0
     labels[np.flatnonzero(predicted == 1)[:3]] = 1
     found = order_for_labeling(predictions, labels, labels < 0)
@@ -73,7 +73,7 @@ def test_class_with_fewest_labels_is_first_and_classes_take_turns():
 
 def test_images_after_the_greedy_ones_are_ordered_by_uncertainty():
     predictions = made(50)
-    found = order_for_labeling(predictions, nothing(50), np.ones(50, bool), greedy_images=10)
+    found = order_for_labeling(predictions, no_labels(50), np.ones(50, bool), greedy_images=10)
     rest = predictions.uncertainty[found[10:]]
     assert (np.diff(rest) <= 0).all()
 
@@ -82,7 +82,7 @@ def test_the_same_folder_gives_the_same_order():
     predictions = made()
     open_ = np.ones(40, bool)
     assert (
-        order_for_labeling(predictions, nothing(40), open_) == order_for_labeling(predictions, nothing(40), open_)
+        order_for_labeling(predictions, no_labels(40), open_) == order_for_labeling(predictions, no_labels(40), open_)
     ).all()
     assert (shuffle_rows(open_, 1) == shuffle_rows(open_, 1)).all()
     assert (shuffle_rows(open_, 1) != shuffle_rows(open_, 2)).any()
@@ -93,9 +93,9 @@ def test_the_same_folder_gives_the_same_order():
 
 
 def test_order_without_images_or_with_one_class():
-    assert len(order_for_labeling(made(), nothing(40), np.zeros(40, bool))) == 0
+    assert len(order_for_labeling(made(), no_labels(40), np.zeros(40, bool))) == 0
     one = Predictions(np.ones((4, 1)), np.zeros((4, 1)))
-    assert sorted(order_for_labeling(one, nothing(4), np.ones(4, bool))) == [0, 1, 2, 3]
+    assert sorted(order_for_labeling(one, no_labels(4), np.ones(4, bool))) == [0, 1, 2, 3]
 
 
 def test_features_are_standardized_over_the_mask():
@@ -119,11 +119,11 @@ def test_every_fifth_is_the_next_of_the_random_order():
 def test_labels_of_chosen_images_are_not_a_random_sample():
     """The first 20 of the random order have a label or are undecided, except one; 30 later ones were picked."""
     first = shuffle_rows(np.ones(400, bool), 3)
-    labels = nothing(400)
+    labels = no_labels(400)
     passed = np.zeros(400, bool)
     labels[first[:19]], passed[first[19]] = 1, True
     labels[first[4]] = -1
     labels[first[200:230]] = 2
     found = find_randomly_labeled(labels, passed, 3)
     assert sorted(np.flatnonzero(found)) == sorted(set(first[:19]) - {first[4]})
-    assert not find_randomly_labeled(nothing(5), np.zeros(5, bool)).any()
+    assert not find_randomly_labeled(no_labels(5), np.zeros(5, bool)).any()

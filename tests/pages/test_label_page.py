@@ -184,9 +184,9 @@ def test_shown_pixels_equal_those_of_training_in_any_window(browser: Any, deep: 
     data = (deep / "a.png").read_bytes()
     with serve_app(LabelPage(read_site(deep), (), None, LabelOptions()).app()) as address:
         open_page(browser, address)
-        own = decode_to_shape(data, "a", 64, 64, 1)[:, :, 0]
+        expected = decode_to_shape(data, "a", 64, 64, 1)[:, :, 0]
         wait_until(lambda: browser.find_element("id", "image").get_attribute("data-look"))
-        assert np.array_equal(canvas(browser), own)
+        assert np.array_equal(canvas(browser), expected)
         for name, value in (("center", "1500"), ("width", "800")):
             field = browser.find_element("id", name)
             field.clear()

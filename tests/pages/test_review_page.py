@@ -43,28 +43,28 @@ def review(path: Path, **options: Any) -> ReviewPage:
     return ReviewPage("a model", open_folder_to_review(path, CLASSES), through(**options))
 
 
-def asked(**said: Any) -> Any:
-    return SimpleNamespace(state=SimpleNamespace(body=json.dumps(said).encode()), query_params={})
+def make_request(**query: Any) -> Any:
+    return SimpleNamespace(state=SimpleNamespace(body=json.dumps(query).encode()), query_params={})
 
 
 def test_the_scores_are_those_of_evaluate(tmp_path: Path):
-    found = review(folder(tmp_path)).get_scores(asked())
+    found = review(folder(tmp_path)).get_scores(make_request())
     # +a: right, 0.7; b: right, 0.9; c: ship instead of dog, 0.4.
     assert found == compute_scores(np.array([0, 1, 1]), np.array([0, 1, 2]), np.array([0.7, 0.9, 0.4]), classes=CLASSES)
     assert found["accuracy"] == 2 / 3
-    assert review(folder(tmp_path, "")).get_scores(asked()) == {"images": 0}
+    assert review(folder(tmp_path, "")).get_scores(make_request()) == {"images": 0}
 
 
 def test_classes_that_the_model_does_not_know_are_left_out(tmp_path: Path):
     found = review(folder(tmp_path), classes=("dog", "=1+1", "cow"))
-    seen = found.get_predictions(asked())
+    seen = found.get_predictions(make_request())
     assert [found.store.classes[n] for n in seen["predicted"][:4]] == ["dog", "=1+1", "cow", "cow"]
     assert seen["predicted"][4] == -1
-    assert found.get_scores(asked())["images"] == 3
+    assert found.get_scores(make_request())["images"] == 3
 
 
 def test_table_has_no_formula(tmp_path: Path):
-    text = review(folder(tmp_path)).get_table(asked()).body.decode()
+    text = review(folder(tmp_path)).get_table(make_request()).body.decode()
     rows = list(csv.reader(io.StringIO(text)))
     assert tuple(rows[0]) == TABLE_COLUMNS
     assert rows[1] == ["'+a.png", "'=1+1", "0.700000", "dog", "0.200000", "'=1+1", "yes"]
@@ -81,10 +81,10 @@ def test_class_folders_become_a_labels_file_with_the_first_correction(tmp_path: 
     page = ReviewPage("a model", open_folder_to_review(tmp_path, CLASSES), through(PROBABILITIES[:4]))
     assert page.store.labels_from_folders
     assert list(page.store.labels) == [1, 1, 2, 2]
-    page.get_state(asked())  # a look at the disk leaves the names of the folders
+    page.get_state(make_request())  # a look at the disk leaves the names of the folders
     assert list(page.store.labels) == [1, 1, 2, 2]
     assert not (tmp_path / "labels.csv").exists()
-    page.post_label(asked(row=0, label="ship", seen="dog"))
+    page.post_label(make_request(row=0, label="ship", seen="dog"))
     assert read_labels(tmp_path) == {
         "dog/0.png": "ship",
         "dog/1.png": "dog",
@@ -99,7 +99,7 @@ def test_request_before_the_predictions_are_complete_gives_a_message(tmp_path: P
     page.prediction = through()
     page.prediction.result = None
     with pytest.raises(UserError, match="has not predicted all images yet"):
-        page.get_predictions(asked())
+        page.get_predictions(make_request())
 
 
 @pytest.fixture

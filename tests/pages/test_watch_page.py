@@ -285,16 +285,16 @@ def test_left_out_site_is_shown_until_the_next_round(tmp_path: Path):
 
 
 def test_site_view_describes_its_participation(tmp_path: Path):
-    home = tmp_path / ".halfmoon"
-    home.mkdir()
-    record(home, *SITE, log="join.log")
+    state_folder = tmp_path / ".halfmoon"
+    state_folder.mkdir()
+    record(state_folder, *SITE, log="join.log")
     found = views.site_view(tmp_path)
     assert found["sentence"] == (
         "Round 12 of 50: your images helped in 2, the model is right on 71 % of your test images."
     )
     assert found["tests"] == [[11, 71.0]]
     assert found["rows"][0]["sends"] == "params 58.2 kB, stats 640 B"
-    assert views.site_view(home) == found
+    assert views.site_view(state_folder) == found
 
 
 def test_site_view_describes_invitation_and_end(tmp_path: Path):

@@ -143,8 +143,8 @@ def hover(browser: Any, selector: str, across: float, broadcast: float = 0.5) ->
     frame = browser.execute_script(
         "const r = arguments[0].getBoundingClientRect(); return [r.x, r.y, r.width, r.height]", target
     )
-    place = {"x": frame[0] + across * frame[2], "y": frame[1] + broadcast * frame[3]}
-    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
+    position = {"x": frame[0] + across * frame[2], "y": frame[1] + broadcast * frame[3]}
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **position})
     settle(browser)
     tips = browser.find_elements("css selector", "#tip:not([hidden])")
     return tips[0].text if tips else ""

@@ -70,7 +70,7 @@ def test_an_interval_over_splits_and_images_covers_the_truth() -> None:
     for _ in range(300):
         image = draw.normal(0, 0.2, (2, 200))
         split = draw.normal(0, 0.01, (2, 5, 1))
-        rights = [draw.random((5, 200)) < 0.7 + own + each for own, each in zip(image, split, strict=True)]
+        rights = [draw.random((5, 200)) < 0.7 + effect + each for effect, each in zip(image, split, strict=True)]
         accuracies = [100 * right.mean(1) for right in rights]
         for index, found in enumerate((paired.compare_by_image(*rights), paired.compare_paired(*accuracies))):
             hits[index] += found.low <= 0 <= found.high

@@ -49,7 +49,7 @@ def run_of(method: str, seed: int, accuracies: dict[int, float], pseudo: bool = 
     return StoredRun(Path(method), "", rows, summary(method, seed, 0.5, 0.6))
 
 
-def picture(path: Path) -> np.ndarray:
+def read_pixels(path: Path) -> np.ndarray:
     with Image.open(path) as image:
         assert image.format == "PNG"
         return np.asarray(image.convert("RGB"))
@@ -246,7 +246,7 @@ def test_curves_draw_every_method_in_its_color(tmp_path: Path, methods: int, see
     ]
     path = tmp_path / "curves.png"
     draw_curves(runs, path)
-    pixels = picture(path)
+    pixels = read_pixels(path)
     height, width, _ = pixels.shape
     assert 600 <= height <= 1200
     assert 800 <= width <= 1800
@@ -263,7 +263,7 @@ def test_curves_of_almost_nothing(tmp_path: Path, accuracies: dict[int, float]) 
     run = run_of("fedavg", 0, accuracies) if accuracies else StoredRun(tmp_path, "", [], None)
     draw_curves([run], tmp_path / "curves.png")
     (style,) = line_styles(["fedavg"])
-    assert (holds(picture(tmp_path / "curves.png"), style.color) > 10) == bool(accuracies)
+    assert (holds(read_pixels(tmp_path / "curves.png"), style.color) > 10) == bool(accuracies)
 
 
 def test_figure_that_cannot_be_written_gives_a_message(tmp_path: Path) -> None:
@@ -310,11 +310,11 @@ def test_a_panel_of_zeros_is_left_out(tmp_path: Path) -> None:
     for row in run.rows:
         row["pseudo"]["share_above"] = 0.0
     draw_curves([run], tmp_path / "a.png")
-    one = picture(tmp_path / "a.png").shape
+    one = read_pixels(tmp_path / "a.png").shape
     for row in run.rows:
         row["pseudo"]["accuracy"] = 0.0
     draw_curves([run], tmp_path / "b.png")
-    assert picture(tmp_path / "b.png").shape[1] < one[1]
+    assert read_pixels(tmp_path / "b.png").shape[1] < one[1]
 
 
 def test_title_describes_the_runs(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_areas_are_proportional_to_counts() -> None:
 def test_bubbles_draw_both_sides(tmp_path: Path, clients: int, classes: int) -> None:
     path = tmp_path / "bubbles.png"
     draw_split(make_split_summary(clients, [f"class {n}" for n in range(classes)]), path)
-    pixels = picture(path)
+    pixels = read_pixels(path)
     half = pixels.shape[0] // 2
     assert 800 <= pixels.shape[1] <= 2000
     assert holds(pixels[:half], line_style(0).color) > 50
@@ -365,7 +365,7 @@ def test_drawn_bubbles_cover_paper_in_proportion(tmp_path: Path) -> None:
     split = make_split_summary(1, ["a", "b"])
     split["each"][0] = {"labeled_classes": [400, 100], "unlabeled_classes": [0, 0]}
     draw_split(split, tmp_path / "bubbles.png")
-    pixels = picture(tmp_path / "bubbles.png")
+    pixels = read_pixels(tmp_path / "bubbles.png")
     blue = (pixels.astype(int) == [0, 0x72, 0xB2]).all(-1)
     blue[:, int(0.8 * blue.shape[1]) :] = False
     rows = np.flatnonzero(blue.any(1))
@@ -380,12 +380,12 @@ def test_a_side_without_any_image_is_drawn(tmp_path: Path) -> None:
     for each in split["each"]:
         each["labeled_classes"] = [0, 0]
     draw_split(split, tmp_path / "bubbles.png")
-    assert holds(picture(tmp_path / "bubbles.png"), line_style(0).color) == 0
+    assert holds(read_pixels(tmp_path / "bubbles.png"), line_style(0).color) == 0
 
 
 def columns_of(path: Path, color: str) -> list[tuple[int, int]]:
     """Return (first, last) of the runs of pixel columns of a picture that hold a color, without the legend's."""
-    held = (picture(path) == [int(color[n : n + 2], 16) for n in (1, 3, 5)]).all(-1).any(0)
+    held = (read_pixels(path) == [int(color[n : n + 2], 16) for n in (1, 3, 5)]).all(-1).any(0)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], held, [0]])))
     return [(int(a), int(b) - 1) for a, b in edges.reshape(-1, 2)][:-1]
 
@@ -418,7 +418,7 @@ def test_legend_of_many_methods_is_inside_the_figure(tmp_path: Path) -> None:
         titles = [f"Method number {n:02d} of them all" for n in range(count)]
         runs = [run_of(title, 0, {1: 0.2, 9: 0.6}, True) for title in titles]
         draw_curves([*runs, run_of(titles[-1], 1, {1: 0.2, 9: 0.6}, True)], tmp_path / f"{count}.png")
-        pixels = picture(tmp_path / f"{count}.png")
+        pixels = read_pixels(tmp_path / f"{count}.png")
         heights.append(pixels.shape[0])
         if count > 8:
             for edge in (pixels[:4], pixels[-4:], pixels[:, :4], pixels[:, -4:]):

@@ -231,8 +231,8 @@ def test_a_kill_while_features_are_computed_is_resumed(weights: str, tmp_path: P
         halfmoon.resume(tmp_path / "damaged")
 
 
-def entry_files(home: Path) -> list[Path]:
-    return sorted((home / "halfmoon" / "features").glob("*.npy"))
+def entry_files(cache_folder: Path) -> list[Path]:
+    return sorted((cache_folder / "halfmoon" / "features").glob("*.npy"))
 
 
 def shuffle_rows(path: Path) -> None:

@@ -44,9 +44,9 @@ def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(
     """Bytes and checkpoints are the head's; the model file has all layers, the frozen ones as they were given.
     Its file names the weights' SHA-256; equal weights elsewhere are the same run; resumed = straight; another file is
     refused."""
-    own = tmp_path / "mine.safetensors"
-    own.write_bytes(first.read_bytes())
-    config = replace(SMALL, rounds=2, weights=str(own), freeze=("backbone",), optimizer="sgd", lr=0.1)
+    weights_file = tmp_path / "mine.safetensors"
+    weights_file.write_bytes(first.read_bytes())
+    config = replace(SMALL, rounds=2, weights=str(weights_file), freeze=("backbone",), optimizer="sgd", lr=0.1)
     folder = tmp_path / "run"
     monkeypatch.setattr(Checkpoints, "clear", lambda self: None)
     halfmoon.run(replace(config, run_dir=folder))
@@ -70,7 +70,7 @@ def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(
         (repeated / name).unlink()
     halfmoon.resume(repeated)
     assert (repeated / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    own.write_bytes((folder / "model.safetensors").read_bytes())
+    weights_file.write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(
         UserError, match=rf"was started with the weights from mine.safetensors sha256 {digest}, but here"
     ):
@@ -140,13 +140,13 @@ def test_a_folder_of_transformers_is_a_network_with_its_weights(tmp_path, monkey
 
 def test_a_run_with_a_frozen_backbone_predicts_without_the_given_weights(first: Path, tmp_path: Path) -> None:
     """By the command line: `predict` says of pictures what the model says."""
-    own = tmp_path / "mine.safetensors"
+    weights_file = tmp_path / "mine.safetensors"
     folder = tmp_path / "run"
     table = tmp_path / "found.csv"
-    own.write_bytes(first.read_bytes())
+    weights_file.write_bytes(first.read_bytes())
     text = "run --method fedavg --rounds 1 --data-share 0.2 --clients 3 --cohort 2 --steps 2 --freeze backbone"
-    assert main([*text.split(), "--weights", str(own), "--run-dir", str(folder)]) == 0
-    own.unlink()
+    assert main([*text.split(), "--weights", str(weights_file), "--run-dir", str(folder)]) == 0
+    weights_file.unlink()
     images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), np.uint8)
     (tmp_path / "pictures").mkdir()
     for number, image in enumerate(images):

@@ -21,17 +21,17 @@ class Told(NullCallback):
     """Note what one is told of each run, by its folder, and in which process."""
 
     def __init__(self) -> None:
-        self.said: dict[str, list[object]] = {}
+        self.events: dict[str, list[object]] = {}
 
     def begin(self, run: RunInfo) -> None:
         assert not (run.folder / METRICS).exists()
-        self.said[run.folder.name] = ["begin"]
+        self.events[run.folder.name] = ["begin"]
 
     def round(self, run: RunInfo, row: Row) -> None:
-        self.said[run.folder.name].append((row["round"], os.getpid()))
+        self.events[run.folder.name].append((row["round"], os.getpid()))
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        self.said[run.folder.name].append(summary["method"])
+        self.events[run.folder.name].append(summary["method"])
 
 
 def test_runs_side_by_side_are_those_played_one_after_another(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_runs_side_by_side_are_those_played_one_after_another(tmp_path: Path) ->
     assert [each["accuracy"] for each in made.summaries] == [each["accuracy"] for each in one.summaries]
     here = os.getpid()
     names = {"two": "fedavg-fixmatch", "fedavg": "fedavg", "fedavg-sl": "fedavg-sl"}
-    assert watch.said == {folder: ["begin", (1, here), (2, here), name] for folder, name in names.items()}
+    assert watch.events == {folder: ["begin", (1, here), (2, here), name] for folder, name in names.items()}
 
 
 @pytest.mark.nightly  # by default one of three runs fails, in the next test

@@ -109,7 +109,7 @@ class Done(NamedTuple):
     """How a command ended and what it printed."""
 
     code: int
-    said: str
+    output: str
 
 
 class Shell:
@@ -124,7 +124,7 @@ class Shell:
 
     def __call__(
         self,
-        words: str,
+        command_line: str,
         disturb: Callable[[int], None] = lambda pid: None,
         doom: str | int = "",
         cache: Path | None = None,
@@ -136,7 +136,7 @@ class Shell:
         assert self.parent.stdout is not None
         text = self.folder / f"said-{self.running}"
         self.running += 1
-        print(json.dumps([words.split(), str(text), doom, str(cache or "")]), file=self.parent.stdin, flush=True)
+        print(json.dumps([command_line.split(), str(text), doom, str(cache or "")]), file=self.parent.stdin, flush=True)
         try:
             disturb(int(self.parent.stdout.readline()))
         finally:
@@ -210,8 +210,8 @@ def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight:
     assert shell(f"{RUN} --run-dir {tmp_path / 'elsewhere'}").code == 0
     assert_same(tmp_path / "elsewhere", straight)
     names = set(results(straight))
-    for part in ("", "baselines/fedavg/"):
-        assert {f"{part}metrics.jsonl", f"{part}model.safetensors", f"{part}split.parquet"} <= names
+    for subfolder in ("", "baselines/fedavg/"):
+        assert {f"{subfolder}metrics.jsonl", f"{subfolder}model.safetensors", f"{subfolder}split.parquet"} <= names
     assert not [name for name in names if "checkpoint-" in name or "clients/" in name]
 
 
@@ -227,7 +227,7 @@ def killed_often(shell: Shell, text: str, root: Path, changes: int = 45, seed: i
         # A kill before the folder is there leaves nothing to go on with: the same command starts again.
         repeated = f"resume {root}" if started else f"{text} --run-dir {root}"
         done = shell(repeated, doom=chance.randint(1, changes))
-        if done.code == 2 and "start it again" in done.said:  # between the folder and its configuration
+        if done.code == 2 and "start it again" in done.output:  # between the folder and its configuration
             done = shell(f"{text} --run-dir {root}", doom=10)
     assert done.code == 0, done
     return kills
@@ -239,7 +239,7 @@ def test_kills_at_any_time_change_no_byte(shell: Shell, straight: Path, tmp_path
     assert_same(tmp_path / "run", straight)
 
 
-def test_a_folder_of_an_older_version_goes_on(shell: Shell, straight: Path, tmp_path: Path) -> None:
+def test_folder_of_an_older_version_resumes(shell: Shell, straight: Path, tmp_path: Path) -> None:
     """It has the rows of its split without the counts: the same run comes out, under a title without the labels."""
     root = tmp_path / "run"
     assert shell(f"{RUN} --run-dir {root}", doom="checkpoint-000002.json").code < 0
@@ -357,10 +357,10 @@ def test_a_kill_right_after_the_summary_changes_no_byte(shell: Shell, straight: 
     """It leaves a finished run with what only going on would have needed."""
     root = tmp_path / "run"
     shutil.copytree(straight, root)
-    for part in ("", "baselines/fedavg/"):
-        (root / f"{part}checkpoint-000004.safetensors").write_bytes(b"a model")
-        (root / f"{part}clients").mkdir()
-        (root / f"{part}clients/manifest.jsonl").write_bytes(b"{}")
+    for subfolder in ("", "baselines/fedavg/"):
+        (root / f"{subfolder}checkpoint-000004.safetensors").write_bytes(b"a model")
+        (root / f"{subfolder}clients").mkdir()
+        (root / f"{subfolder}clients/manifest.jsonl").write_bytes(b"{}")
     assert shell(f"resume {root}").code == 0
     assert_same(root, straight)
 
@@ -379,15 +379,15 @@ def test_a_comparison_survives_kills_and_knows_its_folder(
     for text in (f"{COMPARE} --lr 0.1", RUN):
         done = shell(f"{text} --run-dir {tmp_path / 'killed'}")
         assert done.code == 2
-        assert "holds a comparison of another configuration" in done.said
+        assert "holds a comparison of another configuration" in done.output
     plan = tmp_path / "killed" / "comparison.json"
     plan.write_text(plan.read_text()[:-9])
     done = shell(f"resume {tmp_path / 'killed'}")
     assert done.code == 2
-    assert done.said.startswith(f"halfmoon: {plan} was changed or damaged (")
+    assert done.output.startswith(f"halfmoon: {plan} was changed or damaged (")
 
 
-def test_a_flipped_byte_falls_back_and_is_said(shell: Shell, straight: Path, tmp_path: Path) -> None:
+def test_flipped_byte_falls_back_with_a_warning(shell: Shell, straight: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert shell(f"{RUN} --run-dir {root}", doom="checkpoint-000004.json").code == -signal.SIGKILL
     newest = root / "checkpoint-000003.safetensors"
@@ -397,64 +397,64 @@ def test_a_flipped_byte_falls_back_and_is_said(shell: Shell, straight: Path, tmp
     done = shell(f"resume {root}")
     assert done.code == 0
     text = "halfmoon: checkpoint-000003 is damaged (checksum differs); continuing from checkpoint-000002.\n"
-    assert text in done.said
+    assert text in done.output
     assert_same(root, straight)
 
 
-def test_where_the_memories_lie_changes_no_bit(tmp_path: Path) -> None:
+def test_location_of_memories_does_not_change_the_result(tmp_path: Path) -> None:
     """All in memory, or all on disk and mapped: servers and memories of three rounds agree in every bit."""
-    played = []
+    runs = []
     for cap in (10**9, 0):
         method = FedDure()
         shared = make_task()
         store = TreeStore(tmp_path / str(cap), cap)
-        played.append(
+        runs.append(
             run_rounds(method, make_simulation(method, shared, store=store), start_server(method, shared), range(3))
         )
         assert bool(list(tmp_path.glob(f"{cap}/*.spill"))) == (cap == 0)
         assert (store.resident == 0) == (cap == 0)
-    for held, spilled in zip(*played, strict=True):
+    for held, spilled in zip(*runs, strict=True):
         assert len(held.state["client"]) >= 3
         assert trees_equal(held.server, spilled.server)
         assert trees_equal(held.state, spilled.state)
 
 
 def test_a_changed_configuration_is_refused(shell: Shell, straight: Path, tmp_path: Path) -> None:
-    for part in (".", "baselines/fedavg"):
-        root = tmp_path / f"run-{part.replace('/', '-')}"
+    for subfolder in (".", "baselines/fedavg"):
+        root = tmp_path / f"run-{subfolder.replace('/', '-')}"
         shutil.copytree(straight, root)
-        config = root / part / "config.toml"
+        config = root / subfolder / "config.toml"
         config.write_text(config.read_text().replace("rounds = 4", "rounds = 6"))
         done = shell(f"resume {root}")
         assert done.code == 2
-        assert done.said.startswith(
-            f"halfmoon: {root / part}: config.toml was changed, so the folder belongs to another"
+        assert done.output.startswith(
+            f"halfmoon: {root / subfolder}: config.toml was changed, so the folder belongs to another"
         )
-        assert done.said.count("\n") == 1
+        assert done.output.count("\n") == 1
 
 
-def test_resuming_what_is_finished_prints_the_table_again(shell: Shell, straight: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_prints_its_table(shell: Shell, straight: Path, tmp_path: Path) -> None:
     """No data set is loaded and nothing is written: a folder that may only be read will do."""
     root = tmp_path / "run"
     shutil.copytree(straight, root)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     done = shell(f"resume {root}")
     assert done.code == 0
-    lines = done.said.splitlines()
+    lines = done.output.splitlines()
     assert lines[0] == f"halfmoon: {root} is finished already; these are its results."
     assert [line.split("  ")[0] for line in lines[2:4]] == ["FedDure", "FedAvg (labeled only)"]
-    assert "than a batch of" not in done.said
+    assert "than a batch of" not in done.output
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
 def test_a_run_is_refused_before_anything_else(shell: Shell, straight: Path, tmp_path: Path) -> None:
     done = shell(f"{RUN} --run-dir {straight}")
     assert done.code == 2
-    assert done.said.startswith(f"halfmoon: {straight} holds a finished run of this configuration; `halfmoon resume ")
+    assert done.output.startswith(f"halfmoon: {straight} holds a finished run of this configuration; `halfmoon resume ")
     # Many clients without images would be refused too, but only the folder is the user's concern.
     done = shell(f"run --method fedavg --clients 5000 --run-dir {straight}")
     assert done.code == 2
-    assert done.said.startswith(f"halfmoon: {straight} holds a run of another configuration (")
+    assert done.output.startswith(f"halfmoon: {straight} holds a run of another configuration (")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all")
     for text in (RUN, COMPARE):
@@ -467,7 +467,7 @@ def test_a_run_is_refused_before_anything_else(shell: Shell, straight: Path, tmp
                            "--run-dir.\n")  # fmt: skip
         done = shell(f"{text} --run-dir {tmp_path / 'mine' / 'thesis.txt' / 'run'}")
         assert done.code == 2
-        assert "the run folder cannot be made (Not a directory); choose another --run-dir." in done.said
+        assert "the run folder cannot be made (Not a directory); choose another --run-dir." in done.output
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
@@ -484,7 +484,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_full_disk_stops_and_the_run_goes_on_when_there_is_room(shell, straight, disk):
+def test_full_disk_stops_a_run_that_resumes_with_free_space(shell, straight, disk):
     """The disk is filled to 100 kB, at which a run of 200 kB fails in its middle.
 
     `tests/storage/test_failing_disks.py` has a simulated disk that fails at other calls."""
@@ -494,8 +494,8 @@ def test_a_full_disk_stops_and_the_run_goes_on_when_there_is_room(shell, straigh
     ballast.write_bytes(bytes(room - 100_000))
     done = shell(f"{RUN} --run-dir {root}")
     assert done.code == 1
-    assert "Traceback" not in done.said
-    last = done.said.splitlines()[-1]
+    assert "Traceback" not in done.output
+    last = done.output.splitlines()[-1]
     assert last.startswith("halfmoon: ")
     assert "No space left on device" in last
     ballast.unlink()
@@ -506,12 +506,12 @@ def test_a_full_disk_stops_and_the_run_goes_on_when_there_is_room(shell, straigh
     assert_same(root, straight)
 
 
-def test_a_loss_that_is_no_number_names_its_place(shell: Shell, tmp_path: Path) -> None:
+def test_nan_loss_reports_round_and_client(shell: Shell, tmp_path: Path) -> None:
     root = tmp_path / "run"
     done = shell(f"{RUN} --steps 2 --lr 1e30 --run-dir {root}")
     assert done.code == 1
-    assert "Traceback" not in done.said
-    (text,) = [line for line in done.said.splitlines() if "loss" in line]
+    assert "Traceback" not in done.output
+    (text,) = [line for line in done.output.splitlines() if "loss" in line]
     round, client, step = (int(text.split(word)[1].split()[0].strip(",:")) for word in ("round", "client", "step"))
     assert text.startswith("halfmoon: The loss became ")
     assert round >= 1
@@ -523,15 +523,15 @@ def test_a_loss_that_is_no_number_names_its_place(shell: Shell, tmp_path: Path) 
     # Nothing has changed, so it diverges again, at the same place.
     repeated = shell(f"resume {root}")
     assert repeated.code == 1
-    assert text in repeated.said.splitlines()
+    assert text in repeated.output.splitlines()
 
 
-def test_control_c_says_how_to_go_on(shell: Shell, straight: Path, tmp_path: Path) -> None:
+def test_control_c_explains_how_to_resume(shell: Shell, straight: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     done = shell(f"{RUN} --run-dir {root}", once((root / "checkpoint-000002.json").exists, signal.SIGINT))
     assert done.code == 130
-    assert done.said.splitlines()[-1] == f"halfmoon: stopped; go on with: halfmoon resume {root}"
-    assert "Traceback" not in done.said
+    assert done.output.splitlines()[-1] == f"halfmoon: stopped; go on with: halfmoon resume {root}"
+    assert "Traceback" not in done.output
     assert shell(f"resume {root}").code == 0
     assert_same(root, straight)
 
@@ -549,26 +549,26 @@ def test_two_processes_cannot_go_on_with_one_run(shell: Shell, straight: Path, t
     assert first.code == 0
     (refused,) = seen
     assert refused.code == 2
-    assert refused.said.splitlines()[-1] == (
+    assert refused.output.splitlines()[-1] == (
         f"halfmoon: another process is running in {root}; wait for it, or choose another --run-dir."
     )
     assert_same(root, straight)
 
 
 @pytest.mark.parametrize(
-    ("files", "words", "message"),
+    ("files", "command_line", "message"),
     [
         ([".lock"], "resume", "is not a run folder"),
         ([".lock", "run.json"], "resume", "start it again"),
         ([".lock", "run.json", "config.toml"], f"{RUN} --run-dir", "holds an unfinished run of this configuration; "),
     ],
 )
-def test_a_folder_that_was_only_begun_says_how_to_go_on(shell, straight, tmp_path, files, words, message):
+def test_folder_of_an_interrupted_start_explains_how_to_resume(shell, straight, tmp_path, files, command_line, message):
     """`run` starts again there; from its configuration on, `resume` does."""
     root = tmp_path / "run"
     root.mkdir()
     for name in files:
         shutil.copy(straight / name, root / name)
-    done = shell(f"{words} {root}")
+    done = shell(f"{command_line} {root}")
     assert done.code == 2
-    assert message in done.said
+    assert message in done.output

@@ -45,13 +45,13 @@ def expected(folder: Path) -> dict[str, Any]:
     """Return the scalars that a run's metrics.jsonl asks for: the numbers in the parts of its rows, in 4 bytes."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows(folder):
-        for part, values in row.items():
+        for section, values in row.items():
             numbers = dict(values) if isinstance(values, dict) else {}
-            clients = numbers.pop("clients", {}) if part == "test" else {}
+            clients = numbers.pop("clients", {}) if section == "test" else {}
             numbers |= {f"clients/{name}": value for name, value in clients.items()}
             for name, value in numbers.items():
                 if isinstance(value, int | float):
-                    found.setdefault(f"{part}/{name}", []).append((row["round"], float(np.float32(value))))
+                    found.setdefault(f"{section}/{name}", []).append((row["round"], float(np.float32(value))))
     return found
 
 
@@ -59,19 +59,19 @@ class Notes(halfmoon.NullCallback):
     """Write down what is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def begin(self, run: RunInfo) -> None:
         assert (run.folder / "config.toml").exists()
-        self.told.append(("begin", run))
+        self.calls.append(("begin", run))
 
     def round(self, run: RunInfo, row: Row) -> None:
         assert rows(run.folder)[-1] == row
-        self.told.append(("round", run, row["round"]))
+        self.calls.append(("round", run, row["round"]))
 
     def end(self, run: RunInfo, summary: Row) -> None:
         assert json.loads((run.folder / "summary.json").read_text()) == summary
-        self.told.append(("end", run, summary["method"]))
+        self.calls.append(("end", run, summary["method"]))
 
 
 class Raising(halfmoon.NullCallback):
@@ -113,11 +113,11 @@ def test_a_callback_knows_which_run_it_sees(tmp_path: Path) -> None:
     notes = Notes()
     chosen = config(tmp_path / "run", rounds=2, baselines=("fedavg",), seed=3)
     halfmoon.run(chosen, notes)
-    first, second = (message[1] for message in notes.told if message[0] == "begin")
+    first, second = (message[1] for message in notes.calls if message[0] == "begin")
     assert (first.folder, second.folder) == (tmp_path / "run", tmp_path / "run" / "baselines" / "fedavg")
     assert [run.config.method for run in (first, second)] == ["fedavg-fixmatch", "fedavg"]
     assert (first.rounds, first.first, first.config.seed, second.title) == (2, 0, 3, "FedAvg (labeled only)")
-    assert notes.told == [
+    assert notes.calls == [
         each
         for run in (first, second)
         for each in (("begin", run), ("round", run, 1), ("round", run, 2), ("end", run, run.config.method))
@@ -129,10 +129,10 @@ def test_several_look_on_and_one_that_raises_does_not_lose_the_run(tmp_path: Pat
     broken = Raising(2, OSError("no answer"))
     with pytest.warns(RuntimeWarning) as output:
         outcome = halfmoon.run(config(tmp_path / "run"), halfmoon.Callbacks(broken, notes))
-    words = "The callback Raising failed (OSError: no answer); the run continues without it."
-    assert [str(each.message) for each in output if "The callback" in str(each.message)] == [words]
+    warning = "The callback Raising failed (OSError: no answer); the run continues without it."
+    assert [str(each.message) for each in output if "The callback" in str(each.message)] == [warning]
     assert broken.asked == 2
-    assert [message[2] for message in notes.told if message[0] == "round"] == [1, 2, 3, 4]
+    assert [message[2] for message in notes.calls if message[0] == "round"] == [1, 2, 3, 4]
     assert outcome.summaries[0]["finished"]
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (plain / "metrics.jsonl").read_bytes()
 
@@ -211,7 +211,7 @@ def test_a_resumed_run_doubles_and_misses_no_step(tmp_path: Path, plain: Path, b
         reader = EventAccumulator(str(tmp_path / "run" / EVENTS)).Reload()
     notes = Notes()
     halfmoon.resume(tmp_path / "run", halfmoon.Callbacks(board, notes))
-    assert notes.told[0][1].first == 2
+    assert notes.calls[0][1].first == 2
     assert read(tmp_path / "run") == expected(plain)
     if reader is not None:
         assert [each.step for each in reader.Reload().Scalars("train/loss")] == [1, 2, 3, 4]

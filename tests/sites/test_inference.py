@@ -61,14 +61,14 @@ def one_sentence(text: str) -> None:
     assert "Traceback" not in text
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
+def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """Return what a command prints as JSON."""
     assert cli.main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with two runs and the digits' test images: `run`, `padded` and `test/CLASS/NNNN.png`."""
     folder = tmp_path_factory.mktemp("deploy")
     shared = {"method": "fedavg-sl", "rounds": 3, "lr": 0.01, "threads": 1, "clients": 4, "cohort": 2, "steps": 10}
@@ -93,22 +93,22 @@ def build(
 
 
 @pytest.mark.parametrize("name", ["run", "padded"])
-def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(home, name, capsys):
+def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(workspace, name, capsys):
     """The images go through PNG, and in one run through shrinking (8 to 4) and padding (4 to 9) as in training."""
-    summary = json.loads((home / name / "summary.json").read_text())
-    found = told(["evaluate", str(home / name), str(home / "test")], capsys)
+    summary = json.loads((workspace / name / "summary.json").read_text())
+    found = run_json(["evaluate", str(workspace / name), str(workspace / "test")], capsys)
     assert found["accuracy"] == summary["accuracy"]["last"]
     assert found["confusion"] == summary["confusion"]
     assert len({row.index(max(row)) for row in found["confusion"]}) > 1, "a model of one class would prove nothing"
 
 
-def test_the_file_says_how_images_are_made_ready(home: Path) -> None:
+def test_the_file_says_how_images_are_made_ready(workspace: Path) -> None:
     """Digits are 8x8; averaged over 2x2 blocks they are 4x4, padded to 9x9."""
-    card = load_model(home / "padded").card
+    card = load_model(workspace / "padded").card
     assert (card.input_size, card.shrink, card.image, card.shape) == ((8, 8), 2, (1, 9, 9), (8, 8, 1))
     assert card.classes == tuple("0123456789")
     assert (card.method, card.options["lr"], card.options["image_size"]) == ("fedavg-sl", 0.01, 9)
-    assert card == load_model(home / "padded" / "model.safetensors").card
+    assert card == load_model(workspace / "padded" / "model.safetensors").card
     assert Card.parse(card.render(), Path("x")) == card
 
 
@@ -162,9 +162,9 @@ DAMAGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_is_a_sentence(home, tmp_path, damage, capsys):
+def test_every_damage_is_a_sentence(workspace, tmp_path, damage, capsys):
     change, message = DAMAGES[damage]
-    with safe_open(home / "run" / "model.safetensors", "pt") as file:
+    with safe_open(workspace / "run" / "model.safetensors", "pt") as file:
         text = file.metadata()
         flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     text.pop(CHECKSUM_KEY, None)  # what a checksum finds first is a test of its own
@@ -174,15 +174,15 @@ def test_every_damage_is_a_sentence(home, tmp_path, damage, capsys):
     with pytest.raises(UserError, match=message) as raised:
         load_model(path)
     assert str(path) in str(raised.value)
-    assert cli.main(["predict", str(path), str(home / "test"), "--out", str(tmp_path / "p.csv")]) == 2
+    assert cli.main(["predict", str(path), str(workspace / "test"), "--out", str(tmp_path / "p.csv")]) == 2
     one_sentence(capsys.readouterr().err)
     assert not (tmp_path / "p.csv").exists()
 
 
-def test_what_is_no_finished_run_is_refused(home: Path, tmp_path: Path) -> None:
+def test_what_is_no_finished_run_is_refused(workspace: Path, tmp_path: Path) -> None:
     """Nothing, an empty folder, a folder of runs, a run that goes on, a cut file, a file of another kind."""
     (tmp_path / "runs").mkdir()
-    whole = (home / "run" / "model.safetensors").read_bytes()
+    whole = (workspace / "run" / "model.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[:-5])
     (tmp_path / "note.txt").write_text("hello")
     (tmp_path / "going").mkdir()
@@ -197,10 +197,10 @@ def test_what_is_no_finished_run_is_refused(home: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=text):
             load_model(tmp_path / name)
     with pytest.raises(UserError, match=r"holds 2 run.* padded, run"):
-        load_model(home)
+        load_model(workspace)
 
 
-def test_every_image_of_any_size_and_depth_gets_a_row(home, tmp_path, capsys, monkeypatch):
+def test_every_image_of_any_size_and_depth_gets_a_row(workspace, tmp_path, capsys, monkeypatch):
     """Rows stand in the order of the paths and hold what the model says; a broken image is named, and the code is 1."""
     folder = tmp_path / "new"
     write_images(folder, TEST.images[:7], [f"a/b/{k}.png" for k in range(4)] + ["z.png", "0.PNG", "a, b.png"])
@@ -210,14 +210,14 @@ def test_every_image_of_any_size_and_depth_gets_a_row(home, tmp_path, capsys, mo
     (folder / "note.txt").write_text("no image")
     monkeypatch.setattr(deployed, "MAX_BATCH_IMAGES", 2)
     out = tmp_path / "sub" / "p.csv"
-    arguments = ["predict", str(home / "run"), str(folder), "--out", str(out), "--sure", "0.5"]
+    arguments = ["predict", str(workspace / "run"), str(folder), "--out", str(out), "--sure", "0.5"]
     assert cli.main([*arguments, "--json"]) == 1
     printed, errors = capsys.readouterr()
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     wanted = ["0.PNG", "a, b.png", "a/b/0.png", "a/b/1.png", "a/b/2.png", "a/b/3.png", "photo.jpg", "z.png"]
     assert [row["path"] for row in rows] == wanted
-    model = load_model(home / "run")
+    model = load_model(workspace / "run")
     for row, k in zip(rows, (5, 6, 0, 1, 2, 3, None, 4), strict=True):
         if k is not None:
             values = model.probabilities(TEST.images[k : k + 1])[0]
@@ -234,11 +234,11 @@ def test_every_image_of_any_size_and_depth_gets_a_row(home, tmp_path, capsys, mo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-def test_a_name_that_is_no_text_is_written_as_it_is(home: Path, tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_is_written_as_it_is(workspace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "new"
     write_images(folder, TEST.images[:1], ["x.png"])
     os.rename(bytes(folder / "x.png"), bytes(folder) + b"/\xff.png")
-    assert cli.main(["predict", str(home / "run"), str(folder), "--out", str(tmp_path / "p.csv")]) == 0
+    assert cli.main(["predict", str(workspace / "run"), str(folder), "--out", str(tmp_path / "p.csv")]) == 0
     assert (tmp_path / "p.csv").read_bytes().splitlines()[1].startswith(b"\xff.png,")
 
 
@@ -287,9 +287,9 @@ def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
     p = rng.dirichlet(np.ones(4), 40).round(1)
     shares = []
     for k in range(3):
-        own = p[truth == k, k]
+        positives = p[truth == k, k]
         other = p[truth != k, k]
-        shares.append(np.mean([(a > b) + 0.5 * (a == b) for a in own for b in other]))
+        shares.append(np.mean([(a > b) + 0.5 * (a == b) for a in positives for b in other]))
     assert measure.area_under_roc(truth, p) == pytest.approx(np.mean(shares))
     assert measure.area_under_roc(np.zeros(5, dtype=np.int64), p[:5]) is None
 
@@ -306,15 +306,15 @@ def test_calibration_by_hand() -> None:
     assert (table[2]["accuracy"], table[2]["confidence"]) == (0.5, pytest.approx(0.55))
 
 
-def test_a_table_of_labels_says_the_same_as_folders(home, tmp_path, capsys):
+def test_a_table_of_labels_says_the_same_as_folders(workspace, tmp_path, capsys):
     """Whatever the case of its name. Images without a label count for nothing; the files hold what is printed."""
     names = [f"{k:03}.png" for k in range(30)]
     write_images(tmp_path / "site", TEST.images[:30], names)
     lines = [f"{name},{y}" for name, y in zip(names[:20], TEST.labels, strict=False)]
     (tmp_path / "site" / "Labels.csv").write_text("\n".join(["path,label", *reversed(lines)]))
     write_images(tmp_path / "sorted", TEST.images[:20], [f"{TEST.labels[k]}/{names[k]}" for k in range(20)])
-    arguments = ["evaluate", str(home / "run"), "--out", str(tmp_path / "o")]
-    found = [told([*arguments, str(tmp_path / name)], capsys) for name in ("site", "sorted")]
+    arguments = ["evaluate", str(workspace / "run"), "--out", str(tmp_path / "o")]
+    found = [run_json([*arguments, str(tmp_path / name)], capsys) for name in ("site", "sorted")]
     for name in ("images", "accuracy", "confusion", "sure", "per_class"):
         assert found[0][name] == found[1][name]
     for one, two in zip(found[0]["reliability"], found[1]["reliability"], strict=True):
@@ -352,15 +352,15 @@ def test_folders_without_known_labels_are_refused(tmp_path: Path) -> None:
     assert "IM0001" in list_images(tmp_path / "odd"), "DICOM is known by its content, as at a site"
 
 
-def test_a_labeled_image_that_is_broken_is_left_out_and_named(home, tmp_path, capsys):
+def test_a_labeled_image_that_is_broken_is_left_out_and_named(workspace, tmp_path, capsys):
     write_images(tmp_path, TEST.images[:2], ["0/a.png", "0/b.png"])
     (tmp_path / "0" / "b.png").write_bytes(b"nothing")
-    assert cli.main(["evaluate", str(home / "run"), str(tmp_path)]) == 1
+    assert cli.main(["evaluate", str(workspace / "run"), str(tmp_path)]) == 1
     printed, errors = capsys.readouterr()
     assert "images: 1\n" in printed
     assert "0/b.png: not a readable image" in errors
     (tmp_path / "0" / "a.png").write_bytes(b"nothing")
-    assert cli.main(["evaluate", str(home / "run"), str(tmp_path)]) == 2
+    assert cli.main(["evaluate", str(workspace / "run"), str(tmp_path)]) == 2
     assert "none of 2 labeled images can be read" in capsys.readouterr().err
 
 
@@ -428,9 +428,9 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: 
         export.export_onnx(build("small", "none", (1, 4, 4), (4, 4), width=1), tmp_path / "m.onnx")
 
 
-def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None:
+def test_real_images_are_compared_on_as_well(workspace: Path, tmp_path: Path) -> None:
     """The embedded digits for a model of digits, a folder's images for any, none for a model of unknown data."""
-    model = load_model(home / "run")
+    model = load_model(workspace / "run")
     digits = export.real_images(model)
     assert digits is not None
     assert np.array_equal(digits, TEST.images[:256])
@@ -444,7 +444,7 @@ def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command", "message"),
     [
         ("predict run", "required: FOLDER"),
         ("predict", "required: MODEL, FOLDER"),
@@ -461,14 +461,14 @@ def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None
         ("export run --torch m.pt2 --images clients", "no such folder"),
     ],
 )
-def test_bad_input_is_one_sentence(home, words, message, capsys, monkeypatch):
-    monkeypatch.chdir(home)
-    before = sorted(path.name for path in home.rglob("*"))
-    assert cli.main(words.split()) == 2
+def test_bad_input_is_one_sentence(workspace, command, message, capsys, monkeypatch):
+    monkeypatch.chdir(workspace)
+    before = sorted(path.name for path in workspace.rglob("*"))
+    assert cli.main(command.split()) == 2
     errors = capsys.readouterr().err
     one_sentence(errors)
     assert message in errors
-    assert sorted(path.name for path in home.rglob("*")) == before
+    assert sorted(path.name for path in workspace.rglob("*")) == before
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
@@ -567,39 +567,39 @@ def test_calibration_error_is_the_textbooks(seed):
     assert found.loss == pytest.approx(-np.log(softmax(logits / 0.4, axis=1)[np.arange(500), labels]).mean(), rel=1e-9)
 
 
-def test_a_calibrated_model_tells_the_truth_everywhere(home: Path, tmp_path: Path, capsys) -> None:
+def test_a_calibrated_model_tells_the_truth_everywhere(workspace: Path, tmp_path: Path, capsys) -> None:
     """The card has the temperature, and so have predict, evaluate, ONNX and torch.export; the tensors stay."""
-    shutil.copytree(home / "run", tmp_path / "run")
-    for number, path in enumerate(sorted(home.glob("test/*/*.png"))):
+    shutil.copytree(workspace / "run", tmp_path / "run")
+    for number, path in enumerate(sorted(workspace.glob("test/*/*.png"))):
         half = tmp_path / ("validation" if number % 2 else "test") / path.parent.name
         half.mkdir(parents=True, exist_ok=True)
         (half / path.name).hardlink_to(path)
-    home = tmp_path
-    run = [str(home / "run")]
-    other = str(home / "test")
-    before = told(["evaluate", *run, other], capsys)
-    plain = load_model(home / "run")
-    found = told(["calibrate", *run, str(home / "validation")], capsys)
-    model = load_model(home / "run")
+    workspace = tmp_path
+    run = [str(workspace / "run")]
+    other = str(workspace / "test")
+    before = run_json(["evaluate", *run, other], capsys)
+    plain = load_model(workspace / "run")
+    found = run_json(["calibrate", *run, str(workspace / "validation")], capsys)
+    model = load_model(workspace / "run")
     at = model.card.temperature
     assert at == found["after"]["temperature"] != 1
     assert found["after"]["loss"] < found["before"]["loss"]
     assert found["images"] == len(TEST) // 2
-    after = told(["evaluate", *run, other, "--out", str(tmp_path / "o")], capsys)
+    after = run_json(["evaluate", *run, other, "--out", str(tmp_path / "o")], capsys)
     assert after["accuracy"] == before["accuracy"]
     assert after["calibration_error"] < before["calibration_error"]
     assert after["temperature"] == at
     assert (tmp_path / "o" / "reliability.png").read_bytes().startswith(b"\x89PNG")
     some = TEST.images[:40]
     np.testing.assert_allclose(model.probabilities(some), softmax(plain.logits(some) / at, axis=1), rtol=1e-12)
-    with safe_open(home / "run" / "model.safetensors", "pt") as file:
+    with safe_open(workspace / "run" / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "2"
-    assert check_checksum((home / "run" / "model.safetensors").read_bytes())
-    integrity.check_files(home / "run", "model.safetensors")
+    assert check_checksum((workspace / "run" / "model.safetensors").read_bytes())
+    integrity.check_files(workspace / "run", "model.safetensors")
     assert cli.main(["predict", *run, other, "--out", str(tmp_path / "p.csv")]) == 0
     capsys.readouterr()
     row = next(csv.DictReader((tmp_path / "p.csv").open()))
-    pixels = np.array(Image.open(home / "test" / row["path"]))[None, :, :, None]
+    pixels = np.array(Image.open(workspace / "test" / row["path"]))[None, :, :, None]
     assert float(row["probability"]) == pytest.approx(model.probabilities(pixels).max(), abs=1e-6)
     exported = export.export_torch(model, tmp_path / "m.pt2", some)
     assert exported.difference < 1e-5
@@ -607,16 +607,16 @@ def test_a_calibrated_model_tells_the_truth_everywhere(home: Path, tmp_path: Pat
     np.testing.assert_allclose(
         program(torch.from_numpy(some)).numpy(), softmax(plain.logits(some) / at, axis=1), atol=1e-5
     )
-    repeated = told(["calibrate", *run, str(home / "validation")], capsys)
+    repeated = run_json(["calibrate", *run, str(workspace / "validation")], capsys)
     assert repeated["before"] == repeated["after"] == found["after"]
 
 
-def test_a_card_with_an_impossible_temperature_is_refused(home: Path) -> None:
-    card = load_model(home / "run").card
+def test_a_card_with_an_impossible_temperature_is_refused(workspace: Path) -> None:
+    card = load_model(workspace / "run").card
     for value in ("0.0", "-1.0", "NaN"):
         text = {**card.render(), "format": "2", "temperature": value}
         with pytest.raises(UserError, match="temperature"):
-            type(card).parse(text, home)
+            type(card).parse(text, workspace)
 
 
 def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,7 +632,7 @@ def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.
     assert f"{100 * found['calibration_error']:.2f} %" in stored[0].axes[0].get_title(loc="left")
 
 
-def test_a_run_with_validation_images_ends_with_a_temperature(home: Path, tmp_path: Path) -> None:
+def test_a_run_with_validation_images_ends_with_a_temperature(workspace: Path, tmp_path: Path) -> None:
     few = {"method": "fedavg-sl", "rounds": 2, "clients": 4, "cohort": 2, "steps": 5, "threads": 1, "budget": "none"}
     config = halfmoon.Config(**few, lr=0.01, validation_share=0.2, run_dir=tmp_path / "run")
     halfmoon.run(config)
@@ -640,4 +640,4 @@ def test_a_run_with_validation_images_ends_with_a_temperature(home: Path, tmp_pa
     held = factory.load_images(config).validation
     assert model.card.temperature == pytest.approx(temperature(model.logits(held.images), held.labels), rel=1e-4)
     assert model.card.temperature != 1
-    assert load_model(home / "run").card.temperature == 1
+    assert load_model(workspace / "run").card.temperature == 1

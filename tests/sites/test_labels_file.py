@@ -34,7 +34,7 @@ def folder(path: Path, count: int = 6, text: str | bytes = "path,label\n", class
     return path
 
 
-def said(path: Path) -> str:
+def read_csv_text(path: Path) -> str:
     return (path / "labels.csv").read_bytes().decode()
 
 
@@ -42,10 +42,10 @@ def test_an_answer_is_a_line_and_is_read_back(tmp_path: Path):
     site = folder(tmp_path)
     write_labels(site, LabelEdit("2.png", "cat"))
     write_labels(site, LabelEdit("0.png", "dog"))
-    assert said(site) == "path,label\n2.png,cat\n0.png,dog\n"
+    assert read_csv_text(site) == "path,label\n2.png,cat\n0.png,dog\n"
     assert list(read_site(site).labels) == [1, -1, 0, -1, -1, -1]
     write_labels(site, LabelEdit("2.png", "", previous="cat"))
-    assert said(site) == "path,label\n0.png,dog\n"
+    assert read_csv_text(site) == "path,label\n0.png,dog\n"
 
 
 def test_other_lines_stay_as_they_were_written(tmp_path: Path):
@@ -66,22 +66,22 @@ def test_a_name_with_a_comma_or_a_quote_survives(tmp_path: Path):
 def test_who_and_when_stand_beside_it(tmp_path: Path):
     site = folder(tmp_path, text="path,label\n5.png,dog\n")
     write_labels(site, LabelEdit("0.png", "cat", by="Ada"))
-    header, old, new = said(site).splitlines()
+    header, old, new = read_csv_text(site).splitlines()
     assert (header, old) == ("path,label,by,at", "5.png,dog,,")
     assert new.startswith("0.png,cat,Ada,20")
     assert new.endswith("Z")
     assert list(read_site(site).labels) == [0, -1, -1, -1, -1, 1]
     write_labels(site, LabelEdit("1.png", "cat"))  # somebody who is not asked
-    assert said(site).splitlines()[-1] == "1.png,cat,,"
+    assert read_csv_text(site).splitlines()[-1] == "1.png,cat,,"
 
 
 def test_an_answer_over_another_persons_is_refused(tmp_path: Path):
     site = folder(tmp_path)
     write_labels(site, LabelEdit("0.png", "cat"))
-    before = said(site)
+    before = read_csv_text(site)
     with pytest.raises(LabelConflict, match=r"0\.png has been labeled cat meanwhile") as refused:
         write_labels(site, LabelEdit("0.png", "dog"))
-    assert (refused.value.current, said(site)) == ("cat", before)
+    assert (refused.value.current, read_csv_text(site)) == ("cat", before)
     write_labels(site, LabelEdit("0.png", "cat"))  # the same answer is no conflict
     write_labels(site, LabelEdit("0.png", "dog", previous="cat"))
     assert read_labels(site) == {"0.png": "dog"}
@@ -104,7 +104,7 @@ def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(atomic_io.os, "replace", dead)
     with pytest.raises(UserError, match="cannot be written"):
         write_labels(site, LabelEdit("0.png", "cat"))
-    assert said(site) == "path,label\n1.png,cat\n"
+    assert read_csv_text(site) == "path,label\n1.png,cat\n"
 
 
 def _many(site: Path, first: int, last: int) -> None:

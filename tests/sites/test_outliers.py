@@ -30,7 +30,7 @@ def folder(path: Path, images: np.ndarray) -> Path:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run, images that it has not seen in two halves, and one of these as negatives."""
     path = tmp_path_factory.mktemp("unlike")
     shared = {"method": "fedavg-sl", "rounds": 10, "lr": 0.01, "threads": 1, "clients": 4, "cohort": 4, "steps": 10}
@@ -43,19 +43,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_limit_is_the_distance_that_one_of_twenty_exceeds(place: Path):
-    found = build_reference(load_model(place / "run"), place / "known")
+def test_the_limit_is_the_distance_that_one_of_twenty_exceeds(image_folder: Path):
+    found = build_reference(load_model(image_folder / "run"), image_folder / "known")
     far = 2 - 2 * np.sort(found.features @ found.features.T, axis=1)[:, -6]
     assert np.mean(far > found.limit) == pytest.approx(EXPECTED_OUTLIER_SHARE, abs=0.01)
     assert ReferenceImages(found.features, found.limit).find_outliers(7 * found.features[far <= found.limit]).sum() == 0
 
 
-def test_predict_warns_of_negatives_and_not_of_others(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_predict_warns_of_negatives_and_not_of_others(image_folder: Path, capsys: pytest.CaptureFixture[str]):
     shares = {}
     for name in ("others", "negative"):
-        out = place / f"{name}.csv"
-        flags = ["--like", str(place / "known"), "--out", str(out)]
-        assert cli.main(["predict", str(place / "run"), str(place / name), *flags]) == 0
+        out = image_folder / f"{name}.csv"
+        flags = ["--like", str(image_folder / "known"), "--out", str(out)]
+        assert cli.main(["predict", str(image_folder / "run"), str(image_folder / name), *flags]) == 0
         rows = list(csv.DictReader(out.open()))
         shares[name] = np.mean([row["unlike"] == "yes" for row in rows])
         warned = "do not rely on their labels" in capsys.readouterr().err
@@ -64,11 +64,11 @@ def test_predict_warns_of_negatives_and_not_of_others(place: Path, capsys: pytes
     assert shares["negative"] > 0.3
 
 
-def test_few_images_tell_nothing(place: Path):
+def test_few_images_tell_nothing(image_folder: Path):
     with pytest.raises(
         UserError, match="has 39 images that can be read: finding images that do not resemble them needs 40"
     ):
-        build_reference(load_model(place / "run"), place / "few")
+        build_reference(load_model(image_folder / "run"), image_folder / "few")
 
 
 def test_many_are_more_than_chance_brings():

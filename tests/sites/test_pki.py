@@ -51,13 +51,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "fed"
 
 
-def said(*message: str) -> str:
+def run_command(*message: str) -> str:
     """Run a program and return what it says; it has to succeed."""
     return subprocess.run(message, check=True, capture_output=True, text=True).stdout
 
 
 def foreign(path: Path, kind: str = "ecdsa", bits: str = "384") -> Path:
-    said("ssh-keygen", "-q", "-t", kind, "-b", bits, "-N", "", "-C", "somebody@else", "-f", str(path))
+    run_command("ssh-keygen", "-q", "-t", kind, "-b", bits, "-N", "", "-C", "somebody@else", "-f", str(path))
     return path.with_suffix(".pub")
 
 
@@ -67,7 +67,7 @@ def test_openssl_accepts_the_certificate_under_the_authority_alone(folder: Path,
     certificate = str(folder / "server" / "server.crt")
     verify = ("openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-CAfile")
     for named in (("-verify_hostname", "federation.example"), ("-verify_ip", "192.0.2.7"), ("-verify_ip", "::1")):
-        assert said(*verify, str(folder / "ca.crt"), *named, certificate).endswith(": OK\n")
+        assert run_command(*verify, str(folder / "ca.crt"), *named, certificate).endswith(": OK\n")
     create_keys(tmp_path / "other")
     for message in (
         (*verify, str(tmp_path / "other" / "ca.crt"), certificate),
@@ -79,11 +79,11 @@ def test_openssl_accepts_the_certificate_under_the_authority_alone(folder: Path,
 
 @needs["openssl"]
 def test_the_authority_may_sign_certificates_and_no_other_authority(folder: Path) -> None:
-    shown = said("openssl", "x509", "-noout", "-text", "-in", str(folder / "ca.crt"))
+    shown = run_command("openssl", "x509", "-noout", "-text", "-in", str(folder / "ca.crt"))
     assert "CA:TRUE, pathlen:0" in shown
     assert re.search(r"Key Usage: critical\n\s+Certificate Sign\n", shown)
     assert "ASN1 OID: secp384r1" in shown
-    shown = said("openssl", "x509", "-noout", "-text", "-in", str(folder / "server" / "server.crt"))
+    shown = run_command("openssl", "x509", "-noout", "-text", "-in", str(folder / "server" / "server.crt"))
     assert "CA:FALSE" in shown
     assert re.search(r"Extended Key Usage: *\n\s+TLS Web Server Authentication\n", shown)
     names = "DNS:federation.example, IP Address:192.0.2.7, DNS:localhost, IP Address:127.0.0.1"
@@ -95,13 +95,15 @@ def test_the_authority_may_sign_certificates_and_no_other_authority(folder: Path
 def test_fingerprints_are_those_that_openssl_and_ssh_keygen_show(folder: Path) -> None:
     found = list_keys(folder)
     for name, path in (("authority", "ca.crt"), ("server", "server/server.crt")):
-        shown = said("openssl", "x509", "-noout", "-fingerprint", "-sha256", "-in", str(folder / path))
+        shown = run_command("openssl", "x509", "-noout", "-fingerprint", "-sha256", "-in", str(folder / path))
         assert shown.strip().partition("=")[2] == found[name]["fingerprint"]
-        end = said("openssl", "x509", "-noout", "-dateopt", "iso_8601", "-enddate", "-in", str(folder / path))
+        end = run_command("openssl", "x509", "-noout", "-dateopt", "iso_8601", "-enddate", "-in", str(folder / path))
         assert end.startswith(f"notAfter={found[name]['until']} ")
     for site in found["sites"]:
         for suffix in ("pub", "key"):
-            shown = said("ssh-keygen", "-l", "-f", str(folder / "sites" / site["name"] / f"{site['name']}.{suffix}"))
+            shown = run_command(
+                "ssh-keygen", "-l", "-f", str(folder / "sites" / site["name"] / f"{site['name']}.{suffix}")
+            )
             assert shown.split()[:2] == ["384", site["fingerprint"]]
 
 
@@ -126,14 +128,14 @@ def shaken(at: Path, ca: Path, name: str) -> str:
     calling.verify_flags |= ssl.VERIFY_X509_STRICT
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer() -> None:
+        def serve_once() -> None:
             link = listener.accept()[0]
             try:
                 serving.wrap_socket(link, server_side=True).close()
             except OSError:
                 link.close()
 
-        thread = threading.Thread(target=answer)
+        thread = threading.Thread(target=serve_once)
         thread.start()
         try:
             with socket.create_connection(listener.getsockname(), timeout=10) as link:
@@ -246,11 +248,11 @@ def bodies(folder: Path) -> list[str]:
         key = load(path.read_bytes(), None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         number = key.private_numbers().private_value.to_bytes(48, "big").lstrip(b"\0")
-        place = base64.b64decode("".join(lines)).index(number) * 4 // 3
+        offset = base64.b64decode("".join(lines)).index(number) * 4 // 3
         width = len(lines[0])
-        mine = [line for k, line in enumerate(lines) if k * width < place + 48 and (k + 1) * width > place + 16]
-        assert mine
-        found += mine
+        matching = [line for k, line in enumerate(lines) if k * width < offset + 48 and (k + 1) * width > offset + 16]
+        assert matching
+        found += matching
     return found
 
 
@@ -330,7 +332,7 @@ def test_a_key_made_at_the_site_is_taken_and_no_private_one_is_made(folder: Path
     assert names == {"east.pub", "ca.crt", "join.txt", "sites.pub"}
     kind, blob, _ = line.read_text().split()
     assert (folder / "sites" / "east" / "east.pub").read_text() == f"{kind} {blob} east\n"
-    assert done.summary["sites"] == {"east": said("ssh-keygen", "-l", "-f", str(line)).split()[1]}
+    assert done.summary["sites"] == {"east": run_command("ssh-keygen", "-l", "-f", str(line)).split()[1]}
     with pytest.raises(UserError, match="made at the site: have a new one made"):
         replace_site_key(folder, "east")
     replace_site_key(folder, "east", foreign(tmp_path / "second"))
@@ -357,7 +359,7 @@ def test_a_private_key_in_place_of_a_public_one_is_refused(folder: Path, tmp_pat
     assert not (folder / "sites" / "east").exists()
 
 
-def marks(folder: Path) -> dict[str, str]:
+def fingerprints(folder: Path) -> dict[str, str]:
     """Return the fingerprint of each site's key."""
     return {site["name"]: site["fingerprint"] for site in list_keys(folder)["sites"]}
 
@@ -369,9 +371,9 @@ def refused(folder: Path) -> list[tuple[str, str]]:
 def test_a_replaced_or_removed_key_never_comes_back(folder: Path, tmp_path: Path) -> None:
     line = tmp_path / "north.pub"
     shutil.copy(folder / "sites" / "north" / "north.pub", line)
-    first = marks(folder)["north"]
+    first = fingerprints(folder)["north"]
     replace_site_key(folder, "north")
-    second = marks(folder)["north"]
+    second = fingerprints(folder)["north"]
     assert refused(folder) == [("north", first)]
     with pytest.raises(UserError, match="is not accepted again"):
         replace_site_key(folder, "south", line)
@@ -384,7 +386,7 @@ def test_a_replaced_or_removed_key_never_comes_back(folder: Path, tmp_path: Path
             add_site(folder, name, line)
     add_site(folder, "north")
     assert set(Access.open(folder).sites) == {"north", "south"}
-    assert len({first, second, marks(folder)["north"]}) == 3
+    assert len({first, second, fingerprints(folder)["north"]}) == 3
 
 
 def test_the_stamp_changes_with_the_record_alone(folder: Path) -> None:
@@ -745,9 +747,9 @@ def test_names_are_those_of_a_federation(tmp_path: Path) -> None:
 
 def test_every_flag_and_file_is_on_the_page_of_commands(folder: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "cli_federation.md").read_text(encoding="utf-8")
-    own = page.split("## halfmoon federation\n")[1].split("\n## ")[0]
+    section = page.split("## halfmoon federation\n")[1].split("\n## ")[0]
     known = list_flags(cli._build_parser(True)[1]["federation"], argparse.Namespace())
     assert len(set(known)) > 10
-    assert not [flag for flag in known if not re.search(rf"`{flag}\b", own + page.split("\n## ")[0])]
+    assert not [flag for flag in known if not re.search(rf"`{flag}\b", section + page.split("\n## ")[0])]
     for path in folder.iterdir():
-        assert path.name.startswith(".") or re.search(rf"`{path.name}/?`|`{path.name}/", own), path.name
+        assert path.name.startswith(".") or re.search(rf"`{path.name}/?`|`{path.name}/", section), path.name

@@ -44,9 +44,9 @@ def proxy(request: pytest.FixtureRequest) -> Iterator[NginxProxy]:
     user = None if request.param == "root" else "nobody"
     if user and os.getuid() != 0:
         pytest.skip("only root can run nginx as another user")
-    with tempfile.TemporaryDirectory(prefix="a proxy's ") as home, ExitStack() as ending:
-        os.chmod(home, 0o755)
-        keys = Path(home, "keys")
+    with tempfile.TemporaryDirectory(prefix="a proxy's ") as temporary, ExitStack() as ending:
+        os.chmod(temporary, 0o755)
+        keys = Path(temporary, "keys")
         port = free_port()
         listen = free_port()
         server = StandInServer()

@@ -27,7 +27,9 @@ from halfmoon.storage import atomic_io
 draw = np.random.default_rng(0)
 
 
-def picture(path: Path, size: tuple[int, ...] = (6, 5), value: np.ndarray | None = None, **options: Any) -> np.ndarray:
+def write_png(
+    path: Path, size: tuple[int, ...] = (6, 5), value: np.ndarray | None = None, **options: Any
+) -> np.ndarray:
     """Write a random image, (H, W) or (H, W, 3), and return its pixels."""
     pixels = draw.integers(0, 256, size, np.uint8) if value is None else value
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +39,7 @@ def picture(path: Path, size: tuple[int, ...] = (6, 5), value: np.ndarray | None
 
 def site(folder: Path, labels: str = "", classes: str | None = None, names: tuple[str, ...] = ("a", "b", "c")) -> Path:
     for name in names:
-        picture(folder / f"{name}.png")
+        write_png(folder / f"{name}.png")
     (folder / "labels.csv").write_text(f"path,label\n{labels}", encoding="utf-8")
     if classes is not None:
         (folder / "classes.txt").write_text(classes, encoding="utf-8")
@@ -74,7 +76,7 @@ def test_a_folder_is_read_as_people_write_it(tmp_path: Path) -> None:
         ".cache/x.png",
         "d.bmp",
     ):
-        picture(tmp_path / name)
+        write_png(tmp_path / name)
     lines = '"in/a, b.jpg",dog\r\nin\\deep\\c.TIF,cat\r\n\r\n./z.png, dog \r\ncaf\u00e9.png,cat\r\n'
     (tmp_path / "labels.csv").write_bytes(f"\ufeffPath,Label\r\n{lines}".encode())
     found = read_site(tmp_path)
@@ -89,7 +91,7 @@ def test_a_folder_is_read_as_people_write_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_labels_is_a_site(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png")
+    write_png(tmp_path / "a.png")
     assert read_site(tmp_path).labels.tolist() == [-1]
     assert read_site(tmp_path).classes == ()
 
@@ -145,7 +147,7 @@ def test_a_folder_that_cannot_be_opened_is_a_sentence(tmp_path: Path, monkeypatc
 def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
     """A pipe, a dead link, a linked folder, a name that is not UTF-8: reading the first would wait for ever."""
     site(tmp_path / "s")
-    picture(tmp_path / "far" / "x.png")
+    write_png(tmp_path / "far" / "x.png")
     os.mkfifo(tmp_path / "s" / "pipe.png")
     (tmp_path / "s" / "dead.png").symlink_to("nowhere.png")
     (tmp_path / "s" / "far").symlink_to(tmp_path / "far")
@@ -159,14 +161,14 @@ def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
 
 def messy(folder: Path) -> Path:
     """Make a folder with one of everything that does not block."""
-    same = picture(folder / "a.png")
-    picture(folder / "copy.tif", value=same)
-    picture(folder / "rgb.png", value=np.repeat(same[:, :, None], 3, 2))
-    picture(folder / "b.png", (4, 4))
+    same = write_png(folder / "a.png")
+    write_png(folder / "copy.tif", value=same)
+    write_png(folder / "rgb.png", value=np.repeat(same[:, :, None], 3, 2))
+    write_png(folder / "b.png", (4, 4))
     shutil.copy(folder / "b.png", folder / "b2.png")
-    picture(folder / "c.png")
+    write_png(folder / "c.png")
     shutil.copy(folder / "c.png", folder / "c2.png")
-    picture(folder / "d.png")
+    write_png(folder / "d.png")
     shutil.copy(folder / "d.png", folder / "d2.png")
     (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:50])
     (folder / "notes.txt").write_text("of no use")
@@ -200,10 +202,10 @@ def test_everything_odd_is_found(tmp_path: Path) -> None:
 def test_what_a_folder_can_serve(tmp_path: Path) -> None:
     """Labels at clients and at some where it has labels; some and server where it has none; nothing without images."""
     with_labels = check_site(site(tmp_path / "a", "a.png,x\n"))
-    assert with_labels.methods == {place: tuple(registry.names_at(place)) for place in ("clients", "some")}
+    assert with_labels.methods == {labels_at: tuple(registry.names_at(labels_at)) for labels_at in ("clients", "some")}
     assert "feddure" in with_labels.methods["clients"]
     without = check_site(site(tmp_path / "b"))
-    assert without.methods == {place: tuple(registry.names_at(place)) for place in ("some", "server")}
+    assert without.methods == {labels_at: tuple(registry.names_at(labels_at)) for labels_at in ("some", "server")}
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.png").write_bytes(b"none")
     assert not check_site(tmp_path / "c").can_take_part
@@ -268,9 +270,9 @@ def test_only_what_changed_is_decoded_again(tmp_path: Path) -> None:
     stamp = index.stat().st_mtime_ns
     repeated = prepare_site(tmp_path)
     assert (repeated.written, repeated.decoded, index.stat().st_mtime_ns) == (False, 0, stamp)
-    changed = picture(tmp_path / "b.png")
+    changed = write_png(tmp_path / "b.png")
     os.utime(tmp_path / "b.png", ns=(1, 1))
-    added = picture(tmp_path / "in" / "d.png")
+    added = write_png(tmp_path / "in" / "d.png")
     (tmp_path / "c.png").unlink()
     with pytest.raises(UserError, match=r"has changed since it was prepared \(b.png, c.png, in/d.png\): run halfmoon"):
         open_prepared_site(tmp_path)
@@ -298,7 +300,7 @@ def test_unreadable_images_are_left_out_and_remembered(tmp_path: Path) -> None:
     assert opened.images is not None
     assert len(opened.images) == 2
     assert not prepare_site(tmp_path).written
-    picture(tmp_path / "b.png")
+    write_png(tmp_path / "b.png")
     assert prepare_site(tmp_path).site.paths == ("a.png", "b.png", "c.png")
     for name in "abc":
         (tmp_path / f"{name}.png").write_bytes(b"none")
@@ -321,21 +323,21 @@ def test_a_killed_prepare_leaves_the_old_state(tmp_path: Path) -> None:
     assert np.array_equal(open_prepared_site(tmp_path).images, before)  # pyright: ignore[reportArgumentType]
     assert list((tmp_path / ".halfmoon").glob(".images-*"))
     prepare_site(tmp_path, (3, 3))
-    home = sorted(path.name for path in (tmp_path / ".halfmoon").iterdir())
-    assert [name.split("-")[0] for name in home] == ["images", "index.json", "lock"]
+    state_files = sorted(path.name for path in (tmp_path / ".halfmoon").iterdir())
+    assert [name.split("-")[0] for name in state_files] == ["images", "index.json", "lock"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "index"])
 def test_damage_is_noticed_and_mended(tmp_path: Path, damage: str) -> None:
     prepare_site(site(tmp_path))
-    home = tmp_path / ".halfmoon"
-    (array,) = home.glob("*.npy")
+    state_files = tmp_path / ".halfmoon"
+    (array,) = state_files.glob("*.npy")
     if damage == "cut":
         array.write_bytes(array.read_bytes()[:-1])
     elif damage == "gone":
         array.unlink()
     else:
-        (home / "index.json").write_text('{"version": 1, "shape": [')
+        (state_files / "index.json").write_text('{"version": 1, "shape": [')
     with pytest.raises(UserError, match=r"run halfmoon site prepare .*\.$"):
         open_prepared_site(tmp_path)
     assert prepare_site(tmp_path).decoded == 3
@@ -359,7 +361,7 @@ def test_a_folder_that_cannot_be_written_takes_out(tmp_path: Path, capsys: pytes
 
 def test_prepare_needs_a_size_for_images_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site(tmp_path)
-    picture(tmp_path / "d.png", (9, 9, 3))
+    write_png(tmp_path / "d.png", (9, 9, 3))
     with pytest.raises(UserError, match=r"its images have 2 sizes, most of them \(3\) 6x5; give one by --size HxW\."):
         prepare_site(tmp_path)
     assert not (tmp_path / ".halfmoon").exists()
@@ -386,9 +388,9 @@ def test_a_header_tells_what_decoding_would(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     for form in ("png", "jpg", "tif"):
-        picture(tmp_path / f"a.{form}", (8, 4), exif=exif)
+        write_png(tmp_path / f"a.{form}", (8, 4), exif=exif)
         assert read_header(tmp_path / f"a.{form}") == (4, 8, True)
-    picture(tmp_path / "b.png", (8, 4, 3))
+    write_png(tmp_path / "b.png", (8, 4, 3))
     assert read_header(tmp_path / "b.png") == (8, 4, False)
     Image.fromarray(np.ones((3, 2), np.uint16)).save(tmp_path / "c.png")
     assert read_header(tmp_path / "c.png") == (3, 2, True)
@@ -490,7 +492,7 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command", "message"),
     [
         (
             "",
@@ -513,11 +515,11 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("export digits --sites 9999 --out f", "9999 clients cannot share 1437 images; ask for fewer clients."),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, message):
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, command, message):
     monkeypatch.chdir(tmp_path)
     site(tmp_path / "s")
     before = sorted(tmp_path.rglob("*"))
-    assert cli.main(["site", *words.split()]) == 2
+    assert cli.main(["site", *command.split()]) == 2
     complaint = capsys.readouterr().err
     assert complaint.startswith(f"halfmoon: {message}")
     assert complaint.count("\n") == 1

@@ -13,20 +13,22 @@ from halfmoon.sites.folders import check_site, open_prepared_site, prepare_site,
 CLASSES = ["glioma", "meningioma", "none"]
 
 
-def folder(place: Path, labels: dict[str, str], name: str = "labels.csv", separator: str = ",", mark: str = "") -> Path:
+def folder(
+    site_folder: Path, labels: dict[str, str], name: str = "labels.csv", separator: str = ",", mark: str = ""
+) -> Path:
     """Write a folder of images of 6x8 pixels with these labels."""
     draw = np.random.default_rng(len(labels))
-    place.mkdir(parents=True, exist_ok=True)
+    site_folder.mkdir(parents=True, exist_ok=True)
     for path in labels:
-        (place / path).parent.mkdir(exist_ok=True)
-        Image.fromarray(draw.integers(0, 256, (6, 8), np.uint8)).save(place / path)
+        (site_folder / path).parent.mkdir(exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (6, 8), np.uint8)).save(site_folder / path)
     lines = [f"{path}{separator}{label}" for path, label in labels.items()]
-    (place / name).write_bytes("\r\n".join([f"path{separator}label", *lines]).encode(mark or "utf-8"))
-    return place
+    (site_folder / name).write_bytes("\r\n".join([f"path{separator}label", *lines]).encode(mark or "utf-8"))
+    return site_folder
 
 
-def kinds(place: Path, **options) -> dict[str, tuple]:
-    return {each.kind: each.names for each in check_site(place, **options).findings}
+def kinds(site_folder: Path, **options) -> dict[str, tuple]:
+    return {each.kind: each.names for each in check_site(site_folder, **options).findings}
 
 
 @pytest.mark.parametrize(
@@ -41,25 +43,25 @@ def kinds(place: Path, **options) -> dict[str, tuple]:
 )  # fmt: skip
 def test_what_a_spreadsheet_writes_is_read_and_said(tmp_path, name, separator, mark, message):
     labels = {"a.png": "glioma", "b.png": "none", "sub/c.png": "glioma"}
-    place = folder(tmp_path / "s", labels, name, separator, mark)
+    site_folder = folder(tmp_path / "s", labels, name, separator, mark)
     plain = read_site(folder(tmp_path / "plain", labels))
-    site = read_site(place)
+    site = read_site(site_folder)
     assert (site.paths, site.labels.tolist(), site.classes) == (plain.paths, plain.labels.tolist(), plain.classes)
-    assert kinds(place)["how labels.csv was read"] == message
+    assert kinds(site_folder)["how labels.csv was read"] == message
 
 
 def test_a_misspelled_class_is_named_and_blocks(tmp_path: Path, capsys) -> None:
     """One letter less, another case, a space: each names the class that was meant; the command returns 1."""
     labels = {f"{k}.png": "glioma" for k in range(12)} | {f"m{k}.png": "grade 1" for k in range(12)}
-    place = folder(tmp_path / "s", labels | {"x.png": "gliome", "y.png": "Glioma ", "z.png": "grade 2"})
-    near = kinds(place)["class names that are nearly the same"]
+    site_folder = folder(tmp_path / "s", labels | {"x.png": "gliome", "y.png": "Glioma ", "z.png": "grade 2"})
+    near = kinds(site_folder)["class names that are nearly the same"]
     assert near == ("Glioma (1 labels): did you mean glioma (12)?", "gliome (1 labels): did you mean glioma (12)?")
-    assert main(["site", "check", str(place)]) == 1
+    assert main(["site", "check", str(site_folder)]) == 1
     assert "did you mean glioma" in capsys.readouterr().out
     with pytest.raises(UserError, match="class names that are nearly the same: Glioma"):
-        read_site(place)
-    (place / "classes.txt").write_text("glioma\ngliome\nGlioma\ngrade 1\ngrade 2\n")  # all are meant
-    assert read_site(place).classes == ("glioma", "gliome", "Glioma", "grade 1", "grade 2")
+        read_site(site_folder)
+    (site_folder / "classes.txt").write_text("glioma\ngliome\nGlioma\ngrade 1\ngrade 2\n")  # all are meant
+    assert read_site(site_folder).classes == ("glioma", "gliome", "Glioma", "grade 1", "grade 2")
 
 
 def test_names_that_are_different_are_left_alone(tmp_path: Path) -> None:
@@ -70,37 +72,37 @@ def test_names_that_are_different_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_label_that_classes_txt_does_not_have_says_which_was_meant(tmp_path: Path) -> None:
-    place = folder(tmp_path / "s", {"a.png": "gliome", "b.png": "none"})
-    (place / "classes.txt").write_text("\n".join(CLASSES))
+    site_folder = folder(tmp_path / "s", {"a.png": "gliome", "b.png": "none"})
+    (site_folder / "classes.txt").write_text("\n".join(CLASSES))
     with pytest.raises(UserError, match=r"a.png: gliome \(did you mean glioma\?\)"):
-        read_site(place)
+        read_site(site_folder)
 
 
 def test_images_in_class_folders_have_these_labels(tmp_path: Path) -> None:
     """Where a classes.txt names the folders; others stay unlabeled. Without one, the check asks for it."""
-    place = folder(tmp_path / "s", {"glioma/a.png": "x", "none/b.png": "x", "later/c.png": "x"})
-    (place / "labels.csv").unlink()
-    found = scan_site(place)[0]
+    site_folder = folder(tmp_path / "s", {"glioma/a.png": "x", "none/b.png": "x", "later/c.png": "x"})
+    (site_folder / "labels.csv").unlink()
+    found = scan_site(site_folder)[0]
     assert found.labels.tolist() == [-1, -1, -1]
-    assert kinds(place)["folders that look like classes"] == (
+    assert kinds(site_folder)["folders that look like classes"] == (
         "glioma (1 images)",
         "later (1 images)",
         "none (1 images)",
     )
-    (place / "classes.txt").write_text("\n".join(CLASSES))
-    site = read_site(place)
+    (site_folder / "classes.txt").write_text("\n".join(CLASSES))
+    site = read_site(site_folder)
     assert {path: int(label) for path, label in zip(site.paths, site.labels, strict=True)} == {
         "glioma/a.png": 0, "later/c.png": -1, "none/b.png": 2,
     }  # fmt: skip
-    assert kinds(place)["classes without a label"] == ("meningioma",)
+    assert kinds(site_folder)["classes without a label"] == ("meningioma",)
 
 
 def test_the_federations_classes_and_its_tests_are_compared(tmp_path: Path) -> None:
     """A class that it does not have blocks, and says which was meant; images of the test folder are named."""
-    place = folder(tmp_path / "s", {"a.png": "gliome", "b.png": "none"})
+    site_folder = folder(tmp_path / "s", {"a.png": "gliome", "b.png": "none"})
     tests = folder(tmp_path / "t", {"c.png": "none"})
-    (tests / "d.png").write_bytes((place / "a.png").read_bytes())
-    found = check_site(place, classes=CLASSES, tests=tests)
+    (tests / "d.png").write_bytes((site_folder / "a.png").read_bytes())
+    found = check_site(site_folder, classes=CLASSES, tests=tests)
     named = {each.kind: each.names for each in found.findings}
     assert named["classes that the federation does not have"] == ("gliome (did you mean glioma?)",)
     assert named["classes of the federation without a label here"] == ("glioma", "meningioma")
@@ -110,20 +112,20 @@ def test_the_federations_classes_and_its_tests_are_compared(tmp_path: Path) -> N
 
 def test_images_that_use_little_of_16_bits_are_listed(tmp_path: Path) -> None:
     """A 12-bit image in 16 bits uses 6 % of them."""
-    place = folder(tmp_path / "s", {"a.png": "none"})
+    site_folder = folder(tmp_path / "s", {"a.png": "none"})
     deep = (np.arange(48).reshape(6, 8) * 80).astype(np.uint16)
-    Image.fromarray(deep).save(place / "deep.png")
-    assert kinds(place)["images that use little of their range"] == ("deep.png",)
+    Image.fromarray(deep).save(site_folder / "deep.png")
+    assert kinds(site_folder)["images that use little of their range"] == ("deep.png",)
 
 
 def test_a_folder_is_prepared_anew_for_another_window(tmp_path: Path) -> None:
     """Crop and window are a part of what was prepared: another one decodes all again, the same one nothing."""
-    place = folder(tmp_path / "s", {"a.png": "none"})
-    Image.fromarray((np.arange(48).reshape(6, 8) * 80).astype(np.uint16)).save(place / "deep.png")
-    one = prepare_site(place, (6, 8), 1)
-    assert (one.decoded, prepare_site(place, (6, 8), 1).decoded) == (2, 0)
-    two = prepare_site(place, (6, 8), 1, window=(0, 40000))
+    site_folder = folder(tmp_path / "s", {"a.png": "none"})
+    Image.fromarray((np.arange(48).reshape(6, 8) * 80).astype(np.uint16)).save(site_folder / "deep.png")
+    one = prepare_site(site_folder, (6, 8), 1)
+    assert (one.decoded, prepare_site(site_folder, (6, 8), 1).decoded) == (2, 0)
+    two = prepare_site(site_folder, (6, 8), 1, window=(0, 40000))
     assert two.decoded == 2
     assert two.site.images[1].max() == round(47 * 80 / 40000 * 255)
     with pytest.raises(UserError, match="is prepared in another way"):
-        open_prepared_site(place, preparation="")
+        open_prepared_site(site_folder, preparation="")

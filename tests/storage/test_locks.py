@@ -121,12 +121,12 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
             make.add_site(keys, "east")
     other.free()
     make.add_site(keys, "east")
-    home = tmp_path / "home"
+    state_folder = tmp_path / "home"
     for _ in range(2):
         with (
-            _lock_state_folder(home),
+            _lock_state_folder(state_folder),
             pytest.raises(UserError, match=r"being prepared.*is at work according to"),
-            _lock_state_folder(home),
+            _lock_state_folder(state_folder),
         ):
             pass
     assert not list(tmp_path.rglob("*.owner"))

@@ -39,7 +39,7 @@ def state_of(round: int) -> Tree:
     return {"server": {"w": torch.full((3, 2), float(round))}, "step": torch.tensor(round)}
 
 
-def play(folder: RunFolder, rounds: range) -> None:
+def write_rounds(folder: RunFolder, rounds: range) -> None:
     for round in rounds:
         folder.log({"round": round})
         folder.save(round, state_of(round), {"next": round + 1})
@@ -115,7 +115,7 @@ def test_any_tree_round_trips(tmp_path_factory: pytest.TempPathFactory, drawn: A
 
 
 def test_the_folder_holds_what_it_says(folder: RunFolder) -> None:
-    play(folder, range(5))
+    write_rounds(folder, range(5))
     folder.log_timing({"round": 4, "seconds": 1.5})
     checkpoints = {f"checkpoint-00000{round}.{kind}" for round in (3, 4) for kind in ("safetensors", "json")}
     others = {".lock", "run.json", "config.toml", "metrics.jsonl", "timings.jsonl"}
@@ -141,7 +141,7 @@ def test_load_before_any_save_is_none_and_forgets_the_rows(folder: RunFolder) ->
 
 
 def test_load_cuts_the_rows_back_to_the_checkpoint(folder: RunFolder) -> None:
-    play(folder, range(2))
+    write_rounds(folder, range(2))
     folder.log({"round": 2})
     folder.log_timing({"seconds": 1.0})
     for name in ("metrics.jsonl", "timings.jsonl"):
@@ -157,9 +157,9 @@ def test_load_cuts_the_rows_back_to_the_checkpoint(folder: RunFolder) -> None:
 
 def test_a_kill_before_the_oldest_checkpoint_goes_leaves_no_third(folder: RunFolder) -> None:
     """A save writes the new checkpoint before it removes the oldest: a run that has no round left saves no more."""
-    play(folder, range(1, 3))
+    write_rounds(folder, range(1, 3))
     stored = {path: path.read_bytes() for path in folder.path.glob("checkpoint-000001.*")}
-    play(folder, range(3, 4))
+    write_rounds(folder, range(3, 4))
     for path, data in stored.items():
         assert not path.exists()
         path.write_bytes(data)
@@ -170,7 +170,7 @@ def test_a_kill_before_the_oldest_checkpoint_goes_leaves_no_third(folder: RunFol
 
 
 def test_lost_rows_are_said(folder: RunFolder) -> None:
-    play(folder, range(3))
+    write_rounds(folder, range(3))
     with (folder.path / "metrics.jsonl").open("r+b") as file:
         file.truncate(5)
     with pytest.raises(UserError, match="has 5 bytes, but the checkpoint was written at 39"):
@@ -184,7 +184,7 @@ def test_a_changed_row_is_named(folder: RunFolder) -> None:
 
 
 def test_saving_an_old_round_is_refused(folder: RunFolder) -> None:
-    play(folder, range(3))
+    write_rounds(folder, range(3))
     before = (folder.path / "checkpoint-000002.json").stat().st_mtime_ns
     folder.save(2, state_of(2), {"next": 3})
     assert (folder.path / "checkpoint-000002.json").stat().st_mtime_ns == before
@@ -198,10 +198,10 @@ def test_saving_an_old_round_is_refused(folder: RunFolder) -> None:
 
 def flips(data: bytes) -> Iterator[bytes]:
     """Yield the file with one byte changed, at every 97th place and at both ends, in three ways."""
-    for place in {*range(0, len(data), 97), len(data) - 1}:
+    for position in {*range(0, len(data), 97), len(data) - 1}:
         for mask in (0x01, 0x20, 0xFF):
             changed = bytearray(data)
-            changed[place] ^= mask
+            changed[position] ^= mask
             yield bytes(changed)
 
 
@@ -233,7 +233,7 @@ def test_a_changed_byte_is_found(folder: RunFolder, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", ["safetensors", "json"])
 @pytest.mark.parametrize("length", [0, 1, 9, -1, None])
 def test_a_cut_or_missing_half_is_found(folder: RunFolder, suffix: str, length: int | None) -> None:
-    play(folder, range(2))
+    write_rounds(folder, range(2))
     target = folder.path / f"checkpoint-000001.{suffix}"
     if length is None:
         target.unlink()
@@ -247,7 +247,7 @@ def test_a_cut_or_missing_half_is_found(folder: RunFolder, suffix: str, length: 
 
 
 def test_all_checkpoints_damaged_is_an_error_that_removes_nothing(folder: RunFolder) -> None:
-    play(folder, range(3))
+    write_rounds(folder, range(3))
     for round in (1, 2):
         (folder.path / f"checkpoint-{round:06d}.safetensors").write_bytes(b"no")
     before = {entry.name for entry in folder.path.iterdir()}
@@ -265,7 +265,7 @@ def test_another_version_of_torch_is_said(folder: RunFolder, monkeypatch: pytest
 
 def test_save_flushes_before_it_renames_and_removes_last(folder: RunFolder) -> None:
     """Metrics first; then each file: make, write, flush, rename, flush the folder; then the oldest pair goes."""
-    play(folder, range(2))
+    write_rounds(folder, range(2))
     folder.log({"round": 2})
     with dying(1000, "never") as calls:
         folder.save(2, state_of(2), {})
@@ -343,7 +343,7 @@ def test_a_kill_at_any_call_of_create_can_be_started_again(tmp_path: Path, when:
 def test_a_kill_at_any_call_of_finish_leaves_an_unfinished_or_a_finished_run(tmp_path: Path, when: str) -> None:
     for at in count():
         folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
-        play(folder, range(2))
+        write_rounds(folder, range(2))
         dead = killed(at, when, partial(folder.finish, state_of(1), {}, {"accuracy": 0.5}))
         repeated = reopened(folder)
         if repeated.finished:
@@ -364,7 +364,7 @@ def kept_at(round: int) -> dict[str, Tree]:
     return {**stored, "d": memory_of("d", round)} if round % 3 == 1 else stored
 
 
-def play_clients(folder: RunFolder, store: TreeStore, rounds: range) -> None:
+def update_clients(folder: RunFolder, store: TreeStore, rounds: range) -> None:
     """Play rounds and save each with what its clients keep."""
     for round in rounds:
         folder.log({"round": round})
@@ -378,7 +378,7 @@ def play_clients(folder: RunFolder, store: TreeStore, rounds: range) -> None:
         folder.save(round, state_of(round), {"next": round + 1}, store)
 
 
-def assert_kept(store: TreeStore, round: int) -> None:
+def assert_stored(store: TreeStore, round: int) -> None:
     wanted = kept_at(round) if round >= 0 else {}
     assert store.keys() == sorted(wanted)
     for key, value in wanted.items():
@@ -387,7 +387,7 @@ def assert_kept(store: TreeStore, round: int) -> None:
         assert same(found, value)
 
 
-def gone_on(folder: RunFolder, cap: int) -> tuple[TreeStore, int, list[str]]:
+def resume_run(folder: RunFolder, cap: int) -> tuple[TreeStore, int, list[str]]:
     """Return what a new process goes on with: the clients' store, the last round, and what was said."""
     loaded = folder.load()
     store = TreeStore(None, cap)
@@ -406,15 +406,15 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 def straight_clients(path: Path, rounds: int) -> dict[str, bytes]:
     with RunFolder.create(path, "", ONE) as folder:
-        play_clients(folder, TreeStore(), range(rounds))
+        update_clients(folder, TreeStore(), range(rounds))
     return files_of(path)
 
 
 def test_the_clients_lie_beside_the_checkpoints(folder: RunFolder) -> None:
     """After round 4 (kept: 3 and 4): a of 2 and 4, b of 3 and 4, d of 4; a method without memory has no folder."""
-    play(folder, range(2))
+    write_rounds(folder, range(2))
     assert not (folder.path / "clients").exists()
-    play_clients(folder, TreeStore(), range(2, 5))
+    update_clients(folder, TreeStore(), range(2, 5))
     trees = ("a-000002", "a-000004", "b-000003", "b-000004", "d-000004")
     files = {f"{name}.{kind}" for name in trees for kind in ("copy", "safetensors")}
     found = {e.name for e in (folder.path / "clients").iterdir()}
@@ -428,15 +428,15 @@ def test_the_clients_of_a_checkpoint_come_back(tmp_path: Path, cap: int) -> None
     wanted = straight_clients(tmp_path / "straight", 6)
     folder = RunFolder.create(tmp_path / "run", "", ONE)
     store = TreeStore(None, cap)
-    play_clients(folder, store, range(4))
+    update_clients(folder, store, range(4))
     store.put("b", memory_of("b", 99))  # of a round that was not saved
     store.put("x", memory_of("x", 99))
     folder = reopened(folder)
-    store, last, output = gone_on(folder, cap)
+    store, last, output = resume_run(folder, cap)
     assert (last, output) == (3, [])
-    assert_kept(store, 3)
-    play_clients(folder, store, range(4, 6))
-    assert_kept(store, 5)
+    assert_stored(store, 3)
+    update_clients(folder, store, range(4, 6))
+    assert_stored(store, 5)
     assert files_of(folder.path) == wanted
 
 
@@ -473,15 +473,15 @@ def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: in
     for at in count():
         folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
         store = TreeStore(None, cap)
-        play_clients(folder, store, range(first))
-        dead = killed(at, when, partial(play_clients, folder, store, range(first, first + 1)))
+        update_clients(folder, store, range(first))
+        dead = killed(at, when, partial(update_clients, folder, store, range(first, first + 1)))
         repeated = reopened(folder)
-        store, last, output = gone_on(repeated, cap)
+        store, last, output = resume_run(repeated, cap)
         assert last in (first - 1, first)
         assert all("was not completed: the .json is missing" in each for each in output)
-        assert_kept(store, last)
+        assert_stored(store, last)
         assert not [path for path in repeated.path.rglob("*") if path.name.endswith((".spill", ".partial"))]
-        play_clients(repeated, store, range(last + 1, first + 3))
+        update_clients(repeated, store, range(last + 1, first + 3))
         repeated.close()
         assert files_of(repeated.path) == wanted
         seen.add(last)
@@ -497,7 +497,7 @@ def test_the_clients_are_on_disk_before_the_checkpoint_names_them(folder: RunFol
     has changed writes nothing for them, and removes b of 2, which round 3 replaced. A save of 6 (kept: 5 and 6) in
     which b has removes no client's file: what it replaces is named by 5."""
     store = TreeStore()
-    play_clients(folder, store, range(4))
+    update_clients(folder, store, range(4))
     before = {e.name for e in (folder.path / "clients").iterdir()}
     with dying(1000, "never") as calls:
         folder.save(5, state_of(5), {}, store)
@@ -523,7 +523,7 @@ def test_a_damaged_client_falls_back_and_is_said(tmp_path: Path) -> None:
     for name, why in damage.items():
         for act in ("flip", "remove"):
             folder = RunFolder.create(tmp_path / f"{name}-{act}", "", ONE)
-            play_clients(folder, TreeStore(), range(4))
+            update_clients(folder, TreeStore(), range(4))
             path = folder.path / "clients" / name
             for copy in (path.with_suffix(".copy"), path.with_name("manifest.second")):
                 copy.unlink(missing_ok=True)
@@ -537,37 +537,37 @@ def test_a_damaged_client_falls_back_and_is_said(tmp_path: Path) -> None:
                 path.unlink()
                 why = "clients/b-000003.safetensors cannot be read: No such file or directory"
             repeated = reopened(folder)
-            store, last, output = gone_on(repeated, 0)
+            store, last, output = resume_run(repeated, 0)
             assert last == 2
             assert output == [f"checkpoint-000003 is damaged ({why}); continuing from checkpoint-000002."]
-            assert_kept(store, 2)
-            play_clients(repeated, store, range(3, 6))
+            assert_stored(store, 2)
+            update_clients(repeated, store, range(3, 6))
             repeated.close()
             assert files_of(repeated.path) == wanted
 
 
 def test_going_on_leaves_the_checkpoint_to_fall_back_on_whole(folder: RunFolder) -> None:
     """Loaded once and damaged then: the older of the two still has all its clients."""
-    play_clients(folder, TreeStore(), range(4))
+    update_clients(folder, TreeStore(), range(4))
     repeated = reopened(folder)
-    assert gone_on(repeated, 0)[1] == 3
+    assert resume_run(repeated, 0)[1] == 3
     (folder.path / "checkpoint-000003.safetensors").write_bytes(b"")
-    store, last, _ = gone_on(reopened(repeated), 0)
+    store, last, _ = resume_run(reopened(repeated), 0)
     assert last == 2
-    assert_kept(store, 2)
+    assert_stored(store, 2)
 
 
 @pytest.mark.parametrize("name", ["c-000000.safetensors", "manifest.jsonl", "c-000000.copy", "manifest.second"])
 @pytest.mark.parametrize("act", ["flip", "cut", "remove"])
 def test_a_damaged_file_of_both_checkpoints_is_whole_again_from_its_copy(folder: RunFolder, name: str, act: str):
     """An idle client's file, and the manifest of all, are there twice; what was done is said, and nothing is lost."""
-    play_clients(folder, TreeStore(), range(4))
+    update_clients(folder, TreeStore(), range(4))
     path = folder.path / "clients" / name
     before = path.read_bytes()
     path.write_bytes(bytes([before[0] ^ 1]) + before[1:] if act == "flip" else before[: len(before) // 2])
     if act == "remove":
         path.unlink()
-    _, last, output = gone_on(reopened(folder), 0)
+    _, last, output = resume_run(reopened(folder), 0)
     assert last == 3
     second = path.suffix in (".copy", ".second")
     assert output == ([] if second else [f"clients/{name} was damaged and has been restored from its copy."])
@@ -575,7 +575,7 @@ def test_a_damaged_file_of_both_checkpoints_is_whole_again_from_its_copy(folder:
 
 
 def test_a_client_damaged_twice_in_both_checkpoints_is_an_error_that_removes_nothing(folder: RunFolder) -> None:
-    play_clients(folder, TreeStore(), range(4))
+    update_clients(folder, TreeStore(), range(4))
     (folder.path / "clients" / "c-000000.copy").write_bytes(b"")
     shared = folder.path / "clients" / "c-000000.safetensors"
     shared.write_bytes(shared.read_bytes()[:-1])
@@ -589,7 +589,7 @@ def test_a_client_damaged_twice_in_both_checkpoints_is_an_error_that_removes_not
 
 def test_a_round_is_saved_again_only_with_the_same_clients(folder: RunFolder) -> None:
     store = TreeStore()
-    play_clients(folder, store, range(2))
+    update_clients(folder, store, range(2))
     before = files_of(folder.path)
     folder.save(1, state_of(1), {"next": 2}, store)
     store.put("a", memory_of("a", 7))
@@ -601,14 +601,14 @@ def test_a_round_is_saved_again_only_with_the_same_clients(folder: RunFolder) ->
 def test_clients_of_a_first_save_that_was_killed_are_forgotten(folder: RunFolder) -> None:
     store = TreeStore(None, 0)
     with dying(12, "before"), pytest.raises(Killed):
-        play_clients(folder, store, range(1))
+        update_clients(folder, store, range(1))
     assert list((folder.path / "clients").iterdir())
     assert reopened(folder).load() is None
     assert [path for path in (folder.path / "clients").iterdir() if path.suffix != ".jsonl"] == []
 
 
 def test_a_finished_run_keeps_nothing_to_go_on_with(folder: RunFolder) -> None:
-    play_clients(folder, TreeStore(), range(2))
+    update_clients(folder, TreeStore(), range(2))
     before = set(files_of(folder.path))
     folder.finish({}, {}, {})
     gone = before - set(files_of(folder.path))
@@ -652,11 +652,11 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: 
     for at in count():
         folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
         store = TreeStore(None, cap)
-        play_clients(folder, store, range(4))
+        update_clients(folder, store, range(4))
         failed = cause = None
         with refusing(at, code):
             try:
-                play_clients(folder, store, range(4, 5))
+                update_clients(folder, store, range(4, 5))
             except UserError as error:
                 failed = str(error)
                 cause = error.__cause__
@@ -670,11 +670,11 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: 
         assert ("free some space" in failed) == (code == errno.ENOSPC)
         assert not [path for path in folder.path.rglob("*") if path.name.endswith(".partial")]
         repeated = reopened(folder)
-        store, last, output = gone_on(repeated, cap)
+        store, last, output = resume_run(repeated, cap)
         assert last in (3, 4)
         assert output == []
-        assert_kept(store, last)
-        play_clients(repeated, store, range(last + 1, 6))
+        assert_stored(store, last)
+        update_clients(repeated, store, range(last + 1, 6))
         repeated.close()
         assert files_of(repeated.path) == wanted
     assert at >= 15

@@ -25,15 +25,15 @@ def same(a: Tree | None, b: Tree | None) -> bool:
     if a is None or b is None:
         return a is b
 
-    def facts(tree: Tree) -> list:
+    def describe(tree: Tree) -> list:
         return [
-            (key, facts(value))
+            (key, describe(value))
             if isinstance(value, dict)
             else (key, value.dtype, value.shape, value.stride(), value.contiguous().view(-1).view(torch.uint8).tolist())
             for key, value in tree.items()
         ]
 
-    return facts(a) == facts(b)
+    return describe(a) == describe(b)
 
 
 def ten(number: float) -> Tree:
@@ -199,17 +199,17 @@ def test_what_is_on_disk_is_mapped_and_never_read_twice(tmp_path: Path) -> None:
     store = TreeStore(tmp_path / "clients", 0)
     store.put("a", {"w": torch.ones(size // 4), "b": torch.zeros(3)})
     gc.collect()
-    own, files = memory()
+    anonymous, files = memory()
     found = store.get("a")
     assert found is not None
     assert "a.1.spill" in Path("/proc/self/maps").read_text()
     got = memory()
-    assert got[0] - own < size / 20
+    assert got[0] - anonymous < size / 20
     assert got[1] - files < size / 4  # the system may map some pages around the first
     assert int(found["w"].view(torch.int32).bitwise_and(1).sum(dtype=torch.int64)) == 0
     touched = memory()
     assert touched[1] - files > size * 0.9
-    assert touched[0] - own < size * 1.5  # the sum's own rows, no second copy that stays
+    assert touched[0] - anonymous < size * 1.5  # the sum's own rows, no second copy that stays
     found["w"][:10] = 5
     assert store.resident == 0
     del found
@@ -248,18 +248,18 @@ def test_both_kept_commits_are_whole_until_the_older_is_pruned(tmp_path: Path) -
     """Versions 1, 2, 3 of a; b is put once. Pruned to 2: version 1 of a is gone, the later commits are whole."""
     store = TreeStore(tmp_path / "clients")
     store.put("b", ten(9))
-    marks = {}
+    commits = {}
     for version in (1, 2, 3):
         store.put("a", ten(version))
-        marks[version] = store.commit(version)
+        commits[version] = store.commit(version)
     store.prune(2)
     assert named(store, "safetensors") == ["a-000002.safetensors", "a-000003.safetensors", "b-000001.safetensors"]
     for version in (2, 3):
-        contents = verify(tmp_path / "clients", marks[version])
+        contents = verify(tmp_path / "clients", commits[version])
         assert contents.entries["a"].file == f"a-{version:06d}.safetensors"
         assert contents.entries["b"].file == "b-000001.safetensors"
     with pytest.raises(DamagedFile, match="a-000001"):
-        verify(tmp_path / "clients", marks[1])
+        verify(tmp_path / "clients", commits[1])
     store.prune(3)
     assert named(store, "safetensors") == ["a-000003.safetensors", "b-000001.safetensors"]
 
@@ -365,9 +365,9 @@ def test_any_changed_byte_is_found(tmp_path: Path) -> None:
         if path.is_dir():
             continue
         whole = path.read_bytes()
-        for place in {*range(0, len(whole), 41), len(whole) - 1}:
+        for position in {*range(0, len(whole), 41), len(whole) - 1}:
             changed = bytearray(whole)
-            changed[place] ^= 0x20
+            changed[position] ^= 0x20
             path.write_bytes(changed)
             with pytest.raises(DamagedFile, match=f"clients/{path.name}"):
                 verify(tmp_path / "clients", second)
@@ -429,16 +429,16 @@ def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pyt
 
 def test_shelves_share_a_store(tmp_path: Path) -> None:
     store = TreeStore(tmp_path / "clients", 60)
-    mine = StateView(store, "client/", CPU)
+    client_view = StateView(store, "client/", CPU)
     helpers = StateView(store, "helpers/", CPU)
-    mine.put("17", ten(1))
+    client_view.put("17", ten(1))
     helpers.put("17", ten(2))
     helpers.put("3", ten(3))
-    assert (mine.keys(), helpers.keys()) == (["17"], ["17", "3"])
+    assert (client_view.keys(), helpers.keys()) == (["17"], ["17", "3"])
     assert (store.total_bytes("client/"), store.total_bytes("helpers/"), store.total_bytes()) == (40, 80, 120)
-    assert same(mine.get("17"), ten(1))
+    assert same(client_view.get("17"), ten(1))
     assert same(helpers.get("17"), ten(2))
-    assert mine.get("3") is None
+    assert client_view.get("3") is None
 
 
 def test_a_shelf_gives_copies(tmp_path: Path) -> None:

@@ -77,15 +77,15 @@ def test_a_plan_reads_the_images_of_a_small_folder(tmp_path: Path, capsys: pytes
 
 
 def test_a_plan_names_copies_in_train_and_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for part in ("train", "test"):
-        write_classes(tmp_path / "in" / part, cat=12, dog=12)
+    for subset in ("train", "test"):
+        write_classes(tmp_path / "in" / subset, cat=12, dog=12)
     assert main(["run", "--data", str(tmp_path / "in"), "--network", "small", "--plan"]) == 0
     assert "24 of 24 test images are training images" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_of_parquet_files_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for part in ("train", "test"):
-        write_parquet(tmp_path / f"{part}.parquet", list(make_noise_images(4)), [0, 1, 0, 1])
+    for subset in ("train", "test"):
+        write_parquet(tmp_path / f"{subset}.parquet", list(make_noise_images(4)), [0, 1, 0, 1])
     (tmp_path / "train").mkdir()  # as of a data set whose images were unpacked, too
     assert main(["run", "--data", str(tmp_path), "--plan"]) == 2
     assert "to train on parquet or official files, name a --method" in capsys.readouterr().err

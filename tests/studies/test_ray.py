@@ -82,7 +82,7 @@ def ray() -> Iterator[Any]:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def recipe_file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(RECIPE)
     return path
@@ -123,7 +123,7 @@ def test_a_run_gets_its_share_of_the_smallest_machine() -> None:
         run_resources([node(False, CPU=4.0), node(memory=1.0)], 1)
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, text: str, split_only: bool = False) -> dict[str, Any]:
+def ray_options(monkeypatch: pytest.MonkeyPatch, text: str, split_only: bool = False) -> dict[str, Any]:
     """Return what is asked of a Ray with 4 processors and 1 GPU for a task."""
     found: dict[str, Any] = {}
 
@@ -145,15 +145,15 @@ def asked(monkeypatch: pytest.MonkeyPatch, text: str, split_only: bool = False) 
 
 def test_a_task_asks_for_processors_and_a_gpu_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"name": "abc", "num_cpus": 2, "max_retries": MAX_ATTEMPTS - 1}
-    assert asked(monkeypatch, "") == {**common, "num_gpus": 0.5}
-    assert asked(monkeypatch, 'device = "cuda"') == {**common, "num_gpus": 0.5}
-    assert asked(monkeypatch, 'device = "cpu"') == {**common, "num_gpus": 0}
-    assert asked(monkeypatch, "", split_only=True) == {**common, "num_gpus": 0}
+    assert ray_options(monkeypatch, "") == {**common, "num_gpus": 0.5}
+    assert ray_options(monkeypatch, 'device = "cuda"') == {**common, "num_gpus": 0.5}
+    assert ray_options(monkeypatch, 'device = "cpu"') == {**common, "num_gpus": 0}
+    assert ray_options(monkeypatch, "", split_only=True) == {**common, "num_gpus": 0}
 
 
-def test_what_is_printed_while_runs_are_played_is_no_result(mine, monkeypatch, capsys):
+def test_what_is_printed_while_runs_are_played_is_no_result(recipe_file, monkeypatch, capsys):
     """Ray prints to stdout that a worker died, from a thread that lives until the cluster is left."""
-    monkeypatch.chdir(mine.parent)
+    monkeypatch.chdir(recipe_file.parent)
     joined: list[dict[str, Any]] = []
 
     def ended(*_: Any, **__: Any) -> Any:
@@ -172,8 +172,8 @@ def test_what_is_printed_while_runs_are_played_is_no_result(mine, monkeypatch, c
     assert [given["address"] for given in joined] == [None]
 
 
-def test_no_ray_and_no_cluster_are_sentences(mine, monkeypatch, capsys):
-    monkeypatch.chdir(mine.parent)
+def test_no_ray_and_no_cluster_are_sentences(recipe_file, monkeypatch, capsys):
+    monkeypatch.chdir(recipe_file.parent)
     arguments = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(arguments) == 2
@@ -196,11 +196,11 @@ def test_no_ray_and_no_cluster_are_sentences(mine, monkeypatch, capsys):
 
 
 @pytest.mark.nightly  # the next but one kills workers by default, and test_sweep.py the process of a run
-def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_loses_nothing(ray: Any, recipe_file: Path, tmp_path: Path) -> None:
     """Four runs on two workers; one dies by SIGKILL after its third round. The bytes are those of a straight sweep.
     Nothing is run twice: every round of every run is played once, the killed run's by two processes, the second of
     which begins after the third round. What is finished is not begun again by a second sweep."""
-    straight, _, failed = train_cells(mine, FEW, scale=None, seeds=(0, 1), out="straight")
+    straight, _, failed = train_cells(recipe_file, FEW, scale=None, seeds=(0, 1), out="straight")
     assert failed == []
     notes = tmp_path / "notes"
     killed = list[tuple[int, Path, int]]()
@@ -208,7 +208,7 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     killer.start()
     rays = RayExecutor(partial(run_resources, jobs=2))
     witness = Witness(notes)
-    folder, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), executor=rays, callback=witness)
+    folder, steps, _ = train_cells(recipe_file, FEW, scale=None, seeds=(0, 1), executor=rays, callback=witness)
     killer.join()
     ((pid, victim, newest),) = killed
     assert newest == LAST
@@ -229,12 +229,12 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     workers = {each["pid"] for each in messages}
     assert len(workers) >= 2
     assert os.getpid() not in workers
-    _, steps, _ = train_cells(mine, FEW, scale=None, seeds=(0, 1), executor=rays, callback=witness)
+    _, steps, _ = train_cells(recipe_file, FEW, scale=None, seeds=(0, 1), executor=rays, callback=witness)
     assert [step.finished_before for step in steps] == [True] * 4
     assert len(notes.read_text().splitlines()) == len(messages)
 
 
-def test_the_command_plays_on_ray(ray, mine, tmp_path, monkeypatch, capsys):
+def test_the_command_plays_on_ray(ray, recipe_file, tmp_path, monkeypatch, capsys):
     """With a relative --out, which workers see where the command sees it, and a tracker, which looks on there."""
     monkeypatch.chdir(tmp_path)
     text = (

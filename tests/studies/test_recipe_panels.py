@@ -16,14 +16,14 @@ from halfmoon.studies.grid import RecipeCell, build_cells
 
 
 @cache
-def played(name: str) -> tuple[RecipeCell, ...]:
+def training_cells(name: str) -> tuple[RecipeCell, ...]:
     """Return the cells that a recipe plays where nothing is asked for: those of the paper."""
     return tuple(build_cells(recipe.load(name), {}, [0]))
 
 
 def values(name: str, of: Callable[[Config], Any], at: dict[str, tuple[str, ...]] | None = None) -> set[Any]:
     """Return what the cells of a recipe (those at some values of axes) say of one thing."""
-    return {of(cell.configs[0]) for cell in played(name) if recipe.matches_axes(at or {}, cell.at)}
+    return {of(cell.configs[0]) for cell in training_cells(name) if recipe.matches_axes(at or {}, cell.at)}
 
 
 @dataclass(frozen=True)
@@ -191,16 +191,16 @@ def test_a_recipe_plays_the_panels_of_its_caption(name: str) -> None:
             assert values(name, lambda config, option=option: getattr(config, option), at) == {value}, option
         for option, points in panel.varies.items():
             assert values(name, lambda config, option=option: getattr(config, option), at) == points, option
-        mine = [cell for cell in played(name) if recipe.matches_axes(at, cell.at)]
-        assert {cell.measure.partition(".")[0] for cell in mine} == {panel.measure}
+        panel_cells = [cell for cell in training_cells(name) if recipe.matches_axes(at, cell.at)]
+        assert {cell.measure.partition(".")[0] for cell in panel_cells} == {panel.measure}
         if name in CURVES:
-            assert {cell.at[found.rows] for cell in mine} == CURVES[name]
+            assert {cell.at[found.rows] for cell in panel_cells} == CURVES[name]
 
 
 @pytest.mark.parametrize("name", PANELS)
 def test_every_cell_of_a_figure_is_in_one_panel(name: str) -> None:
     found = recipe.load(name)
-    for cell in played(name):
+    for cell in training_cells(name):
         assert sum(recipe.matches_axes(at, cell.at) for at in found.panels.values()) == 1, cell.label
 
 
@@ -219,7 +219,7 @@ def test_figure_5_of_feddure_fixes_the_iterations_or_the_rounds() -> None:
 
 def test_local_models_of_figure_2_learn_from_their_labels_alone() -> None:
     """Never the global model's parameters (mu 1), never its guesses, and not its first parameters either."""
-    (cell,) = (cell for cell in played("fedloke-figure2") if cell.at == {
+    (cell,) = (cell for cell in training_cells("fedloke-figure2") if cell.at == {
         "dataset": "cifar10", "alpha": "0.1", "method": "local"
     })  # fmt: skip
     assert cell.measure == "pseudo.local"

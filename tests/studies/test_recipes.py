@@ -88,11 +88,11 @@ def test_every_cell_is_a_valid_configuration_and_a_run_of_its_own(name: str, sca
     Training in one place is the same in both settings of SemiFL's Figure 2; the local and the global model of FedLoKe's
     Figure 4 are measured in one run; FedDure's Figure 5 begins at the same point in both panels."""
     found = every_cell(name, scale)
-    marks = Counter((mark(cell), cell.measure) for cell in found)
-    same = {cell.at["method"] for cell in found if marks[mark(cell), cell.measure] > 1}
+    cells_by_mark = Counter((mark(cell), cell.measure) for cell in found)
+    same = {cell.at["method"] for cell in found if cells_by_mark[mark(cell), cell.measure] > 1}
     alike = {"semifl-figure2": {"supervised", "partially-supervised"}}
     if name == "feddure-figure5":
-        same = {cell.at["iterations"] for cell in found if marks[mark(cell), cell.measure] > 1}
+        same = {cell.at["iterations"] for cell in found if cells_by_mark[mark(cell), cell.measure] > 1}
         alike = {name: {"1"}}
     assert same == alike.get(name, set())
 
@@ -143,7 +143,7 @@ def test_every_when_of_the_bases_meets_a_cell() -> None:
 def test_every_when_of_a_recipe_and_every_skip_meets_a_cell(name: str) -> None:
     found = loaded(name)
     ats = [cell.at for cell in every_cell(name, None)]
-    own = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    parsed = tomllib.loads((FOLDER / f"{name}.toml").read_text())
     inherited = read_recipe(FOLDER / f"{name}.toml")[INHERITED]
     for when in found.when[inherited[""] :]:
         assert any(recipe.matches_axes(when.at, at) for at in ats), when
@@ -152,7 +152,7 @@ def test_every_when_of_a_recipe_and_every_skip_meets_a_cell(name: str) -> None:
             assert any(recipe.matches_axes(when.at, at) for at in ats), when
     for skipped in found.skip:
         assert not any(recipe.matches_axes(skipped, at) for at in ats)
-    assert len(found.skip) == len(own.get("skip", ()))
+    assert len(found.skip) == len(parsed.get("skip", ()))
 
 
 def test_digits_can_be_shared_out_at_the_tiny_scale() -> None:
@@ -432,9 +432,9 @@ def test_labels_of_some_clients_are_trained_on_as_the_authors_do() -> None:
     for name in ("cbafed-table1", "cbafed-table3", "twinsight-table1"):
         for cell in every_cell(name, None):
             config = cell.configs[0]
-            own = method_options(config, config.method).get("labeled_epochs")
+            parsed = method_options(config, config.method).get("labeled_epochs")
             assert (config.epoch, config.epochs) == ("larger", 1)
-            assert own == (11 if config.method == "cbafed" else None)
+            assert parsed == (11 if config.method == "cbafed" else None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -533,7 +533,7 @@ def test_figures_share_the_runs_of_tables(figure: str, table: str, at: dict[str,
     assert mark(cell_at(figure, **common, **at)) == mark(cell_at(table, **common, **there))
 
 
-MINE = """
+CUSTOM_RECIPE = """
 title = "Mine, Table 1"
 paper = "Mine"
 item = "Table 1"
@@ -572,7 +572,7 @@ set = { rounds = 1 }
 """
 
 
-def write(folder: Path, text: str = MINE, name: str = "mine.toml") -> Path:
+def write(folder: Path, text: str = CUSTOM_RECIPE, name: str = "mine.toml") -> Path:
     path = folder / name
     path.write_text(text)
     return path
@@ -587,9 +587,9 @@ def refused(folder: Path, text: str, **more: Any) -> str:
 
 
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
-    mine = recipe.load(str(write(tmp_path)))
-    assert (mine.name, mine.kind, mine.columns, mine.seeds) == ("mine", "table", ("amount",), (0, 3))
-    found = build_cells(mine, {})
+    custom = recipe.load(str(write(tmp_path)))
+    assert (custom.name, custom.kind, custom.columns, custom.seeds) == ("mine", "table", ("amount",), (0, 3))
+    found = build_cells(custom, {})
     assert [cell.at for cell in found] == [
         {"method": "fedavg", "amount": "few"},
         {"method": "feddure", "amount": "few"},
@@ -598,15 +598,15 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     assert {seed: (c.seed, c.split_seed) for seed, c in found[0].configs.items()} == {0: (0, 0), 3: (3, 3)}
     assert found[0].configs[0].options == {}  # only its own method's
     assert found[1].configs[3].options == {"feddure": {"hidden": 8}}
-    assert [cell.configs[0].rounds for cell in build_cells(mine, {}, scale=mine.scale("half"))] == [1, 1]
-    assert [cell.configs[5].threads for cell in build_cells(mine, {}, [5], overrides={"threads": 1})] == [1, 1]
+    assert [cell.configs[0].rounds for cell in build_cells(custom, {}, scale=custom.scale("half"))] == [1, 1]
+    assert [cell.configs[5].threads for cell in build_cells(custom, {}, [5], overrides={"threads": 1})] == [1, 1]
 
 
 def test_the_order_of_the_grid_is_that_of_the_axes(tmp_path: Path) -> None:
-    mine = recipe.load(str(write(tmp_path)))
-    only = parse_selection(mine, ["amount=many,amount=few", "method=feddure,method=fedavg"])
+    custom = recipe.load(str(write(tmp_path)))
+    only = parse_selection(custom, ["amount=many,amount=few", "method=feddure,method=fedavg"])
     assert only == {"amount": ("many", "few"), "method": ("feddure", "fedavg")}
-    assert [cell.label for cell in build_cells(mine, only)] == [
+    assert [cell.label for cell in build_cells(custom, only)] == [
         "method=fedavg, amount=few",
         "method=fedavg, amount=many",
         "method=feddure, amount=few",
@@ -637,20 +637,22 @@ when = [{ at = { method = "fedavg", amount = ["few", "many"] }, set = { rounds =
 at = { method = "fedavg" }
 set = { cohort = 4 }
 """
-    text = more + MINE.replace("labels_per_class = 1 }", "labels_per_class = 1, rounds = 5 }") + over
-    mine = recipe.load(str(write(tmp_path, text)))
-    only = parse_selection(mine, ["amount=few"])
-    plain = [cell.configs[0] for cell in build_cells(mine, only)]
+    text = more + CUSTOM_RECIPE.replace("labels_per_class = 1 }", "labels_per_class = 1, rounds = 5 }") + over
+    custom = recipe.load(str(write(tmp_path, text)))
+    only = parse_selection(custom, ["amount=few"])
+    plain = [cell.configs[0] for cell in build_cells(custom, only)]
     assert [(c.rounds, c.cohort, c.labels_per_class) for c in plain] == [(7, 3, 1), (5, 2, 1)]
-    scaled = [cell.configs[0] for cell in build_cells(mine, only, scale=mine.scale("half"))]
+    scaled = [cell.configs[0] for cell in build_cells(custom, only, scale=custom.scale("half"))]
     assert [(c.rounds, c.cohort) for c in scaled] == [(1, 4), (1, 2)]
-    over_all = [cell.configs[0] for cell in build_cells(mine, only, scale=mine.scale("half"), overrides={"rounds": 9})]
+    over_all = [
+        cell.configs[0] for cell in build_cells(custom, only, scale=custom.scale("half"), overrides={"rounds": 9})
+    ]
     assert [c.rounds for c in over_all] == [9, 9]
 
 
 def test_a_recipe_over_another(tmp_path: Path) -> None:
     """Own axes of values from below, own values, own protocol on top, and both files' say about a scale."""
-    write(tmp_path, MINE, "below.toml")
+    write(tmp_path, CUSTOM_RECIPE, "below.toml")
     text = """
 title = "Over"
 extends = "below"
@@ -694,10 +696,10 @@ def test_a_recipe_may_extend_what_ships(tmp_path: Path) -> None:
 
 
 def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
-    text = 'skip = [{ method = "fedavg", amount = ["many"] }]\n' + MINE
-    mine = recipe.load(str(write(tmp_path, text)))
-    only = parse_selection(mine, ["amount=few,amount=many"])
-    assert [cell.label for cell in build_cells(mine, only)] == [
+    text = 'skip = [{ method = "fedavg", amount = ["many"] }]\n' + CUSTOM_RECIPE
+    custom = recipe.load(str(write(tmp_path, text)))
+    only = parse_selection(custom, ["amount=few,amount=many"])
+    assert [cell.label for cell in build_cells(custom, only)] == [
         "method=fedavg, amount=few",
         "method=feddure, amount=few",
         "method=feddure, amount=many",
@@ -759,8 +761,8 @@ def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, message: str) -> None:
-    assert old in MINE
-    assert message in refused(tmp_path, MINE.replace(old, new, 1))
+    assert old in CUSTOM_RECIPE
+    assert message in refused(tmp_path, CUSTOM_RECIPE.replace(old, new, 1))
 
 
 def test_a_value_that_the_base_does_not_have(tmp_path: Path) -> None:
@@ -790,7 +792,7 @@ def test_what_only_may_say() -> None:
 
 
 def test_an_axis_of_extras_alone_is_an_empty_selection(tmp_path: Path) -> None:
-    text = MINE.replace('[axes.amount.few]\ntitle = "few"\nset = { labels_per_class = 1 }\n', "")
+    text = CUSTOM_RECIPE.replace('[axes.amount.few]\ntitle = "few"\nset = { labels_per_class = 1 }\n', "")
     assert refused(tmp_path, text) == "recipe mine: axis amount has no selected value; name some with --only."
 
 
@@ -812,7 +814,7 @@ FULL = tomllib.loads(
     'skip = [{ method = "fedavg", amount = ["many"] }]\n'
     'when = [{ at = { amount = ["few"] }, set = { unset = ["lr"] }, published = { table = "1" } }]\n'
     'published = { table = "1" }\nkind = "lines"\nx = "amount"\ncolumns = ["amount"]\nreading = "so"\n'
-    + MINE
+    + CUSTOM_RECIPE
     + '[[scales.half.when]]\nat = { method = "fedavg" }\nset = { unset = ["steps"] }\n'
 )
 
@@ -909,7 +911,7 @@ def test_the_tiny_scale_teaches(tmp_path: Path, name: str) -> None:
 
 
 def test_sweep_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = write(tmp_path, MINE.replace("rounds = 2", "rouns = 2"))
+    file = write(tmp_path, CUSTOM_RECIPE.replace("rounds = 2", "rouns = 2"))
     assert cli.main(["sweep", str(file), "--out", str(tmp_path)]) != 0
     assert "unknown option 'rouns': did you mean 'rounds'?" in capsys.readouterr().err
     assert not list(tmp_path.glob("mine*/"))

@@ -31,14 +31,14 @@ CLASSES = ("0", "1", "2")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("module")
 
 
 @pytest.fixture(autouse=True)
-def _cwd(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cwd(image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features of the same digits are computed once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(image_folder / "cache"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -108,10 +108,10 @@ def test_a_folder_called_unlabeled_is_no_class(tmp_path: Path, capsys: pytest.Ca
     assert "is a site's folder, with images without a label in Unlabeled" in capsys.readouterr().err
     (folder / "classes.txt").write_text("0\n1\n2\nUnlabeled\n")  # where it is meant as a class
     assert scan_folder(folder).labeled == 27
-    for name, place in (("beside", "unlabelled"), ("inside", "train/unlabeled")):
+    for name, image_folder in (("beside", "unlabelled"), ("inside", "train/unlabeled")):
         written(tmp_path / name / "train", 2)
         written(tmp_path / name / "test", 1)
-        written(tmp_path / name / place, 1, where="{label}-{number}.png")
+        written(tmp_path / name / image_folder, 1, where="{label}-{number}.png")
         for text in (["data"], ["run", "--plan", "--data"], ["run", "--method", "fedavg", "--data"]):
             assert main([*text, str(tmp_path / name)]) == 2
             assert "images without a label need a labels.csv in" in capsys.readouterr().err
@@ -211,32 +211,32 @@ def test_one_command_plans_plays_and_decides(tmp_path, pretrained, monkeypatch, 
 
 
 @pytest.fixture(scope="module")
-def decision(place: Path, pretrained: None) -> Row:
+def decision(image_folder: Path, pretrained: None) -> Row:
     """Train on the folder `ward`, into `run`, by the command line."""
-    a_ward(place / "ward", 14, 8)
+    a_ward(image_folder / "ward", 14, 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(image_folder / "cache"))
         patch.setattr(folds, "REPEATS", 1)
-        patch.chdir(place)
+        patch.chdir(image_folder)
         assert main(["run", "--data", "ward", "--run-dir", "run"]) == 0
-    return json.loads((place / "run" / "decision.json").read_text())
+    return json.loads((image_folder / "run" / "decision.json").read_text())
 
 
 def test_a_lone_site_trains_and_is_judged_on_its_labels(
-    place: Path, decision: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    image_folder: Path, decision: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The labeling page judges a head as `run` does. On the images that it was trained on, a model's accuracy comes
     with a word, and its temperature is not fitted."""
     monkeypatch.setattr(folds, "REPEATS", 1)
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(image_folder)
     assert (decision["splits"], decision["low"] <= decision["mean"] <= decision["high"]) == (5, True)
-    site = read_site(place / "ward")
-    own = folder_features(site.folder, site.paths, lambda *step: None)
-    point = head_problem(own, site.labels, site.classes).cross_validate(lambda *step: None)
+    site = read_site(image_folder / "ward")
+    image_features = folder_features(site.folder, site.paths, lambda *step: None)
+    point = head_problem(image_features, site.labels, site.classes).cross_validate(lambda *step: None)
     assert point is not None
     assert (point.labels, point.accuracy) == (24, pytest.approx(decision["with_unlabeled"]))
     assert main(["predict", "run", "ward", "--out", "said.csv"]) == 0
-    rows = list(csv.DictReader((place / "said.csv").open()))
+    rows = list(csv.DictReader((image_folder / "said.csv").open()))
     right = [row["label"] == Path(row["path"]).name[0] for row in rows]
     assert (len(right), np.mean(right) > 0.8) == (42, True)
     assert main(["evaluate", "run", "ward"]) == 0
@@ -259,23 +259,23 @@ def test_a_lone_site_trains_and_is_judged_on_its_labels(
 
 
 def test_in_python_a_folder_is_planned_too(
-    place: Path, decision: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    image_folder: Path, decision: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the decision of the command line; a call again, and `resume`, read it."""
     monkeypatch.setattr(folds, "REPEATS", 1)
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(image_folder)
     results = halfmoon.run(data="ward", run_dir="python")
     plan = "^halfmoon: ward: 42 images, 24 with a label; .* Mixture head, .* cross-validation.*; about 0.. minutes"
     assert re.search(plan, capsys.readouterr().err, re.MULTILINE)
     assert results.decision == decision
     assert decision["sentence"] in repr(results)
     assert results.model.classes == CLASSES
-    model = (place / "python" / "model.safetensors").read_bytes()
+    model = (image_folder / "python" / "model.safetensors").read_bytes()
     repeated = halfmoon.run(data="ward", run_dir="python")
     assert "python contains a run on these images: it is resumed or read" in capsys.readouterr().err
     for other in (repeated, halfmoon.resume("python"), halfmoon.load_run("python")):
         assert other.decision == decision
-    assert (place / "python" / "model.safetensors").read_bytes() == model
+    assert (image_folder / "python" / "model.safetensors").read_bytes() == model
     with pytest.raises(UserError, match=r"^minutes is only for data=FOLDER"):
         halfmoon.run(method="fedavg", minutes=1)
     with pytest.raises(UserError, match=r"^minutes is -1: it must be a number above 0"):
@@ -317,14 +317,14 @@ def test_images_of_other_formats_are_left_out_with_a_word(
     frames[0].save(tmp_path / "photos" / "0" / "still.gif")
     tiny = "--resize 8 --network small --width 4 --steps 1"
     assert main(["run", "--data", "photos", "--plan", *tiny.split()]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert "in all, about" in words
+    output = " ".join(capsys.readouterr().out.split())
+    assert "in all, about" in output
     assert not (tmp_path / "runs").exists()
-    assert "photos: 38 images" in words
-    assert "left out: images in no class folder (6): put them into a folder unlabeled" in words
-    assert "left out: files of formats that are not read (2 .heic, 1 .ppm): convert them to PNG or JPEG, or" in words
-    assert "pip install 'halfmoon[heif]'" in words
-    assert "animated: 1 GIF files with several frames: only the first frame is used" in words
+    assert "photos: 38 images" in output
+    assert "left out: images in no class folder (6): put them into a folder unlabeled" in output
+    assert "left out: files of formats that are not read (2 .heic, 1 .ppm): convert them to PNG or JPEG, or" in output
+    assert "pip install 'halfmoon[heif]'" in output
+    assert "animated: 1 GIF files with several frames: only the first frame is used" in output
 
 
 @pytest.mark.parametrize(("count", "clients", "labels"), [(2, 1, 3), (8, 3, 9), (30, 12, 30), (60, 20, 30)])

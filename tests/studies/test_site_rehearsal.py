@@ -23,35 +23,35 @@ from halfmoon.studies.label_selection import FolderFeatures
 from halfmoon.studies.scan_folder import scan_folder
 
 
-def site(place: Path, labels: int, count: int) -> Path:
+def site(site_folder: Path, labels: int, count: int) -> Path:
     """Write a folder of digits, labeled in the first `labels` rows."""
-    place.mkdir(parents=True)
+    site_folder.mkdir(parents=True)
     source = load("digits")
-    start = len(place.name) * 100
+    start = len(site_folder.name) * 100
     lines = ["path,label"]
     for k in range(count):
-        Image.fromarray(source.train.images[start + k, :, :, 0]).save(place / f"{k:03d}.png")
+        Image.fromarray(source.train.images[start + k, :, :, 0]).save(site_folder / f"{k:03d}.png")
         if k < labels:
             lines.append(f"{k:03d}.png,{source.train.labels[start + k] % 2}")
-    (place / "labels.csv").write_text("\n".join(lines))
-    (place / "classes.txt").write_text("0\n1\n")
-    return place
+    (site_folder / "labels.csv").write_text("\n".join(lines))
+    (site_folder / "classes.txt").write_text("0\n1\n")
+    return site_folder
 
 
 class Told(NullCallback):
     """Notes under which name each round was played."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.titles: list[str] = []
 
     def begin(self, run: RunInfo) -> None:
-        self.told.append(run.title)
+        self.titles.append(run.title)
 
     def round(self, run: RunInfo, row: Row) -> None:
-        self.told.append(f"{run.title} {row['round']}")
+        self.titles.append(f"{run.title} {row['round']}")
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        self.told.append(f"{run.title} ended")
+        self.titles.append(f"{run.title} ended")
 
 
 def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     assert sum(len(row["validation"]["per_class"]) for row in messages) == 4
     assert next(row.accuracy for row in table if row.name == "federation, labels only") == ended["chosen"]
     names = [row.name for row in table]
-    assert seen.told == [each for name in names for each in (name, f"{name} 1", f"{name} 2", f"{name} ended")]
+    assert seen.titles == [each for name in names for each in (name, f"{name} 1", f"{name} 2", f"{name} ended")]
     results = (tmp_path / "r" / "all-labels" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["pseudo"]["accuracy"] for line in results] == [None, None]  # the truth is nobody's
 
@@ -161,18 +161,18 @@ def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
 
-    def asked(config: Path | None = None, **said: object) -> Config:
+    def make_config(config: Path | None = None, **given_options: object) -> Config:
         given = argparse.Namespace(config=config, sites=[tmp_path / "a", tmp_path / "b"])
-        return command.rehearsal_config(given, said, "the file")[0]
+        return command.rehearsal_config(given, given_options, "the file")[0]
 
-    plain = asked()
+    plain = make_config()
     recipe = {name: getattr(plain, name) for name in command.REHEARSAL_RECIPE}
     assert recipe == command.REHEARSAL_RECIPE
     assert (plain.clients, plain.cohort) == (2, 2)
-    assert asked(options={"ramp": 0.5}).options == {"threshold": 0.8, "ramp": 0.5}
-    other = asked(method="feddure", network="small", epochs=2, rounds=3)
+    assert make_config(options={"ramp": 0.5}).options == {"threshold": 0.8, "ramp": 0.5}
+    other = make_config(method="feddure", network="small", epochs=2, rounds=3)
     assert (other.options, other.width, other.steps, other.server_ema, other.lr) == ({}, None, None, 0, plain.lr)
-    ruled = asked(file, **settings.load_file(file))
+    ruled = make_config(file, **settings.load_file(file))
     assert (ruled.rounds, ruled.steps, ruled.options) == (7, None, {})
 
 

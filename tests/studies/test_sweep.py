@@ -28,11 +28,11 @@ from halfmoon.studies import run_sweep as sweep_module
 from halfmoon.studies.run_sweep import RunReport
 from halfmoon.studies.sweep_folder import SweepFolder
 
-MINE = ["amount=few"]
+ARGUMENTS = ["amount=few"]
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def recipe_file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(RECIPE)
     return path
@@ -50,7 +50,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Return the metrics of two cells that nothing disturbed, by the names of their folders."""
     path = tmp_path_factory.mktemp("straight") / "mine.toml"
     path.write_text(RECIPE)
-    folder, _, failed = train_cells(path, *MINE, scale=None)
+    folder, _, failed = train_cells(path, *ARGUMENTS, scale=None)
     assert failed == []
     return metrics(folder.out)
 
@@ -96,19 +96,19 @@ class Suicide(NullCallback):
 # sweep.json
 
 
-def test_sweep_json_is_as_it_is_described(mine: Path) -> None:
+def test_sweep_json_is_as_it_is_described(recipe_file: Path) -> None:
     """Every key of it; `published` is FedDure's Table 1 where the recipe says that its numbers stand there."""
     where = 'published = { table = "1", dataset = "CIFAR-10", setting = "(DIR, DIR)" }\n'
-    mine.write_text(where + RECIPE)
-    folder, steps, failed = train_cells(mine, *MINE)
+    recipe_file.write_text(where + RECIPE)
+    folder, steps, failed = train_cells(recipe_file, *ARGUMENTS)
     assert failed == []
-    facts = json.loads((folder.path / "sweep.json").read_text())
-    assert len(facts.pop("sha256")) == 64  # of all the rest
-    assert folder.path == mine.parent / "out" / "mine-short"
-    machine = facts.pop("machine")
-    versions = facts.pop("versions")
-    rows = facts.pop("cells")
-    assert facts == {
+    stored = json.loads((folder.path / "sweep.json").read_text())
+    assert len(stored.pop("sha256")) == 64  # of all the rest
+    assert folder.path == recipe_file.parent / "out" / "mine-short"
+    machine = stored.pop("machine")
+    versions = stored.pop("versions")
+    rows = stored.pop("cells")
+    assert stored == {
         "format": 1,
         "recipe": "mine",
         "measure": "test accuracy",
@@ -162,22 +162,22 @@ def test_sweep_json_is_as_it_is_described(mine: Path) -> None:
     assert steps[0].label == "amount=few, method=fedavg, seed 0"
 
 
-def test_what_is_finished_is_not_played_again(mine: Path) -> None:
-    folder, _, _ = train_cells(mine, *MINE)
+def test_what_is_finished_is_not_played_again(recipe_file: Path) -> None:
+    folder, _, _ = train_cells(recipe_file, *ARGUMENTS)
     cells_before = state(folder.out / "cells")
-    facts = folder.read()
+    stored = folder.read()
     witness = Witness("fedavg", 1, lambda run: pytest.fail("run twice"))
-    _, steps, failed = train_cells(mine, *MINE, callback=witness)
+    _, steps, failed = train_cells(recipe_file, *ARGUMENTS, callback=witness)
     assert failed == []
     assert [step.finished_before for step in steps] == [True, True]
     assert state(folder.out / "cells") == cells_before
-    assert folder.read() == facts
+    assert folder.read() == stored
 
 
-def test_only_and_seeds_add_up(mine: Path) -> None:
+def test_only_and_seeds_add_up(recipe_file: Path) -> None:
     """Cells and seeds of two calls stand in one sweep.json, in the order of the axes; those of a scale stay apart."""
-    train_cells(mine, "amount=more,method=fedavg-fixmatch", seeds=(1,))
-    folder, steps, _ = train_cells(mine, "amount=few,amount=more,method=fedavg", seeds=(0, 1))
+    train_cells(recipe_file, "amount=more,method=fedavg-fixmatch", seeds=(1,))
+    folder, steps, _ = train_cells(recipe_file, "amount=few,amount=more,method=fedavg", seeds=(0, 1))
     assert len(steps) == 4
     shown = [
         (cell["at"]["amount"], cell["at"]["method"], [run["seed"] for run in cell["runs"]])
@@ -185,43 +185,43 @@ def test_only_and_seeds_add_up(mine: Path) -> None:
     ]
     assert shown == [("few", "fedavg", [0, 1]), ("more", "fedavg", [0, 1]), ("more", "fedavg-fixmatch", [1])]
     assert all(run["finished"] for cell in folder.read()["cells"] for run in cell["runs"])
-    whole, _, _ = train_cells(mine, "amount=few,method=fedavg", scale=None)
+    whole, _, _ = train_cells(recipe_file, "amount=few,method=fedavg", scale=None)
     assert whole.path.name == "mine"
     assert len(whole.read()["cells"]) == 1
     assert len(folder.read()["cells"]) == 3
 
 
-def test_a_sweep_that_ends_meanwhile_is_not_forgotten(mine: Path) -> None:
+def test_a_sweep_that_ends_meanwhile_is_not_forgotten(recipe_file: Path) -> None:
     """While one sweep plays, another one, of other cells, writes the same sweep.json: both stand there at the end."""
     inner: list[str] = []
 
     def other(run: RunInfo) -> None:
-        inner.extend(train_cells(mine, "amount=more,method=fedavg")[2])
+        inner.extend(train_cells(recipe_file, "amount=more,method=fedavg")[2])
 
-    folder, _, failed = train_cells(mine, *MINE, callback=Witness("fedavg-fixmatch", 1, other))
+    folder, _, failed = train_cells(recipe_file, *ARGUMENTS, callback=Witness("fedavg-fixmatch", 1, other))
     assert (failed, inner) == ([], [])
     at = [(cell["at"]["amount"], cell["at"]["method"]) for cell in folder.read()["cells"]]
     assert at == [("few", "fedavg"), ("few", "fedavg-fixmatch"), ("more", "fedavg")]
 
 
-def test_cells_of_an_older_recipe_are_dropped_but_their_runs_stay(mine: Path) -> None:
-    folder, _, _ = train_cells(mine, "amount=few,amount=more,method=fedavg")
+def test_cells_of_an_older_recipe_are_dropped_but_their_runs_stay(recipe_file: Path) -> None:
+    folder, _, _ = train_cells(recipe_file, "amount=few,amount=more,method=fedavg")
     before = state(folder.out / "cells")
     changed = RECIPE.replace("labels_per_class = 2", "labels_per_class = 3")
-    mine.write_text(changed.replace("[axes.method.fedavg]", "[axes.method.plain]"))
-    train_cells(mine, "amount=more,method=plain")
+    recipe_file.write_text(changed.replace("[axes.method.fedavg]", "[axes.method.plain]"))
+    train_cells(recipe_file, "amount=more,method=plain")
     at = [cell["at"] for cell in folder.read()["cells"]]
     assert at == [{"amount": "more", "method": "plain"}]
     after = state(folder.out / "cells")
     assert {name: after[name] for name in before} == before
-    mine.write_text(changed)
-    _, steps, _ = train_cells(mine, "amount=few,method=fedavg")
+    recipe_file.write_text(changed)
+    _, steps, _ = train_cells(recipe_file, "amount=few,method=fedavg")
     assert [step.finished_before for step in steps] == [True]  # its run was there all the time
 
 
-def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
-    mine.write_text(RECIPE.replace("labels_per_class = 2", "labels_per_class = 1"))
-    folder, steps, _ = train_cells(mine, "amount=few,amount=more,method=fedavg")
+def test_cells_of_equal_configuration_are_one_run(recipe_file: Path) -> None:
+    recipe_file.write_text(RECIPE.replace("labels_per_class = 2", "labels_per_class = 1"))
+    folder, steps, _ = train_cells(recipe_file, "amount=few,amount=more,method=fedavg")
     assert len(steps) == 1
     assert len(list((folder.out / "cells").iterdir())) == 1
     one, two = folder.read()["cells"]
@@ -237,12 +237,12 @@ def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
         ('{"format": 99, "cells": []}', f"has format 99, but this halfmoon reads {SWEEP_FORMAT}; remove it"),
     ],
 )
-def test_a_sweep_json_that_cannot_be_read(mine: Path, text: str, message: str) -> None:
-    folder = SweepFolder(mine.parent / "out", recipe.load(str(mine)), None)
+def test_a_sweep_json_that_cannot_be_read(recipe_file: Path, text: str, message: str) -> None:
+    folder = SweepFolder(recipe_file.parent / "out", recipe.load(str(recipe_file)), None)
     folder.path.mkdir(parents=True)
     (folder.path / "sweep.json").write_text(text)
     with pytest.raises(UserError, match=r"sweep\.json") as caught:
-        train_cells(mine, *MINE, scale=None)
+        train_cells(recipe_file, *ARGUMENTS, scale=None)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert (folder.path / "sweep.json").read_text() == text
@@ -250,20 +250,20 @@ def test_a_sweep_json_that_cannot_be_read(mine: Path, text: str, message: str) -
 
 
 @pytest.mark.parametrize("cell", ["3", '{"at": 3, "runs": []}', '{"at": {"amount": "few"}}', '{"at": {}, "runs": [1]}'])
-def test_a_cell_in_it_that_means_nothing_is_dropped(mine: Path, cell: str) -> None:
-    folder = SweepFolder(mine.parent / "out", recipe.load(str(mine)), None)
+def test_a_cell_in_it_that_means_nothing_is_dropped(recipe_file: Path, cell: str) -> None:
+    folder = SweepFolder(recipe_file.parent / "out", recipe.load(str(recipe_file)), None)
     folder.path.mkdir(parents=True)
     (folder.path / "sweep.json").write_text(f'{{"format": {SWEEP_FORMAT}, "cells": [{cell}]}}')
-    folder, _, failed = train_cells(mine, "amount=few,method=fedavg", scale=None)
+    folder, _, failed = train_cells(recipe_file, "amount=few,method=fedavg", scale=None)
     assert failed == []
     assert [cell["at"] for cell in folder.read()["cells"]] == [{"amount": "few", "method": "fedavg"}]
 
 
-def test_splits_are_made_and_nothing_is_trained(mine: Path) -> None:
+def test_splits_are_made_and_nothing_is_trained(recipe_file: Path) -> None:
     """A recipe of splits leaves split.json and no metrics; a table of equal configuration trains all the same."""
-    table = mine.read_text()
-    mine.write_text('kind = "splits"\n' + table)
-    folder, steps, failed = train_cells(mine, "amount=few,method=fedavg")
+    table = recipe_file.read_text()
+    recipe_file.write_text('kind = "splits"\n' + table)
+    folder, steps, failed = train_cells(recipe_file, "amount=few,method=fedavg")
     assert failed == []
     (cell,) = folder.read()["cells"]
     (run,) = cell["runs"]
@@ -284,27 +284,36 @@ def test_splits_are_made_and_nothing_is_trained(mine: Path) -> None:
         "summary.json",
     ]
     before = state(made)
-    _, steps, _ = train_cells(mine, "amount=few,method=fedavg")
+    _, steps, _ = train_cells(recipe_file, "amount=few,method=fedavg")
     assert [step.finished_before for step in steps] == [True]
     assert state(made) == before
-    mine.write_text(table)
-    trained, steps, _ = train_cells(mine, "amount=few,method=fedavg")
+    recipe_file.write_text(table)
+    trained, steps, _ = train_cells(recipe_file, "amount=few,method=fedavg")
     assert [step.finished_before for step in steps] == [False]
     assert "accuracy" in trained.read()["cells"][0]["runs"][0]
 
 
-def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_fails_does_not_stop_the_others(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three cells one finds no data: the exit code is 1, and sweep.json has the sentence."""
-    lost = mine.parent / "lost"
+    lost = recipe_file.parent / "lost"
     text = f'[axes.method.lost]\ntitle = "Lost"\nset = {{ method = "fedavg", data = "{lost}" }}\n'
-    mine.write_text(RECIPE.replace("[axes.method.fedavg]", f"{text}\n[axes.method.fedavg]"))
-    arguments = ["sweep", str(mine), "--out", str(mine.parent / "out"), "--scale", "short", "--only", "amount=few"]
+    recipe_file.write_text(RECIPE.replace("[axes.method.fedavg]", f"{text}\n[axes.method.fedavg]"))
+    arguments = [
+        "sweep",
+        str(recipe_file),
+        "--out",
+        str(recipe_file.parent / "out"),
+        "--scale",
+        "short",
+        "--only",
+        "amount=few",
+    ]
     assert cli.main(arguments) == 1
     output = capsys.readouterr()
     assert "failed" in output.err
     assert "SCALED DOWN, not the paper's experiment: 2 of 5 rounds" in " ".join(output.out.split())
-    facts = json.loads((mine.parent / "out" / "mine-short" / "sweep.json").read_text())
-    runs = {cell["at"]["method"]: cell["runs"][0] for cell in facts["cells"]}
+    stored = json.loads((recipe_file.parent / "out" / "mine-short" / "sweep.json").read_text())
+    runs = {cell["at"]["method"]: cell["runs"][0] for cell in stored["cells"]}
     assert list(runs) == ["lost", "fedavg", "fedavg-fixmatch"]
     assert [run["finished"] for run in runs.values()] == [False, True, True]
     assert runs["lost"].keys() == {"seed", "identity", "folder", "finished", "failed"}
@@ -322,7 +331,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
     ],
 )
 def test_a_defect_costs_one_cell(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, message: str
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, message: str
 ) -> None:
     cell = runner.run_in_folder
 
@@ -332,19 +341,31 @@ def test_a_defect_costs_one_cell(
         return cell(config, path, watch, **rest)
 
     monkeypatch.setattr(runner, "run_in_folder", broken)
-    folder, steps, failed = train_cells(mine, *MINE, scale="short")
+    folder, steps, failed = train_cells(recipe_file, *ARGUMENTS, scale="short")
     assert [step.failed is None for step in steps] == [False, True]
     assert len(failed) == 1
     assert message in failed[0]
     traces = [path.read_text() for path in folder.out.glob("cells/*-defect.txt")]
     assert [trace.strip().splitlines()[-1] for trace in traces] == (["and more"] if "traceback" in message else [])
     monkeypatch.undo()
-    assert train_cells(mine, *MINE, scale="short")[2] == [], "mended, the same command plays what is left"
+    assert train_cells(recipe_file, *ARGUMENTS, scale="short")[2] == [], "mended, the same command plays what is left"
 
 
-def test_dry_run_lists_and_plays_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_lists_and_plays_nothing(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        cli.main(["sweep", str(mine), "--out", str(mine.parent / "out"), "--seeds", "0", "2", "--dry-run", "--json"])
+        cli.main(
+            [
+                "sweep",
+                str(recipe_file),
+                "--out",
+                str(recipe_file.parent / "out"),
+                "--seeds",
+                "0",
+                "2",
+                "--dry-run",
+                "--json",
+            ]
+        )
         == 0
     )
     listed = json.loads(capsys.readouterr().out)
@@ -354,13 +375,13 @@ def test_dry_run_lists_and_plays_nothing(mine: Path, capsys: pytest.CaptureFixtu
         ("amount=few, method=fedavg-fixmatch", "0"),
     ]
     assert len({row["identity"] for row in listed}) == len(listed) == 8
-    assert not (mine.parent / "out").exists()
+    assert not (recipe_file.parent / "out").exists()
 
 
-def test_a_killed_sweep_goes_on(mine: Path, shell: Shell, straight: dict[str, bytes]) -> None:
+def test_a_killed_sweep_goes_on(recipe_file: Path, shell: Shell, straight: dict[str, bytes]) -> None:
     """SIGKILL in the middle of the second run; the same command ends in the metrics of a straight sweep."""
-    out = mine.parent / "killed"
-    message = f"sweep {mine} --out {out} --only amount=few"
+    out = recipe_file.parent / "killed"
+    message = f"sweep {recipe_file} --out {out} --only amount=few"
 
     def kill(pid: int) -> None:
         until = time.monotonic() + 300
@@ -378,16 +399,18 @@ def test_a_killed_sweep_goes_on(mine: Path, shell: Shell, straight: dict[str, by
     first = out / "mine" / left["cells"][0]["runs"][0]["folder"]
     before = state(first)
     done = shell(message)
-    assert done.code == 0, done.said
-    assert "finished before" in done.said
+    assert done.code == 0, done.output
+    assert "finished before" in done.output
     assert state(first) == before
     assert metrics(out) == straight
     assert len(straight) == 2
 
 
-def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sweeps_at_once_play_each_run_once(
+    recipe_file: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both end well and have all cells; a run that the other one plays is waited for, not played beside it."""
-    mine.write_text(RECIPE.replace("rounds = 5", "rounds = 60"))
+    recipe_file.write_text(RECIPE.replace("rounds = 5", "rounds = 60"))
     monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.05)
     started: list[int] = []
     busy: list[bool] = []
@@ -405,29 +428,31 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
 
     def baselines(pid: int) -> None:
         until = time.monotonic() + 300
-        while time.monotonic() < until and not list((mine.parent / "out").glob("cells/*/metrics.jsonl")):
+        while time.monotonic() < until and not list((recipe_file.parent / "out").glob("cells/*/metrics.jsonl")):
             time.sleep(0.005)
-        here.append(train_cells(mine, *MINE, scale=None, executor=Asking(), callback=Looking())[1:])
+        here.append(train_cells(recipe_file, *ARGUMENTS, scale=None, executor=Asking(), callback=Looking())[1:])
 
-    done = shell(f"sweep {mine} --out {mine.parent / 'out'} --only amount=few", baselines)
-    assert done.code == 0, done.said
+    done = shell(f"sweep {recipe_file} --out {recipe_file.parent / 'out'} --only amount=few", baselines)
+    assert done.code == 0, done.output
     ((steps, failed),) = here
     assert failed == []
     assert len(steps) == 2
     assert busy[0]  # the other process was in the middle of the first run
     assert started in ([], [0])  # which this one did not touch; the second it played from its start, or not at all
-    for data in metrics(mine.parent / "out").values():
+    for data in metrics(recipe_file.parent / "out").values():
         assert [json.loads(line)["round"] for line in data.splitlines()] == list(range(1, 61))
-    facts = json.loads((mine.parent / "out" / "mine" / "sweep.json").read_text())
-    assert [run["finished"] for cell in facts["cells"] for run in cell["runs"]] == [True, True]
+    stored = json.loads((recipe_file.parent / "out" / "mine" / "sweep.json").read_text())
+    assert [run["finished"] for cell in stored["cells"] for run in cell["runs"]] == [True, True]
 
 
 def test_processes_play_several_at_once_and_one_that_is_killed_is_replaced(
-    mine: Path, straight: dict[str, bytes]
+    recipe_file: Path, straight: dict[str, bytes]
 ) -> None:
     """Its run goes on from its checkpoint in a new process, and all end in the metrics of a straight sweep."""
-    mark = mine.parent / "killed"
-    folder, steps, failed = train_cells(mine, *MINE, scale=None, executor=ProcessExecutor(2), callback=Suicide(mark))
+    mark = recipe_file.parent / "killed"
+    folder, steps, failed = train_cells(
+        recipe_file, *ARGUMENTS, scale=None, executor=ProcessExecutor(2), callback=Suicide(mark)
+    )
     assert failed == []
     assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
     for step in steps:

@@ -53,7 +53,7 @@ def make_federation(
     entry: MethodEntry,
     rule: str,
     executor: str = "loop",
-    place: str | None = None,
+    labels_at: str | None = None,
     network: Network = NETWORK,
     **options: Any,
 ) -> tuple[Method, Task, Simulation]:
@@ -65,14 +65,14 @@ def make_federation(
             many unlabeled ones as make all of the client's take part once. `STATISTICS` has the options of the task
             that go with the rule: with "rest", labeled and unlabeled images have separate forward passes.
         executor: "loop" trains the clients one after the other, "vmap" all at once.
-        place: where labels are: at all "clients", "some" clients or the "server"; None: the first location that the
+        labels_at: where labels are: at all "clients", "some" clients or the "server"; None: the first location that the
             method supports.
         network: the network.
         options: other options of `make_simulation`.
     """
     task = make_task(network, rounds=ROUNDS, **STATISTICS[rule])
     dataset = make_dataset(
-        SIZES, all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.label_locations[0]
+        SIZES, all_labels=entry.all_labels, pooled=entry.pooled, labels_at=labels_at or entry.label_locations[0]
     )
     simulation = make_simulation(
         entry.method, task, dataset, batching=BATCHINGS[rule], executor=cast(ExecutorName, executor), **options

@@ -57,22 +57,22 @@ def make_examples(count: int, channels: int = 1, side: int = 8, classes: int = C
     return Examples(images, torch.randint(0, classes, (count,), generator=generator))
 
 
-def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: str = "clients") -> Split:
+def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, labels_at: str = "clients") -> Split:
     """Make a small split: the client of each row (image) of a data set, and whether the row is labeled.
 
     Args:
         sizes: (labeled, unlabeled) rows of each client.
         seed: the seed of the shuffling.
-        place: where labels are. "clients": each client has its labeled rows. "some": clients with an odd number have
+        labels_at: where labels are. "clients": each client has its labeled rows. "some": clients with an odd number have
             none; no client gets these rows. "server": the server has all labeled rows.
     """
     row_counts = [labeled_rows + unlabeled_rows for labeled_rows, unlabeled_rows in sizes]
     client = np.repeat(np.arange(len(sizes)), row_counts).astype(np.int64)
     # The first rows of each client are labeled.
     labeled = np.concatenate([np.arange(rows) < sizes[number][0] for number, rows in enumerate(row_counts)])
-    if place == "server":
+    if labels_at == "server":
         client = np.where(labeled, SERVER, client)
-    elif place == "some":
+    elif labels_at == "some":
         client = np.where(labeled & (client % 2 == 1), -1, client)  # -1: rows that no client has
     # Shuffled, so that a method which relies on the order of rows fails.
     order = np.random.default_rng(seed).permutation(len(client))
@@ -82,7 +82,7 @@ def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: s
 def make_dataset(
     sizes: Sequence[tuple[int, int]] = SIZES,
     all_labels: bool = False,
-    place: str = "clients",
+    labels_at: str = "clients",
     pooled: bool = False,
     **images: Any,
 ) -> FederatedDataset:
@@ -91,13 +91,13 @@ def make_dataset(
     Args:
         sizes: (labeled, unlabeled) images of each client.
         all_labels: clients train on all their images as labeled ones, as supervised upper bounds do.
-        place: where labels are: "clients", "some" or "server", as in `make_split`.
+        labels_at: where labels are: "clients", "some" or "server", as in `make_split`.
         pooled: one client has the images of all, for methods that are not federated.
         **images: options of `make_examples`.
     """
     rows = sum(labeled + unlabeled for labeled, unlabeled in sizes)
     train = make_examples(rows, **images)
-    return FederatedDataset(train, make_split(sizes, place=place), all_labels=all_labels, pooled=pooled)
+    return FederatedDataset(train, make_split(sizes, labels_at=labels_at), all_labels=all_labels, pooled=pooled)
 
 
 def make_task(network: Network = NETWORK, dtype: torch.dtype = torch.float64, **shared: Any) -> Task:
