@@ -53,7 +53,7 @@ def mean_for_all(requested: AggregationContext, upload: Upload) -> tuple[Sequenc
     return range(len(requested.clients)), replace_update(upload, requested, change)
 
 
-def test_an_update_is_what_a_client_changed_and_nothing_else():
+def test_update_is_the_change_of_the_client():
     broadcast = {"params": {"w": torch.tensor([1.0, 2.0])}, "round": torch.tensor(3)}
     each = {"own": torch.tensor([[10.0], [20.0]])}
     parts = {
@@ -77,7 +77,7 @@ def test_an_update_is_what_a_client_changed_and_nothing_else():
     assert requested.only([1]).clients == (7,)
 
 
-def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
+def test_guard_without_effect_changes_no_upload_and_gets_the_responders():
     """A run beside one is equal in every bit; it is told the round, the trip, and who answered, in order."""
     made, shared, plain = build_simulation("fedavg-fixmatch", "both", client_dropout=0.4)
     aggregator = Recorder()
@@ -93,7 +93,7 @@ def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
     assert two.report.aggregator == {"questions": 3}
 
 
-def test_whom_a_guard_leaves_out_has_not_answered():
+def test_client_excluded_by_a_guard_is_not_a_responder():
     """The cohort and the average are without it; where nobody is left, the round has too few."""
 
     def first_only(requested: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
@@ -112,7 +112,7 @@ def test_whom_a_guard_leaves_out_has_not_answered():
         run_rounds(made, empty, start_server(made, shared), [0])
 
 
-def test_a_mean_reduces_what_goes_beside_as_it_is_declared() -> None:
+def test_mean_reduces_auxiliary_values_as_declared() -> None:
     """(1 * 2 + 3 * 6) / 4 = 5; sums add up; what the server needs of each client cannot be averaged; nobody weighs."""
     upload_spec = UploadSpec(aux={"share": Aux("mean"), "moments": Aux("sum", "statistic")})
     mean = UploadMean(upload_spec, "train")
@@ -177,7 +177,7 @@ def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
         build_method(replace(robust, options={}))
 
 
-def test_the_servers_own_training_is_not_clipped():
+def test_training_on_the_server_is_not_clipped():
     """Clients' updates are cut to nothing: what is left of a round of SemiFL is its fine-tuning, whole."""
     made = registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0})
     shared = make_task(rounds=1)
@@ -203,7 +203,7 @@ class Undeclared:
     """A method that says nothing of itself."""
 
 
-def test_a_method_of_ones_own_is_refused_unless_it_declares_a_sum():
+def test_custom_method_is_refused_unless_it_declares_a_sum():
     """What inherits from FedRGD needs single uploads as FedRGD does, and so does what declares nothing."""
     for made in (OtherGroups(), Undeclared()):
         assert requirements_of(made).aggregation == "individual"
@@ -212,7 +212,7 @@ def test_a_method_of_ones_own_is_refused_unless_it_declares_a_sum():
     assert requirements_of(FedAvg()).aggregation == "sum"
 
 
-def test_the_catalog_says_which_methods_need_single_uploads():
+def test_catalog_lists_the_methods_that_need_single_uploads():
     """FedDure and FedAvg do not; the others are refused, with the reason, wherever only a sum is seen."""
     assert {"feddure", "fedavg", "fedavg-fixmatch", "fedloke", "fml"} <= set(SUMS)
     for name in set(registry.names()) - set(SUMS):

@@ -140,7 +140,7 @@ def test_a_row_names_the_hostile_clients_of_the_round():
     assert aggregator.row() == {"hostile": []}
 
 
-def test_liars_call_class_c_the_class_as_far_from_the_other_end():
+def test_label_flip_reverses_the_classes():
     """Of four classes 0, 1, 2, 3 become 3, 2, 1, 0, in labeled rows of label_flippers alone; hidden labels stay true."""
     honest = make_dataset()
     lying = FederatedDataset(honest.train, honest.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
@@ -155,7 +155,7 @@ def test_liars_call_class_c_the_class_as_far_from_the_other_end():
     assert torch.equal(lying.client_data(SERVER)[0].y, served.client_data(SERVER)[0].y)
 
 
-def test_a_liar_trains_on_what_it_says():
+def test_attacker_trains_on_its_flipped_labels():
     """A round whose hostile clients have flipped labels equals one whose images carry these labels from the start."""
     made, shared, lied = build_simulation("fedavg", "both")
     held = lied.dataset
@@ -189,7 +189,7 @@ def test_loop_equals_vmap_under_attack(attack: Attack):
 
 
 @pytest.mark.parametrize("attack", UPLOADS)
-def test_nobody_hostile_changes_nothing(attack: Attack):
+def test_without_hostile_clients_no_upload_changes(attack: Attack):
     made, shared, plain = build_simulation("fedavg", "both")
     _, _, baselines = build_simulation(
         "fedavg", "both", aggregators=[HostileClients(attack, draw_hostile_clients(4, 0.0, 3), 3), FiniteCheck()]
@@ -199,7 +199,7 @@ def test_nobody_hostile_changes_nothing(attack: Attack):
     assert trees_equal(one[-1].server, two[-1].server)
 
 
-def test_a_stale_client_holds_the_mean_back_by_its_weight():
+def test_stale_client_delays_the_mean_by_its_weight():
     """FedAvg with weights w: mean = sum over honest w u + w of the stale one times the model that was sent."""
     made, shared, plain = build_simulation("fedavg-fixmatch", "both")
     server = start_server(made, shared)
@@ -277,7 +277,7 @@ def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, tm
 
 
 @EVERY
-def test_a_run_says_that_it_is_attacked(attack: Attack, honest: Path, tmp_path: Path):
+def test_run_reports_its_attack(attack: Attack, honest: Path, tmp_path: Path):
     """Without the attack it has another model: the option reaches the clients."""
     folder = runner.start(Config(**HONEST, attack=attack, attackers=0.2, run_dir=tmp_path / "run")).folder
     models = [(each / "model.safetensors").read_bytes() for each in (folder, honest)]

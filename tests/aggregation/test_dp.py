@@ -88,7 +88,7 @@ def test_the_stream_is_aes_in_counter_mode_from_zero() -> None:
     assert csprng.generate_gaussians(bytes(32), 6) == pytest.approx(scipy.stats.norm.ppf(uniform), abs=1e-12)
 
 
-def test_a_subkey_depends_on_every_fact_and_its_place() -> None:
+def test_subkey_depends_on_every_input_and_its_position() -> None:
     """HMAC-SHA256 of the facts, each after its length: no two lists of facts run together."""
     text = b"\x00" * 7 + b"\x05" + b"noise" + b"\x00" * 7 + b"\x02" + b"12"
     assert csprng.derive_subkey(b"k", "noise", 12) == hmac.new(b"k", text, sha256).digest()
@@ -151,7 +151,7 @@ def test_rounding_never_lengthens_a_clipped_update_beyond_the_bound(dtype: torch
         assert math.sqrt(math.fsum((sent.double() - broadcast.double()).square().tolist())) <= 0.3
 
 
-def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
+def test_clip_norm_below_the_rounding_of_the_model_gives_a_zero_update() -> None:
     """Weights of 1e6 in float32 cannot move by 1e-3: an update that was clipped to that is zero."""
     sent = clip_upload(Upload({"w": torch.full((3,), 1e6 + 7)}, torch.ones(())), {"w": torch.full((3,), 1e6)}, 1e-3)
     assert sent.update["w"].tolist() == [1e6] * 3
@@ -172,7 +172,7 @@ def test_loop_equals_vmap_behind_clipping(name: str) -> None:
     assert max_difference(one[-1].server, free[-1].server) > 1e-3
 
 
-def test_a_clipped_client_update_differs_in_its_upload_alone() -> None:
+def test_clipped_client_update_differs_only_in_its_upload() -> None:
     for name in SUMS:
         shared = make_task(GROUPED)
         for key, client_update in registry.make(name).client_updates(shared).items():
@@ -188,7 +188,7 @@ def test_a_clipped_client_update_differs_in_its_upload_alone() -> None:
             assert replace(later, task=shared) == around
 
 
-def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None:
+def test_replacing_one_client_moves_the_sum_by_at_most_twice_the_bound() -> None:
     """Whatever one client sends: huge, tiny, nothing, NaN, infinite, float32's largest."""
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(5, 30, generator=g) * torch.tensor([0.01, 0.1, 1.0, 10.0, 1e4])[:, None]
@@ -206,7 +206,7 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
     assert 0.9 < max(distance) <= 1.0 + 1e-12
 
 
-def test_the_mean_is_over_those_asked_and_whoever_is_missing_is_zero(tmp_path: Path) -> None:
+def test_mean_is_over_the_cohort_and_missing_clients_count_as_zero(tmp_path: Path) -> None:
     """By hand: updates (3, 4) and (0, 0.25) under a bound of 0.5 are (0.3, 0.4) and (0, 0.25); four were asked."""
     server = private(tmp_path, PROMISE._replace(noise=1e-12))
     kept_rows, upload = server.uploads(make_context(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
@@ -277,7 +277,7 @@ def gaussian(noise: float, rounds: int, delta: float) -> float:
     return float(root)
 
 
-def test_the_library_says_what_was_published() -> None:
+def test_epsilon_equals_the_published_value() -> None:
     """DP-SGD on MNIST (tensorflow_privacy's tutorial): 60 epochs in batches of 256 of 60,000, z = 1.1: epsilon 3.01.
     And the library's own test of its conversion: 4.530877117 sensitivities of noise, ours of twice that, are (1, 1e-6).
     """
@@ -333,7 +333,7 @@ def naive(q: float, noise: float, order: int) -> float:
     return math.log(total) / (order - 1)
 
 
-def test_a_drawn_cohort_costs_no_more_than_the_general_theorem_says() -> None:
+def test_sampled_cohort_costs_at_most_the_general_theorem() -> None:
     """The general bound, written naively, is above what is counted, and close to it where sampling matters."""
     for cohort, noise in ((10, 4.0), (50, 8.0), (5, 2.0)):
         curve = accounting.compute_renyi_curve(noise, CohortDraw(cohort, 100))
@@ -373,7 +373,7 @@ def test_more_rounds_a_larger_share_and_less_noise_cost_more() -> None:
     assert costs(cohort=9, clients=10, noise=1.0) <= costs(cohort=10, clients=10, noise=1.0)
 
 
-def test_the_noise_for_an_epsilon_is_the_least_of_three_digits() -> None:
+def test_noise_for_an_epsilon_is_the_smallest_of_three_digits() -> None:
     noise = accounting.find_noise(3.0, 10, 100, 20, 1e-5)
     assert (
         accounting.compute_planned_epsilon(10, 100, 20, noise, 1e-5)
@@ -434,7 +434,7 @@ FORM = factory.ImageSpec((1, 8, 8), ("a", "b"), False, (0.5,), (0.5,))
 
 
 @pytest.mark.parametrize("where", ["simulation", "server", "server with a secret"])
-def test_cohorts_are_drawn_as_the_accountant_is_told(where: str) -> None:
+def test_cohorts_are_drawn_as_the_accountant_assumes(where: str) -> None:
     """Thousands of rounds as a runtime opens them: the size is fixed, every client and every pair has its share."""
     if where == "simulation":
         sizes = [(2, 2)] * CLIENTS
@@ -550,7 +550,7 @@ def test_a_ledger_that_cannot_be_written_stops_the_release(tmp_path: Path) -> No
     assert aggregator.ledger.releases == []
 
 
-def test_the_same_sum_is_counted_once_and_another_one_again(tmp_path: Path) -> None:
+def test_repeated_sum_is_counted_once(tmp_path: Path) -> None:
     aggregator = private(tmp_path)
     _, first = aggregator.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
     repeated = private(tmp_path)  # a server that was killed before its checkpoint
@@ -562,7 +562,7 @@ def test_the_same_sum_is_counted_once_and_another_one_again(tmp_path: Path) -> N
     assert repeated.row()["epsilon"] > aggregator.row()["epsilon"]
 
 
-def test_the_ledger_tells_nothing_of_a_sum_without_the_secret(tmp_path: Path) -> None:
+def test_ledger_reveals_no_sum_without_the_secret(tmp_path: Path) -> None:
     """A plain hash of the sum could be compared with guesses: of one sum, two secrets write two marks."""
     marks = set()
     for secret in (b"a", b"b"):
@@ -575,7 +575,7 @@ def test_the_ledger_tells_nothing_of_a_sum_without_the_secret(tmp_path: Path) ->
     assert sha256(plain.tobytes()).hexdigest() not in marks
 
 
-def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) -> None:
+def test_round_beyond_the_privacy_budget_does_not_run(tmp_path: Path) -> None:
     plenty = PROMISE._replace(noise=8.0, clients=40)
     costs = [accounting.compute_planned_epsilon(3, 40, rounds, 8.0, 1e-5) for rounds in (1, 2, 3)]
     aggregator = private(tmp_path, plenty._replace(budget=(costs[1] + costs[2]) / 2))
@@ -594,7 +594,7 @@ def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) ->
     assert f"the first round alone costs {costs[0]:.4g}" in none
 
 
-def test_a_run_ends_at_its_budget_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_stops_at_its_privacy_budget_and_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`halfmoon run`: as many rounds as the budget allows, epsilon in every row, the reason in summary and log."""
     clients = "--clients 12 --cohort 2 --dp-clip 0.5 --dp-noise 6 --dp-delta 1e-5"
     message = f"run --method fedavg --norm group --rounds 9 --steps 1 --width 4 --threads 1 {clients}"
@@ -632,7 +632,7 @@ def left(path: Path) -> dict[str, bytes]:
 
 
 @WHEN
-def test_a_private_run_that_is_killed_at_any_write_goes_on(when: str, tmp_path: Path) -> None:
+def test_private_run_killed_at_any_write_resumes(when: str, tmp_path: Path) -> None:
     """The same bytes, the ledger's and epsilon among them, as of a run that nobody stopped."""
     tmp_path.joinpath("straight").mkdir()
     run(tmp_path / "straight")
@@ -699,7 +699,7 @@ def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str
     assert there[0].calls.rules.norm_bound == 0
 
 
-def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
+def test_stopped_private_server_resumes(flower: Any) -> None:
     """After the sites have trained, before it has taken their answers; cohorts of two of three, from the secret."""
     import in_process_federation
 
@@ -714,7 +714,7 @@ def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
     assert [each.sampled for each in Ledger(straight / LEDGER).releases] == [CohortDraw(2, 3)] * 3
 
 
-def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
+def test_configuration_adds_clipping_and_noise(tmp_path: Path) -> None:
     config = Config(method="fedavg", norm="group", dp_clip=0.5, dp_noise=2.0, dp_epsilon=3.0, clients=9, cohort=4)
     assert factory.build_method(config) == ClippedMethod(registry.make("fedavg"), 0.5)
     (aggregator,) = factory.build_aggregators(config, b"x", tmp_path)
@@ -728,7 +728,7 @@ def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
     assert factory.build_aggregators(Config(), b"x", tmp_path) == ()
 
 
-def test_epsilon_is_told() -> None:
+def test_epsilon_is_reported() -> None:
     row = {"round": 3, "cohort": [0, 1], "train": {}, "aggregation": {"epsilon": 1.23456, "delta": 1e-5}}
     assert describe_round(row, 9) == "round 3 of 9: 2 sites; epsilon 1.235 (delta 1e-05)"
     progress = Progress(Path("run"), "FedAvg", 3, 0, 0.0)
@@ -736,7 +736,7 @@ def test_epsilon_is_told() -> None:
     assert describe_progress(progress, 0.0) == "FedAvg: round 3/3, epsilon 1.235, delta 1e-05"
 
 
-def test_the_command_says_what_a_plan_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_the_epsilon_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     plan = "privacy --clients 100 --cohort 10 --rounds 20 --json"
     assert cli.main([*plan.split(), "--noise", "5", "--delta", "1e-6"]) == 0
     text = json.loads(capsys.readouterr().out)

@@ -45,7 +45,7 @@ def test_sums_compose_by_their_precisions():
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.5, 1.0, 4.0])
-def test_tiny_noise_overflows_nothing(noise: float):
+def test_tiny_noise_does_not_overflow(noise: float):
     """Epsilon beyond 10^5 is a number as well."""
     assert math.isfinite(compute_exact_epsilon([noise] * 50, 1e-5))
 
@@ -74,7 +74,7 @@ def test_the_pld_accountant_has_no_cohorts_of_a_fixed_size():
 
 
 @pytest.mark.parametrize("kind", [(4.0, CohortDraw(10, 100)), (100.0, CohortDraw(1, 10_000)), (8.0, None), (0.1, None)])
-def test_a_curve_is_read_from_what_the_accountant_says(kind: tuple[float, CohortDraw | None]):
+def test_curve_is_read_from_the_accountant(kind: tuple[float, CohortDraw | None]):
     """An event's divergence is its own, however often: epsilon of 1 and of 300 is what the library composes itself."""
     from dp_accounting import NeighboringRelation, dp_event
     from dp_accounting.rdp import RdpAccountant
@@ -88,7 +88,7 @@ def test_a_curve_is_read_from_what_the_accountant_says(kind: tuple[float, Cohort
         assert _compute_renyi_epsilon(Counter({kind: count}), 1e-5) == pytest.approx(made.get_epsilon(1e-5), rel=1e-9)
 
 
-def test_nothing_of_the_library_is_used_that_has_no_public_name():
+def test_only_public_names_of_the_library_are_used():
     """A name of the accountant that begins with "_" may change with any version, and epsilon with it, in silence."""
     tree = ast.parse(inspect.getsource(accounting))
     names = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]

@@ -97,7 +97,7 @@ def test_statistics_are_clipped_by_themselves():
     assert aggregator.row() == {"clipped": 1, "counted": 3, "median_norm": {"parameters": 2.0, "statistics": 100.0}}
 
 
-def test_who_points_against_the_others_is_left_out():
+def test_update_in_the_opposite_direction_is_excluded():
     """The last one's cosines are -1, -0.6 and -0.8, of which -0.8 is the median; the others' lie above 0.6."""
     broadcast, upload = models([[2, 0], [3, 4], [4, 3], [-9, 0]])
     aggregator = RobustAggregator("cosine", 0.2)
@@ -107,24 +107,24 @@ def test_who_points_against_the_others_is_left_out():
     assert aggregator.row()["outside"] == [{"client": 30, "part": "parameters", "cosine": -0.8, "others": 0.6}]
 
 
-def test_statistics_that_point_against_the_others_are_left_out():
+def test_statistics_in_the_opposite_direction_are_excluded():
     broadcast, upload = models([[1, 0]] * 5, [[1, 0], [2, 1], [1, 1], [3, 1], [-1, -1]])
     kept_rows, _ = RobustAggregator("cosine", 0.2).uploads(make_query_context(5, broadcast), upload)
     assert list(kept_rows) == [0, 1, 2, 3]
 
 
-def test_of_three_nobody_is_left_out():
+def test_no_client_of_three_is_excluded():
     """Two against one says nothing: whoever is wrong may be the two."""
     assert ruled("cosine", [[1, 0], [1, 0], [-1, 0]])[0] == [[1, 0], [1, 0], [-1, 0]]
 
 
-def test_who_is_as_unlike_as_everyone_stays():
+def test_client_as_different_as_all_is_included():
     """Where nobody agrees, being against the others betrays nobody."""
     values = [[1, -0.1, -0.1, -0.1], [-0.1, 1, -0.1, -0.1], [-0.1, -0.1, 1, -0.1], [-0.1, -0.1, -0.1, 1]]
     assert np.allclose(ruled("cosine", values)[0], values)
 
 
-def test_an_update_is_compared_with_the_others_and_the_history():
+def test_update_is_compared_with_the_cohort_and_the_history():
     """Of e1 to e4, e1 meets the history and the others' mean: e1 + 4/3 (e2 + e3 + e4), whose length is sqrt(19/3).
 
     With -e1 in its place e2 meets 2/3 e1 + e2 + 4/3 (e3 + e4), whose length is sqrt(5).
@@ -137,7 +137,7 @@ def test_an_update_is_compared_with_the_others_and_the_history():
     )
 
 
-def test_the_history_tells_a_turned_update_from_one_of_other_classes():
+def test_history_distinguishes_a_reversed_update_from_one_of_different_classes():
     """Six clients learn six things, so that all are unlike each other; who turns its update is against the past."""
     store = StateView(TreeStore(), "state/", torch.device("cpu"))
     honest = torch.eye(6).tolist()
@@ -181,7 +181,7 @@ def test_trimmed_leaves_out_a_share_at_both_ends():
     assert ruled("trimmed", [[4], [100], [1], [3]])[0] == [pytest.approx([27])] * 4
 
 
-def test_extremes_of_each_coordinate_become_the_weighted_mean_of_the_others():
+def test_extremes_of_each_coordinate_become_the_weighted_mean_of_the_rest():
     """Five clients of weights 1 to 5. First coordinate (7, 8, 6, 9, 90): 6 and 90 become (7 * 1 + 8 * 2 + 9 * 4) / 7 =
     59 / 7. Second (8, 6, 7, 9, 9): of the two 9 that of the smaller weight 4 is replaced, and it and 6 become (8 * 1 +
     7 * 3 + 9 * 5) / 9 = 74 / 9. The lengths, 10.6 to 11.7 without a coordinate of 90, are below 1.5 medians."""
@@ -310,13 +310,13 @@ def test_krum_chooses_the_update_nearest_to_its_neighbors():
     assert row == {"chosen": 10, "expected": 1}
 
 
-def test_krum_looks_at_parameters_alone_and_takes_statistics_along():
+def test_krum_selects_by_parameters_and_uses_the_same_statistics():
     broadcast, upload = models([[0], [1], [3], [4], [100]], [[7], [1e9], [7], [7], [7]])
     _, new = RobustAggregator("krum", 0.2).uploads(make_query_context(5, broadcast), upload)
     assert new.update["stats"]["mean"].flatten().tolist() == [1e9] * 5
 
 
-def test_whoever_weighs_nothing_has_no_say():
+def test_client_without_weight_has_no_influence():
     """A client without labels sends back what it got: it is no vote for standing still."""
     broadcast, upload = models([[2], [4], [0], [0], [0]])
     upload = upload._replace(weight=torch.tensor([3.0, 5.0, 0.0, 0.0, 0.0]).double())
@@ -390,7 +390,7 @@ def test_one_client_is_the_aggregate(rule: Rule):
         assert new == [pytest.approx([1.5, -2.0, 0.25])] * count
 
 
-def test_trimmed_of_nothing_is_the_mean():
+def test_trimmed_mean_of_zero_share_is_the_mean():
     values = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     new, row = ruled("trimmed", values.tolist(), byzantine=0.0)
     assert new == [pytest.approx(values.mean(0).tolist())] * 6
@@ -398,7 +398,7 @@ def test_trimmed_of_nothing_is_the_mean():
 
 
 @EVERY
-def test_the_order_of_clients_changes_nothing(rule: Rule):
+def test_order_of_clients_does_not_matter(rule: Rule):
     values = (2 + torch.randn(5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).tolist()
     first, _ = ruled(rule, values)
     for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 17):
@@ -406,7 +406,7 @@ def test_the_order_of_clients_changes_nothing(rule: Rule):
         assert [new[order.index(k)] for k in range(5)] == [pytest.approx(each) for each in first]
 
 
-def test_what_is_below_the_median_keeps_its_bits():
+def test_update_below_the_median_norm_is_unchanged():
     g = torch.Generator().manual_seed(3)
     broadcast = {"params": {"w": torch.randn(8, generator=g)}}
     upload = Upload({"params": {"w": broadcast["params"]["w"] + torch.randn(7, 8, generator=g)}}, torch.ones(7))
@@ -466,7 +466,7 @@ def test_a_difference_that_is_not_finite_is_left_out():
     assert new.update["params"]["w"].flatten().tolist() == pytest.approx([-2.95e38] * 2)
 
 
-def test_nobody_finite_is_nobody():
+def test_without_finite_uploads_no_client_remains():
     broadcast, upload = models([[1.0], [2.0]])
     upload.update["params"]["w"][:] = torch.nan
     assert find_finite_clients(list(tree.leaves(upload.tree))) == []
@@ -539,7 +539,7 @@ def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
         assert max_difference(results[0][0].server, first.server) > 1e-6  # the rule has done something
 
 
-def test_a_history_goes_on_where_a_run_was_stopped(tmp_path: Path):
+def test_history_is_restored_when_a_run_resumes(tmp_path: Path):
     """Killed after the second of four rounds, a run that leaves a site out ends in the bytes of one that was not."""
     config = Config(
         method="fedavg-soft-labels", data="digits", clients=6, cohort=6, labels_per_class=5.0, rounds=4, steps=4,
@@ -550,7 +550,7 @@ def test_a_history_goes_on_where_a_run_was_stopped(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rule", ONE)
-def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
+def test_auxiliary_values_of_feddb_do_not_affect_robust_rules(rule: Rule):
     """With one aggregate in everyone's place, a client that lies in its mean prediction and rows changes nothing."""
 
     class Liar(Aggregator):
@@ -569,7 +569,7 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
     assert max_difference(run_rounds(made, bare, start_server(made, shared), range(1))[0].server, one[0].server) > 1e-6
 
 
-def test_a_configuration_brings_its_rule():
+def test_configuration_selects_its_rule():
     assert build_aggregators(Config(), b"", Path()) == ()
     (aggregator,) = build_aggregators(Config(aggregation="trimmed", byzantine=0.1), b"", Path())
     assert isinstance(aggregator, RobustAggregator)
@@ -591,7 +591,7 @@ SMALL: dict[str, Any] = {"clients": 5, "cohort": 5, "rounds": 3, "steps": 1, "wi
 
 
 @pytest.mark.parametrize("rule", ["clip", "krum"])
-def test_a_run_that_was_stopped_goes_on_bit_by_bit(rule: Rule, tmp_path: Path):
+def test_stopped_run_resumes_to_the_same_bits(rule: Rule, tmp_path: Path):
     """Stopped after its second round and resumed: the model and the rows, with what the guard says, are the same."""
     folder = run_with_interruption(Config(method="fedavg", aggregation=rule, **SMALL), tmp_path, 2)
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]

@@ -99,7 +99,7 @@ def test_the_field_is_a_field() -> None:
     assert not any(isprime(2**256 + k) for k in range(297))
 
 
-def test_any_of_enough_shares_tell_a_secret_and_fewer_tell_nothing() -> None:
+def test_enough_shares_reveal_a_secret_and_fewer_do_not() -> None:
     """In a field of 11, one share of two is compatible with each secret just once: all are as likely as before."""
     secret = int.from_bytes(bytes(range(32)), "big")
     shares = dict(zip(range(1, 8), split_secret(secret, 4, range(1, 8), draw_coefficients(b"k" * 32, 3)), strict=True))
@@ -111,7 +111,7 @@ def test_any_of_enough_shares_tell_a_secret_and_fewer_tell_nothing() -> None:
         assert sorted(secrets) == list(range(11))
 
 
-def test_keys_are_agreed_on_as_rfc_7748_says() -> None:
+def test_keys_are_agreed_on_as_in_rfc_7748() -> None:
     """Section 5.2: X25519 of 9 and 9, once, and a thousand times over; a point of low order is no key."""
     k = u = bytes([9]) + bytes(31)
     assert compute_public_key(k).hex() == "422c8e7a6227d7bca1350b3e2bb7279f7897b87bb6854b783c60e80311ae3079"
@@ -181,7 +181,7 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     assert bound / 50 < worst <= bound + Fraction(1, 2**50)
 
 
-def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
+def test_invalid_upload_is_excluded_and_an_empty_sum_has_weight_zero() -> None:
     broadcast = {"params": {"w": torch.zeros(2)}}
     upload = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
     aggregator = FixedPointMean(False)
@@ -366,7 +366,7 @@ def test_the_sum_is_exact_whoever_drops_out(drops: dict[str, set[int]], tmp_path
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_with_too_few_sites_nothing_can_be_read(stage: str, tmp_path: Path) -> None:
+def test_sum_of_too_few_sites_cannot_be_read(stage: str, tmp_path: Path) -> None:
     """Four of ten are gone: the server says so and has no sum."""
     village = Village(tmp_path, 10, {stage: {1, 2, 3, 4}})
     with pytest.raises(TooFewReplies, match=r"round 1, query 1 \(train\) has 6 sites of 10 .* and a sum needs 7"):
@@ -398,7 +398,7 @@ def spread_of(vector: np.ndarray) -> float:
     return float(scipy.stats.chisquare(np.bincount(np.frombuffer(vector.tobytes(), np.uint8), minlength=256)).pvalue)
 
 
-def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) -> None:
+def test_masked_vectors_look_like_noise_and_differ_between_rounds(tmp_path: Path) -> None:
     """Bytes are uniform, of each site, and of the difference of two rounds with equal updates; plain ones are not."""
     village = Village(tmp_path, 4)
     vectors: dict[tuple[int, int], np.ndarray] = {}
@@ -449,7 +449,7 @@ def sent(village: Village) -> dict[str, Request]:
     return {next(iter(each.masks)): each for each in village.sent if each.round == village.round}
 
 
-def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Path) -> None:
+def test_repeated_request_gets_the_same_reply_and_a_different_one_none(tmp_path: Path) -> None:
     """A server that asks again, after a restart, or with changes: at each stage a site answers one question."""
     village = Village(tmp_path, 5)
     first = until(village, REVEAL_SHARES)
@@ -468,7 +468,7 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Pa
             village.reply_to_request(0, write_message(other))
 
 
-def test_shares_are_told_for_one_set_of_sites_also_in_a_sum_that_is_begun_anew(tmp_path: Path) -> None:
+def test_shares_are_revealed_for_one_set_of_sites_even_in_a_restarted_sum(tmp_path: Path) -> None:
     """A server that was killed after the last answer plays all again: the same sum, or none."""
     village = Village(tmp_path, 5)
     reveal = stages(village)[REVEAL_SHARES]
@@ -499,7 +499,7 @@ def cohort_of(deal: Request, session: str) -> Cohort:
     return Cohort(SumId(FEDERATION, RUN, deal.round, 0, 0, session), requested, sites, keys)
 
 
-def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> None:
+def test_site_reveals_seeds_or_keys_but_never_both_of_one_site(tmp_path: Path) -> None:
     """Of those whose vectors came it tells the seed's share, of the others the key's: as they were dealt."""
     village = Village(tmp_path, 7, {MASK_UPDATE: {6}})
     sum = village.sum()
@@ -517,7 +517,7 @@ def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> Non
             assert (output[k].numpy().tobytes() == share.to_bytes(33, "big")) is is_selected
 
 
-def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
+def test_site_refuses_requests_that_would_reveal_more_than_a_sum(tmp_path: Path) -> None:
     village = Village(tmp_path, 5)
     village.least = 5
     old = stages(village)
@@ -652,14 +652,14 @@ MALFORMED: list[Tree] = [
 
 
 @pytest.mark.parametrize("masks", MALFORMED, ids=range(len(MALFORMED)))
-def test_what_is_no_part_of_a_sum_is_refused_by_its_pattern(masks: Tree) -> None:
+def test_upload_that_does_not_fit_the_sum_is_refused(masks: Tree) -> None:
     from fake_transport import make_terms
 
     with pytest.raises(RefusalError, match="for a secure sum is invalid: it"):
         secure_sum.check_masks(make_tree_spec(masks), make_terms(cohort=3, secure_aggregation=True))
 
 
-def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
+def test_site_without_agreed_masks_is_not_in_the_sum() -> None:
     from fake_transport import TERMS
 
     secure_sum.check_masks({}, TERMS)
@@ -667,7 +667,7 @@ def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
         secure_sum.check_masks(make_tree_spec(dealt(1)), TERMS)
 
 
-def test_what_a_site_has_to_hide_is_its_owners_alone_and_stands_in_nothing_else(tmp_path: Path) -> None:
+def test_secrets_of_a_site_are_only_in_a_file_of_its_owner(tmp_path: Path) -> None:
     village = Village(tmp_path, 4)
     until(village, REVEAL_SHARES)
     state_folder = tmp_path / "home-0"
@@ -693,7 +693,7 @@ def test_what_a_site_put_down_is_damaged(tmp_path: Path) -> None:
         village.reply_to_request(0, write_message(first[REVEAL_SHARES]))
 
 
-def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
+def test_site_without_a_key_is_not_queried(tmp_path: Path) -> None:
     village = Village(tmp_path, 5)
     village.participant(1)
     is_selected = village.key(1).hex()
@@ -759,7 +759,7 @@ def forging(village: Village, lasting: bool) -> Forging:
 
 
 @pytest.mark.parametrize("known", ["handed out", "remembered", "neither"])
-def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> None:
+def test_server_cannot_insert_its_keys(known: str, tmp_path: Path) -> None:
     """Keys that a site has not signed are refused; so is another lasting key, once a site knows the right one.
     `neither` is what is left: who never knew a key believes the first one, which its log shows."""
     village = Village(tmp_path, 3)
@@ -860,7 +860,7 @@ def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) ->
     assert not list(tmp_path.rglob(SECRET_FILE))
 
 
-def test_a_secret_is_overwritten_and_the_one_of_a_sum_that_came_to_nothing_goes_too(tmp_path: Path) -> None:
+def test_secrets_are_overwritten_even_of_a_failed_sum(tmp_path: Path) -> None:
     """The bytes on the disk are zeros before the file is gone: another name of the same file shows them."""
     village = Village(tmp_path, 4)
     until(village, REVEAL_SHARES)

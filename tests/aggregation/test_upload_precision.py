@@ -98,7 +98,7 @@ def test_the_mean_of_many_int8_draws_is_the_number() -> None:
     assert bool(((means - change).abs() <= 4 * error + 1e-12).all())
 
 
-def test_every_tensor_of_every_client_and_round_has_draws_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_draws_differ_by_tensor_client_and_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that round alike would not average out."""
     paths: list[Any] = []
     draw = rng.generator
@@ -111,7 +111,7 @@ def test_every_tensor_of_every_client_and_round_has_draws_of_its_own(monkeypatch
     assert len(set(uploads)) == len(uploads) == 2 * 3 * tensors
 
 
-def test_no_draw_goes_beyond_the_largest_level() -> None:
+def test_rounded_values_stay_within_the_largest_level() -> None:
     """The largest number over its scale may be 127.00001 in float32; 128 would wrap around to -128."""
     for seed in range(300):
         change = torch.randn(3, generator=rng.generator(seed))
@@ -121,7 +121,7 @@ def test_no_draw_goes_beyond_the_largest_level() -> None:
         torch.testing.assert_close(back.abs().max(), change.abs().max())
 
 
-def test_nothing_changed_is_sent_as_nothing_and_empty_tensors_pass() -> None:
+def test_zero_updates_and_empty_tensors_are_preserved() -> None:
     before = torch.randn(7, generator=rng.generator(0))
     for precision in ("float16", "int8"):
         assert torch.equal(trip(before.clone(), before, precision), before)
@@ -132,7 +132,7 @@ def test_nothing_changed_is_sent_as_nothing_and_empty_tensors_pass() -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e38])
-def test_what_is_not_finite_stays_so(value: float) -> None:
+def test_values_that_are_not_finite_are_preserved(value: float) -> None:
     """And a float16 difference over 65,504 becomes infinite: the server stops, or refuses the upload."""
     for precision in ("float16", "int8"):
         back = trip(torch.tensor([1.0, value]), torch.zeros(2), precision)
@@ -140,7 +140,7 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_all_but_learned_parameters_stays_as_it_is(precision: Any) -> None:
+def test_only_learned_parameters_are_rounded(precision: Any) -> None:
     """Also a part that is one tensor: class shares, whose logarithm is taken, may not fall below 0."""
     values = torch.rand(6, generator=rng.generator(1))
     update = {
@@ -187,7 +187,7 @@ def test_loop_is_vmap_and_sites_send_what_the_simulation_has(name: str, precisio
         assert bool(leaf.isfinite().all())
 
 
-def test_a_run_sends_a_half_and_a_quarter_of_the_bytes_and_says_so(tmp_path: Path) -> None:
+def test_run_sends_and_reports_half_and_a_quarter_of_the_bytes(tmp_path: Path) -> None:
     """Of the parameters; the weight is sent as before, and int8 has 4 bytes more for each of 8 tensors."""
     sent = {}
     for precision in ("float32", "float16", "int8"):
@@ -268,7 +268,7 @@ def test_a_resumed_run_has_the_same_bytes(precision: Any, tmp_path: Path) -> Non
     )
 
 
-def test_the_servers_own_training_is_not_rounded() -> None:
+def test_training_on_the_server_is_not_rounded() -> None:
     tuned = []
     for precision in ("float32", "int8"):
         method = registry.make("semifl")

@@ -40,7 +40,7 @@ def test_the_cap_is_twice_the_lower_median_of_those_who_weigh_something():
 
 
 @pytest.mark.parametrize("attackers", [1, 2, 3, 4])
-def test_no_minority_owns_the_mean_whatever_it_claims(attackers: int):
+def test_no_minority_dominates_the_mean_by_false_counts(attackers: int):
     """Nine clients at 1, of whom `liars` send -1 and claim 1e9 times the images: their share is that of the cap, 2."""
     cap = WeightCap(2.0)
     honest = 9 - attackers
@@ -69,7 +69,7 @@ def test_honest_weights_keep_their_bits_and_counts_of_sums_scale_with_their_sums
     assert cap.uploads(make_context(DOWN, 3), plain)[1].weight.equal(plain.weight)
 
 
-def test_a_share_over_one_half_is_told_once_by_name():
+def test_share_over_one_half_is_logged_once_with_the_site():
     """Of 3 and 4 images the second has 57 %; a third time it is not said."""
     messages: list[tuple[int, float]] = []
     cap = WeightCap(2.0, warn=lambda client, share: messages.append((client, round(share, 3))))
@@ -86,7 +86,7 @@ def test_declared_counts_are_the_cap_where_they_are_known():
     assert new.weight.tolist() == [5.0, 300.0, 1.0]
 
 
-def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say():
+def test_attacks_report_a_million_times_their_images_and_flip_signs():
     upload = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
         _, new = HostileClients(name, [1], 0).uploads(make_context(DOWN, 2), upload)
@@ -95,7 +95,7 @@ def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say(
     assert upload.weight.tolist() == [10.0, 10.0]
 
 
-def test_test_counts_are_capped_alike():
+def test_test_counts_are_capped_too():
     """Three sites with 10 test images, all wrong, and one that claims 10^6, all right: 20 of 50, not 100 %."""
     evaluation = FederatedEvaluation(2.0)
     wrong = torch.tensor([[0, 10], [0, 0]])
@@ -120,7 +120,7 @@ def test_declared_counts_have_to_be_numbers_of_images():
 
 
 @pytest.mark.parametrize("rule", ["mean", "clip"])
-def test_a_run_with_a_liar_stays_near_the_honest_one_with_the_cap_alone(tmp_path: Path, rule: str):
+def test_cap_limits_the_effect_of_false_counts_on_a_run(tmp_path: Path, rule: str):
     """Digits: one client of five flips its sign and claims 10^6 times its images, in a round of two steps."""
     common = {"data": "digits", "clients": 5, "cohort": 5, "network": "small", "width": 2, "rounds": 1, "steps": 2}
     run_options = {"threads": 1, "executor": "loop", "device": "cpu", "method": "fedavg-sl", "aggregation": rule}

@@ -273,7 +273,7 @@ def test_the_number_of_threads_is_only_borrowed() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_what_is_recommended_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_recommends_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(f"run --method recommended --labels-at server --labels 10 {TINY} --run-dir r".split()) == 0
     err = capsys.readouterr().err
     assert (

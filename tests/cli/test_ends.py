@@ -89,7 +89,7 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
     assert resume_run(tmp_path / "run") == straight
 
 
-def test_what_torch_says_is_understood_and_other_errors_are_not():
+def test_torch_memory_errors_are_recognized_and_different_ones_are_not():
     """A real refusal of its allocator; a wrong shape is a mistake of the program, whose traceback is wanted."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**55)

@@ -80,7 +80,7 @@ def test_each_flag_of_a_command_is_read(name: str):
     assert declared - reads(parser.get_default("do"), set()) == set()
 
 
-def test_a_flag_that_nothing_reads_is_found():
+def test_unused_flag_is_detected():
     """The test above looks at the source; this is what it must not accept."""
 
     def command(args: argparse.Namespace) -> str:

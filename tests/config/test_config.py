@@ -138,7 +138,7 @@ def test_defaults_are_a_valid_configuration_and_the_template_states_them() -> No
     assert config.merge(stated, {}) == Config()
 
 
-def test_every_option_says_what_it_is() -> None:
+def test_every_option_has_a_description() -> None:
     for name, about in config.option_helps().items():
         assert len(about.split()) > 1, name
     assert set(config.option_helps()) == {each.name for each in dataclasses.fields(Config)}
@@ -250,7 +250,7 @@ def test_flags_are_named_as_they_are_typed() -> None:
         ("run_dir", "a b", Path("a b")),
     ],
 )
-def test_words_of_the_command_line(name: str, typed: str, value: object) -> None:
+def test_command_line_arguments_are_parsed(name: str, typed: str, value: object) -> None:
     assert config.parse_option(name, typed) == value
 
 

@@ -52,7 +52,7 @@ def test_rows_of_other_methods_are_named_by_method():
     assert rows == [ExplainedOption("options.fedavg-fixmatch.threshold", 0.5, "file")]
 
 
-def test_command_prints_layers_and_trains_nothing(capsys, tmp_path):
+def test_command_prints_layers_without_training(capsys, tmp_path):
     file = tmp_path / "study.toml"
     file.write_text("rounds = 3\n")
     folder = tmp_path / "run"

@@ -11,7 +11,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.runs.runner import resume, start
 
 
-def test_preset_of_a_paper_gives_way_to_what_is_said():
+def test_given_options_override_the_preset_of_a_paper():
     """FedDure's paper: Adam at 5e-4 for all three rates, 100 clients, raw logits; a flag or a file's word wins."""
     config = resolve({"preset": "paper", "clients": 20, "options": {"hidden": 64}}, {"lr": 1e-3}, Path("run.toml"))
     assert (config.clients, config.lr, config.cohort, config.network, config.schedule) == (
@@ -37,7 +37,7 @@ def test_preset_of_a_method_without_one_is_refused():
         resolve({}, {"preset": "paper", "method": "fedavg"})
 
 
-def test_preset_marks_a_run_as_its_options_do():
+def test_preset_has_the_identity_of_its_options():
     preset = resolve({}, {"preset": "paper"})
     text = {name: value for name, value in method_options(preset, "feddure").items() if value is not None}
     plain = replace(preset, preset="none", options={**text, "regulator_lr": preset.lr})
@@ -45,7 +45,7 @@ def test_preset_marks_a_run_as_its_options_do():
     assert identity(replace(preset, options={"regulator_lr": preset.lr}), "feddure") == identity(plain, "feddure")
 
 
-def test_methods_without_the_preset_play_beside_one_with_it(tmp_path):
+def test_methods_without_the_preset_run_next_to_one_with_it(tmp_path):
     """A comparison's file can be resumed: what the preset said of the run is written out, and FedAvg has no preset."""
     values = {"preset": "paper", "clients": 4, "cohort": 2, "labels_per_class": 2, "network": "small", "width": 4}
     config = resolve({**values, "baselines": ["fedavg"], "rounds": 1, "steps": 1, "unlabeled_batch": 4}, {})
@@ -56,7 +56,7 @@ def test_methods_without_the_preset_play_beside_one_with_it(tmp_path):
     assert resume(tmp_path / "run").summaries == outcome.summaries
 
 
-def test_a_protocol_lies_under_what_is_said():
+def test_given_options_override_a_protocol():
     """SAGE's experiment by name: a word of one's own wins, labels and steps said in other words leave its own out."""
     sage = Config.of(protocol="sage", method="proxyfl", cohort=4)
     assert (sage.clients, sage.cohort, sage.rounds, sage.steps, sage.setting) == (20, 4, 300, 95, "pair-dir")
@@ -72,7 +72,7 @@ def test_a_protocol_lies_under_what_is_said():
     )
 
 
-def test_the_recipe_for_few_labels_lies_under_what_is_said():
+def test_given_options_override_the_recipe_for_few_labels():
     """Options of methods join one by one; another network has its own width, and a short run no average of rounds."""
     recipe = Config.of(
         protocol="few-labels", data="xrays", options={"feddure": {"hidden": 8}, "sage": {"threshold": 0.9}}
@@ -86,14 +86,14 @@ def test_the_recipe_for_few_labels_lies_under_what_is_said():
 
 
 @pytest.mark.parametrize("protocol", ["sage", "fedloke", "fedmatch", "few-labels"])
-def test_a_width_is_that_of_the_network_it_was_said_of(protocol):
+def test_width_applies_to_the_network_it_was_given_with(protocol):
     """Another network takes its own width, not that of the protocol's; a width that is said stays."""
     assert Config.of(protocol=protocol).width is not None
     assert Config.of(protocol=protocol, network="small").width is None
     assert Config.of(protocol=protocol, network="small", width=4).width == 4
 
 
-def test_a_protocol_is_put_in_place_before_a_configuration_is_made():
+def test_protocol_is_applied_before_a_configuration_is_created():
     assert Config.of(protocol="sage").protocol == "none"
     with pytest.raises(UserError, match=r"use Config\.of\(protocol="):
         Config(protocol="sage")

@@ -56,7 +56,7 @@ def test_a_gradient_is_that_of_torch_func(quiet: bool):
     assert not any(leaf.requires_grad for leaf in found)
 
 
-def test_a_loss_of_nothing_has_the_gradient_zero():
+def test_empty_loss_has_a_zero_gradient():
     params, x = make_inputs()
     gradient, _, _ = grad_and_value(lambda p: (x.sum(), ()), params)
     assert trees_equal(gradient, tree.zeros_like(params))

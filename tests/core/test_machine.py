@@ -38,12 +38,12 @@ def faults(mode: str) -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
-def test_memory_taken_again_costs_no_fault():
+def test_reused_memory_causes_no_page_fault():
     """Kept, the pages are there already: less than a tenth of the faults that they cost otherwise."""
     assert faults("keep") < faults("default") / 10
 
 
-def test_elsewhere_it_does_nothing(monkeypatch):
+def test_on_another_system_it_has_no_effect(monkeypatch):
     """On another system, or with a C library that has no such switch, it says no and raises nothing."""
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
     assert not memory.retain_freed_memory()

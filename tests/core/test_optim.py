@@ -115,7 +115,7 @@ def test_a_rate_that_is_a_tensor_is_the_same_rate(tested, theirs, options, lift)
 
 
 @EVERY
-def test_a_step_writes_into_nothing(tested, theirs, options):
+def test_step_does_not_modify_its_inputs(tested, theirs, options):
     params, (gradient, *_) = make_inputs()
     params, state = tested.step(params, gradient, tested.init(params))
     trees = (params, gradient, state)
@@ -125,7 +125,7 @@ def test_a_step_writes_into_nothing(tested, theirs, options):
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(each), tree.leaves(copy), strict=True))
 
 
-def test_float32_stays_float32():
+def test_float32_is_preserved():
     """Adam counts its steps in double precision, but what it moves keeps its type."""
     for optimizer in (Adam(), SGD(momentum=0.9)):
         params = {"a": torch.ones(2)}
@@ -229,7 +229,7 @@ def test_a_slower_group_is_torchs_parameter_group(kind: str) -> None:
         torch.testing.assert_close(params[name]["w"], reference.data)
 
 
-def test_adam_of_one_client_is_that_of_a_lifted_one_whatever_the_order_of_its_state():
+def test_adam_of_one_client_equals_a_vmapped_one_in_any_order_of_state():
     """All leaves in one call, or each under vmap: the same bits; a state from a file has keys in another order."""
     g = torch.Generator().manual_seed(0)
     params, gradient = ({"b": {"w": torch.randn(4, 3, generator=g)}, "a": torch.randn(4, generator=g)} for _ in "pg")
@@ -245,7 +245,7 @@ def test_adam_of_one_client_is_that_of_a_lifted_one_whatever_the_order_of_its_st
             assert torch.equal(leaf, tree.flatten(expected)[name][0]), name
 
 
-def test_a_large_model_moves_as_its_leaves_do_alone():
+def test_large_model_steps_equal_steps_of_single_leaves():
     """Leaf by leaf from 16 MiB on, all at once below: the same bits; with what is not needed any more used up, too."""
     g = torch.Generator().manual_seed(0)
     params = {name: torch.randn(count, generator=g) for name, count in {"large": 2**22, "a": 7, "b": 1000}.items()}

@@ -43,7 +43,7 @@ def test_flatten_names_paths():
     assert list(tree.flatten({"b": {"y": one, "x": one}, "a": one, "e": {}})) == ["b/y", "b/x", "a"]
 
 
-def test_map_goes_by_names_and_refuses_trees_that_lack_one():
+def test_map_uses_names_and_refuses_trees_with_missing_ones():
     one = {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}
     other = {"b": torch.tensor(20.0), "a": torch.tensor(10.0)}
     made = tree.map(torch.add, one, other)
@@ -82,7 +82,7 @@ def test_weighted_mean_knows_proportions_only(weights, factor):
     assert tree.weighted_mean({"v": values}, w * factor)["v"].tolist() == pytest.approx(mean.tolist(), rel=1e-12)
 
 
-def test_weighted_mean_keeps_precision_and_leaves_the_uploads_alone():
+def test_weighted_mean_is_precise_and_does_not_modify_uploads():
     """float32 uploads with float64 weights stay float32, and are not written into."""
     stacked = {"v": torch.tensor([[1.0], [2.0]])}
     mean = tree.weighted_mean(stacked, torch.tensor([1.0, 1.0], dtype=torch.float64))
@@ -113,7 +113,7 @@ def test_channels_last_and_back():
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(one), tree.leaves(back), strict=True))
 
 
-def test_named_generators_are_apart():
+def test_named_generators_are_independent():
     """A generator depends on the seed and on every part of its path: its type, its place and its value."""
     paths = [(0,), (1,), (0, 1), (0, "1"), (0, 1, 2), (0, 12), (0, "1", "2"), (0, "12"), (0, 2, 1)]
     assert len({rng.derive_seed(*path) for path in paths}) == len(paths)

@@ -141,7 +141,7 @@ def test_channels_last_images_give_the_same_view() -> None:
 
 
 @pytest.mark.parametrize("view", [Labeled(), Weak(), Strong(), StrongSemiFL(), StrongFedLoKe()], ids=repr)
-def test_every_row_has_its_own_draw(view: View) -> None:
+def test_each_row_has_an_independent_draw(view: View) -> None:
     """64 copies of one image: the views that coincide are few (the weak view has 162 different ones)."""
     images = noise(1).expand(64, -1, -1, -1)
     views = view.apply(images, view.draw(64, (3, 32, 32), seeded(3)), EXACT).flatten(1)
@@ -149,7 +149,7 @@ def test_every_row_has_its_own_draw(view: View) -> None:
 
 
 @pytest.mark.parametrize("view", [Labeled(), Weak(), Strong(), StrongSemiFL(), StrongFedLoKe()], ids=repr)
-def test_draws_follow_the_generator_alone(view: View) -> None:
+def test_draws_depend_only_on_the_generator(view: View) -> None:
     first, repeated, other = (view.draw(50, (3, 32, 32), seeded(seed)) for seed in (7, 7, 8))
     torch.manual_seed(0)  # the global generator has no part in it
     assert all(torch.equal(first[name], repeated[name]) for name in first)
@@ -157,7 +157,7 @@ def test_draws_follow_the_generator_alone(view: View) -> None:
 
 
 @pytest.mark.parametrize("kind", [Labeled, Weak, Strong, StrongSemiFL, StrongFedLoKe])
-def test_without_flip_nothing_is_mirrored_and_no_other_draw_changes(kind: type) -> None:
+def test_without_flip_no_image_is_mirrored_and_different_draws_are_equal(kind: type) -> None:
     plain, mirrored = (kind(flip=flip).draw(500, (1, 8, 8), seeded()) for flip in (False, True))
     assert not plain.pop("flip").any()
     assert mirrored.pop("flip").any()
@@ -291,7 +291,7 @@ def test_shared_draws_once_for_the_rows_of_a_step() -> None:
     assert Shared(view, 4).draw(0, (3, 32, 32), seeded())["corner"].shape == (0, 2, 2)
 
 
-def test_shared_treats_a_step_alike_and_steps_differently() -> None:
+def test_shared_draw_is_equal_within_a_step_and_differs_between_steps() -> None:
     """Copies of one image: as many different weak views as steps with different draws, each filling its step."""
     shared = Shared(Weak(), 32)
     normalize = Normalize((0.0,), (1.0,))

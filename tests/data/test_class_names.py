@@ -82,7 +82,7 @@ def test_numbered_class_folders_have_the_order_of_numbers(tmp_path: Path) -> Non
     assert load(str(tmp_path)).classes == tuple(map(str, range(12)))
 
 
-def test_a_table_with_nearly_equal_names_asks_whatever_the_counts(tmp_path: Path) -> None:
+def test_table_with_nearly_equal_names_prompts_for_any_counts(tmp_path: Path) -> None:
     labels = ["dog" if row % 2 else "Cat" if row % 4 else "cat" for row in range(24)]
     data_folder = write_table(tmp_path / "in", *labels)
     with pytest.raises(

@@ -165,7 +165,7 @@ def test_a_plan_of_a_site_lists_them_too(tmp_path: Path) -> None:
     assert "cat/bad.png" in (tmp_path / "out" / "skipped.csv").read_text()
 
 
-def test_at_a_terminal_the_command_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_prompts_at_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
     import sys
 
@@ -344,7 +344,7 @@ def test_a_dead_link_is_left_out_and_named(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_folder_of_other_formats_says_which(
+def test_folder_of_unsupported_formats_names_them(
     suffix: str, advice: str, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = tuple(each for each in class_folders.SUFFIXES if each not in (".heic", ".heif"))
@@ -364,7 +364,7 @@ def scan_or_refuse(folder: Path) -> None:
     refuse_without_data(folder)
 
 
-def test_evaluation_of_train_and_test_asks_for_one_of_them(tmp_path: Path) -> None:
+def test_evaluation_of_a_folder_with_train_and_test_requires_one(tmp_path: Path) -> None:
     write_classes(tmp_path / "Train", 4)
     write_classes(tmp_path / "Test", 4)
     with pytest.raises(UserError, match=r"has the folders Test, Train: give one of them, such as .*Test\.$"):

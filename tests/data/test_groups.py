@@ -51,7 +51,7 @@ def test_no_group_of_class_folders_is_on_two_sides(tmp_path: Path) -> None:
     assert sum(map(len, sides[None])) > len(set.union(*sides[None]))
 
 
-def test_the_column_of_labels_csv_says_whose_an_image_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_column_of_labels_csv_assigns_images_to_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a group a label may be left out; answers keep the column."""
     ward = tmp_path / "ward"
     written(ward)

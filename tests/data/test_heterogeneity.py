@@ -22,7 +22,7 @@ mixes = (
 )
 
 
-def test_a_mix_of_nothing_is_not_a_number() -> None:
+def test_distance_of_an_empty_class_mix_is_undefined() -> None:
     shares = class_shares(np.array([[1, 3], [0, 0]]))
     assert shares[0].tolist() == [0.25, 0.75]
     assert np.isnan(shares[1]).all()
@@ -57,7 +57,7 @@ def test_distances_are_symmetric_bounded_and_zero_for_the_same(pair: np.ndarray)
     assert tv <= 1 + 1e-12
 
 
-def test_mixes_without_a_common_class_are_one_apart() -> None:
+def test_distance_of_disjoint_class_mixes_is_one() -> None:
     p = np.array([0.3, 0.7, 0, 0])
     q = np.array([0, 0, 0.9, 0.1])
     assert total_variation(p, q) == pytest.approx(1)
@@ -97,7 +97,7 @@ def test_a_split_without_unlabeled_rows_has_no_distances() -> None:
     assert metadata["external"]["labeled"] == {"mean": 0.0, "min": 0.0, "max": 0.0}
 
 
-def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
+def test_server_with_labels_has_a_separate_row() -> None:
     """Server: a a b. Client 0: unlabeled b b, one a stage; client 1: unlabeled a and c, in stage 1. Nobody: one c.
     (2/3, 1/3, 0) against (1/4, 2/4, 1/4): 5/12 + 2/12 + 3/12, half of it is TV 5/12. Clients have no labels."""
     client = np.array([SERVER, SERVER, SERVER, 0, 0, 1, 1, -1])

@@ -119,7 +119,7 @@ def test_parts_with_metadata_are_read_as_hugging_face_does(tmp_path: Path) -> No
         ("im/9.png,cat", "there is no file im/9.png"),
     ],
 )
-def test_a_fault_of_a_part_is_named(line: str, fault: str, tmp_path: Path) -> None:
+def test_fault_in_a_subset_is_named(line: str, fault: str, tmp_path: Path) -> None:
     for subset in ("train", "test"):
         folder = write_table(tmp_path / "in" / subset, "file_name,label", "{path},{label}", 4, "metadata.csv")
     with (folder / "metadata.csv").open("a") as file:

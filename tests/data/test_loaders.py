@@ -248,7 +248,7 @@ def test_tiny_imagenet(tmp_path: Path, subfolder: str) -> None:
     np.testing.assert_array_equal(load(str(folder), test="val").test.images, held)
 
 
-def test_tiny_imagenet_images_lie_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_tiny_imagenet_images_are_sorted_by_name(tmp_path: Path) -> None:
     """val_10 comes before val_2, whatever the order of the annotations."""
     folder = tiny(tmp_path)
     write_image(folder / "val" / "images" / "val_10.JPEG", make_noise_images(1, 64, seed=7)[0])
@@ -324,7 +324,7 @@ def test_a_damaged_tiny_imagenet_is_named(tmp_path, damage, file, message):
     assert "\n" not in str(caught.value)
 
 
-def test_tiny_imagenet_without_its_test_is_said(tmp_path: Path) -> None:
+def test_tiny_imagenet_without_test_labels_is_reported(tmp_path: Path) -> None:
     folder = tiny(tmp_path)
     for path in (folder / "val" / "images").iterdir():
         path.unlink()
@@ -333,7 +333,7 @@ def test_tiny_imagenet_without_its_test_is_said(tmp_path: Path) -> None:
     assert_load_refused(r"no part 'validation', only train and val", "tiny_imagenet", tmp_path, test="validation")
 
 
-def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
+def test_stored_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
     folder = tiny(tmp_path / "tiny_imagenet")
     load("tiny_imagenet", tmp_path, cache=tmp_path / "cache")
     annotate(folder, lambda lines: [lines[0].replace(CROC, FISH), *lines[1:]])
@@ -379,7 +379,7 @@ def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder
     assert source.mirror == DATASETS[name].mirror
 
 
-def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
+def test_cache_distinguishes_gray_from_gray_converted_to_color(tmp_path: Path) -> None:
     for subset in ("train", "valid"):
         write_parquet(tmp_path / f"{subset}.parquet", make_noise_images(2, 64, 1), [0, 1])
     cache = tmp_path / "cache"

@@ -32,7 +32,7 @@ def mixed(count: int, classes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).permutation(np.arange(count) % classes)
 
 
-def test_streams_depend_on_every_word_and_nothing_else() -> None:
+def test_random_streams_depend_only_on_their_names() -> None:
     def first(*text: str, seed: int = 0) -> int:
         return int(named_generator(seed, *text).integers(2**62))
 
@@ -42,7 +42,7 @@ def test_streams_depend_on_every_word_and_nothing_else() -> None:
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=12), st.integers(0, 300))
-def test_apportion_stays_within_one_of_the_exact_share(weights: list[int], total: int) -> None:
+def test_apportion_differs_from_the_exact_share_by_less_than_one(weights: list[int], total: int) -> None:
     parts = apportion(np.array(weights), total)
     assert parts.sum() == total
     exact = np.array(weights) * total / sum(weights)
@@ -50,7 +50,7 @@ def test_apportion_stays_within_one_of_the_exact_share(weights: list[int], total
 
 
 @given(st.integers(20, 200), st.integers(1, 5), st.integers(0, 5), st.integers(0, 9))
-def test_the_labeled_pool_has_the_counts_that_were_asked(count: int, classes: int, requested: int, seed: int) -> None:
+def test_labeled_pool_has_the_requested_counts(count: int, classes: int, requested: int, seed: int) -> None:
     labels = mixed(count, classes, seed)
     chosen = draw_labeled(labels, np.full(classes, min(requested, count // classes)), named_generator(seed, "pool"))
     assert np.bincount(labels[chosen], minlength=classes).tolist() == [min(requested, count // classes)] * classes
@@ -105,7 +105,7 @@ def oracle(labels, clients, dirichlet_alpha, draw, min_size):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("dirichlet_alpha", "clients", "min_size"), [(0.5, 20, 10), (0.2, 8, 12), (5.0, 30, 15)])
-def test_spread_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, clients: int, min_size: int) -> None:
+def test_spread_equals_the_described_algorithm(seed: int, dirichlet_alpha: float, clients: int, min_size: int) -> None:
     labels = mixed(1000, 10, seed)
     holder = spread_by_dirichlet(labels, clients, dirichlet_alpha, named_generator(seed, "x"), min_size=min_size)
     held = oracle(labels, clients, dirichlet_alpha, named_generator(seed, "x"), min_size)
@@ -142,7 +142,7 @@ def test_a_tiny_gamma_gives_each_class_to_few_and_a_huge_one_to_all() -> None:
     assert np.abs(sizes - 125).max() <= 3
 
 
-def test_a_class_whose_holder_is_full_goes_whole_to_another() -> None:
+def test_class_of_a_full_client_is_assigned_to_another() -> None:
     """With gamma 1e-6 the shares are one 1 and zeros. Five classes of 40 rows, five clients, cap 40: whoever has a
     class is full, so each class must go to another client even where its own draw named a full one, and all
     sizes are 40, but for what rounding moves to the last client, at most one row a class."""
@@ -152,7 +152,7 @@ def test_a_class_whose_holder_is_full_goes_whole_to_another() -> None:
         assert np.abs(sizes - 40).max() <= 5
 
 
-def test_a_smallest_size_that_cannot_be_met_is_said_with_the_best_found() -> None:
+def test_unreachable_min_size_is_refused_with_the_best_result() -> None:
     labels = mixed(200, 2)
     with pytest.raises(
         UserError, match=r"in 7 draws .* dirichlet_alpha 0.05 gave each of 10 clients 18 rows; the best minimum was"
@@ -169,7 +169,7 @@ def test_a_smallest_size_that_cannot_be_met_is_said_with_the_best_found() -> Non
         spread_by_dirichlet(labels, 5, 0.5, named_generator(3, "x"), min_size=39, tries=3)
 
 
-def test_thousands_of_clients_are_told_at_once_what_would_succeed() -> None:
+def test_impossible_split_of_thousands_of_clients_is_refused_quickly_with_advice() -> None:
     """Of 5,000 clients dozens have nothing in each draw: three are enough to know it; what is said then succeeds."""
     labels = mixed(20_000, 10)
     draw = named_generator(0, "many")
@@ -186,7 +186,7 @@ def test_thousands_of_clients_are_told_at_once_what_would_succeed() -> None:
         )
 
 
-def test_what_each_client_holds_is_found_at_once() -> None:
+def test_rows_of_each_client_are_found_in_one_pass() -> None:
     """As by looking for each client's rows; nobody's (-1) and the server's (-2) are no client's."""
     client = np.random.default_rng(0).integers(-2, 7, 300)
     found = rows_by_client(client, 8)
@@ -226,7 +226,7 @@ def test_a_split_that_does_not_fit_itself_is_refused() -> None:
         (Scenario("fedmatch-stream", 7, stages=3, labels_at="server", seed=3), ["stage"]),
     ],
 )
-def test_a_saved_split_comes_back_with_its_origin(tmp_path: Path, scenario: Scenario, more: list[str]) -> None:
+def test_saved_split_is_loaded_with_its_origin(tmp_path: Path, scenario: Scenario, more: list[str]) -> None:
     source = load("digits")
     split = scenario.split(source.train.labels, source.classes, source.name)
     path = tmp_path / "run" / "split.parquet"
@@ -305,7 +305,7 @@ def test_a_file_that_is_no_split_is_named(tmp_path: Path) -> None:
             Split.load(path)
 
 
-def test_a_split_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_split_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     split = Split(np.zeros(2, np.int64), np.zeros(2, bool), 1)
     with pytest.raises(UserError, match="the split cannot be written"):
@@ -328,7 +328,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_saved_split_asks_pandas_nothing(tmp_path: Path) -> None:
+def test_saved_split_does_not_need_pandas(tmp_path: Path) -> None:
     """PyArrow imports it to look at NumPy's arrays: a third of a second before a run's first step."""
     code = (
         "import sys; import numpy as np; from pathlib import Path; from halfmoon.data.partition.split import Split\n"

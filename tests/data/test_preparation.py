@@ -42,7 +42,7 @@ def mixed(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("form", "options"), [("PNG", {}), ("TIFF", {}), ("BMP", {}), ("WEBP", {"lossless": True})])
-def test_exact_pixels_are_kept(form: str, options: dict[str, bool]) -> None:
+def test_exact_pixels_are_preserved(form: str, options: dict[str, bool]) -> None:
     assert np.array_equal(decode_to_shape(encode_image(RGB, form, **options), "a", 8, 6, 3), RGB)
     if form != "WEBP":  # it has no gray
         assert np.array_equal(decode_to_shape(encode_image(GRAY, form), "a", 8, 6, 1)[:, :, 0], GRAY)
@@ -151,7 +151,7 @@ def test_mixed_sizes_and_modes_are_named_or_taken(tmp_path: Path) -> None:
         assert (found.mean, found.std) == channel_statistics(found.train.images)
 
 
-def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_images_are_memory_mapped_with_known_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start reads no pixel: not for the statistics either; another form is another file."""
     folder = str(mixed(tmp_path / "set"))
     cache = tmp_path / "cache"
@@ -192,7 +192,7 @@ def test_every_source_is_resized() -> None:
     assert made.mean == pytest.approx(plain.mean * 3, abs=0.01)
 
 
-def test_crop_keeps_the_middle_in_proportion() -> None:
+def test_crop_is_centered_and_proportional() -> None:
     """A 4x8 image of four columns 0, 1, 2, 3 (two wide each), cut to 4x4: the columns 1 and 2 stay."""
     wide = np.repeat(np.arange(4, dtype=np.uint8) * 60, 2)[None].repeat(4, 0)
     assert decode_prepared(encode_image(wide), "x", Preparation((4, 4), 1, crop=True))[0, :, 0].tolist() == [
@@ -227,7 +227,7 @@ def test_twelve_bits_do_not_become_black() -> None:
             parse_window(wrong)
 
 
-def test_the_configuration_says_it(tmp_path: Path) -> None:
+def test_configuration_records_the_preparation(tmp_path: Path) -> None:
     assert factory.image_preparation(Config(resize=20, channels=3, crop=True, window=(0.0, 9.0))) == Preparation(
         (20, 20), 3, True, (0.0, 9.0)
     )
@@ -263,7 +263,7 @@ def test_dicom_is_read_by_slope_window_and_kind(tmp_path: Path) -> None:
     assert decode_to_shape(data, "a", 1, 3, 1, window=(-1000, 1000))[0, :, 0].tolist() == [0, 255, 255]
 
 
-def test_signed_dicom_keeps_its_values(tmp_path: Path) -> None:
+def test_signed_dicom_values_are_preserved(tmp_path: Path) -> None:
     """-1000, 0 and 1000 in a window from -1000 to 1000 are 0, 127.5 and 255; with MONOCHROME1 the other way round."""
     stored = np.array([[-1000, 0, 1000]], np.int16)
     signed = {"PixelRepresentation": 1, "BitsStored": 16, "HighBit": 15, "PixelData": stored.tobytes()}
@@ -287,7 +287,7 @@ def slopes(frames: int) -> list[Any]:
     return groups
 
 
-def test_one_frame_stands_for_several(tmp_path: Path) -> None:
+def test_one_frame_represents_several(tmp_path: Path) -> None:
     """The middle one of five, or the one that the file names; its own window and slope go before those of all."""
     stored = np.repeat(np.arange(5) * 10, 4).reshape(5, 2, 2)
 
@@ -308,7 +308,7 @@ def test_one_bright_spot_leaves_the_rest_visible() -> None:
     assert (gray[0], gray[-1]) == (0, 255)
 
 
-def test_dicom_that_holds_no_image_says_so(tmp_path: Path) -> None:
+def test_dicom_without_an_image_is_reported(tmp_path: Path) -> None:
     """What is damaged, too large or without pixels is one sentence, before anything is decoded."""
     frames = np.zeros((2, 3))
     for data, text in (

@@ -37,7 +37,7 @@ def alpha(value: float) -> SplitOptions:
 
 
 @given(st.integers(20, 200), st.integers(1, 20), st.integers(0, 99))
-def test_equal_sizes_leave_the_remainder_to_nobody(rows: int, clients: int, seed: int) -> None:
+def test_equal_sizes_drop_the_remainder(rows: int, clients: int, seed: int) -> None:
     holder = rules.assign_equal_sizes(SplitOptions(), make_pool(np.zeros(rows, np.int64), 1, clients, seed))
     assert np.bincount(holder + 1, minlength=clients + 1).tolist() == [rows % clients] + [rows // clients] * clients
 
@@ -60,7 +60,7 @@ def test_shards_are_contiguous_and_their_leftovers_come_first() -> None:
     assert set(np.bincount(holder)) <= {4, 5, 6}
 
 
-def test_a_client_draws_a_class_twice_as_often_as_the_multiset_says() -> None:
+def test_classes_are_drawn_as_often_as_in_the_multiset() -> None:
     """CIFAR-10 with 4,000 labels: 20 shards of 230 rows a class, so every client has 460 rows. A client's second
     shard is one of 199, 19 of them of the class of its first: 9.55 %. Of 6,000 clients 573 +- 23."""
     labels = mixed(46_000, 10)
@@ -110,7 +110,7 @@ def in_words(labels, classes, clients, dirichlet_alpha, draw):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("dirichlet_alpha", "clients"), [(0.01, 9), (0.1, 20), (0.5, 23), (50.0, 7)])
-def test_filling_in_turn_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, clients: int) -> None:
+def test_filling_in_turn_equals_the_described_algorithm(seed: int, dirichlet_alpha: float, clients: int) -> None:
     labels = mixed(1000, 10, seed)
     holder = rules.assign_sequentially(alpha(dirichlet_alpha), make_pool(labels, 10, clients, seed))
     held, rest, _ = in_words(labels, 10, clients, dirichlet_alpha, named_generator(seed, "x"))
@@ -301,7 +301,7 @@ def test_equal_classes_take_what_the_smallest_allows() -> None:
         rules.assign_equal_classes(SplitOptions(), make_pool(labels, 3, 41))
 
 
-def test_thinning_keeps_a_share_of_each_clients_unlabeled_rows() -> None:
+def test_thinning_selects_a_share_of_each_clients_unlabeled_rows() -> None:
     """Three clients of 10, 20, 30 unlabeled and 4 labeled rows: a quarter is 2.5 -> 2, 5, 7.5 -> 8 (half to even)."""
     client = np.repeat([0, 1, 2, -2], [14, 24, 34, 5])
     labeled = np.concatenate([np.arange(n) < 4 for n in (14, 24, 34)] + [np.ones(5, bool)])

@@ -112,7 +112,7 @@ def test_the_order_of_the_file_does_not_choose_the_labels() -> None:
     st.integers(1, 6),
     st.integers(0, 10**9),
 )
-def test_every_row_has_one_client_and_the_labels_that_were_asked(
+def test_every_row_has_one_client_and_labels_are_as_requested(
     setting: Setting, clients: int, dirichlet_alpha: float, requested: float, classes: int, seed: int
 ) -> None:
     labels = np.random.default_rng(seed).permutation(np.arange(600) % classes)
@@ -155,7 +155,7 @@ def test_everything_may_be_labeled() -> None:
     assert split.client.min() == 0
 
 
-def test_a_ratio_takes_the_place_of_the_default_only() -> None:
+def test_ratio_replaces_only_the_default() -> None:
     s = Scenario(label_ratio=0.1)
     assert (s.labels_per_class, s.label_ratio) == (None, 0.1)
     assert Scenario(**asdict(s)) == s
@@ -174,7 +174,7 @@ def test_the_smallest_client_has_a_fifth_of_the_mean_or_ten() -> None:
         assert sizes(more.split(source.train.labels, source.classes), True).min() >= 5
 
 
-def test_min_size_does_not_bind_an_even_part() -> None:
+def test_min_size_does_not_affect_an_even_split() -> None:
     """One label a class and client of two classes is two labeled rows; min_size 10 speaks of the Dirichlet part."""
     labels = np.arange(2000) % 2
     split = Scenario("iid-dir", clients=10, dirichlet_alpha=5, labels_per_class=1, min_size=10).split(labels, 2)
@@ -227,7 +227,7 @@ def test_the_cap_can_be_lifted() -> None:
         ({"setting": "fedloke", "labels": 100}, "fedloke labels random rows of each client, so .* give label_ratio"),
     ],
 )
-def test_a_field_out_of_range_is_said_at_once(fields: dict[str, Any], message: str) -> None:
+def test_field_out_of_range_is_refused_immediately(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         Scenario(**fields)
     assert str(caught.value).count(". ") == 0
@@ -265,7 +265,7 @@ def test_more_labels_than_images_names_the_class_and_the_largest_value() -> None
         ),
     ],
 )
-def test_a_request_that_cannot_be_met_is_said(fields: dict[str, Any], classes: Any, message: str) -> None:
+def test_impossible_request_is_refused(fields: dict[str, Any], classes: Any, message: str) -> None:
     labels = np.arange(100) % 2
     with pytest.raises(UserError, match=message):
         Scenario(**fields).split(labels, classes)
@@ -297,7 +297,7 @@ def test_a_request_that_cannot_be_met_is_said(fields: dict[str, Any], classes: A
         ({"clients": 5, "stages": 100, "min_size": 1}, "client . has .. unlabeled images, fewer than 100 stages"),
     ],
 )
-def test_a_request_that_uneven_classes_do_not_meet_is_said(fields: dict[str, Any], message: str) -> None:
+def test_request_that_uneven_classes_cannot_satisfy_is_refused(fields: dict[str, Any], message: str) -> None:
     """200 images of ant and 30 of bee."""
     labels = np.repeat([0, 1], [200, 30])
     with pytest.raises(UserError, match=message):

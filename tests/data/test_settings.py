@@ -111,7 +111,7 @@ def test_feddb_spreads_its_labels_down_to_one(dirichlet_alpha, median, maximum, 
     assert abs(np.corrcoef(class_shares(labeled).ravel(), class_shares(unlabeled).ravel())[0, 1]) < 0.15
 
 
-def test_feddb_asks_for_one_row_where_semifl_asks_for_ten() -> None:
+def test_feddb_requires_one_row_and_semifl_ten() -> None:
     """400 rows a client at gamma 0.1: a smallest client below 10 is common in the one and impossible in the other."""
 
     def least(setting: str) -> list[int]:
@@ -200,7 +200,7 @@ def test_fedmatch_iid_of_cifar() -> None:
     assert (unlabeled == 45).all()
 
 
-def test_fedmatch_noniid_peaks_unlabeled_rows_alone() -> None:
+def test_fedmatch_noniid_peaks_only_unlabeled_rows() -> None:
     """Half of 450 unlabeled rows are of the client's class, and labels are balanced: the total variation of
     (.50, .15, .15, .03 x 6, .02) to a tenth each is .4 + .05 + .05 = 0.5."""
     split = Scenario("fedmatch-noniid").split(CIFAR, 10)
@@ -251,7 +251,9 @@ def scenario_of(
 
 @settings(deadline=None)
 @given(st.sampled_from(SETTINGS), st.sampled_from(LABEL_LOCATIONS), st.integers(0, 10**9), st.sampled_from([3, 6, 12]))
-def test_every_setting_holds_its_promises(setting: str, label_location: LabelLocation, seed: int, clients: int) -> None:
+def test_every_setting_satisfies_its_description(
+    setting: str, label_location: LabelLocation, seed: int, clients: int
+) -> None:
     """A row has one holder at most; labels are where they should be; few rows go to nobody; a seed is a split."""
     labels = np.random.default_rng(seed).permutation(np.arange(600) % 6)
     scenario = scenario_of(setting, label_location, seed, clients)
@@ -276,7 +278,7 @@ def test_every_setting_holds_its_promises(setting: str, label_location: LabelLoc
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_where_labels_are_changes_nothing_else(setting: str) -> None:
+def test_location_of_labels_changes_only_labels(setting: str) -> None:
     """The pool and the unlabeled rows' holders come from streams of their own; FedLoKe's clients mark rows."""
     labels = np.random.default_rng(5).permutation(np.arange(600) % 6)
     here, some, there = (

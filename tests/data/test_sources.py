@@ -110,7 +110,7 @@ def test_pool_equals_pillow(factor: int) -> None:
         np.testing.assert_array_equal(np.asarray(Image.fromarray(image).reduce(factor)), small)
 
 
-def test_shrink_keeps_everything_but_the_pixels() -> None:
+def test_shrink_changes_only_the_pixels() -> None:
     source = load("digits")
     small = shrink(source, 2)
     assert small.train.images.shape == (1437, 4, 4, 1)
@@ -133,7 +133,7 @@ def test_padding_puts_zeros_around() -> None:
         pad_to(images, 4)
 
 
-def test_fit_pads_all_parts_and_keeps_the_statistics() -> None:
+def test_fit_pads_all_subsets_and_preserves_the_statistics() -> None:
     source = load("digits")
     wide = pad_source(source, 12)
     np.testing.assert_array_equal(wide.train.images, pad_to(source.train.images, 12))
@@ -263,7 +263,7 @@ def test_class_names_come_from_the_file(tmp_path: Path) -> None:
     assert not source.mirror
 
 
-def test_the_validation_part_is_read_only_when_it_is_chosen(tmp_path: Path) -> None:
+def test_validation_subset_is_read_only_if_selected(tmp_path: Path) -> None:
     parquet_set(tmp_path, make_noise_images(2), [0, 1])
     assert len(load(str(tmp_path)).test) == 2
     assert_load_refused(r"no validation\*.parquet next to", str(tmp_path), test="validation")
@@ -369,7 +369,7 @@ def test_class_folders_are_read_in_sorted_order(tmp_path: Path) -> None:
     assert source.classes == ("ant", "bee")
 
 
-def test_a_photo_is_turned_as_its_tag_says(tmp_path: Path) -> None:
+def test_photo_is_rotated_by_its_orientation_tag(tmp_path: Path) -> None:
     """Orientation 6: the camera lay on its side, the picture is to be turned clockwise by a quarter."""
     class_folders(tmp_path)
     pixels = make_noise_images(1, seed=3)[0]
@@ -401,7 +401,7 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
     assert_load_refused("test: there is no such folder", str(tmp_path))
 
 
-def test_of_class_folders_alone_a_part_is_held_out(tmp_path: Path) -> None:
+def test_class_folders_without_a_test_set_get_a_held_out_one(tmp_path: Path) -> None:
     """A fifth of each class, the same at any time, and nothing is in both parts."""
     pixels = make_noise_images(15)
     for row, image in enumerate(pixels):
@@ -482,7 +482,7 @@ def test_folders_of_other_programs_are_named(tmp_path: Path) -> None:
     assert_load_refused(r"site's folder, with labels.csv and no test images: `halfmoon run --data ", str(tmp_path))
 
 
-def test_an_unknown_name_or_folder_is_said(tmp_path: Path) -> None:
+def test_unknown_name_or_folder_is_refused(tmp_path: Path) -> None:
     assert_load_refused("did you mean 'cifar10'", "cifar-10")
     assert_load_refused("it has no folder nothing", "nothing", tmp_path)
     assert_load_refused("there is no such folder; --data-dir", "cifar10", tmp_path / "absent")
@@ -524,7 +524,7 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
     assert not load(str(folder), cache=cache).train.images.any()
 
 
-def test_decoded_images_that_another_user_can_have_planted_are_decoded_again(tmp_path: Path, monkeypatch) -> None:
+def test_cached_images_writable_by_another_user_are_decoded_anew(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "set"
     cache_folder = tmp_path / "home"
     parquet_set(folder, [good(), good()], [0, 1])
@@ -545,7 +545,7 @@ def test_decoded_images_that_another_user_can_have_planted_are_decoded_again(tmp
         np.testing.assert_array_equal(load(str(folder)).train.images, plain)
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported(tmp_path: Path) -> None:
     parquet_set(tmp_path / "set", [good(), good()], [0, 1])
     (tmp_path / "file").write_text("in the way")
     assert_load_refused(
@@ -553,7 +553,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     )
 
 
-def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_data_set_is_cached_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home that cannot be written, a set below the limit, and `off` change nothing but the time."""
     folder = tmp_path / "set"
     cache_folder = tmp_path / "home"
@@ -574,7 +574,7 @@ def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeyp
     np.testing.assert_array_equal(load(str(folder)).train.images, first.train.images)
 
 
-def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_is_queried_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
     pixels = make_noise_images(3, 32)
 
@@ -619,7 +619,7 @@ def test_a_bad_row_of_the_hub_is_named(monkeypatch, rows, message):
     assert_load_refused(message, "someone/things")
 
 
-def test_without_library_or_network_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_library_or_network_the_error_explains_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(repository: str, config: str | None, split: str) -> FakeHubDataset:
         raise ConnectionError("no route to host")
 
@@ -684,7 +684,7 @@ def test_validation_images_are_set_aside_of_every_class_and_never_of_the_test():
     assert hold_out(source, 0.0) is source
 
 
-def test_validation_images_are_shrunk_and_padded_as_the_others_are():
+def test_validation_images_are_shrunk_and_padded_like_training_images():
     held = pad_source(shrink(hold_out(load("digits"), 0.2), 2), 6)
     assert {name: subset.images.shape[1:] for name, subset in held.parts.items()} == dict.fromkeys(
         ("train", "test", "validation"), (6, 6, 1)

@@ -22,7 +22,7 @@ def data_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_saved_split_says_who_holds_them(data_folder: Path) -> None:
+def test_saved_split_assigns_unknown_labels_to_clients(data_folder: Path) -> None:
     source = load(str(data_folder))
     assert source.train.labels.tolist() == [0, 1, -1, 0, 1, -1]
     config = Config(

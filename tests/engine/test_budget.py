@@ -113,14 +113,14 @@ def test_forwards_are_equal_within_half_a_step(batching, client, name, reference
 
 
 @given(BATCHINGS, HOLDINGS, NAMES)
-def test_the_reference_keeps_its_own_rule(batching, client, name):
+def test_reference_method_uses_its_batch_rule(batching, client, name):
     client_sizes = batch_rule_amount(batching, client_update(name), client)
     for rule in ("labeled-steps", "forwards"):
         assert Budget(rule, client_update(name)).amount(batching, client_update(name), client, client) == client_sizes
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-sl", "fedprox-fixmatch", "feddure-without-freg"])
-def test_played_rounds_keep_to_the_budget(name):
+def test_rounds_stay_within_the_budget(name):
     """What the runs count: the labeled steps of FedDure at "labeled-steps", its images within half a step a client."""
 
     def used(result: str, budget: Budget) -> dict[str, int]:
@@ -176,7 +176,7 @@ def test_an_all_labels_reference_counts_all_its_rows():
     assert forwards.amount(batching, ceiling, ClientSize(50, 0), given).steps == 5
 
 
-def test_largest_is_the_method_that_takes_most_by_its_own_rule():
+def test_largest_is_the_method_with_the_largest_budget():
     """Batches of 10 + 10 on 20 labeled and 95 unlabeled rows: labels alone 2 steps, FixMatch 10, all labels 12. In
     images, FixMatch sends B + 2b through the classifier forward and backward: 10 * 90 = 900 against 12 * 30 = 360."""
     names = ("fedavg", "fedavg-sl", "fedavg-fixmatch")

@@ -53,7 +53,7 @@ def model():
 
 
 @pytest.mark.parametrize("batch", [1, 7, 50, 1000])
-def test_a_tally_equals_a_count(batch):
+def test_confusion_counts_equal_a_direct_count(batch):
     """Accuracy, loss and class-wise accuracy of 50 images equal the module's in eval mode, however they are cut. Each
     cell counts images of its row's class that are said to be of its column's."""
     test = make_examples(50, seed=8)
@@ -184,7 +184,7 @@ def test_area_under_roc_equals_scikit_learn():
             assert roc_auc(positive, scores) == pytest.approx(metrics.roc_auc_score(positive, scores), abs=1e-12)
 
 
-def test_quality_of_nothing_is_none():
+def test_quality_of_zero_pseudo_labels_is_none():
     """No pseudo-label: no row. None above the threshold or used: no accuracy of those, a share of 0."""
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
     assert quality.row() is None
@@ -198,7 +198,7 @@ def test_quality_of_nothing_is_none():
     assert row["share_above"] == row["share_used"] == 0
 
 
-def test_pseudo_labels_without_a_truth_are_counted_and_not_judged():
+def test_pseudo_labels_without_true_labels_are_counted_but_not_evaluated():
     ones = torch.ones(4)
     unused = torch.tensor([1.0, 1.0, 1.0, 0.0])
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
@@ -215,7 +215,7 @@ def test_pseudo_labels_without_a_truth_are_counted_and_not_judged():
     }
 
 
-def test_pseudo_labels_of_several_models_are_counted_apart() -> None:
+def test_pseudo_labels_of_several_models_are_counted_separately() -> None:
     """The local model is right of 3 in 4, the global one of 1 in 4; what teaches is the global one's."""
     hidden = torch.tensor([0, 1, 2, 3])
     ones = torch.ones(4)
@@ -228,7 +228,7 @@ def test_pseudo_labels_of_several_models_are_counted_apart() -> None:
     assert {name: each["accuracy"] for name, each in row["models"].items()} == {"local": 0.75, "global": 0.25}
 
 
-def test_what_a_run_has_measured_beside_the_test() -> None:
+def test_metrics_that_a_run_measures_in_addition_to_the_test() -> None:
     """Last and best of each quantity over the rounds that have it; the earliest of equal rounds is the best."""
     rows = [
         {"round": 1, "pseudo": None},
@@ -242,7 +242,7 @@ def test_what_a_run_has_measured_beside_the_test() -> None:
     }
 
 
-def test_images_tested_under_their_own_statistics():
+def test_test_images_are_normalized_by_their_statistics():
     """In batches of 250 in the order of the set, as the module in training mode says of each (here 250 and 30)."""
     test = make_examples(280, seed=8)
     shared = make_task()
@@ -262,7 +262,7 @@ def test_images_tested_under_their_own_statistics():
         ({"pixel_std": (0.25,)}, ("own", (0.25,))),
     ],
 )
-def test_pixels_are_normalized_as_it_is_said(given, constants):
+def test_pixels_are_normalized_as_documented(given, constants):
     plain, made = (factory.build_problem(Config(**each)) for each in ({}, given))
     constants_of_data = plain.source.mean, plain.source.std
     mean, std = constants or constants_of_data
@@ -279,7 +279,7 @@ def test_wrong_constants_are_a_sentence():
         factory.build_problem(Config(pixel_mean=(0.5, 0.5, 0.5)))
 
 
-def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> None:
+def test_evaluation_batches_on_a_cpu_have_a_million_pixels() -> None:
     """A thousand of 28x28, 256 of 64x64, one of 2048x2048; 300 images of 64x64 count all in two parts."""
     sides = (28, 64, 2048)
     assert [images_per_pass(torch.zeros(0, 1, side, side), 1000) for side in sides] == [1000, 256, 1]

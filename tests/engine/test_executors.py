@@ -82,7 +82,7 @@ def test_clients_have_the_same_uploads_everywhere(executor: Executor) -> None:
             assert torch.equal(actual[path], leaf), path
 
 
-def test_a_task_whose_worker_always_dies_is_given_up_and_the_others_finish(tmp_path: Path) -> None:
+def test_task_that_always_kills_its_worker_is_abandoned_and_the_rest_finish(tmp_path: Path) -> None:
     tasks = [CountedTask(tmp_path, name) for name in ("deadly", "a")]
     results = {task.name: result for task, result in ProcessExecutor(1).run_tasks(run, tasks)}
     assert results["a"] == "A"

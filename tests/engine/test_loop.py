@@ -62,7 +62,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_rounds_that_are_tested_say_what_the_model_leans_to(tmp_path: Path, passes: list[int]) -> None:
+def test_evaluated_rounds_report_the_prediction_bias(tmp_path: Path, passes: list[int]) -> None:
     """Every second round, and the last: one pass over the test set each, and none more for the confusion."""
     made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 5, evaluate_every=2)
     assert ["prior" in row for row in rows] == ["test" in row for row in rows] == [False, True, False, True, True]
@@ -75,7 +75,7 @@ def test_rounds_that_are_tested_say_what_the_model_leans_to(tmp_path: Path, pass
     assert np.trace(made["confusion"]) / 40 == made["accuracy"]["last"] == rows[-1]["test"]["accuracy"]
 
 
-def test_looking_changes_nothing(tmp_path: Path) -> None:
+def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     """A run that is tested in every round has the model and the cost of one that is tested at its end."""
     often, _ = run(tmp_path / "often", FedAvg(FixMatch()), 3)
     once, rows = run(tmp_path / "once", FedAvg(FixMatch()), 3, evaluate_every=3)
@@ -118,7 +118,7 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("message", "best"), [((0.5, 0.7, 0.6, 0.6), 2), ((0.5, 0.7, 0.6, 0.8), 4), ((0.7, 0.7), 2)])
-def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, message, best):
+def test_validation_by_clients_selects_the_round(tmp_path, message, best):
     """A round's answers are about the model that it started from, and those after the end about the last one."""
     method = FedAvg(FixMatch())
     shared = make_task(dtype=torch.float32, rounds=len(message))

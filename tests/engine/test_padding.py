@@ -201,7 +201,7 @@ ROWS: list[Method] = [
 
 
 @pytest.mark.parametrize("method", ROWS, ids=lambda method: type(method).__name__.lower())
-def test_what_is_remembered_of_each_row_is_that_of_the_clients_own(method, agree):
+def test_memory_of_each_row_belongs_to_its_client(method, agree):
     """FlexMatch and SemiFed keep a label of each row: no row that is padding has one, counts, or is kept."""
     sizes = UNEQUAL if isinstance(method, FedDure) else BARE  # its regulators need labels
     many = agree(method, sizes, statistics="separate", labeling="running")
@@ -244,7 +244,7 @@ STATISTICS: list[dict[str, Any]] = [{}, {"statistics": "separate", "labeling": "
         for turn, shared in enumerate(STATISTICS)
     ],
 )
-def test_objectives_of_one_place_leave_padding_out_at_clients(objective, shared, agree):
+def test_objectives_ignore_padding_at_clients(objective, shared, agree):
     """Mixtures have real partners alone, and averaged teachers' statistics are counted over real rows."""
     agree(FedAvg(objective, keep_optimizer=True), BARE if objective.requirements.views else UNEQUAL, **shared)
 
@@ -273,7 +273,7 @@ def test_options_of_methods_leave_padding_out(method, agree):
 
 
 @pytest.mark.parametrize("network", [WideResNet(1, CLASSES, 1), ResNet18(1, CLASSES, 2)], ids=["wrn", "resnet18"])
-def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
+def test_pass_of_only_padding_is_finite_in_a_deep_network(network):
     """Of a client without labels, whose labeled images pass alone: its loss and its gradient are zero, not NaN."""
     g = torch.Generator().manual_seed(0)
     params = network.init(g)["params"]
@@ -290,7 +290,7 @@ def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
     assert all(bool((leaf == 0).all()) for leaf in tree.leaves(gradient))
 
 
-def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(agree, monkeypatch):
+def test_client_larger_than_a_pass_is_evaluated_as_if_single(agree, monkeypatch):
     monkeypatch.setattr("halfmoon.methods.objectives.base.CHUNK_IMAGES", 4)
     monkeypatch.setattr(split_into_chunks, "__defaults__", (4,))
     monkeypatch.setattr(index_chunks, "__defaults__", (4,))
@@ -307,7 +307,7 @@ SPOILED: dict[str, Method] = {
 
 
 @pytest.mark.parametrize("method", SPOILED.values(), ids=SPOILED)
-def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
+def test_content_of_the_padding_does_not_matter(method, monkeypatch):
     """Noise in place of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
     before = rounds(method, "vmap", UNEQUAL)
     batches = driver.batches

@@ -48,14 +48,14 @@ def test_a_cycle_is_pass_after_pass(count, length, seed):
         assert set(chunk.tolist()) <= set(rows.tolist())
 
 
-def test_a_cycle_shuffles_every_pass_anew():
+def test_cycle_reshuffles_every_pass():
     """Four passes over 20 rows come in four orders, none of them the given one."""
     passes = cycle(torch.arange(20), 80, rng.generator(0, "cycle")).view(4, 20).tolist()
     assert len({tuple(each) for each in [*passes, list(range(20))]}) == 5
 
 
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 40))
-def test_a_longer_visit_begins_like_a_shorter_one(count, one, two):
+def test_longer_update_starts_with_the_draws_of_a_shorter_one(count, one, two):
     a, b = (cycle(torch.arange(count), n, rng.generator(1, "x")) for n in (one, two))
     shared = min(one, two)
     assert torch.equal(a[:shared], b[:shared])
@@ -76,14 +76,14 @@ def test_labeled_batches_do_not_depend_on_the_views(seed):
     assert not torch.equal(both.u_draws["weak"]["top"], both.u_draws["strong"]["top"])
 
 
-def test_labeled_and_unlabeled_rows_have_orders_of_their_own():
+def test_labeled_and_unlabeled_rows_have_independent_orders():
     """A client with as many labeled as unlabeled rows does not see them in the same order, nor with the same crops."""
     made = draw_update(local(20, 20), Amount(5, 4, 4))
     assert not torch.equal(made.x_rows, made.u_rows)
     assert not torch.equal(made.x_draws["top"], made.u_draws["weak"]["top"])
 
 
-def test_a_path_of_its_own_draws_its_own():
+def test_distinct_paths_draw_independently():
     client = local(30, 90)
     updates = [
         draw(Amount(6, 5, 10), client, Views(), UpdateRequirements(("weak",)), None, seed, *path)
@@ -97,7 +97,7 @@ def test_a_path_of_its_own_draws_its_own():
         assert len({tuple(each.tolist()) for each in drawn}) == len(updates)
 
 
-def test_a_batch_holds_the_rows_it_names():
+def test_batch_contains_the_rows_it_names():
     client = local(7, 23)
     made = draw_update(client, Amount(5, 4, 6), views=PLAIN)
     steps = list(batches([client], [made], PLAIN, PIXELS, 512))
@@ -117,7 +117,7 @@ def listed(steps) -> list[torch.Tensor]:
 
 @settings(max_examples=20)
 @given(st.integers(1, 200))
-def test_chunking_changes_nothing(rows):
+def test_chunking_does_not_change_the_result(rows):
     """However many images have their views made in one call: the same bits, for clients of unequal visits."""
     clients = [local(7, 23), local(3, 9, 50)]
     updates = [
@@ -129,7 +129,7 @@ def test_chunking_changes_nothing(rows):
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
-def test_company_changes_nothing():
+def test_draws_do_not_depend_on_the_cohort():
     """A client's batches among others are those it has alone, when its visit is over its last step is repeated, and one
     that may draw nothing has no step and stops nobody."""
     clients = [local(7, 23), local(3, 9, 50), local(5, 9)]
@@ -189,7 +189,7 @@ def test_the_batch_rule_by_hand(batching, holding, both, labels):
 
 
 @given(st.integers(1, 60), st.integers(1, 300), st.integers(1, 3))
-def test_the_rest_is_looked_at_once_an_epoch(labeled, unlabeled, epochs):
+def test_remaining_rows_are_passed_once_an_epoch(labeled, unlabeled, epochs):
     """Under "rest" at most `epochs` passes over the unlabeled rows are made, and less than an image a step is lost."""
     steps, _, size = rule(Batching(10, "rest", epochs=epochs), labeled, unlabeled)
     assert size >= 1
@@ -206,7 +206,7 @@ def test_rows_fewer_than_a_batch_repeat():
     assert batch.x.shape[1] == 10
 
 
-def test_only_kept_rows_are_drawn():
+def test_only_selected_rows_are_drawn():
     """`keep` names rows of the client; what stands beyond its own count (padding under vmap) is never drawn."""
     client = local(5, 9)
     keep = torch.zeros(14, dtype=torch.bool)
@@ -216,7 +216,7 @@ def test_only_kept_rows_are_drawn():
     assert made.amount == Amount(4, 3, 6)
 
 
-def test_a_client_that_may_draw_nothing_takes_no_step():
+def test_client_without_selected_rows_takes_no_step():
     """Neither labeled nor unlabeled rows are drawn; a method that wants no unlabeled view is not concerned."""
     client = local(5, 9)
     no_rows = torch.zeros(9, dtype=torch.bool)
@@ -247,7 +247,7 @@ def test_impossible_batch_rules_are_refused(wrong, message):
 SHOWN = Views(Plain(), {"plain": Plain(), "weak": Weak(), "strong": Strong()})
 
 
-def test_labeled_images_have_the_views_that_are_asked_for():
+def test_labeled_images_have_the_requested_views():
     """`x_views` shows the very rows of `x`: the plain one is `x` itself, the others are that name's recipe on it.
     Neither the rows, nor the labeled view, nor the unlabeled views depend on them; "weak2" is one more draw."""
     clients = [local(7, 23), local(3, 9, 50)]
@@ -299,7 +299,7 @@ def test_mixing_coefficients_are_beta_distributed():
         assert float(drawn.max()) <= 1
 
 
-def test_every_step_has_its_own_permutation_and_turns():
+def test_every_step_has_an_independent_permutation_and_rotation():
     """ "order" permutes labeled images and all views of the unlabeled ones; "turn" counts quarter turns."""
     drawn = mixing(Amount(7, 4, 3), UpdateRequirements(("weak", "weak2", "strong"), mixup=1.0)).mixing
     assert drawn["order"].shape == (7, 4 + 3 * 3)
@@ -345,7 +345,7 @@ def test_the_second_minibatch_is_drawn_with_replacement_from_all_rows():
 
 
 @pytest.mark.parametrize(("stored", "steps"), [(0, 0), (1, 2), (4, 2), (5, 4), (30, 16)])
-def test_an_epoch_passes_over_the_kept_rows(stored, steps):
+def test_epoch_passes_over_the_selected_rows(stored, steps):
     """Two epochs over `kept` of 30 rows in batches of 4: 2 * ceil(kept / 4) steps, by hand; none without a row."""
     client = local(6, 30)
     made = draw(

@@ -160,7 +160,7 @@ def test_memories_belong_to_their_clients(executor):
         }
 
 
-def test_the_regulator_of_each_client_goes_on_where_it_stopped():
+def test_regulator_of_each_client_continues_across_rounds():
     """F-reg has taken as many Adam steps as its client; all clients of a seed start from the same one."""
     method = FedDure()
     shared = make_task()
@@ -188,7 +188,7 @@ def test_the_regulator_of_each_client_goes_on_where_it_stopped():
 
 
 @BOTH
-def test_every_client_gets_its_own_slice_and_every_trip_its_own_draws(executor):
+def test_clients_get_their_slices_and_queries_independent_draws(executor):
     """`each` reaches client k as its k-th slice, merged with what is shared; two trips see other images."""
     method = CountingMethod()
     shared = make_task()
@@ -229,7 +229,7 @@ def test_both_executors_draw_the_same(views, batching):
 
 
 @BOTH
-def test_a_client_that_may_draw_nothing_takes_no_step(executor):
+def test_client_without_selected_rows_takes_no_step(executor):
     """It comes back as it went, costs nothing but bytes, and the others train as they do in other company."""
     shared = make_task()
     some = CountingMethod(idle_tag=102)
@@ -372,7 +372,7 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
         if not registry.entry(name).all_labels
     ],
 )
-def test_hidden_labels_change_nothing(name):
+def test_hidden_labels_do_not_affect_training(name):
     """Other labels at the unlabeled rows: the same server, memories and losses in every bit, other diagnostics.
     Everything a client is given in two rounds has the same bits, too."""
     entry = registry.entry(name)
@@ -406,7 +406,7 @@ def test_hidden_labels_change_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "feddure"])
-def test_pseudo_label_quality_is_that_of_the_images_that_were_looked_at(name):
+def test_pseudo_label_quality_is_measured_on_the_passed_images(name):
     """The row of a round is that of its pseudo-labels, with unlabeled images known again by their pixels."""
     held = make_dataset()
     shared = make_task()
@@ -504,7 +504,7 @@ def test_all_labels_turns_every_row_into_a_labeled_one():
         assert tuple(vars(every.split_size(k)).values()) == (labeled, unlabeled)
 
 
-def test_a_client_holds_its_rows():
+def test_client_has_its_rows():
     """Labeled images with labels, unlabeled images without; the labels that are hidden belong to these."""
     held = make_dataset()
     for k, (labeled, unlabeled) in enumerate(SIZES):
@@ -608,7 +608,7 @@ def test_who_is_silent_leaves_the_cohort():
     )
 
 
-def test_others_than_the_cohort_can_be_asked():
+def test_clients_outside_the_cohort_can_be_queried():
     """All that are registered, in the order asked; the cohort stays, and each gets its own slice."""
     simulation = make_simulation(CountingMethod(queries=1), make_task())
     simulation.open(0)
@@ -632,7 +632,7 @@ def test_a_query_of_no_client_is_refused(clients):
 
 
 @BOTH
-def test_the_server_trains_on_its_own_rows(executor):
+def test_server_trains_on_its_rows(executor):
     """It sees its labels and no unlabeled row, remembers from round to round, and nothing travels."""
     method = CountingMethod(queries=1, views=())
     simulation = make_simulation(
@@ -668,7 +668,7 @@ def test_a_schedule_reaches_clients_and_server_half():
 
 
 @BOTH
-def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor):
+def test_client_without_labels_has_no_weight_if_only_labels_train(executor):
     """Labels at the even clients: the average is that of clients 0 and 2 by their sizes, whoever else was asked."""
     shared = make_task(optimizer=SGD(0.1))
     method = FedAvg()
@@ -761,7 +761,7 @@ def predicted(model, held, rows: np.ndarray) -> np.ndarray:
 
 
 @BOTH
-def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
+def test_prediction_bias_is_measured_on_the_cohorts_unlabeled_rows(executor):
     """Shares and mean prediction of the rows of the three clients of round 2, counted in numpy; nothing is a cost."""
     held = make_dataset()
     simulation, model, row = leanings(held, number=1, executor=executor)
@@ -779,7 +779,7 @@ def test_a_leaning_is_that_of_the_cohorts_unlabeled_rows(executor):
     assert not any(simulation.close().cost.values())
 
 
-def test_a_leaning_heeds_stages_and_silence():
+def test_prediction_bias_respects_stages_and_missing_replies():
     """In a stream the rows of this stage count; of a client that did not answer, none."""
     held = make_dataset()
     stage = np.where(held.split.labeled, 0, np.arange(len(held.split)) % 3).astype(np.int64)
@@ -801,7 +801,7 @@ def test_a_leaning_heeds_stages_and_silence():
     assert row["unlabeled"] == shares(labels[here])
 
 
-def test_a_leaning_knows_who_holds_the_labels():
+def test_prediction_bias_uses_the_location_of_labels():
     """The server's labels where it has them; a cohort without any has no labeled share; all labels leave no row."""
     labels = make_dataset().train.labels.numpy()
     held = make_dataset(labels_at="server")
@@ -821,7 +821,7 @@ def test_a_leaning_knows_who_holds_the_labels():
     assert row["unlabeled"] == shares(labels)
 
 
-def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
+def test_prediction_bias_uses_a_limited_number_of_images(monkeypatch):
     """Of a pooled run's 40 unlabeled rows 12 are looked at, others in another round; all are in the shares."""
     held = make_dataset(pooled=True, labels_at="server")
     labels = make_dataset().train.labels.numpy()

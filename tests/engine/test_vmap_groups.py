@@ -66,7 +66,7 @@ def test_images_a_step_count_as_steps_do():
     assert group_clients(client_update(), unlike) == [[1], [0]]
 
 
-def test_rows_count_where_they_are_looked_at():
+def test_rows_count_if_they_are_passed():
     """Six equal steps for a client of 400 rows and one of 12: alike, but for a work that sweeps all rows."""
     batching = Batching(2, 4, steps=6)
     sizes = [(4, 12), (4, 400)]
@@ -96,7 +96,7 @@ def test_no_program_is_padded_more_than_the_bound():
             assert whole - images <= MAX_PADDING * whole
 
 
-def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
+def test_simulation_vmaps_equal_clients_and_returns_uploads_in_order(programs):
     """Five clients of which one is far larger: it trains in the loop, and the round is as without programs."""
     sizes = ((2, 4), (2, 40), (2, 5), (2, 4), (2, 5))
     method = FedAvg(FixMatch(threshold=0.3))
@@ -157,7 +157,7 @@ weight."""
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_program_of_clients_waits_at_its_end_alone(name):
+def test_vmapped_program_synchronizes_only_at_its_end(name):
     """Under vmap, which a GPU runs, a round of six steps waits as often as one of two: a few times a client."""
     short, long = (waits(METHODS[name], steps) for steps in (2, 6))
     assert short == long

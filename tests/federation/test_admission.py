@@ -53,9 +53,7 @@ def restart(transport: FakeTransport, number: int, there: FakeNode) -> None:
     transport._pending.clear()
 
 
-def test_a_site_that_starts_again_under_the_same_number_is_asked_again(
-    transport: FakeTransport, manager: ClientManager
-):
+def test_restarted_site_with_the_same_node_id_is_queried_anew(transport: FakeTransport, manager: ClientManager):
     """North starts again after 10 of 1000 s, in less time than a look takes: what it was asked is sent once more."""
     transport.fake_nodes[7] = FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [])
     transport.schedule(transport.time + 10, lambda: restart(transport, 7, make_node("north", 5.0, b"new")))
@@ -68,7 +66,7 @@ def test_a_site_that_starts_again_under_the_same_number_is_asked_again(
     assert len(offers) == 1, "it may say something else now, so it is asked to join once more"
 
 
-def test_a_site_whose_process_is_the_same_is_asked_once(transport: FakeTransport, manager: ClientManager):
+def test_site_with_the_same_process_is_queried_once(transport: FakeTransport, manager: ClientManager):
     transport.fake_nodes[7] = make_node("north", 50.0)
     assert exchange_messages(manager)["north"].data
     assert len(transport.requests) == 3
@@ -88,7 +86,7 @@ def test_a_name_is_bound_to_its_key(transport: FakeTransport):
     assert not [number for _, number, _ in transport.requests if number == 7]
 
 
-def test_the_owner_of_a_name_keeps_it(transport: FakeTransport, manager: ClientManager):
+def test_site_name_belongs_to_its_first_key(transport: FakeTransport, manager: ClientManager):
     """Without keys who comes last under a name has it; with keys the one with the key has."""
     transport.fake_nodes[8] = make_node("south", reply=b"stolen")
     transport.identities[8] = NodeIdentity("east")
@@ -99,7 +97,7 @@ def test_the_owner_of_a_name_keeps_it(transport: FakeTransport, manager: ClientM
     assert exchange_messages(transport.make_manager(), "south")["south"].data is not None
 
 
-def test_a_node_without_a_key_is_not_even_asked_to_join(transport: FakeTransport, manager: ClientManager):
+def test_node_without_a_key_gets_no_offer(transport: FakeTransport, manager: ClientManager):
     transport.fake_nodes[8] = make_node("south", reply=b"stolen")
     transport.sleep(10.0)
     assert exchange_messages(manager)["south"].data == b"south:do"
@@ -107,7 +105,7 @@ def test_a_node_without_a_key_is_not_even_asked_to_join(transport: FakeTransport
     assert transport.count_logged("node 8 has no key of a site that may come in: it is not asked to join") == 1
 
 
-def test_what_a_removed_site_answers_does_not_count(transport: FakeTransport, manager: ClientManager):
+def test_reply_of_a_removed_site_is_ignored(transport: FakeTransport, manager: ClientManager):
     """North's key is removed while it works, and in the same instant its answer comes: nobody waits for it any more."""
     keys = dict(transport.identities or {})
     transport.fake_nodes[7] = make_node("north", 5.0)
@@ -222,7 +220,7 @@ def test_every_site_of_the_folder_is_registered_once_and_its_number_written_down
     assert door.messages == [f"{name} may come in: its key is registered" for name in ("north", "south")]
 
 
-def test_a_removed_site_is_out_of_the_file_before_flower_hears_of_it(door: Door, monkeypatch: pytest.MonkeyPatch):
+def test_removed_site_leaves_the_file_before_flower_is_notified(door: Door, monkeypatch: pytest.MonkeyPatch):
     """Its answers count no more from the moment at which the file is written, whatever Flower does then."""
     made = door.open()
     number = door.key_owners()["north"]
@@ -258,7 +256,7 @@ def test_new_and_replaced_keys_come_in_while_the_server_runs(door: Door):
     assert door.messages[-3] == "the old key of north is removed"
 
 
-def test_a_node_that_others_have_registered_is_put_out(door: Door):
+def test_node_registered_by_another_party_is_removed(door: Door):
     """Whoever has an account on the server's machine reaches Flower's Control API; it is seen within seconds."""
     made = door.open()
     door.registry.held[5] = admission.Node(5, b"stranger", "")
@@ -275,7 +273,7 @@ def test_when_a_process_connected_is_written_down(door: Door):
     assert read_key_owners(door.file)[number] == NodeIdentity("north", "2026-11-21T20:28:38+00:00")
 
 
-def test_what_fails_is_said_once_and_tried_again(door: Door):
+def test_failure_is_logged_once_and_retried(door: Door):
     """A SuperLink that is away, and a folder that cannot be read, change nothing and end nothing."""
     made = door.open()
     before = door.key_owners()
@@ -317,7 +315,7 @@ def test_sites_of_the_federation_without_a_key_are_named(door: Door):
     assert f"west, east of this federation cannot come in: {door.folder} has no key of theirs" in door.messages
 
 
-def test_what_runs_out_is_said_at_the_start_and_once_a_day(tmp_path: Path):
+def test_expiring_certificate_is_logged_at_the_start_and_daily(tmp_path: Path):
     long_ago = datetime.now(UTC) - timedelta(days=340)
     make.create_keys(tmp_path / "access", ["north"], days=365, now=long_ago)
     door = Door(tmp_path / "access", tmp_path / "keys.json")
@@ -328,19 +326,19 @@ def test_what_runs_out_is_said_at_the_start_and_once_a_day(tmp_path: Path):
     assert sum("runs out" in message for message in door.messages) == 1
 
 
-def test_a_superlink_that_does_not_answer_at_the_start_stops_it(door: Door):
+def test_unreachable_superlink_at_the_start_stops_the_server(door: Door):
     door.registry.away = True
     with pytest.raises(UserError, match="cannot be registered with the SuperLink: nobody there"):
         door.open()
 
 
-def test_a_damaged_file_lets_nobody_in(tmp_path: Path):
+def test_damaged_access_file_admits_no_site(tmp_path: Path):
     assert read_key_owners(tmp_path / "keys.json") == {}
     (tmp_path / "keys.json").write_text('{"nodes": {"1": ')
     assert read_key_owners(tmp_path / "keys.json") == {}
 
 
-def test_a_guarded_server_listens_here_alone_and_wants_keys(door: Door, tmp_path: Path):
+def test_guarded_server_listens_on_loopback_and_requires_keys(door: Door, tmp_path: Path):
     server = ServerOptions.with_access(tmp_path / "f.toml", tmp_path / "run", Access.open(door.folder), ["north"], 5)
     message = superlink_arguments(server)
     assert message[:4] == ["--host", "127.0.0.1", "--port", "7001"]
@@ -400,7 +398,7 @@ def supernode_saying(messages, folder, monkeypatch, shown, seconds=600.0):
             process.wait()
 
 
-def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stopped_supernode_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An answer 500 of the server ends a node, and the site joins again.
     Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back."""
     output = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
@@ -434,7 +432,7 @@ def test_a_site_that_waited_gives_its_server_time_to_know_its_key(tmp_path: Path
         ([MESSAGE_RECEIVED], True),
     ],
 )
-def test_a_site_goes_as_soon_as_its_last_answer_is_sent(tmp_path, monkeypatch, lines, lingers):
+def test_site_exits_after_its_last_reply_is_sent(tmp_path, monkeypatch, lines, lingers):
     """A site whose part is over waits for its node to send what it answers, longer where it does not say so."""
     monkeypatch.setattr(site_process, "COMPLETE_SECONDS", 600.0 if lingers else 0.2)
     monkeypatch.setattr(site_process, "INCOMPLETE_SECONDS", 0.2 if lingers else 600.0)

@@ -72,7 +72,7 @@ def fed(tmp_path: Path, exported: Path) -> Iterator[AttackedFederation]:
         made.stop_all()
 
 
-def test_all_attacks_at_once_change_nothing(fed: AttackedFederation, exported: Path):
+def test_simultaneous_attacks_do_not_change_the_weights(fed: AttackedFederation, exported: Path):
     """Each attack logs its refusal, no pickle is executed, and the weights equal those of the simulation."""
     fed.start_all()
     fed.wait_until(lambda: "is there" in fed.read_log("serve.log"), "the first site")

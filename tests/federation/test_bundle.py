@@ -32,7 +32,7 @@ def zipped(files: dict[str, str], more: tuple[str, ...] = ()) -> bytes:
 FILES = {bundle.PROJECT_FILE: bundle.render_project(), bundle.CONTENT_FILE: "-"}
 
 
-def test_a_bundle_is_judged_by_what_it_says_not_by_how_it_is_packed():
+def test_bundle_is_identified_by_content_not_by_compression():
     """Flower writes the file anew: the order of its lines, and how it is compressed, are not part of the program."""
     bundle.check_bundle(zipped(FILES))
     text = bundle.render_project().replace('serverapp = "', 'zz = 1\nserverapp = "').replace("zz = 1\n", "")

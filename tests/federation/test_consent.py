@@ -56,7 +56,7 @@ def test_a_consent_is_a_pin_a_yes_or_anything(tmp_path: Path):
     assert not Consent(tmp_path, "").agrees_to(first), "a damaged file is no yes"
 
 
-def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
+def test_no_work_happens_before_consent(ward: Path, tmp_path: Path):
     """No image is decoded, the server hears one sentence, the log names the hash once; a yes counts from then on."""
     site = member(ward, tmp_path / "home")
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
     assert isinstance(read_message(member(ward, site.state_folder).reply_to(offer()), Acceptance, Refusal), Acceptance)
 
 
-def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
+def test_changed_terms_require_new_consent(ward: Path, tmp_path: Path):
     """One more round is another federation: the yes to the first one says nothing of it, and goes on counting."""
     site = member(ward, tmp_path / "home")
     site.state_folder.mkdir()
@@ -85,7 +85,7 @@ def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("length", [8, 64])
-def test_a_pin_takes_the_terms_that_begin_so_and_no_others(ward: Path, tmp_path: Path, length: int):
+def test_pin_accepts_only_terms_with_that_hash_prefix(ward: Path, tmp_path: Path, length: int):
     site = member(ward, tmp_path / "home", TERMS.hash[:length])
     assert read_refusal(site.reply_to(offer(OTHER))).reason == NOT_AGREED
     assert f"--terms {TERMS.hash[:length]} is for other terms; start it again with --terms {OTHER.hash}" in logged(site)
@@ -157,7 +157,7 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
     return site_process._SiteNode(site, EventTail(site_home_folder), shown.append, person), shown
 
 
-def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
+def test_consent_is_recorded_and_requested_once(tmp_path: Path):
     person = Somebody(None, True)
     there, shown = waiting(tmp_path, person)
     for _ in range(4):
@@ -191,7 +191,7 @@ def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
 
 
 @pytest.mark.parametrize("given", [{"terms": "ab" * 4}, {}])
-def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given: dict[str, str]):
+def test_no_prompt_without_a_terminal_or_with_a_pin(tmp_path: Path, given: dict[str, str]):
     person = Somebody(True) if given else None
     there, shown = waiting(tmp_path, person, **given)
     there._handle_offer()
@@ -214,7 +214,7 @@ def test_what_is_typed(typed: str, yes: bool):
         assert person.answer() is yes
 
 
-def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_consent_reaches_the_worker_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By node.json; without a word of the terms they have to be asked for. A rehearsal takes what it plays."""
     pytest.importorskip("flwr")
     from halfmoon.federation.transport import client_app
@@ -242,7 +242,7 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
     assert messages == [("", ()), ("0123abcd", ("fedavg", "feddure")), ("any", ())]
 
 
-def test_a_few_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
+def test_summary_states_what_is_sent_to_whom_and_for_how_long(tmp_path: Path):
     """No option of the training; a line for each kind of tensor; --all shows every option."""
     brief = TERMS.summary().brief
     assert len(brief) < 20
@@ -267,7 +267,7 @@ def test_a_hash_that_is_none_is_refused(tmp_path: Path, terms: str):
         SiteOptions(Address("127.0.0.1", 9092), "north", tmp_path, 3, 2, tmp_path, terms=terms)
 
 
-def test_a_method_that_nobody_knows_is_refused(ward: Path, capsys: pytest.CaptureFixture[str]):
+def test_unknown_method_is_refused(ward: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["site", "join", "--server", "127.0.0.1:9", "--site", str(ward), "--name", "n", "--accept", "feddur"]
     assert cli.main(arguments) == 2
     assert "--accept names the unknown method 'feddur': did you mean 'feddure'?" in capsys.readouterr().err
@@ -303,7 +303,7 @@ def test_a_file_shows_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert load_plan(path).terms.hash != terms.hash
 
 
-def test_a_server_asks_again_until_a_site_has_agreed():
+def test_server_repeats_the_offer_until_a_site_agrees():
     """North says yes after a while: it is named once as not there yet, and joins at the next question."""
     replies = [make_refusal(UNFIT, NOT_AGREED)] * 2 + [make_acceptance("north")]
     there = FakeNode(lambda: [(0.3, replies.pop(0) if len(replies) > 1 else replies[0])], lambda data: [])

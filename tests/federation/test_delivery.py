@@ -53,7 +53,7 @@ def final(version: str, **changes: str) -> FinalModel:
     return FinalModel(**output, model=model)
 
 
-def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_path: Path) -> None:
+def test_site_stores_and_tests_the_final_model_and_is_notified_of_the_end(tmp_path: Path) -> None:
     """The file is one that predict takes; the words name it and how right it is; who waits ends with 0."""
     folder = ward(tmp_path / "s")
     member = SiteClient.from_folder(folder, "north", tmp_path / "home", tests=ward(tmp_path / "t"))
@@ -70,7 +70,7 @@ def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_
     assert consent.load_end(tmp_path / "home") is None
 
 
-def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Path) -> None:
+def test_site_finds_its_model_and_card_in_a_visible_folder(tmp_path: Path) -> None:
     """Counts, hash and accuracy of the card are those of the site; a class name cannot become markup."""
     folder = ward(tmp_path / "s")
     member = SiteClient.from_folder(folder, "north", tests=ward(tmp_path / "t"))
@@ -138,7 +138,7 @@ def test_who_does_not_have_it_is_named() -> None:
     )
 
 
-def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
+def test_server_waits_to_deliver_to_absent_sites(tmp_path: Path) -> None:
     """A site that comes back within `linger` has the model then; who does not come is written down."""
     there = {name: write_message(Receipt("f", VERSION, name)) for name in ("north", "west")}
     transport = FakeTransport({1: make_node("north", reply=there["north"])})
@@ -233,7 +233,7 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     assert consent.load_end(tmp_path / "home-south").code == 0
 
 
-def test_one_site_that_never_comes_costs_one_waiting_time() -> None:
+def test_site_that_never_returns_costs_one_timeout() -> None:
     """The first exchange waits for it, the later ones do not; when it appears it is asked like all others."""
     transport = FakeTransport({1: make_node("north"), 2: make_node("south")})
     manager = transport.make_manager()

@@ -307,7 +307,7 @@ def test_the_pages_name_each_tensor_of_heads_on_features(federations) -> None:
                 assert tensor.path in ("weight", "sums/count") or f"`{tensor.path}`" in (pages / page).read_text()
 
 
-def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(
+def test_only_tuned_layers_of_a_pretrained_network_are_sent_and_saved(
     run_federation: Callable[..., RehearsedFederation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the last third no layer before it goes up, is averaged, or lies in a checkpoint; the model file is whole."""
@@ -610,7 +610,7 @@ def test_a_leak_is_found(leak: str, run_federation: Callable[..., RehearsedFeder
         check_replies(leaking(there, LEAKS[leak]))
 
 
-def test_a_leak_beside_the_message_is_found(run_federation: Callable[..., RehearsedFederation]) -> None:
+def test_leak_outside_the_message_is_detected(run_federation: Callable[..., RehearsedFederation]) -> None:
     """Flower would carry other records along."""
     with pytest.raises(AssertionError, match="another record"):
         check_replies(
@@ -683,7 +683,7 @@ def test_a_run_without_a_test_is_a_run(run_federation, tmp_path):
     assert cli.main(["predict", str(run), str(federation.folder / "test"), "--out", str(tmp_path / "p.csv")]) == 0
 
 
-def test_resume_says_who_goes_on(
+def test_resume_names_the_participating_sites(
     run_federation: Callable[..., RehearsedFederation], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_federation("fedavg", "clients").run
@@ -693,7 +693,7 @@ def test_resume_says_who_goes_on(
     assert f"halfmoon serve CONFIG.toml --run-dir {run}" in output
 
 
-def test_a_test_at_a_site_sends_counts_alone(run_federation: Callable[..., RehearsedFederation]) -> None:
+def test_evaluation_at_a_site_sends_only_counts(run_federation: Callable[..., RehearsedFederation]) -> None:
     """Where sites have test images of their own, a confusion matrix and a loss go up beside; no image, no path.
     All have the server's test folder here: each counts of the model after round 1 what the server counts.
     Rows name the accuracy of the two whose people share it."""

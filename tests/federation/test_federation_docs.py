@@ -244,13 +244,13 @@ def sentences() -> list[str]:
 
 
 @pytest.mark.parametrize("sentence", sentences())
-def test_a_sentence_that_the_page_explains_is_said_by_the_code(sentence: str):
+def test_sentences_explained_in_the_docs_exist_in_the_code(sentence: str):
     """A sentence of the code, with something in place of what is put in, is what stands on the page."""
     plain = sentence.removeprefix("stopped: ")
     assert any(each.fullmatch(plain) for each in templates()), sentence
 
 
-def test_a_sentence_that_nobody_says_is_seen():
+def test_sentence_missing_from_the_code_is_detected():
     assert any(each.fullmatch("site-02 is no longer connected") for each in templates())
     assert not any(each.fullmatch("site-02 is not connected any more") for each in templates())
 
@@ -265,7 +265,7 @@ def test_the_pages_file_is_a_federation(tmp_path: Path):
     assert plan.rules == Rules()
 
 
-def test_every_part_that_leaves_a_site_is_explained():
+def test_every_field_that_leaves_a_site_is_documented():
     text = chapter("What leaves a site", "#")
     table, below = text.split("<!-- /generated -->", 1)
     columns = [line.split(" | ") for line in (*table.splitlines(), "end", *below.splitlines())]

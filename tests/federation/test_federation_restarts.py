@@ -161,7 +161,7 @@ def test_what_is_remembered_matters(method: str, straight: Callable[[str], Strai
 
 
 @pytest.mark.parametrize("method", EACH_KIND)
-def test_a_server_that_is_stopped_goes_on(method, straight, stopped):
+def test_stopped_server_resumes(method, straight, stopped):
     """Every second round has a checkpoint. So it goes on from the beginning twice, from round 2 and from round 4; sites
     have done some of these rounds already."""
     there = straight(method)
@@ -214,7 +214,7 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, s
     equal(there, there.federation.run(there.file, run))
 
 
-def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(stopped, straight):
+def test_missing_folder_at_a_restart_of_the_server_is_a_named_error(stopped, straight):
     """Without a word in the log `halfmoon serve` would start its program again and again."""
     there = straight("fedloke")
     run = stopped("fedloke", "fedloke-folder")
@@ -232,7 +232,7 @@ def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(s
 @pytest.mark.parametrize(
     "method", ["fedloke", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("feddure", "semifed"))]
 )
-def test_a_site_that_starts_anew_for_each_message_changes_nothing(method, straight):
+def test_restarting_a_site_for_each_message_does_not_change_the_result(method, straight):
     there = straight(method)
     there.federation.delete_client_memory()
     with call_before_each_message(client_app._open_client.cache_clear):

@@ -60,7 +60,7 @@ class Brief(FakeTransport):
         return message_ids
 
 
-def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
+def test_request_outlives_its_timeout_so_a_late_reply_is_logged():
     """North takes 130 s of 100. Where the request dies with its time, nobody hears that the site did answer, and that
     it only needs more time."""
     transport = Brief({7: make_node("north", 130.0), 31: make_node("west"), 99: make_node("south")})
@@ -85,7 +85,7 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(tmp_path
     assert f"not done: {tmp_path / 'home'}: No space left on device." in member.log.path.read_text()
 
 
-def test_errors_of_flower_are_said_in_words():
+def test_errors_of_flower_are_translated():
     """Every code that this Flower knows has words, but "unknown" and that of Flower's own mods, which there are none
     of; whoever reads the log has the number to look for."""
     codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
@@ -94,7 +94,7 @@ def test_errors_of_flower_are_said_in_words():
     assert describe_error(99) == "nobody knows why (error 99 of Flower)"
 
 
-def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_site_with_an_unwritable_log_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(self: EventLog, name: str, text: str, **fields: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -126,7 +126,7 @@ assert not late, f"{len(late)} modules, such as {late[:3]}"
 """
 
 
-def test_a_worker_imports_nothing_for_its_first_gradient():
+def test_worker_has_all_imports_before_its_first_gradient():
     """What is imported late is imported for every message to a site; torch.func's own gradient needs 800 modules."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -225,7 +225,7 @@ def test_a_reply_to_a_run_that_is_over_does_not_end_the_site(capsys: pytest.Capt
     assert "cannot send an answer: RunOver" in capsys.readouterr().err
 
 
-def test_a_server_fetches_an_answer_whose_objects_are_under_way_without_flowers_wait_of_a_second(
+def test_server_fetches_a_reply_still_in_transfer_without_flowers_wait(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(http_grid, "pull_objects", vars(http_grid)["pull_objects"])  # as it was, once the test is over
@@ -262,7 +262,7 @@ class Slow(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_answer_over_a_slow_link_is_sent_once(monkeypatch: pytest.MonkeyPatch):
+def test_reply_over_a_slow_link_is_sent_once(monkeypatch: pytest.MonkeyPatch):
     """Flower's client sends a request that takes longer than 30 s again, and again: here it is half a second."""
     monkeypatch.setattr(internals, "REPLY_SECONDS", 0.5)
     monkeypatch.setattr(internals, "MIN_BYTES_PER_SECOND", 2**18)

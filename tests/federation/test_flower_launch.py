@@ -67,7 +67,7 @@ def test_the_superlink_is_started_with_its_queue_and_without_installing(tmp_path
     }
 
 
-def test_what_flower_is_told_beside_the_app(tmp_path: Path):
+def test_settings_passed_to_flower_in_addition_to_the_app(tmp_path: Path):
     """Quotes, blanks and letters beyond ASCII in a folder's name come through."""
     folder = tmp_path / 'a "b" é'
     given = tomllib.loads(render_run_config(ServerOptions(folder / "f.toml", folder / "run")))
@@ -90,7 +90,7 @@ def member(folder: Path, **given: object) -> SiteOptions:
     return SiteOptions(**{**options, "images": 3, "labeled": 2, **given})
 
 
-def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_are(tmp_path: Path):
+def test_processes_of_a_site_read_server_and_identity_from_a_file(tmp_path: Path):
     folder = tmp_path / "ward 'x' = \"7\""
     config = {"name": "site-00", "folder": str(folder), "home": f"{folder}/home", "device": "auto"}
     apps = list(bundle.APPS)
@@ -206,7 +206,7 @@ def test_the_command_line_refuses_in_one_sentence(tmp_path, monkeypatch, capsys,
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_flower_one_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_without_flower_the_error_names_the_package_to_install(tmp_path, monkeypatch, capsys):
     there = metadata.version
 
     def version(name: str) -> str:
@@ -259,7 +259,9 @@ def listening(known: str = "/health", **files: Path) -> Iterator[Address]:
         server.server_close()
 
 
-def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_server_is_distinguished_from_closed_ports_and_different_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     files = create_authority(tmp_path / "a")
     strange = create_authority(tmp_path / "b")
     monkeypatch.setattr(certificates, "LOCAL_HOSTS", ("192.0.2.7",))
@@ -291,7 +293,7 @@ def holder(folder: Path, script: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, str(folder), script], start_new_session=True)
 
 
-def test_who_holds_a_lock_is_alive_and_can_be_ended(tmp_path: Path):
+def test_process_with_a_lock_is_running_and_can_be_ended(tmp_path: Path):
     """Even a process that another, dead one has started, and before anybody has waited for it."""
     process_folder = ProcessFolder(tmp_path)
     assert not process_folder.is_running(SUPERLINK)
@@ -347,7 +349,7 @@ def client(message, context):
 """
 
 
-def test_a_worker_answers_many_messages_and_one_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_worker_handles_many_messages_and_is_replaced_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A failure and a death come back as Flower's errors 2 and 8; the next message finds a process that works."""
     (tmp_path / "working.py").write_text(WORKING)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

@@ -210,7 +210,7 @@ def test_a_message_beyond_a_bound_is_refused_at_once(name: str):
     assert peak < 64 * len(data) + 2**20, "JSON of small things takes some times its bytes, and no more"
 
 
-def test_reading_takes_as_much_memory_again():
+def test_reading_doubles_memory():
     """8 MB of tensors: no bytes are made beside one more copy. One tensor under many names was not bounded so."""
     data = write_message(replace(REQUEST, download={"a": torch.ones(10**6), "b": {"c": torch.ones(10**6)}}))
     tracemalloc.start()
@@ -296,7 +296,7 @@ def test_a_reader_bounds_the_whole_message():
         read_message(b"\xff" * (MAX_TREELESS_BYTES + 1), Offer, Request, limit=MAX_MESSAGE_BYTES)
 
 
-def test_a_sealed_message_tells_what_is_in_it_before_it_is_opened():
+def test_encrypted_message_states_its_type_before_decryption():
     broadcast = {"params": {"x": torch.ones(2, 3)}, "stats": {}, "gate": torch.tensor(1, dtype=torch.int64)}
     unparsed = scan_message(write_message(replace(REQUEST, download=broadcast)), Request)
     assert unparsed.message.download == {}
@@ -420,7 +420,7 @@ def test_what_a_pattern_weighs():
 
 
 @pytest.mark.parametrize("name", {type(registry.entry(name).method): name for name in reversed(FEDERATED)}.values())
-def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: str):
+def test_requests_of_an_honest_server_are_accepted_and_invalid_ones_refused(name: str):
     """Every request of a real run fits; one with a wider layer, a further tensor or one less does not."""
     method, shared, remote, wire = single(name)
     server = start_server(method, shared)
@@ -568,7 +568,7 @@ def test_a_step_and_a_round_have_an_end(beyond: int):
         assert make_terms(image_spec=form, labeled_batch=fits)
 
 
-def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
+def test_site_refuses_an_endless_local_update(tmp_path: Path):
     """A million steps of 2 + 2 images are fewer than ten million images; of 10 + 10 they are more."""
     ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
     member = SiteClient.from_folder(ward, "north", tmp_path / "home")
@@ -682,7 +682,7 @@ def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkey
         limits.check_images_fit(tmp_path, 101, (1, 8, 8))
 
 
-def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
+def test_reply_that_flower_cannot_assemble_does_not_stop_the_server():
     """Each ticket is asked for alone: the others' answers come."""
     pytest.importorskip("flwr")
     from halfmoon.federation.transport.grid import UNREADABLE, GridTransport
@@ -738,7 +738,7 @@ def transport(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
     return grid, requests
 
 
-def test_an_answer_of_too_many_pieces_is_not_fetched():
+def test_reply_of_too_many_chunks_is_not_fetched():
     """Of a bound of 50 MB: 150 MB are refused before the first byte, and so is who sent them; 90 MB may be spare."""
     pytest.importorskip("flwr")
     from halfmoon.federation.transport.grid import OVERSIZED, GridTransport
@@ -752,7 +752,7 @@ def test_an_answer_of_too_many_pieces_is_not_fetched():
         list(GridTransport(transport({"a": 30})[0]).collect(["a"]))
 
 
-def test_a_server_asks_once_for_all_tickets():
+def test_server_queries_all_tickets_in_one_request():
     """Each question costs Flower a hundredth of a second, and nothing has come most of the time."""
     pytest.importorskip("flwr")
     from halfmoon.federation.transport.grid import GridTransport

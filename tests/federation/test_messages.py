@@ -40,7 +40,7 @@ def federation(name: str, rule: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
     return method, shared, remote, wire
 
 
-def test_nothing_but_numbers_travels() -> None:
+def test_only_numbers_are_sent() -> None:
     method, shared, remote, wire = federation("fedloke", "both")
     server = start_server(method, shared)
     for number in range(ROUNDS):
@@ -57,7 +57,7 @@ def test_nothing_but_numbers_travels() -> None:
     assert {tuple(sorted(Upload.from_tree(reply.upload).parts)) for reply in replies} == {("params", "stats", "weight")}
 
 
-def test_a_site_remembers_and_its_memory_stays() -> None:
+def test_site_stores_a_memory_that_is_never_sent() -> None:
     method, shared, remote, wire = federation("fedloke", "both")
     server = start_server(method, shared)
     for number in range(ROUNDS):
@@ -89,7 +89,7 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
         read_message(data, Request)
 
 
-def test_a_message_keeps_every_bit_and_the_order_in_memory() -> None:
+def test_message_preserves_every_bit_and_the_memory_layout() -> None:
     leaf = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     broadcast = {"b": {"x": leaf}, "a": torch.tensor(3), "none": {}}
     back = read_message(write_message(replace(REQUEST, round=7, query=2, download=broadcast)), Request)
@@ -109,7 +109,7 @@ MESSAGES: list[Message] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_every_message_comes_back_as_it_was(message: Message) -> None:
+def test_every_message_round_trips(message: Message) -> None:
     assert read_message(write_message(message), type(message)) == message
 
 
@@ -158,7 +158,7 @@ def other(data: bytes, **changes: Any) -> SiteReply:
         ),
     ],
 )
-def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, pattern: str) -> None:
+def test_server_continues_without_a_site_with_an_unusable_reply(change: Any, pattern: str) -> None:
     method, shared, remote, wire = federation("fedavg", "both")
     messages: list[str] = []
     remote.calls.link = Bad(wire, change)

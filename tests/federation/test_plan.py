@@ -47,7 +47,7 @@ def plan(tmp_path: Path) -> Write:
     return made
 
 
-def test_what_a_file_says(plan: Write, tmp_path: Path) -> None:
+def test_federation_file_is_parsed(plan: Write, tmp_path: Path) -> None:
     """Names, form and rules as they stand there; relative paths start at the file; what is not said is a default."""
     held = plan(test="held-out", min_replies=1, round_timeout=60, std=[0.5])
     assert (held.terms.name, held.terms.sites) == ("clinics", ("north", "south", "west"))
@@ -180,7 +180,7 @@ def test_a_cohort_may_be_larger_than_a_simulation_has_clients(plan: Write) -> No
     [([0, 1, 2], "clients"), ([0, 2], "some"), ([SERVER], "server")],
     ids=["clients", "some", "server"],
 )
-def test_a_saved_split_says_where_the_labels_are(
+def test_saved_split_determines_where_labels_are(
     plan: Write, tmp_path: Path, at: list[int], label_location: str
 ) -> None:
     """Beside `split` there can be no `labels_at`: what the split says counts."""
@@ -259,7 +259,7 @@ def test_what_one_machine_does_for_itself_does_not_change_the_hash(plan: Write, 
     assert plan(**table).terms.hash == plan().terms.hash
 
 
-def test_options_of_this_machine_are_kept_for_it(plan: Write) -> None:
+def test_machine_options_are_not_part_of_the_terms(plan: Write) -> None:
     config = plan(options={"threads": 2, "evaluate_every": 5, "device": "cpu", "memory_cap": 7}).config
     assert (config.threads, config.evaluate_every, config.device, config.memory_cap) == (2, 5, "cpu", 7)
 

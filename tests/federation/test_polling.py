@@ -42,9 +42,7 @@ def test_a_message_as_late_as_the_last_one_needs_few_polls_and_waits_shortly(
 
 @pytest.mark.parametrize("arrivals", [(0.3, 30.0, 0.3, 30.0, 0.3), (60.0, 0.2, 60.0, 0.2)])
 @pytest.mark.parametrize(("make", "longest"), [(make_site_schedule, 3.0), (make_schedule, 2.0)])
-def test_a_message_that_comes_early_waits_for_the_longest_pause_at_most(
-    arrivals: Sequence[float], make, longest: float
-):
+def test_early_message_waits_no_longer_than_the_longest_pause(arrivals: Sequence[float], make, longest: float):
     schedule = make()
     for arrival in arrivals:
         assert poll_until(schedule, arrival)[-1] - arrival <= longest

@@ -174,7 +174,7 @@ def test_undisturbed_cohorts_are_those_of_a_simulation(stage: Make, cohort: int)
 
 
 @pytest.mark.parametrize("how", [GONE, LOST, NOISE, OTHER])
-def test_a_round_below_quorum_is_played_again_with_others(stage: Make, how: str) -> None:
+def test_round_below_quorum_is_repeated_with_different_sites(stage: Make, how: str) -> None:
     """Two of four play, both have to answer. The one that fails is not in the second attempt, for others are there."""
     scenery = stage(fate=failing(1, 1, how))
     server, _ = turn(scenery, 0, scenery.server)
@@ -191,7 +191,7 @@ def test_a_round_below_quorum_is_played_again_with_others(stage: Make, how: str)
     assert third == cohorts(2)[2], "what comes after is drawn as if nothing had happened"
 
 
-def test_who_has_failed_is_asked_again_where_the_others_are_too_few(stage: Make) -> None:
+def test_failed_site_is_queried_anew_if_too_few_remain(stage: Make) -> None:
     """Of four sites three play; two fail at first, then there are two others and one of these. Cohorts are sorted."""
     scenery = stage(fate=failing(0, 1, GONE, 2), cohort=3, rules=Rules(min_replies=3))
     _, cohort = turn(scenery, 0, scenery.server)
@@ -203,7 +203,7 @@ def test_who_has_failed_is_asked_again_where_the_others_are_too_few(stage: Make)
     assert cohort == sorted(cohort)
 
 
-def test_half_a_cohort_is_enough_where_nothing_else_is_said(stage: Make) -> None:
+def test_default_quorum_is_half_of_the_cohort(stage: Make) -> None:
     """Two of four answer: the round counts, with those two."""
     scenery = stage(fate=failing(0, 9, GONE, 2), cohort=4, rules=Rules())
     _, cohort = turn(scenery, 0, scenery.server)
@@ -222,7 +222,7 @@ def test_after_so_many_attempts_all_stops(stage: Make, attempts: int) -> None:
     assert len(scenery.heard) == attempts - 1 + 2 * attempts
 
 
-def test_a_round_waits_until_enough_sites_can_be_asked(stage: Make) -> None:
+def test_round_waits_for_enough_sites(stage: Make) -> None:
     """Before each attempt but the first, as many as the round needs."""
     waited: list[int] = []
     scenery = stage(fate=failing(0, 2, GONE), cohort=3, rules=Rules(min_replies=3))
@@ -274,7 +274,7 @@ def failing_last(name: str) -> Fate:
     return fate
 
 
-def test_sites_of_another_run_bring_nothing_of_it(stage: Make) -> None:
+def test_sites_of_another_run_have_no_memory_in_this_one(stage: Make) -> None:
     """A federation that was disturbed is played again, into another folder, in which sites remember nothing of it."""
     first = stage("fedloke", cohort=2)
     second = stage("fedloke", cohort=2, run="b" * 32)
@@ -286,7 +286,7 @@ def test_sites_of_another_run_bring_nothing_of_it(stage: Make) -> None:
     assert not trees_equal(*servers[:2])
 
 
-def test_an_answer_that_did_not_count_is_not_remembered(stage: Make) -> None:
+def test_discarded_reply_leaves_no_memory(stage: Make) -> None:
     """A site works in the first round, but too late. In the next ones it is as a client that was silent in that round.
     FedLoKe's sites remember a model each: with the late visit in it, the result is another one."""
     rules = Rules(min_replies=1)
@@ -295,7 +295,7 @@ def test_an_answer_that_did_not_count_is_not_remembered(stage: Make) -> None:
 
 
 @pytest.mark.parametrize("name", ["semifl", "feddb", "semifed"])
-def test_a_method_goes_on_without_a_site_that_it_loses_on_the_way(stage: Make, name: str) -> None:
+def test_method_continues_after_losing_a_site_in_a_round(stage: Make, name: str) -> None:
     """The site that fails in a trip is asked nothing more in that round; in the next one it is back."""
     scenery = stage(name, failing(1, 9, GONE), cohort=4, rules=Rules(min_replies=2))
     server, drawn = rounds(scenery)
@@ -304,7 +304,7 @@ def test_a_method_goes_on_without_a_site_that_it_loses_on_the_way(stage: Make, n
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server) if leaf.is_floating_point())
 
 
-def test_a_site_that_is_lost_between_trips_is_not_asked_again_in_the_round(stage: Make) -> None:
+def test_site_lost_between_queries_is_not_queried_in_that_round(stage: Make) -> None:
     """SemiFL with labels at the server: training first, the statistics of the average then."""
     scenery = stage("semifl", failing(1, 9, GONE), cohort=4, labels_at="server")
     rounds(scenery, 2)
@@ -326,7 +326,7 @@ def test_strikes_set_a_site_aside(stage: Make) -> None:
     assert sum("site-2 is set aside after 2 unusable answers" in text for text in scenery.heard) == 1
 
 
-def test_the_others_are_drawn_as_before_where_one_is_aside(stage: Make) -> None:
+def test_absent_site_does_not_change_the_draw_of_the_rest(stage: Make) -> None:
     scenery = stage(cohort=2, rules=Rules(min_replies=2, strikes=1))
     aside = next(k for k in range(4) if k not in cohorts(2)[0])
     scenery.remote.calls.quarantine.count_refusal(f"site-{aside}", 0, "noise")
@@ -362,7 +362,7 @@ def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
     assert "site-3 has no part in round 1: its disk: No space left on device." in scenery.heard
 
 
-def test_what_a_failed_attempt_reports_is_gone(stage: Make) -> None:
+def test_report_of_a_failed_attempt_is_discarded(stage: Make) -> None:
     """The samples of the round are those of the attempt that counts: a mean over two sites, not over three."""
     scenery = stage(fate=failing(0, 1, GONE))
     remote = scenery.remote

@@ -130,7 +130,7 @@ def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(federation: Local
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_round_with_too_few_is_played_again(stage: str, federation: LocalFederation) -> None:
+def test_round_with_too_few_sites_is_repeated(stage: str, federation: LocalFederation) -> None:
     """Two of four are gone at first: nothing is read, and the second attempt has a sum of all."""
     with away(lambda name, round, attempt, at: name in ("site-01", "site-03") and at == stage and attempt == 0):
         run = federation.run(federation.write_plan("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
@@ -141,7 +141,7 @@ def test_a_round_with_too_few_is_played_again(stage: str, federation: LocalFeder
     assert read_metrics(run)[0]["aggregation"] == {"summed": SITES}
 
 
-def test_a_server_that_is_stopped_goes_on(federation: LocalFederation) -> None:
+def test_stopped_server_resumes(federation: LocalFederation) -> None:
     """At every stage, before the sites know and after they have answered; with new processes at the sites.
     The model, the rows and what was asked in vain are as if nothing had happened: sites give the same answers again."""
     file = federation.write_plan(
@@ -168,7 +168,7 @@ def test_a_server_that_is_stopped_goes_on(federation: LocalFederation) -> None:
     assert "played again" not in (run / "serve.log").read_text()
 
 
-def test_a_site_that_starts_anew_for_each_message_changes_nothing(federation: LocalFederation) -> None:
+def test_restarting_a_site_for_each_message_does_not_change_the_result(federation: LocalFederation) -> None:
     """All that a site needs lies in its folder: its secret, and what it put down."""
     file = federation.write_plan("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
     with call_before_each_message(client_app._open_client.cache_clear):
@@ -177,7 +177,7 @@ def test_a_site_that_starts_anew_for_each_message_changes_nothing(federation: Lo
     assert read_model_bytes(anew) == read_model_bytes(federation.run(file, "at-once"))
 
 
-def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(federation: LocalFederation) -> None:
+def test_site_without_its_keys_is_excluded_and_blocks_no_site(federation: LocalFederation) -> None:
     """Without its secret of a sum it cannot take masks off; the next sum has another. Without its lasting key it has no
     part in any: the others know the one before."""
     file = federation.write_plan("fedavg", rounds=3, cohort=SITES, secure_aggregation=True)
@@ -200,7 +200,7 @@ def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(federation: 
         path.unlink()
 
 
-def test_sites_take_part_under_the_keys_that_were_handed_out(federation, tmp_path, monkeypatch):
+def test_sites_participate_with_their_registered_keys(federation, tmp_path, monkeypatch):
     """`halfmoon federation init` makes them; where one is another than the others were told, there is no sum.
     After the federation no secret of a sum is anywhere."""
     create_keys(tmp_path / "keys", federation.names)
@@ -246,7 +246,7 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(federation, tmp_pat
         ),
     ],
 )
-def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(
+def test_noise_on_a_masked_sum_equals_that_of_a_simulation(
     federation: LocalFederation, method: str, network: dict[str, Any]
 ) -> None:
     """Client-level privacy: sites clip and weigh 1, the server adds the same noise to the same sum."""
@@ -383,7 +383,7 @@ def test_no_single_update_is_ever_in_the_servers_memory(federation: LocalFederat
 
 @pytest.mark.nightly
 @linux
-def test_what_looks_for_single_updates_finds_them(
+def test_leak_detector_finds_single_updates(
     federation: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In plain answers, the models of those whose answers have come; and without the masks, the whole numbers."""

@@ -52,7 +52,7 @@ def test_sites_are_known_by_name(transport: FakeTransport, manager: ClientManage
     assert set(transport.timeouts) == {100.0, 200.0}, "a request outlives its time: a late answer is named"
 
 
-def test_a_site_that_starts_again_is_asked_again(transport: FakeTransport, manager: ClientManager) -> None:
+def test_restarted_site_is_queried_anew(transport: FakeTransport, manager: ClientManager) -> None:
     """North works for 50 s, starts again after 10 under another number and then works for 5 s; what its first process
     answers at last changes nothing, not in this exchange and not in the next."""
     transport.fake_nodes[7] = make_node("north", 50.0, b"old")
@@ -112,7 +112,7 @@ def test_a_vanished_site_is_waited_for_and_given_up(transport: FakeTransport, ma
     }
 
 
-def test_a_vanished_site_of_which_the_post_tells(transport: FakeTransport, manager: ClientManager) -> None:
+def test_site_reported_as_disconnected_by_the_transport(transport: FakeTransport, manager: ClientManager) -> None:
     """Where the post says that no answer will come, the site is waited for as long; then its absence is the reason."""
     transport.fake_nodes[7] = FakeNode(list, lambda data: [(10.0, None)])
     start_time = transport.time
@@ -122,7 +122,7 @@ def test_a_vanished_site_of_which_the_post_tells(transport: FakeTransport, manag
     assert 30 < transport.time - start_time < 32
 
 
-def test_a_short_break_costs_nothing(transport: FakeTransport, manager: ClientManager) -> None:
+def test_short_disconnection_loses_no_reply(transport: FakeTransport, manager: ClientManager) -> None:
     """A node that is out of the list for 10 s and back under its number goes on: it is not asked a second time."""
     there = transport.fake_nodes[7] = make_node("north", 40.0)
     transport.schedule(transport.time + 10, lambda: transport.fake_nodes.pop(7))
@@ -131,13 +131,13 @@ def test_a_short_break_costs_nothing(transport: FakeTransport, manager: ClientMa
     assert [number for _, number, _ in transport.requests].count(7) == 1
 
 
-def test_a_site_that_comes_back_within_its_absence_is_asked(transport: FakeTransport, manager: ClientManager) -> None:
+def test_site_returning_within_its_absence_is_queried(transport: FakeTransport, manager: ClientManager) -> None:
     del transport.fake_nodes[7]
     transport.schedule(transport.time + 15, lambda: transport.fake_nodes.update({70: make_node("north")}))
     assert exchange_messages(manager)["north"] == SiteReply(b"north:do")
 
 
-def test_a_late_answer_is_named_and_discarded(transport: FakeTransport, manager: ClientManager) -> None:
+def test_late_reply_is_logged_and_discarded(transport: FakeTransport, manager: ClientManager) -> None:
     """North takes 130 s of 100; its answer comes in the third exchange and is no answer to anything there."""
     transport.fake_nodes[7] = make_node("north", 130.0, b"late")
     start_time = transport.time
@@ -165,7 +165,7 @@ def test_how_late_is_counted_from_the_end_of_the_time(transport: FakeTransport, 
     assert late in {f"north answered round 1 {seconds} s too late: discarded" for seconds in (9, 10, 11, 12)}
 
 
-def test_an_answer_that_comes_twice_counts_once(transport: FakeTransport, manager: ClientManager) -> None:
+def test_duplicate_reply_counts_once(transport: FakeTransport, manager: ClientManager) -> None:
     """Twice at once, and once more much later: there is one answer, and the next exchange gets its own."""
     transport.fake_nodes[7] = FakeNode(
         list, lambda data: [(1.0, b"a " + data), (1.0, b"b " + data), (9.0, b"c " + data)]
@@ -217,7 +217,7 @@ def test_who_does_not_belong_is_named_once_and_not_used(reply: bytes, message: s
     assert max(map(len, transport.log)) < 600
 
 
-def test_another_version_is_said_once_with_its_sentence_and_joins_when_it_has_upgraded() -> None:
+def test_different_version_is_logged_once_and_joins_after_an_upgrade() -> None:
     with pytest.raises(RefusalError) as refused:
         check_version("0.0.9", "0.1.0")
     transport = FakeTransport(
@@ -234,7 +234,7 @@ def test_another_version_is_said_once_with_its_sentence_and_joins_when_it_has_up
     assert manager.connected_sites == ["north", "south"]
 
 
-def test_who_was_refused_is_asked_again_under_the_same_number() -> None:
+def test_refused_site_is_queried_anew_with_the_same_node_id() -> None:
     transport = FakeTransport({7: make_silent_node(make_refusal(FAILED, "its disk: No space left on device."))})
     manager = transport.make_manager()
     transport.schedule(10.0, lambda: transport.fake_nodes.update({7: make_node("north")}))
@@ -243,9 +243,7 @@ def test_who_was_refused_is_asked_again_under_the_same_number() -> None:
     assert RETRY_SECONDS < transport.time < RETRY_SECONDS + 25
 
 
-def test_a_site_that_has_forgotten_joins_again_and_is_asked_again(
-    transport: FakeTransport, manager: ClientManager
-) -> None:
+def test_site_without_its_state_rejoins_and_is_queried(transport: FakeTransport, manager: ClientManager) -> None:
     known = []
     transport.fake_nodes[7] = FakeNode(
         lambda: [(0.3, known.append(1) or make_acceptance("north"))],
@@ -264,7 +262,7 @@ def test_a_site_that_has_forgotten_joins_again_and_is_asked_again(
     [(make_refusal(NOT_JOINED), "it had to join again"), (None, "it fell over")],
     ids=["unknown", "died"],
 )
-def test_sending_again_has_an_end(
+def test_retries_are_limited(
     transport: FakeTransport, manager: ClientManager, comes: bytes | None, reason: str
 ) -> None:
     """A site that never knows the federation, or dies of each request, gets it once and `RESENDS` times more."""
@@ -277,7 +275,7 @@ def test_sending_again_has_an_end(
     assert exchange_messages(manager)["north"] == SiteReply(b"north:do"), "the count is of one exchange"
 
 
-def test_a_refusal_of_work_is_an_answer(transport: FakeTransport, manager: ClientManager) -> None:
+def test_refusal_of_a_request_is_a_reply(transport: FakeTransport, manager: ClientManager) -> None:
     text = make_refusal(FAILED, "its disk is full")
     transport.fake_nodes[7] = make_node("north", reply=text)
     assert exchange_messages(manager)["north"] == SiteReply(text)
@@ -286,7 +284,7 @@ def test_a_refusal_of_work_is_an_answer(transport: FakeTransport, manager: Clien
 
 
 @pytest.mark.parametrize("what", [{"nodes"}, {"collect"}, {"nodes", "collect"}, {"nodes", "send", "collect"}])
-def test_a_lost_connection_is_said_waited_out_and_said_to_be_over(transport, manager, what):
+def test_lost_connection_is_logged_and_its_end_too(transport, manager, what):
     """15 s without any way to the sites, in the middle of work that takes 5: said once, over once, and no site lost."""
     for number, name in ((7, "north"), (99, "south"), (31, "west")):
         transport.fake_nodes[number] = make_node(name, 5.0)
@@ -325,9 +323,7 @@ def test_a_server_without_a_network_does_not_take_its_sites_for_absent(what: set
     assert found == "the connection to the sites works again"
 
 
-def test_a_post_that_takes_nothing_is_not_waited_for_without_end(
-    transport: FakeTransport, manager: ClientManager
-) -> None:
+def test_blocked_transport_is_not_waited_for_forever(transport: FakeTransport, manager: ClientManager) -> None:
     """Who is there can be seen, but nothing can be sent: that is said once, and over once."""
     message = len(transport.log)
     transport.broken_calls.add("send")
@@ -338,7 +334,7 @@ def test_a_post_that_takes_nothing_is_not_waited_for_without_end(
     assert len(transport.log) == message + 2
 
 
-def test_gather_does_not_count_sites_that_nobody_can_see(transport: FakeTransport, manager: ClientManager) -> None:
+def test_gather_ignores_disconnected_sites(transport: FakeTransport, manager: ClientManager) -> None:
     """A round is played again when its sites can be asked, not while the server has no network."""
     transport.broken_calls.update({"nodes", "send", "collect"})
     transport.schedule(transport.time + 200, lambda: transport.broken_calls.clear())
@@ -392,7 +388,7 @@ def test_gather_waits_for_those_who_come_soon() -> None:
     assert 20 < other.time < 21
 
 
-def test_gather_says_that_it_waits_and_gives_up_with_the_reasons() -> None:
+def test_gather_reports_waiting_and_fails_with_the_reasons() -> None:
     """In 100 s it says so at 0, 30, 60 and 90 s, and when one comes.
 
     The sentence at the end has what the refused ones said."""
@@ -440,7 +436,7 @@ def test_new_counts_of_a_site_are_taken_in(transport: FakeTransport, manager: Cl
     assert transport.count_logged("40 images with a label") == 1
 
 
-def test_who_is_gone_stays_known(transport: FakeTransport, manager: ClientManager) -> None:
+def test_disconnected_site_remains_registered(transport: FakeTransport, manager: ClientManager) -> None:
     """What a site said when it joined is what its answers are judged by, and one may come after it is gone."""
     del transport.fake_nodes[7]
     transport.sleep(3.0)

@@ -200,7 +200,7 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
     ],
     ids=["class", "no label", "all labels", "no file", "no class"],
 )
-def test_a_folder_that_cannot_take_part(tmp_path, labels, classes, kind, message):
+def test_unsuitable_folder_is_refused(tmp_path, labels, classes, kind, message):
     member = SiteClient.from_folder(folder(tmp_path / WARD, labels, classes=classes), "north", tmp_path / "home")
     refusal = read_refusal(member.reply_to(offer()))
     assert refusal.kind == kind
@@ -251,7 +251,7 @@ def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"\xff\xfe\x00", b"null", TERMS.text.encode().replace(b'"rounds": 4', b'"rounds": 5')]
 )
-def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
+def test_damaged_terms_are_renewed(member, ward, script, damage):
     """A site whose disk lost the terms says that it does not know them: the server then offers them again."""
     member.reply_to(offer())
     (stored,) = member.state_folder.rglob("terms.json")
@@ -298,7 +298,7 @@ def test_a_diverged_model_is_not_described(member: SiteClient, script: list[tupl
     assert memories(member) == []
 
 
-def test_a_site_answers_alike_in_every_process(ward, member, script):
+def test_replies_of_a_site_are_equal_in_every_process(ward, member, script):
     """The same requests twice, each time by a member that has just been started: the same bytes."""
     member.reply_to(offer())
     for request, reply in script:
@@ -307,13 +307,13 @@ def test_a_site_answers_alike_in_every_process(ward, member, script):
     assert len({reply for _, reply in script}) == ROUNDS
 
 
-def test_a_site_remembers(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
+def test_site_stores_its_memory(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """The scene shows it: FedLoKe's second round without the memory of the first is another one."""
     member.reply_to(offer())
     assert member.reply_to(script[1][0]) != script[1][1]
 
 
-def test_a_round_that_is_asked_again_starts_from_the_memory_before_it(member, script):
+def test_repeated_round_starts_from_the_previous_memory(member, script):
     """A server that goes back a round, or two: the site's answers are as they were, in whatever order it asks."""
     member.reply_to(offer())
     for step in (0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 3):
@@ -335,7 +335,9 @@ def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, scr
     assert member.reply_to(write_message(replace(second, latest=[0, 0, 0]))) != script[1][1]
 
 
-def test_what_is_safe_stays_and_what_is_older_goes(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
+def test_committed_memory_is_retained_and_older_ones_are_removed(
+    member: SiteClient, script: list[tuple[bytes, bytes]]
+) -> None:
     """Once the server will not go back behind the second round, the first one's memory goes; from there all goes on."""
     member.reply_to(offer())
     for request, _ in script[:2]:
@@ -401,7 +403,7 @@ def test_a_memory_that_is_missing_is_named(tmp_path: Path) -> None:
     assert [text.split(":")[0] for text in messages] == ["the memory of round 6 is missing"] * 2
 
 
-def test_settling_keeps_what_is_safe_and_what_came_after(tmp_path: Path) -> None:
+def test_pruning_retains_committed_and_newer_memories(tmp_path: Path) -> None:
     for update_index in ((0, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 0), (5, 0, 0)):
         at(tmp_path, *update_index).put("0", {"a": torch.tensor(update_index)})
     prune_memories(tmp_path, None)
@@ -423,7 +425,7 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS, ids=["full", "without a number"])
 @pytest.mark.parametrize("call", [0, 1, 2, 3])
 @pytest.mark.parametrize("what", ["write_atomically", "append"])
-def test_a_full_disk_is_said_without_a_path_and_forgotten(
+def test_full_disk_is_reported_without_a_path(
     member: SiteClient, script: list[tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch,
     what: str, call: int, error: OSError,
 ) -> None:  # fmt: skip
@@ -454,7 +456,7 @@ def test_a_full_disk_is_said_without_a_path_and_forgotten(
         discreet(data)
 
 
-def test_a_disk_that_stays_full_stops_nothing_else(member, script, monkeypatch):
+def test_full_disk_does_not_block_replies(member, script, monkeypatch):
     """Round 1's memory cannot be kept, so the answer is a refusal; round 1 again, with space, is as if it never was."""
     member.reply_to(offer())
     assert member.reply_to(script[0][0]) == script[0][1]
@@ -472,7 +474,7 @@ def test_a_disk_that_stays_full_stops_nothing_else(member, script, monkeypatch):
 
 
 @pytest.mark.parametrize("remains", ["nothing", "no labels", "a broken image"])
-def test_a_folder_that_goes_while_a_site_takes_part(tmp_path, script, remains):
+def test_folder_removed_during_a_federation_is_reported(tmp_path, script, remains):
     """Each message may find another folder than the one before: the answer names none of it."""
     ward = folder(tmp_path / WARD, {0: "sound", 3: "ill", 5: "sound"})
     site_home_folder = tmp_path / "home"
@@ -535,7 +537,7 @@ ENDLESS = settings(deadline=None, suppress_health_check=[HealthCheck.function_sc
 
 @ENDLESS
 @given(changes=st.dictionaries(st.sampled_from([*Request.__dataclass_fields__, "message"]), Anything, max_size=3))
-def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, changes: dict[str, Any]) -> None:
+def test_any_request_gets_a_reply_without_private_details(steady: SiteClient, changes: dict[str, Any]) -> None:
     head = {"message": "request", **REQUEST.__dict__, "version": steady.version, **changes}
     plain = {name: value for name, value in head.items() if name not in ("down", "evaluation")}
     data = steady.reply_to(
@@ -547,7 +549,7 @@ def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, 
 
 @ENDLESS
 @given(step=st.sampled_from(["form", "config", "options"]), name=st.data(), value=Anything)
-def test_whatever_an_offer_says_there_is_a_discreet_answer(
+def test_any_offer_gets_a_reply_without_private_details(
     steady: SiteClient, step: str, name: st.DataObject, value: Any
 ) -> None:
     metadata = json.loads(TERMS.text)
@@ -560,13 +562,13 @@ def test_whatever_an_offer_says_there_is_a_discreet_answer(
 
 @ENDLESS
 @given(st.binary(max_size=200))
-def test_whatever_comes_is_answered(steady: SiteClient, data: bytes) -> None:
+def test_any_bytes_get_a_reply(steady: SiteClient, data: bytes) -> None:
     assert read_refusal(steady.reply_to(data)).kind == UNFIT
 
 
 @ENDLESS
 @given(st.data())
-def test_a_request_with_wrong_bytes_is_answered(
+def test_malformed_request_gets_a_reply(
     steady: SiteClient, script: list[tuple[bytes, bytes]], drawn: st.DataObject
 ) -> None:
     data = bytearray(script[0][0])

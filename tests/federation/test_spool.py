@@ -141,7 +141,7 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_
     assert held_all.close().aggregator == row
 
 
-def test_requests_that_say_the_same_are_written_once(monkeypatch: pytest.MonkeyPatch):
+def test_equal_requests_are_written_once(monkeypatch: pytest.MonkeyPatch):
     """Twelve sites get the same bytes, and one that has a memory to go on from gets others."""
     post = Desk()
     runtime, broadcast = server(post, None)
@@ -162,7 +162,7 @@ def test_an_upload_that_cannot_be_is_refused_before_any_is_added(tmp_path: Path)
     assert runtime.responders.tolist() == [k for k in range(SITES) if k != 5]
 
 
-def test_a_file_goes_with_its_last_reader_and_is_for_nobody_else(tmp_path: Path):
+def test_spooled_file_is_private_and_removed_after_its_last_reader(tmp_path: Path):
     """What a killed server left behind goes when the next begins."""
     spool = Spool(tmp_path / "run" / "spool")
     spool.folder.parent.mkdir()
@@ -182,7 +182,7 @@ def test_a_file_goes_with_its_last_reader_and_is_for_nobody_else(tmp_path: Path)
     assert not spool.folder.exists()
 
 
-def test_a_full_disk_leaves_answers_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_leaves_replies_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     spool = Spool(tmp_path / "spool")
 
     def full(handle: int, data: bytes) -> int:

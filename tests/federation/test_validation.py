@@ -146,7 +146,7 @@ def test_rows_that_count_twice_are_plausible() -> None:
     assert "weight" in str(check_counts(make_reply(outcome), outcome.amount, 10, UPDATE_ONLY))
 
 
-def test_a_made_up_visit_disturbs_nothing() -> None:
+def test_probe_update_has_no_side_effects() -> None:
     """Global generators stand where they stood, what came down is as it was, and the same asked again is the same."""
     shared, requested = queries("feddure")
     query = requested[0]
@@ -190,7 +190,7 @@ def context(client_update: ClientUpdate, round: int = 0) -> ClientContext:
     return ClientContext(client_update, Views(), 3, round, 0)
 
 
-def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
+def test_probe_update_runs_once_for_each_download_structure() -> None:
     """The round and its learning rate do not count; the work's own fields, and shapes and dtypes of `broadcast`, do."""
     started: list[int] = []
 
@@ -275,7 +275,7 @@ def test_the_first_fault_of_an_upload_is_named(pattern: TreeSpec, upload: Tree, 
     assert check_schema(upload, {}, pattern) == message
 
 
-def test_without_a_pattern_values_are_judged_all_the_same() -> None:
+def test_values_are_validated_without_a_pattern() -> None:
     assert check_schema(upload(more=LINE), {}, None) is None
     assert check_schema(upload(more=-LINE / 0), {}, None) == "'more' has values that are not finite"
     odd = LINE.to(torch.float8_e4m3fn)
@@ -295,7 +295,7 @@ def test_a_variance_is_not_negative() -> None:
         assert output == f"'{key}/{name}/conv1/var' has a variance below 0"
 
 
-def test_what_an_upload_says_is_quoted_short_and_escaped() -> None:
+def test_upload_text_is_quoted_short_and_escaped() -> None:
     """A name of an upload ends up in a log: no line break, no terminal code, no page of text."""
     output = check_schema({"\x1b[2J\n" + "x" * 5000: LINE / 0}, {}, None)
     assert output.isprintable()
@@ -405,7 +405,7 @@ def test_what_a_work_does_not_declare_is_refused(upload: Tree, message: str | No
     assert check_schema(upload, {}, None, UPDATE_ONLY) == message
 
 
-def test_a_site_without_images_weighs_one_at_most() -> None:
+def test_site_without_images_has_at_most_weight_one() -> None:
     """FML weighs its clients alike, whatever they have: by 1."""
     reply = weighing(weight=1.0)
     assert check_counts(replace(reply, amount=[0, 0, 0, 0], images_outside_steps=1), Amount(0, 0, 0), 0, MARKED) is None
@@ -568,7 +568,7 @@ def test_a_damaged_register_is_an_error(tmp_path: Path, text: str) -> None:
         Quarantine(NAMES, 1, path)
 
 
-def test_a_register_that_cannot_be_written_counts_nothing(tmp_path: Path) -> None:
+def test_unwritable_quarantine_file_records_no_fault(tmp_path: Path) -> None:
     """The folder's name is taken by a file. Nor can a folder be read as a register."""
     (tmp_path / "taken").write_text("")
     quarantine = Quarantine(NAMES, 1, None)

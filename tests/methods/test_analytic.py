@@ -163,7 +163,7 @@ SPLITS = ("1", "2", "10", "200", "class", "classes", "some", "server", "sizes")
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_a_head_is_the_pooled_one_whoever_holds_the_images(name: str) -> None:
+def test_head_equals_the_pooled_one_for_any_partition(name: str) -> None:
     mixture = MixtureHead(directions=8, em_rounds=4)
     uneven_mixture = replace(mixture, share_noise=1e-4)  # small, so that this set's classes are taken for uneven
     for method, rounds, after in ((RidgeHead(), 2, 0), (mixture, 6, 4), (uneven_mixture, 6, 4)):
@@ -210,7 +210,7 @@ def test_uneven_unlabeled_images_gain_by_estimated_shares() -> None:
     assert accuracies[1] > accuracies[0] + 0.01, accuracies
 
 
-def test_all_clients_have_to_be_asked() -> None:
+def test_all_clients_must_be_in_the_cohort() -> None:
     with pytest.raises(UserError, match="set cohort to 10"):
         solved(RidgeHead(), "10", 1, cohort=4)
 

@@ -86,7 +86,7 @@ def test_the_mean_of_two_clients_by_hand():
     assert [who for _, who in message.queries] == [*single, [SERVER], *single, [1], [SERVER], [SERVER]]
 
 
-def test_without_any_row_it_says_what_to_do():
+def test_without_rows_the_error_explains_what_to_do():
     """The server's rows are asked for, and it has none."""
     server = {"params": make_one_weight_params(1.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
     with pytest.raises(UserError, match="set sbn to 'all' or 'cohort'"):
@@ -94,7 +94,7 @@ def test_without_any_row_it_says_what_to_do():
 
 
 @pytest.mark.parametrize("norm", ["group", "none"])
-def test_a_network_without_statistics_asks_nobody(norm):
+def test_network_without_statistics_sends_no_query(norm):
     """Nothing is sent and nothing comes back, also where the empty tree has got lost on the way through a file."""
     model = start_server(SemiFL(), make_task(SmallCNN(1, CLASSES, 4, norm)))
     message = ScriptedFederation({})

@@ -54,7 +54,7 @@ def test_first_and_second_classes():
     assert pseudo.confidence.tolist() == pytest.approx([0.7, 0.9, 0.25, 0.55])
 
 
-def test_a_visit_with_labels_goes_back():
+def test_local_update_with_labels_applies_the_residual():
     """Four labeled images in batches of two, back by 0.8 after every second epoch: after steps 4 and 8 of 9."""
     options = CBAFed(local_residual_every=2)
     shared = make_task(optimizer=SGD(0.5))
@@ -126,7 +126,7 @@ def test_shares_are_those_of_all_labels_together():
     assert mean["share"].tolist() == pytest.approx([2 / 6, 1 / 6, 2 / 6, 1 / 6])
 
 
-def test_the_server_goes_back():
+def test_server_applies_the_residual():
     """Every second round by a quarter of the way to what it kept: the model it began with, then the one of round 2."""
     shared = make_task(rounds=4)
     result = {}
@@ -145,7 +145,7 @@ def test_the_server_goes_back():
     assert trees_equal(plain[3].server["saved"]["params"], first["params"])
 
 
-def test_warm_up_is_for_labels_alone():
+def test_warm_up_uses_only_labels():
     """No pseudo-label counts in it; clients without labels then weigh nothing."""
     method = CBAFed(threshold=0.1)
     shared = make_task(rounds=2)

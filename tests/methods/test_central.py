@@ -141,7 +141,7 @@ def test_fixmatch_is_a_plain_loop():
 
 
 @pytest.mark.parametrize("name", CENTRAL)
-def test_where_the_labels_lie_does_not_matter_to_who_has_them_all(name):
+def test_central_training_does_not_depend_on_the_location_of_labels(name):
     """One client, with all labeled rows of the split, be they at clients or at the server."""
     entry = registry.entry(name)
     rows = sum(labeled for labeled, _ in SIZES)

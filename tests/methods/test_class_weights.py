@@ -77,7 +77,7 @@ def test_weights_change_a_method_or_are_refused(name: str):
     assert max_difference(batched, weighted) < 1e-6
 
 
-def test_most_methods_have_class_weights():
+def test_methods_support_class_weights():
     assert [name for name in registry.names() if refused(name)] == ["protofssl"]
 
 

@@ -99,7 +99,7 @@ def test_pseudo_labels_of_the_round_and_debiased():
         assert float(loss) == pytest.approx(log(4 / 3) + (log(10 / 9) + second) / 2, rel=1e-12)
 
 
-def test_guesses_debiased_over_the_step():
+def test_pseudo_labels_are_debiased_over_the_step():
     """(0.99, 0.01) and (0.75, 0.25) have the mean (0.87, 0.13), over which they are (0.9367, .) and (., 0.6905)."""
     prediction = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
     given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))

@@ -100,7 +100,7 @@ LOCATIONS = {name: registry.entry(name).label_locations for name in DISTINCT}
     ("name", "labels_at"),
     [(name, labels_at) for name, locations in LOCATIONS.items() for labels_at in locations[1:] or locations],
 )
-def test_every_place_for_labels_works_in_both_executors(name, labels_at):
+def test_every_label_location_works_in_both_executors(name, labels_at):
     """Labels at every client, at some, or at the server, with clients that fail to answer: loop = vmap, all finite.
 
     Of the clients that were asked, those who are silent in a round leave its cohort. At the first place of several,
@@ -121,7 +121,7 @@ def finite(server: Tree) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in DISTINCT if "threshold" in registry.options(name)])
-def test_guesses_that_are_never_confident_do_no_harm(name):
+def test_unconfident_pseudo_labels_do_not_affect_training(name):
     """With a threshold that no probability reaches, every round ends, and with finite numbers."""
     options = registry.options(name)
     never = dict[str, Any](threshold=1.01)
@@ -139,7 +139,7 @@ def test_guesses_that_are_never_confident_do_no_harm(name):
 
 
 @BOTH
-def test_the_clients_of_the_scene_differ(rule):
+def test_clients_of_the_simulation_differ(rule):
     """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""
     _, _, simulation = build_simulation("fedavg-fixmatch", rule)
     client_update = simulation.client_updates["train"]
@@ -180,7 +180,7 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
 
 
 @EVERY
-def test_a_run_repeats_itself_and_changes_nothing_that_it_was_given(name):
+def test_run_is_deterministic_and_does_not_modify_its_inputs(name):
     """Two runs of one seed are equal in every bit. Neither the initial model nor the server's tree is written into, and
     after the run method and client updates are what they were: all state is in the trees."""
     method, shared, simulation = build_simulation(name, "both")
@@ -196,7 +196,7 @@ def test_a_run_repeats_itself_and_changes_nothing_that_it_was_given(name):
 
 
 @pytest.mark.parametrize(("name", "executor"), in_turn(("vmap", "loop")), scope="module")
-def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
+def test_restored_run_continues_with_the_same_bits(name, executor, tmp_path: Path):
     """Saved after round 2 and restored from the run folder: round 3 equals that of the straight run."""
     checks.check_resume(row_of(name), straight(name, "both", executor), executor, tmp_path / "run")
 
@@ -226,7 +226,7 @@ def test_a_method_is_its_hyper_parameters(name):
 
 
 @EVERY
-def test_the_server_holds_tensors_and_yields_a_model(name):
+def test_server_state_contains_tensors_and_gives_a_model(name):
     """Every leaf is a tensor without a graph; the solution is a model that the network can evaluate."""
     method, shared, _ = build_simulation(name, "both")
     model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
@@ -235,7 +235,7 @@ def test_the_server_holds_tensors_and_yields_a_model(name):
 
 
 @EVERY_ROW
-def test_options_build_the_method_again(name):
+def test_options_rebuild_the_method(name):
     """The catalog's options with their defaults are the catalog's method; a changed one changes it."""
     options = registry.options(name)
     assert registry.make(name, {key: option.default for key, option in options.items()}) == registry.make(name)

@@ -125,7 +125,7 @@ def test_the_proximal_gradient_is_autograds(objective):
     assert max_difference(carry["params"], broadcast["params"]) > 1e-2
 
 
-def test_every_visit_starts_with_a_fresh_optimizer_from_what_came_down():
+def test_every_local_update_starts_with_a_new_optimizer_from_the_download():
     """Momentum is not carried from visit to visit, and nothing stays at the client."""
     method = FedAvg()
     shared = make_task(optimizer=SGD(0.1, momentum=0.9))
@@ -255,7 +255,7 @@ def test_loop_and_vmap_agree_where_the_average_teaches(norm):
         lambda: FixMatch(teacher="average", teacher_decay=1.0),
     ],
 )
-def test_an_average_that_nobody_keeps_is_refused(make):
+def test_unused_average_is_refused(make):
     """By methods whose servers keep none, and with a decay that would never change."""
     with pytest.raises(UserError, match=r"average|teacher_decay"):
         make()

@@ -205,7 +205,7 @@ def test_accumulating_changes_no_step(how):
 
 
 @WAYS
-def test_equal_app_u_weighs_all_alike(dma):
+def test_equal_app_u_weights_all_clients_equally(dma):
     """Whatever it is: nothing can be balanced. (By rows, rows decide.)"""
     for row in ([0.25] * 4, [0.7, 0.1, 0.1, 0.1]):
         appu = torch.tensor([row] * 3, dtype=torch.float64)
@@ -242,7 +242,7 @@ def test_the_weights_by_hand():
     assert float(distance_from_uniform(torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), appu)) < 1e-12
 
 
-def test_released_is_torchs_optimizer_made_anew_in_each_iteration():
+def test_released_code_equals_a_new_torch_optimizer_in_each_iteration():
     """100 times: MSE, SGD(lr 1, momentum 0.9, Nesterov, weight decay 0.9) from scratch, softmax of the weights."""
     g = torch.Generator().manual_seed(1)
     appu = torch.rand(6, 5, generator=g, dtype=torch.float64)
@@ -324,7 +324,7 @@ class Answers:
 
 
 @WAYS
-def test_a_client_without_rows_weighs_nothing(dma):
+def test_client_without_rows_has_no_weight(dma):
     """Its model is the one it was sent; where nobody has rows, the server's stays."""
     server = {"params": {"w": torch.tensor([7.0])}, "stats": {}}
     appu = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
@@ -335,7 +335,7 @@ def test_a_client_without_rows_weighs_nothing(dma):
     assert FedDB(dma=dma).round(make_task(), server, federation)["params"]["w"].tolist() == [7.0]
 
 
-def test_what_travels_and_what_is_counted():
+def test_uploads_and_costs_are_counted():
     """`classes` floats more than FedAvg up, nothing more down; sweeps and accumulation are counted.
 
     Each of the three clients sweeps its unlabeled rows once, "finish" twice; "step" passes the minibatch once more.

@@ -238,7 +238,7 @@ def test_d_is_the_fall_of_the_labeled_loss():
         assert float(notes.samples["d"].total) == pytest.approx(factor * float(loss[0] - loss[1]), rel=1e-12)
 
 
-def test_warmup_trains_on_labels_alone():
+def test_warmup_trains_only_on_labels():
     """With the gate shut, the local model's step is that of the labeled loss (the joint pass still sees all images)."""
     client_update, carry, broadcast, batches, _ = make_step(statistics="separate")
     new, _ = client_update.step({**broadcast, "gate": torch.zeros(())}, carry, batches[0])
@@ -270,14 +270,14 @@ def test_a_number_added_to_all_logits(seen, moves):
     assert (max(replies) > 0.5 and min(replies) < 0.005) == moves
 
 
-def test_log_shares_count_the_clients_own_labels():
+def test_log_shares_count_the_clients_labels():
     """Classes 0, 0, 0, 1, 2 of five own labels (two more repeat): 3/5, 1/5, 1/5; a class without labels has none."""
     shares = compute_log_shares(make_client_data(5, 0, LABELS), 4).exp()
     torch.testing.assert_close(shares[:3], torch.tensor([0.6, 0.2, 0.2]))
     assert float(shares[3]) < 1e-37
 
 
-def test_judge_pays_nothing_for_the_class_mix():
+def test_prior_correction_removes_the_reward_of_the_class_mix():
     """With the log shares added, answering every image with the client's class mix is worse than answering nothing.
 
     Labels 0, 0, 0, 1: logits 0 get the shares alone, whose loss is the entropy of (3/4, 1/4), 0.562335; logits log 3/4,
@@ -307,7 +307,7 @@ def test_reward_counts_from_the_mean_of_earlier_ones_and_is_clipped():
     assert means == [4, 3, -1.5]  # then the decay: 0.5 * 3 + 0.5 * -6
 
 
-def test_baseline_and_bound_change_the_reward_alone():
+def test_baseline_and_bound_change_only_the_reward():
     """d is reported as Eq. 3 has it; the loss takes the reward: its difference is that of the weights times mean CE."""
     found = {}
     for name, options in {"plain": FedDure(), "bound": FedDure(reward_bound=1e-9)}.items():
@@ -321,7 +321,7 @@ def test_baseline_and_bound_change_the_reward_alone():
     assert trust == pytest.approx(d, abs=2e-9)
 
 
-def test_the_mean_of_rewards_stays_at_the_client():
+def test_mean_of_rewards_is_stored_at_the_client():
     """Two steps of one visit, then a second visit: it counts three rewards, and begins at the mean of two."""
     options = FedDure(reward_baseline=0.9)
     client_update, carry, broadcast, batches, _ = make_step(options)
@@ -359,7 +359,7 @@ def test_labeled_first_steps_learn_from_labels_and_leave_the_regulators():
         assert separate(after[name], joint[name]) == 0
 
 
-def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
+def test_option_draws_a_separate_regulator_for_each_client():
     """Algorithm 1, line 2: with regulator_start "client" clients differ, and one client always draws the same."""
     broadcast = {**SMALL.init(torch.Generator()), "gate": torch.ones(())}
     for start, differ in (("clients", False), ("client", True)):
@@ -418,7 +418,7 @@ def test_regulator_persists_and_is_the_same_at_first_for_all():
     assert float(fresh.begin(broadcast, memory, make_client_data(3, 4))["regulator"]["optimizer"]["steps"]) == 0
 
 
-def test_the_received_model_labels_the_images_where_it_is_asked_to():
+def test_option_uses_pseudo_labels_of_the_received_model():
     """In the first step it is the model of the moment, so the step is the same; the weak views are not passed again."""
     network = SMALL
     optimizer = Adam(1e-2)
@@ -439,7 +439,7 @@ def test_the_received_model_labels_the_images_where_it_is_asked_to():
     assert client_update.passes(10, 12).forward == step.passes(10, 12).forward - 12
 
 
-def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for():
+def test_option_divides_pseudo_labels_by_the_clients_mean_prediction():
     """FedDB, Eq. 8 and 14: p / (mean of p over the client's rows), normalized; F-reg and C-reg learn from these labels.
 
     The rows of the client are those of the minibatch, so p is written down here, under tracked statistics.
@@ -470,7 +470,7 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
     assert FedDure(debias=True).client_updates(plain.task)["train"].requirements.views == ("weak", "strong")
 
 
-def test_the_optimizer_is_kept_where_it_is_asked_for():
+def test_option_retains_the_optimizer_between_rounds():
     """Two visits of a step each from one model are two steps of one Adam: its second step differs from a first one."""
     ends = {}
     for stored_values in (False, True):
@@ -509,7 +509,7 @@ def test_one_half_of_the_labels_trains_and_the_other_measures():
             assert (float(after_metrics.samples["d"].total) != float(before_metrics.samples["d"].total)) == (not trains)
 
 
-def test_a_client_with_one_label_takes_part_with_halves():
+def test_client_with_one_label_participates_with_halves():
     """In every other round no image trains: the labeled loss is 0, and the model stays finite."""
     client_update, carry, broadcast, batches, _ = make_step(FedDure(signal_labels="halves"))
     batch = batches[0]._replace(x_rows=torch.zeros(10, dtype=torch.int64))
@@ -547,7 +547,7 @@ def test_a_shared_regulator_is_averaged_by_the_server():
     assert "regulator" not in FedDure().start(client_update.task, model)
 
 
-def test_signals_are_averaged_by_image_while_its_label_stays():
+def test_signals_are_averaged_by_image_while_its_pseudo_label_is_unchanged():
     """Image 1 has signals 1 and 3 in one minibatch (mean 2), then 5 (mean 3); with a new label it starts anew with 7."""
     float_zeros = torch.zeros(3, dtype=torch.float64)
     signals = {"label": torch.full((3,), -1), "mark": torch.zeros(()), "mean": float_zeros, "count": float_zeros}

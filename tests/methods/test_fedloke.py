@@ -198,7 +198,7 @@ def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statisti
         assert 0 < sum(shares) < len(shares)
 
 
-def test_guesses_are_reported_of_who_teaches():
+def test_pseudo_label_quality_is_that_of_the_teacher():
     """The global model's; the local one's where the global one teaches nobody. They weigh the ramp times the mask."""
     shared = make_task(round=1, statistics="separate")
     (batch,) = make_batches(ROLES["default"], 1)
@@ -271,7 +271,7 @@ def purely_local(recording: RecordingMethod, start: dict, shared: Task, view: st
     return list(params.values())
 
 
-def test_no_sure_guess_leaves_two_models_that_do_not_meet():
+def test_without_confident_pseudo_labels_the_two_models_train_separately():
     """delta = 0 and mu = 1, every view in its own pass: the global model is FedAvg's, supervised on strong views.
 
     And a client's local model has been trained on its own labels' weak views alone, as autograd does it.

@@ -234,7 +234,7 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
         assert max_difference(carry["psi"], still["psi"]) > 1e-3
 
 
-def test_each_part_learns_from_its_own_images():
+def test_sigma_and_psi_train_on_their_images():
     """Other unlabeled images leave sigma's step as it is, in every bit; labeled ones reach psi through sigma only."""
     method = FedMatch(threshold=0.3, unlabeled_weight=1.0, l2_weight=0.0)
     client_update = work_of(method, BARE)
@@ -256,7 +256,7 @@ def test_each_part_learns_from_its_own_images():
     assert not trees_equal(one["psi"], server["psi"])
 
 
-def test_helpers_that_are_not_there_say_nothing():
+def test_missing_helpers_have_no_vote():
     """With one of two places empty: the term and the votes of one helper; with both: those of a client alone."""
     method = FedMatch(threshold=0.3, consistency_weight=2.0, unlabeled_weight=2.0, ties="own")
     server = start_server(method, make_task(BARE))
@@ -279,7 +279,7 @@ def test_helpers_that_are_not_there_say_nothing():
     assert max_difference(*(run_update(work_of(method, BARE, 2), given, batch)[0]["psi"] for given, _ in pairs)) > 1e-3
 
 
-def test_who_is_sure_of_nothing_learns_from_labels_alone():
+def test_client_without_confident_predictions_trains_only_on_labels():
     """Nobody above threshold and no penalty: psi stays in every bit, sigma moves, and nothing is divided by zero."""
     client_update = work_of(FedMatch(threshold=1.01, l2_weight=0.0, l1_weight=0.0))
     broadcast = down_of(make_linear_params(1, 2), make_linear_params(0.2, 0.4))
@@ -306,7 +306,7 @@ def test_the_mean_over_all_images_or_over_those_used():
         assert float(notes.loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_debiasing_turns_the_clients_own_vote():
+def test_debiasing_changes_the_clients_vote():
     """Rows at x = 2 (0.881, 0.119), three times, and at -1 (0.269, 0.731): the mean prediction is (0.728, 0.272).
 
     Divided by it, an image at x = 0.5, (0.622, 0.378), becomes (0.855, 1.390) / 2.245 = (0.381, 0.619): class 1.
@@ -379,7 +379,7 @@ def test_only_who_has_labels_sends_sigma():
         assert bool(stored) == (threshold is not None)
 
 
-def test_helpers_travel_as_what_differs_from_ones_own():
+def test_helpers_are_sent_as_differences_from_the_local_model():
     """Of ten entries one helper differs in two, another in eight, a third is not there: 24 + 80 + 0 bytes more."""
     local_labels = [1.0] * 10
     helpers = [

@@ -166,7 +166,7 @@ def test_without_distillation_the_meme_is_fedavgs():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_without_distillation_a_private_model_trains_alone(keep):
+def test_without_distillation_a_private_model_trains_independently(keep):
     """Over three rounds each is a module under torch.optim.SGD on its client's batches alone; the momentum lives on.
 
     Without `keep_optimizer` every visit has a new optimizer.
@@ -204,7 +204,7 @@ def test_without_distillation_a_private_model_trains_alone(keep):
             torch.testing.assert_close(stats["mean"], module.get_buffer(f"{layer}.norm.running_mean"))
 
 
-def test_the_memes_optimizer_is_new_in_every_visit():
+def test_optimizer_of_the_meme_is_new_in_every_local_update():
     """The private one is as it was left, the meme's is zero."""
     shared = make_task(optimizer=SGD(0.1, momentum=0.9))
     method = FML()
@@ -248,7 +248,7 @@ def test_how_a_private_model_starts():
         assert trees_equal(carry["meme"], carry["private"]) == (private == "copy")
 
 
-def test_a_filter_that_lets_nothing_through():
+def test_filter_that_rejects_all_rows():
     """delta = 0: the unlabeled loss is gone, but its images share the labeled ones' statistics; apart, they do not.
 
     So in separate passes the parameters are those of unlabeled weight 0, where as many steps are taken.
@@ -284,7 +284,7 @@ def test_the_weights(labels_at):
         assert simulation.query("train", start_server(method, shared)).weight.tolist() == expected
 
 
-def test_a_known_clients_first_memory_is_not_drawn_again():
+def test_first_memory_of_a_known_client_is_not_redrawn():
     """A round whose clients are all known draws one network, to learn that there is a memory at all."""
     drawn = []
 

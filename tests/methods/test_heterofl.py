@@ -144,7 +144,7 @@ def test_the_average_by_hand():
     assert free["head"]["weight"][0].tolist() == pytest.approx([100 / 3, 40])
 
 
-def test_what_nobody_holds_stays():
+def test_parameters_that_no_client_trained_are_unchanged():
     """A round of a narrow client alone, without class 1: channel 1, its column, and class 1's row keep their values."""
     old = pair([1, 2], [[3, 4], [5, 6]], [7, 8])
     replies = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [1, 0])]}
@@ -297,7 +297,7 @@ def test_widths_lift(options):
     assert max_difference(run[-1].server["params"], start_server(HeteroFL(), make_task())["params"]) > 1e-2
 
 
-def test_the_cohort_alone_may_be_counted():
+def test_only_the_cohort_can_be_counted():
     """sbn "cohort" counts the rows of the round's clients, "all" those of all clients; the server's are left out."""
     held = make_dataset(all_labels=True, labels_at="server")
     for sbn in ("all", "cohort"):

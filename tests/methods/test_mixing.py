@@ -151,7 +151,7 @@ def test_the_alignment_by_hand():
     assert replace(objective, align=False)._align_predictions(prediction, aux, cached, None) == (prediction, {})
 
 
-def test_class_frequencies_count_a_clients_own_rows():
+def test_class_frequencies_count_the_rows_of_a_client():
     """Two of class 0, one of class 2; the rows that fill a batched client up do not count."""
     y = torch.tensor([0, 2, 0, 0, 2])
     none = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
@@ -171,7 +171,7 @@ def test_quarter_turns_by_hand():
     assert turned.flatten(1).tolist() == rows
 
 
-def test_a_head_of_zeros_guesses_all_turns_alike():
+def test_zero_head_predicts_all_rotations_equally():
     """At the start the rotation term is ln 4, and moves the head alone."""
     shared = make_task(NETWORK)
     objective = ReMixMatch(0.0, 0.0, 1.0)
@@ -190,7 +190,7 @@ def test_a_head_of_zeros_guesses_all_turns_alike():
     assert float(with_it[0]["rotation"]["weight"].abs().max()) > 1e-3
 
 
-def test_options_of_remixmatch_do_what_they_say():
+def test_options_of_remixmatch_have_their_effects():
     """Anchors are views; labels are not strengthened, not aligned, not turned where that is off."""
     assert ReMixMatch(anchors=3).requirements.views == ("weak", "strong", "strong2", "strong3")
     assert ReMixMatch().requirements.labeled_views == ("strong",)
@@ -214,7 +214,7 @@ def test_options_of_remixmatch_do_what_they_say():
     )
 
 
-def test_the_solution_has_the_networks_own_shape():
+def test_solution_has_the_shape_of_the_network():
     """After three rounds of three clients the rotation head has learned, and is not in what is evaluated."""
     shared = make_task(rounds=3)
     method = FedAvg(ReMixMatch())

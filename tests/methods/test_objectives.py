@@ -123,7 +123,7 @@ def test_uda_by_hand(weight):
 
 
 @pytest.mark.parametrize("make", [FixMatch, UDA])
-def test_a_guess_at_the_threshold_counts(make):
+def test_pseudo_label_at_the_threshold_counts(make):
     """x = 0 has the probability 1/2 exactly: used at threshold = 0.5, not one step of a double above it."""
     given = batch([1], [0], weak=[0], strong=[1])
     assert pseudo_label(make(threshold=0.5), given)[2].pseudo[0].weight.tolist() == [1.0]
@@ -134,7 +134,7 @@ def test_a_guess_at_the_threshold_counts(make):
 
 
 @pytest.mark.parametrize("objective", [FixMatch(threshold=0.6), UDA(threshold=0.6), PseudoLabel(0.6, 5.0, ramp=0)])
-def test_unsure_guesses_leave_the_supervised_loss(objective):
+def test_without_confident_pseudo_labels_only_the_supervised_loss_remains(objective):
     """With every guess at 1/2 nothing is added, and the mean over no used image is 0, not NaN."""
     loss, gradient, _ = pseudo_label(objective, batch([1], [0], weak=[0, 0], strong=[3, -5]))
     assert loss == pytest.approx(log(4 / 3), rel=1e-12)

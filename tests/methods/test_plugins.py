@@ -82,7 +82,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SMALL = ["--rounds", "1", "--data-share", "0.2", "--clients", "4", "--cohort", "2", "--steps", "1"]
 
 
-def test_one_run_has_a_method_a_network_and_a_split_of_ones_own(here: Path, capsys) -> None:
+def test_run_with_a_custom_method_network_and_split(here: Path, capsys) -> None:
     """The command plays it, its file names module and hash, resume checks them, predict wants the name said."""
     plugin_name = here.stem
     flags = (
@@ -196,7 +196,7 @@ custom_method = partial(FedAvg, Entropy(0.2), prox=0.1)
 
 
 @pytest.mark.parametrize("spec", [custom_method, FedAvg(Entropy(0.2), prox=0.1)])
-def test_fedavg_around_an_objective_goes_by_the_objective(spec) -> None:
+def test_fedavg_with_an_objective_has_the_options_of_the_objective(spec) -> None:
     """Its name, words and options are those of the objective; those of other objectives are refused."""
     name, options = outside.describe_method(spec)
     assert name.endswith("test_plugins:Entropy")
@@ -222,7 +222,7 @@ def test_an_objective_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
 half = MethodEntry("", "Half", "", "with another weight", FedAvg(Entropy(0.5)))
 
 
-def test_variants_of_a_class_are_told_apart_before_they_train(tmp_path: Path) -> None:
+def test_variants_of_a_class_are_distinguished_before_training(tmp_path: Path) -> None:
     """Two of one title are refused by their names; a row has its own title, and an object its own options."""
     few: dict = {"rounds": 1, "steps": 1, "data_share": 0.2, "clients": 4, "cohort": 2, "run_dir": tmp_path / "c"}
     plugin_name, other, row = (f"{__name__}:{name}" for name in ("Entropy", "mine", "half"))
@@ -250,7 +250,7 @@ def test_an_option_has_its_new_name(tmp_path: Path, capsys) -> None:
         registry.make("protofssl", {"tau": 0.5})
 
 
-def test_a_name_says_what_is_wrong_with_it(here: Path) -> None:
+def test_error_explains_an_invalid_name(here: Path) -> None:
     """One sentence each."""
     plugin_name = here.stem
     for name, why in (
@@ -339,7 +339,7 @@ class Failing(Entropy):
         return batch.nothing
 
 
-def test_check_method_says_where_ones_own_code_fails(capsys) -> None:
+def test_check_method_reports_the_failing_line_of_custom_code(capsys) -> None:
     """The file and line always, the traceback with --debug."""
     line = Failing.__call__.__code__.co_firstlineno + 1
     for more, shown in (([], False), (["--debug"], True)):

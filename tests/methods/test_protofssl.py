@@ -93,7 +93,7 @@ def test_prototypes_are_means_of_features():
     assert (float(upload.weight), memory) == (1.0, {})
 
 
-def test_the_head_says_the_distances():
+def test_head_returns_the_distances():
     """Its softmax is that of -d to the mean prototypes; a class that nobody knows is never said."""
     options = ProtoFSSL()
     shared = make_task()
@@ -109,7 +109,7 @@ def test_the_head_says_the_distances():
     assert float(text[:, 3].max()) == 0
 
 
-def test_the_server_fills_and_keeps_helpers():
+def test_server_fills_and_stores_helpers():
     """Three clients answer: of four helpers' places the last is empty, and the first round has no helpers."""
     options = ProtoFSSL(helpers=4)
     shared = make_task(rounds=2)

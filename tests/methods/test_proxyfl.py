@@ -186,7 +186,7 @@ def test_any_averaging_method_can_take_the_step():
         assert trees_equal(plain, tuned)
 
 
-def test_clients_that_weigh_nothing_have_no_say():
+def test_clients_without_weight_have_no_influence():
     """With nobody to learn from, the averaged classifier is what it was."""
     method = ProxyTuning(FedAvg())
     shared = replace(make_task(), rounds=1)

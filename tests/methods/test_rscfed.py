@@ -43,7 +43,7 @@ def test_weights_by_hand():
     )
 
 
-def test_a_visit_with_its_teacher():
+def test_local_update_with_its_teacher():
     """Three steps on a module and a copy that follows it, both on batch statistics; the teacher comes back.
 
     After t steps it keeps min(0.6, 1 - 1 / t) of itself, as in the authors' `update_ema_variables`: 0, 1/2, 0.6.

@@ -42,7 +42,7 @@ def test_a_target_between_two_classes():
     assert half == pytest.approx(log(4 / 3) / 2 + log(4) / 2, rel=1e-12)
 
 
-def test_who_is_sure_and_who_is_followed():
+def test_more_confident_model_is_followed():
     """threshold = 0.8; strong x = 1 costs ln(4/3) for class 0 and ln 4 for class 1, w = ln 3. The mean runs over all
     four.
 
@@ -60,7 +60,7 @@ def test_who_is_sure_and_who_is_followed():
     assert opposed == pytest.approx(log(4 / 3), rel=1e-12)  # equally sure of different classes: the local one
 
 
-def test_the_received_model_uses_its_own_statistics():
+def test_received_model_uses_its_statistics():
     """Centered by the tracked mean 1, weak 3 is 2 for it: 0.9, sure. Alone in its batch, 3 is 0 for the local one."""
     loss, _, pseudo = validated(SAGE(0.8), log(3), log(3), [3], [3], centered=True)
     assert pseudo.confidence.tolist() == pytest.approx([0.9], rel=1e-12)

@@ -112,7 +112,7 @@ def test_the_threshold_moves_in_a_straight_line():
         assert carry["labels"].tolist() == [expected]
 
 
-def test_a_label_stays():
+def test_assigned_pseudo_label_is_unchanged():
     """What was accepted is kept against all later votes; what was not may still be; other rows begin without labels."""
     method = SemiFed(threshold=0.9, agree=1.0)
     data = client(images(1, 0), shade=3)

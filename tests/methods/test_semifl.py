@@ -103,7 +103,7 @@ def test_the_loss_by_hand():
     assert one_step(SemiFL(threshold=0.5, unlabeled_weight=0.5), 0.0, batch, rows) == pytest.approx((log(2), -2.25))
 
 
-def test_each_image_of_a_mixture_brings_its_own_label():
+def test_each_image_of_a_mixture_contributes_its_label():
     """At w = log 3 the weak views 1 and -1 are of class 0 and 1, each with probability 3/4.
 
     l = 1/4 of a weak view 1 and 3/4 of one -1/3 make 0: probability 1/2, log 2 for either label; its gradient times 0
@@ -119,7 +119,7 @@ def test_each_image_of_a_mixture_brings_its_own_label():
     assert one_step(SemiFL(threshold=0.7), w, steep, rows) == pytest.approx((loss, 0.25))
 
 
-def test_only_confident_rows_are_drawn_and_others_are_any():
+def test_confident_rows_are_drawn_and_mixed_with_any_rows():
     """p = 3/4 at the pixels 1 and -1, 0.634 at 1/2: above threshold = 0.7 stand the first two, with the labels 0 and 1.
 
     A client that is sure of nothing weighs 0; with labels of its own it keeps all rows and weighs 1.
@@ -252,7 +252,7 @@ def test_the_gradient_is_autograds(drop, labels, statistics, labeling, debias, l
 
 @pytest.mark.parametrize("executor", ["step", "vmap"])
 @pytest.mark.parametrize("confident", [1, 2, 4, 6])
-def test_unsure_images_are_not_in_the_pass(confident, executor):
+def test_unconfident_images_are_not_in_the_pass(confident, executor):
     """The authors' step on a `torch.nn.Module`: batch statistics of weak views label, and what is unsure is cut away.
 
     Loss and momentum of SGD with weight decay; they agree to 1e-14 of the longest step, alone and under vmap.
@@ -313,7 +313,7 @@ def test_the_labels_of_a_step_follow_the_model_of_the_moment():
     assert seen == {"round": [0, 0], "step": [0, 1]}
 
 
-def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
+def test_step_without_confident_rows_is_skipped_but_its_client_counts():
     """With labels "step", momentum and weight decay: nothing moves without a label or a confident guess; weight 1."""
     optimizer = SGD(0.1, momentum=0.9, weight_decay=0.1)
     shared = make_task(optimizer=optimizer)
@@ -454,7 +454,7 @@ def test_clients_train_psi_and_the_server_sigma():
         assert max_difference(sent.update[model_name], broadcast[model_name]) > 1e-4
 
 
-def test_momentum_of_halves_is_psis_alone():
+def test_momentum_of_halves_applies_only_to_psi():
     """Labels at the server: psi moves by the momentum that the server keeps, sigma by its training, the rest not."""
     shared = make_task(NETWORK, optimizer=SGD(0.1), statistics="separate")
     one, two = simulate_rounds(HALVES, shared, make_dataset(labels_at="server"), rounds=2)
@@ -553,7 +553,7 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
-def test_one_client_is_sure_and_one_is_not(executor):
+def test_one_client_is_confident_and_one_is_not(executor):
     """Bright images are surely of class 0, grey ones of none: the first client alone moves, steps and counts.
 
     Pixel 255 is 1 and w = log 3 gives it p = 3/4; 128 is near 0 and gives 1/2. Three confident rows in batches of two
@@ -584,7 +584,7 @@ def test_one_client_is_sure_and_one_is_not(executor):
     assert float(report.samples["kept"].total / report.samples["kept"].count) == 0.75
 
 
-def test_a_clients_momentum_lives_on_where_it_is_kept():
+def test_client_momentum_is_retained_by_option():
     """The optimizer's state comes back with the next visit, or starts anew."""
     shared = make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
     data = client(random_batch(0, 5)[1])
@@ -622,7 +622,7 @@ def test_every_variant_lifts(method, labels_at):
     assert max_difference(method.solution(make_task(), last.server)["params"], first["params"]) > 1e-3
 
 
-def test_a_server_without_labels_keeps_nothing():
+def test_server_without_labels_stores_no_momentum():
     """With labels at the clients it takes no step and remembers no optimizer; at the server it does."""
     for labels_at in ("clients", "server"):
         (last,) = simulate_rounds(SemiFL(threshold=0.3), make_task(), make_dataset(labels_at=labels_at))
@@ -632,7 +632,7 @@ def test_a_server_without_labels_keeps_nothing():
 @pytest.mark.parametrize(("labels", "mix_weight"), [("round", 1.0), ("round", 0.0), ("step", 1.0), ("step", 0.0)])
 @pytest.mark.parametrize("statistics", ["joint", "separate"])
 @pytest.mark.parametrize("labeling", ["batch", "running"])
-def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics, labeling):
+def test_passes_count_the_images_through_the_network(labels, mix_weight, statistics, labeling):
     """The images of a step, counted where they are: forward in every pass, backward where a gradient comes through."""
     seen = {"forward": 0, "backward": 0}
 
@@ -661,7 +661,7 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
     assert (seen["forward"], seen["backward"]) == tuple(client_update.passes(5, 6))
 
 
-def test_a_visit_counts_epochs_over_the_kept_rows():
+def test_local_update_counts_epochs_over_the_selected_rows():
     """Two confident rows of nine, in batches of four, for three epochs: three steps, not nine."""
     client_update = SemiFL(threshold=0.7).client_updates(make_task(OneWeightNetwork(), optimizer=SGD(0.1)))["train"]
     images = torch.full((9, 1, 4, 4), 128, dtype=torch.uint8)
@@ -683,7 +683,7 @@ def test_a_visit_counts_epochs_over_the_kept_rows():
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0.5, [0.5, 0.25, 0.125, 0.0625]), (0.0, [0.5, 0.5, 0.5, 0.5])])
-def test_momentum_takes_back_what_the_server_learned_beside_the_clients(keep, left):
+def test_momentum_reverts_the_training_of_the_server(keep, left):
     """The server moves by 1 in the first round and no more, clients that are sure of nothing never.
 
     Without momentum its half of the weight leaves 1/2; with 0.5 the rounds after take back 1/4, 1/8, 1/16: in the end

@@ -79,7 +79,7 @@ def test_flexmatch_by_hand():
     assert rule.pseudo_label(p(0.49), torch.tensor([0]), state)[0].weight.tolist() == [1.0]
 
 
-def test_flexmatch_keeps_labels_with_their_rows():
+def test_flexmatch_stores_labels_by_row():
     """Labels come back for the same rows alone; of two views of a row the sure one counts, whatever its place."""
     rule = Threshold("flexmatch", 0.8)
     _, state = rule.pseudo_label(p(0.1, 0.6), torch.tensor([1, 1]), rule.begin(rule.initial_memory(2, LIKE), data(3)))
@@ -154,7 +154,7 @@ def test_an_objective_weighs_by_its_rule():
     assert float(seen.aux["thresholds"]["confidence"]) == pytest.approx(0.999 / 2 + 0.001 * (0.9 + 0.75) / 2)
 
 
-def test_the_received_model_guesses():
+def test_received_model_gives_pseudo_labels():
     """w = ln 3 as received has x = 1 at 3/4; in training, at w = 2 ln 3, at 9/10.
 
     "local" is sure at threshold = 0.8, "global" is not; of "both" the surer one counts. With w = -ln 3 received, it
@@ -208,7 +208,7 @@ CASES = [(name, rule) for name in METHODS for rule in (RULES if name == "fedavg-
 
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
-def test_in_every_method_state_stays_at_the_clients(name, rule):
+def test_thresholding_state_is_never_sent(name, rule):
     """Two rounds of all clients: loop = vmap, running state in the clients' memories alone, the same bits anew."""
     options = {**METHODS[name], "thresholding": rule}
     method = registry.make(name, options)

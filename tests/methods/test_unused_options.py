@@ -43,7 +43,7 @@ def train(method: str, options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("method", "options", "unused"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
-def test_listed_options_change_nothing(method, options, unused):
+def test_listed_options_have_no_effect(method, options, unused):
     """With all of them changed at once training ends in the same bits, so none of them has an effect."""
     listed = registry.unused_options(registry.make(method, options))
     assert unused.keys() <= listed.keys()

@@ -54,7 +54,7 @@ def partly(tmp_path: Path, *patterns: str, network: Network = NETWORK, model: Tr
     return fine_tune(network, read_weights_file(path), patterns, NAMES[: network.classes])
 
 
-def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_path: Path) -> None:
+def test_model_has_trained_layers_and_the_complete_network_is_reassembled(tmp_path: Path) -> None:
     """A frozen backbone leaves 36 numbers; the whole has all tensors, and every pass says what the whole one says.
     To rounding: where in memory a weight lies decides how some processors add up (seen with AVX2 alone)."""
     model = given()
@@ -102,7 +102,7 @@ def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("actual", [True, False])
-def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path: Path, actual: bool) -> None:
+def test_frozen_layer_has_fixed_statistics_and_a_trained_one_does_not(tmp_path: Path, actual: bool) -> None:
     """Frozen first layer: a torch module whose first normalization is in eval mode, ours and one from outside."""
     network = NETWORK if actual else from_factory("custom_models:build_small", 1, 4, (8, 8))
     model = given(network)
@@ -146,7 +146,7 @@ def test_loop_vmap_and_messages_compute_the_same(tmp_path: Path, name: str, patt
     assert b"conv1" not in text
 
 
-def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path) -> None:
+def test_secure_sums_noise_and_robust_rules_apply_to_trained_layers(tmp_path: Path) -> None:
     """What a cohort sends has the leaves of the head alone, and 4 bytes for each of its 36 numbers."""
     which = partly(tmp_path, "backbone")
     method = registry.make("fedavg")
@@ -175,7 +175,7 @@ def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path)
     assert result.report.cost["bytes_down"] == 3 * 4 * 36
 
 
-def test_the_head_is_drawn_anew_where_its_classes_differ(tmp_path: Path) -> None:
+def test_head_is_reinitialized_if_its_classes_differ(tmp_path: Path) -> None:
     """Another number of classes, other names of classes in a file of ours, or no head in the file."""
     model = given()
     path = saved(tmp_path / "five.safetensors", model)
@@ -195,7 +195,7 @@ def test_the_head_is_drawn_anew_where_its_classes_differ(tmp_path: Path) -> None
     ).fresh
 
 
-def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     good = saved(tmp_path / "good.safetensors", given())
     without = {"params": {k: v for k, v in given()["params"].items() if k != "conv2"}, "stats": given()["stats"]}
     wrong = given()
@@ -248,7 +248,7 @@ def test_a_state_dict_of_a_module_from_outside(tmp_path: Path, monkeypatch: pyte
         fine_tune(headless, read_weights_file(str(tmp_path / "e.safetensors")), ("backbone",), NAMES)
 
 
-def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_of_torchvision_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The door alone, with a stand-in for the package: asked for the name, without weights, its drop-out switched off.
     Where the package is missing, the sentence says how it is installed."""
     with pytest.raises(UserError, match="network timm:vit needs the package timm, which is not installed: pip install"):

@@ -82,7 +82,7 @@ def test_tracking_equals_the_module(network, side):
 
 
 @EVERY
-def test_prediction_equals_the_module_and_goes_image_by_image(network, side):
+def test_prediction_equals_the_module_for_each_image(network, side):
     """Under tracked statistics an image's logits do not depend on its neighbors; the gradient is the module's."""
     model, x, y = make_example(network, side)
     oracle = load_weights(build_module(network), model)
@@ -208,7 +208,7 @@ def test_check_refuses_images_that_do_not_fit(name, good, bad):
             network.check((1, *sides))
 
 
-def test_a_joint_pass_shares_its_statistics_and_separate_ones_have_their_own():
+def test_joint_pass_shares_statistics_and_separate_passes_do_not():
     network = SmallCNN(1, 4, 4)
     params = tree.to(network.init(torch.Generator().manual_seed(0)), dtype=torch.float64)["params"]
     a, b, c = (torch.randn(n, 1, 8, 8, dtype=torch.float64) + n for n in (2, 3, 4))
@@ -239,7 +239,7 @@ def test_frozen_groups_pass_no_gradient(joint):
     assert torch.equal(single, one) is not joint
 
 
-def test_one_image_of_one_pixel_is_its_own_mean():
+def test_mean_of_one_pixel_is_that_pixel():
     """A batch of one whose last map is a single pixel: the normalized value is 0, so only the biases speak.
     With weights 1 and biases 0 the last block is then relu(0) = 0, and the logits are the head's bias."""
     network = SmallCNN(1, 3, 2)

@@ -83,7 +83,7 @@ def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
     assert max_difference(loop["params"], tree.to(model["params"], dtype=torch.float64)) > 1e-4
 
 
-def test_passes_equal_ours() -> None:
+def test_passes_equal_those_of_built_in_networks() -> None:
     which = network("build_small")
     x = torch.randn(6, 1, 8, 8)
     model = NETWORK.init(rng.generator(3, "model"))
@@ -202,7 +202,7 @@ class Attending(nn.Module):
         (lambda channels: nn.Flatten(), "unexpected keyword argument 'classes'"),
     ],
 )
-def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
+def test_network_that_cannot_be_converted_is_refused_with_a_reason(factory, why: str) -> None:
     name = f"bad_{getattr(factory, '__name__', 'x').strip('<>')}_{why[:9].replace(' ', '_')}"
     plugins.register("network", name, factory)
     with pytest.raises(UserError, match=why) as caught:
@@ -210,7 +210,7 @@ def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
     assert str(caught.value).count("\n") == 0
 
 
-def test_a_description_makes_the_network_again() -> None:
+def test_network_is_rebuilt_from_its_description() -> None:
     for which in (network("build_small"), NETWORK, SmallCNN(3, 2, 5, "group")):
         assert networks.from_description(networks.describe(which)) == which
     for text in (
@@ -223,7 +223,7 @@ def test_a_description_makes_the_network_again() -> None:
             networks.from_description(text)
 
 
-def test_heterofl_says_why_it_cannot_cut_a_module() -> None:
+def test_heterofl_explains_why_a_module_cannot_be_sliced() -> None:
     """Its leading channels are known of our networks alone."""
     which = network("build_small_group_norm")
     with pytest.raises(UserError, match="leading channels"):
@@ -239,7 +239,7 @@ class Held(nn.Sequential):
         return SimpleNamespace(logits=super().forward(input))
 
 
-def test_a_factory_may_bring_its_own_weights(tmp_path: Path) -> None:
+def test_factory_can_provide_weights(tmp_path: Path) -> None:
     """Read from a file in make: every seed starts from them, and the head, which make draws anew, follows the seed."""
     body = nn.Linear(64, 8)
     save_file({name: leaf.detach().clone() for name, leaf in body.named_parameters()}, tmp_path / "body.safetensors")

@@ -169,7 +169,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("network", "side"), CUTS, ids=str)
-def test_a_leading_part_is_the_whole_with_zeros_elsewhere(network, side):
+def test_leading_channels_equal_the_network_with_zeros_in_the_rest(network, side):
     """Zeros stay zeros behind their normalization and add nothing: same logits, moments and gradients of the part."""
     model, x, y = make_example(network, side)
     masked_values = leading(model["params"])
@@ -188,7 +188,7 @@ def test_a_leading_part_is_the_whole_with_zeros_elsewhere(network, side):
 
 
 @EVERY
-def test_the_width_of_a_network_says_nothing_of_its_parameters(network, side):
+def test_width_attribute_does_not_determine_the_parameters(network, side):
     """A network of twice the width runs on the parameters as this one does, bit by bit; groups follow the channels."""
     network = replace(network, width=2 * network.width)
     wider = replace(network, width=2 * network.width)

@@ -54,7 +54,7 @@ def test_one_clients_are_as_well():
         assert mine.stride() == other.stride()
 
 
-def test_a_number_that_is_none_stays_one():
+def test_nan_is_preserved():
     x = images()
     x[1, 0, 0, 3, 2] = torch.nan
     pooled = vmap_clients(lambda x: {"out": TrainPass({}, "none").pool(x, 2)})(x)["out"]

@@ -35,7 +35,7 @@ def moving(network, side, seed=1):
 
 
 @EVERY
-def test_recording_changes_nothing(network, side):
+def test_recording_does_not_change_the_result(network, side):
     """The logits, and what is pulled back from them, are those of a plain training pass, bit by bit."""
     params, x, _ = moving(network, side)
     z, pull = vjp(lambda p: network.train(p, x)[0], params)
@@ -106,7 +106,7 @@ def test_tangent_lifts(norm):
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
-def test_tangent_writes_into_nothing(norm):
+def test_tangent_does_not_modify_its_inputs(norm):
     network = SmallCNN(1, 4, 4, norm)
     params, x, direction = moving(network, 8)
     tape = network.linearize(params, x)[1]

@@ -74,7 +74,7 @@ def test_vit_tiny_has_the_size_that_is_counted_by_hand():
     assert VisionTransformer(3, 10).count_products((3, 32, 32)) == products
 
 
-def test_patches_lie_row_by_row_and_no_two_places_are_alike():
+def test_patches_are_row_major_with_distinct_position_encodings():
     x = torch.arange(2 * 8 * 12.0).reshape(1, 2, 8, 12)
     assert torch.equal(patches(x)[0, 4], x[0, :, 4:8, 4:8].flatten())
     encodings = positions(8, 8, 192, x)

@@ -386,7 +386,7 @@ def test_page_reports_a_stopped_server(browser: Any, folder: Path) -> None:
     browser.get_log("browser")
 
 
-def test_page_asks_once_for_a_name(browser: Any, folder: Path) -> None:
+def test_page_prompts_once_for_a_name(browser: Any, folder: Path) -> None:
     (folder / "labels.csv").write_text("path,label\n")
     with serve_app(LabelPage(read_site(folder), (), None, LabelOptions(by="")).app()) as address:
         open_page(browser, address)

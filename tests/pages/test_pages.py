@@ -72,7 +72,7 @@ def get(
     return reply.status, json.loads(data) if kind == "application/json" else data, dict(reply.headers)
 
 
-def test_the_page_and_what_it_loads_come_from_its_own_address(address: str):
+def test_page_loads_only_from_its_address(address: str):
     status, page, headers = get(address)
     assert status == 200
     for name in re.findall(rb'(?:href|src)="(web/[^"]+)"', page):
@@ -128,7 +128,7 @@ def test_invalid_labels_are_refused_with_a_message(address: str):
         assert text["error"].endswith(".")
 
 
-def test_nothing_else_is_served(address: str):
+def test_only_known_paths_are_served(address: str):
     files = ("..%2fserver.py", "../server.py", ".", "x.js", "label.html", "label.html%00.js", f"{'x' * 300}.js")
     for path in (*(f"web/{name}" for name in files), "image/9", "queue?way=x"):
         assert get(address, path)[0] in (404, 422), path
@@ -211,13 +211,13 @@ def opened(data: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
-def test_an_eight_bit_image_keeps_its_pixels(tmp_path: Path):
+def test_eight_bit_image_is_sent_unchanged(tmp_path: Path):
     pixels = np.arange(120, dtype=np.uint8).reshape(10, 12)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     assert (opened(encode_for_browser(tmp_path / "a.png", "a.png").data) == pixels).all()
 
 
-def test_a_deep_image_is_sent_in_full_depth_and_small_as_training_sees_it(tmp_path: Path):
+def test_sixteen_bit_image_is_sent_in_full_depth_and_previewed_as_in_training(tmp_path: Path):
     """Red and green are the bytes of each gray; the window is the rule's, or the one that is given."""
     pixels = np.linspace(1000, 3000, 400).reshape(20, 20).astype(np.uint16)
     Image.fromarray(pixels).save(tmp_path / "a.png")

@@ -91,7 +91,7 @@ def test_training_predicts_all_readable_images(tmp_path: Path):
 
 
 @pytest.mark.parametrize("moment", [pytest.param("start", marks=pytest.mark.nightly), "features"])
-def test_training_again_after_a_kill_has_the_result_of_one_that_was_not_killed(
+def test_restarted_training_after_a_kill_has_the_undisturbed_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
     """A process that is killed leaves neither a partial cache entry nor another result, whenever it is killed."""

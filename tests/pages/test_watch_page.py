@@ -238,7 +238,7 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     assert (run.describe(now)["state"], run.describe(now)["waiting"]) == ("waiting", message)
 
 
-def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
+def test_run_without_a_locking_process_is_shown_as_stopped(tmp_path: Path):
     """However long a round takes, who holds the lock lives; two minutes after the lock is free it is stopped."""
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n[federation]\n")
     run = FollowedRun(tmp_path / "r", "r")

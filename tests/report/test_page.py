@@ -319,7 +319,7 @@ def test_a_bad_out_is_one_sentence(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> None:
+def test_folder_with_a_different_run_is_excluded(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, seeds=1)
     metadata = read_sweep_file(folder)
     metadata["cells"][0]["runs"][0]["identity"] = "what it was"
@@ -361,7 +361,7 @@ def test_the_csv_parses_back(tmp_path: Path) -> None:
     )
 
 
-def test_an_axis_named_like_a_column_keeps_apart(tmp_path: Path) -> None:
+def test_axis_named_like_a_column_is_distinct(tmp_path: Path) -> None:
     metadata = make_sweep(columns=["seed"])
     metadata["axes"][0]["name"] = "seed"
     done = write_run(tmp_path / "cells" / "a", 0, 7)
@@ -413,7 +413,7 @@ def test_the_latex_compiles(tmp_path: Path) -> None:
 EVIL = '</script><script>alert("1")</script><b a=\'&amp;">'
 
 
-def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
+def test_input_text_is_escaped(tmp_path: Path) -> None:
     """Titles, names of classes, notes, and reasons of failure with tags in them stay text; the two scripts are ours."""
     names = [EVIL, "dog", "ship"]
     metadata = make_sweep(title=EVIL, about=EVIL, reading=EVIL, command=EVIL, scale={"name": EVIL, "about": EVIL})
@@ -614,7 +614,7 @@ def test_sweep_with_another_measure_names_it(tmp_path: Path) -> None:
     assert "at equal labeled steps" not in text
 
 
-def test_kind_splits_shows_nothing_else(tmp_path: Path) -> None:
+def test_kind_splits_shows_only_splits(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, kind="splits")
     metadata = read_sweep_file(folder)
     for cell in metadata["cells"]:

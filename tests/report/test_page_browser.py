@@ -289,7 +289,7 @@ def comparison(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_table_marks_baseline_best_and_upper_bound(browser: Any, comparison: Path) -> None:
+def test_table_highlights_baseline_best_and_upper_bound(browser: Any, comparison: Path) -> None:
     """Test accuracies are 62.3, 69.9 and 77.4 %: gains over labels only, 25 % of the pseudo-labels used."""
     opened(browser, comparison)
     rows = [each.text for each in browser.find_elements("css selector", ".group tbody tr")]

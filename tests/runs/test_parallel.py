@@ -34,7 +34,7 @@ class Told(NullCallback):
         self.events[run.folder.name].append(summary["method"])
 
 
-def test_runs_side_by_side_are_those_played_one_after_another(tmp_path: Path) -> None:
+def test_parallel_runs_equal_sequential_ones(tmp_path: Path) -> None:
     options: dict[str, Any] = {**SMALL, "method": "fedavg-fixmatch", "baselines": ("fedavg", "fedavg-sl")}
     watch = Told()
     made = runner.start(Config(**options, processes=2, run_dir=tmp_path / "two"), watch)
@@ -57,7 +57,7 @@ def test_an_error_of_all_runs_is_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failed_method_does_not_lose_the_results_of_the_others(processes: int, tmp_path: Path) -> None:
+def test_failed_method_does_not_lose_results_of_the_rest(processes: int, tmp_path: Path) -> None:
     config = Config(**SMALL | {"rounds": 10}, method="fedavg-fixmatch", baselines=("fedavg", "fedavg-sl"), lr=0.01,
                     options={"fedavg-fixmatch": {"unlabeled_weight": 1e30, "threshold": 0.0}},
                     processes=processes, run_dir=tmp_path / "run")  # fmt: skip

@@ -108,7 +108,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Callbacks
 
 
-def test_a_callback_knows_which_run_it_sees(tmp_path: Path) -> None:
+def test_callback_gets_its_run(tmp_path: Path) -> None:
     """Two methods, one after the other: each is told of with its own folder and configuration."""
     notes = Notes()
     chosen = config(tmp_path / "run", rounds=2, baselines=("fedavg",), seed=3)
@@ -137,7 +137,7 @@ def test_several_look_on_and_one_that_raises_does_not_lose_the_run(tmp_path: Pat
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (plain / "metrics.jsonl").read_bytes()
 
 
-def test_a_single_callback_is_guarded_by_every_way_to_play(tmp_path: Path) -> None:
+def test_failing_callback_does_not_stop_a_run_or_comparison(tmp_path: Path) -> None:
     """Run, compare, and resume after KeyboardInterrupt, which passes."""
     short = {"rounds": 2, "method": "fedavg"}
     with pytest.raises(KeyboardInterrupt):
@@ -150,7 +150,7 @@ def test_a_single_callback_is_guarded_by_every_way_to_play(tmp_path: Path) -> No
     assert broken.asked == 1
 
 
-def test_the_command_line_says_that_a_tracker_failed(monkeypatch, capsys):
+def test_command_line_reports_a_failed_tracker(monkeypatch, capsys):
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -166,7 +166,7 @@ def test_the_command_line_says_that_a_tracker_failed(monkeypatch, capsys):
 # TensorBoard
 
 
-def test_tensorboard_reads_what_metrics_say(tracked: Path) -> None:
+def test_tensorboard_values_equal_the_metrics(tracked: Path) -> None:
     found = read(tracked)
     assert found == expected(tracked)
     assert [step for step, _ in found["test/accuracy"]] == [2, 4]
@@ -186,7 +186,7 @@ def test_a_tracker_changes_no_byte_of_a_run(tracked: Path, plain: Path) -> None:
         assert (tracked / name).read_bytes() == (plain / name).read_bytes()
 
 
-def test_a_tracker_can_be_sent_to_the_process_that_plays(tmp_path: Path, plain: Path) -> None:
+def test_tracker_can_be_pickled_to_a_worker_process(tmp_path: Path, plain: Path) -> None:
     """As sweeps do: what arrives there tracks as well."""
     halfmoon.run(config(tmp_path / "run"), pickle.loads(pickle.dumps(TensorBoard())))
     assert read(tmp_path / "run") == expected(plain)
@@ -244,7 +244,7 @@ def test_scalars_are_the_numbers_of_a_row() -> None:
     }
 
 
-def test_a_number_that_is_not_finite_stays_out(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_skipped(tmp_path: Path) -> None:
     """As in metrics.jsonl, where it is null: what is tracked and what is replayed agree."""
     (tmp_path / "config.toml").write_text('method = "fedavg"\n')
     board = TensorBoard()
@@ -258,7 +258,7 @@ def test_a_number_that_is_not_finite_stays_out(tmp_path: Path) -> None:
 # What goes wrong
 
 
-def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert cli.main(["run", "--tracker", "tensorboard"]) == 2
     output = capsys.readouterr().err
