@@ -144,6 +144,7 @@ BENCHMARKS: dict[str, Small] = {
         {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,), "METHODS": ("feddure",), "BASE": {"data_share": 0.2, "width": 4}},
     ),
     "peers": ("--only plain halfmoon --cohorts 2 --sizes tiny --turns 1 --folder {out}/environments", {"STARTS": 1}),
+    "photographs": ("{data}/photographs --plain", {"LABELS_PER_CLASS": 3}),
     "resources": (
         "start --turns 1 && images 6000 --side 8 --folder {out} && model --width 8 --turns 1 --methods fedavg && "
         "page --side 256 --kinds palette-png turned-rgba-tiff dicom-jpeg2000",
@@ -309,6 +310,16 @@ def write_data_sets(folder: Path) -> None:
         write_parquet(folder / f"cifar10/{subset}.parquet", pixels, np.arange(count) % 10)
 
 
+def write_photographs(folder: Path) -> None:
+    """Write five random JPEG images of each of two classes."""
+    generator = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(5):
+            pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.jpg")
+
+
 def write_run(folder: Path) -> None:
     """Run, so that there is a run folder for scripts that read one."""
     import halfmoon
@@ -451,6 +462,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         SERVER.set_forkserver_preload(SHARED)
         write_data_sets(folder / "data")
+        write_photographs(folder / "data" / "photographs")
         first = SERVER.Process(target=write_run, args=(folder / "run",))
         first.start()
         first.join()
