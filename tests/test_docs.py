@@ -79,7 +79,7 @@ def test_a_stale_table_is_seen() -> None:
 
 
 def test_a_round_of_fedavg_is_one_model_each_way() -> None:
-    """Both ways the model travels, up with a weight of 8 bytes; clients keep nothing, the server keeps the model.
+    """Both ways the model is sent, up with a weight of 8 bytes; clients keep nothing, the server retains the model.
     FedLoKe's clients keep a second model; FedProx's objective alone differs, so it sends what FedAvg sends."""
     plain = generate.measured("fedavg")
     assert (plain.down, plain.client, plain.server) == (1.0, 0.0, 1.0)
@@ -89,7 +89,7 @@ def test_a_round_of_fedavg_is_one_model_each_way() -> None:
 
 
 def test_every_method_says_where_it_departs() -> None:
-    """In a paragraph after "server:" in its file's docstring, for custom begun with "Departures:"."""
+    """In a paragraph after "server:" in its file's docstring, for custom started with "Departures:"."""
     for name in registry.names():
         assert len(generate.describe_departures(type(registry.entry(name).method))) > 60, name
 
@@ -187,7 +187,7 @@ class Command(NamedTuple):
 
     @property
     def real(self) -> bool:
-        """Whether the test lets it run to its end: it needs no data but the digits and trains nothing."""
+        """Whether the test lets it run until it ends: it needs no data but the digits and trains nothing."""
         small = (["data", "digits"], ["data", "--split"])
         quick = self.argument_list[0] in ("methods", "site", "privacy", "--help") or self.argument_list[:2] in small
         return quick or self.printed.startswith("halfmoon: ")

@@ -1,7 +1,7 @@
 """Foreign bytes: a few hundred drawn inputs of every reader, and each input that has broken one before.
 
-What holds for all of them is said in `fuzzing.py`: an input works, or is refused with a `UserError`, in bounded time
-and memory, and a refusal leaves the folder as it was. `benchmarks/fuzz.py` plays thousands.
+What holds for all of them is reported in `fuzzing.py`: an input works, or is refused with a `UserError`, in bounded time
+and memory, and a refusal leaves the folder as it was. `benchmarks/fuzz.py` runs thousands.
 """
 
 import gzip
@@ -72,7 +72,7 @@ def test_the_corpus_is_of_known_targets() -> None:
 
 
 def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() -> None:
-    """100,000 x 100,000 RGB is 30 GB; a checksum-true header says so in 57 bytes and more."""
+    """100,000 x 100,000 RGB is 30 GB; a checksum-true header reports it in 57 bytes and more."""
     for side in (100_000, 2**14):
         data = make_png(side, side, 8, 2, [make_png_chunk(b"IDAT", bytes(8))])
         with limit_resources(), pytest.raises(UserError, match="too large to open safely"):
@@ -90,7 +90,7 @@ def test_the_bound_on_pixels_does_not_hang_on_warnings() -> None:
 
 
 def test_a_small_gzip_file_that_unpacks_to_gigabytes_is_refused_early(tmp_path, monkeypatch):
-    """The bound holds for what is unpacked, whatever the header says: one byte over it is refused, it itself is not."""
+    """The bound applies to unpacked bytes, not to the header: one byte over it is refused."""
     monkeypatch.setattr(idx, "MAX_UNPACKED_BYTES", 4 * 2**20)
     path = tmp_path / "it.gz"
     side = 4 * 2**20 - 8

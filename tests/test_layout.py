@@ -1,4 +1,4 @@
-"""The house rules as tests: imports go down only, names are kept in one table, every public name says what it is."""
+"""The house rules as tests: imports go down only, names are retained in one table, every public name says what it is."""
 
 import ast
 import re
@@ -111,7 +111,7 @@ def package_of(name: str) -> str:
 
 
 def test_every_package_has_a_place():
-    """A new package has to be given its place in the order of imports; nothing lies beside the packages."""
+    """A new package has to be given its place in the order of imports; nothing lies next to the packages."""
     homes = {package_of(name) for name in INSIDE} - {"federation"}
     assert sorted(homes - set(PACKAGES)) == []
     assert sorted(set(PACKAGES) - homes) == []
@@ -141,7 +141,7 @@ from halfmoon import Config
 
 
 def test_imports_go_up_the_list_only():
-    """A module imports from its own package and from those before it; never the package's public face."""
+    """A module imports from its package and from those before it; never the package's public face."""
     rank = {package: number for number, package in enumerate(PACKAGES)}
     wrong = [
         f"{name} imports {target}"

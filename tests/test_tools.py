@@ -196,7 +196,7 @@ def test_a_release_has_the_committed_files_and_no_others(tmp_path: Path) -> None
 
 
 def test_links_of_the_repository_hold_on_the_site() -> None:
-    """README.md is index.md there, docs/ is its root; a file that is no page leaves its words; code stays as it is."""
+    """README.md is index.md there, docs/ is its root; a file that is no page leaves its words; code remains as it is."""
     translate_links = load_script("tools/docs_site.py").translate_links
     known = {
         "README.md": "index.md",
@@ -221,7 +221,7 @@ def test_links_of_the_repository_hold_on_the_site() -> None:
     ("page", "message"), [("semifl", "fine_tune"), ("mixmatch", "Beta(concentration, concentration)")]
 )
 def test_a_method_s_page_has_the_departures_of_its_file(page: str, message: str) -> None:
-    """On the site they stand in place of the link to the file, which readers of the repository follow."""
+    """On the site they stand instead of the link to the file, which readers of the repository follow."""
     text = (ROOT / "docs" / "methods" / f"{page}.md").read_text()
     assert message not in text.split("## Departures")[1]
     assert message in load_script("tools/docs_site.py").departures(text).split("## Departures")[1]

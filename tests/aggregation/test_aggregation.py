@@ -1,4 +1,4 @@
-"""What stands between uploads and a method: what a guard is told, what it may do, before which methods it can stand."""
+"""Check guards between uploads and a method: their inputs, what they may change, and which methods allow them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -78,7 +78,7 @@ def test_update_is_the_change_of_the_client():
 
 
 def test_guard_without_effect_changes_no_upload_and_gets_the_responders():
-    """A run beside one is equal in every bit; it is told the round, the trip, and who answered, in order."""
+    """A run with a guard without effect has the same bits; the guard gets the round, the query and the responders, in order."""
     made, shared, plain = build_simulation("fedavg-fixmatch", "both", client_dropout=0.4)
     aggregator = Recorder()
     _, _, baselines = build_simulation("fedavg-fixmatch", "both", client_dropout=0.4, aggregators=[aggregator])
@@ -148,7 +148,7 @@ SUMS = [name for name in registry.names() if not registry.entry(name).individual
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_method_that_needs_no_single_upload_gets_along_with_the_mean(name):
-    """With the weighted mean in the place of every upload its server does the same, to rounding."""
+    """With the weighted mean instead of every upload its server does the same, to rounding."""
     made, shared, plain = build_simulation(name, "both")
     _, _, summed = build_simulation(name, "both", aggregators=[Recorder(mean_for_all)])
     one = run_rounds(made, plain, start_server(made, shared), ROUNDS)

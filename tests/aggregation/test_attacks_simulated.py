@@ -41,7 +41,7 @@ CLIENTS = (3, 5, 8)
 
 
 def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Upload]:
-    """Return a question that three clients have answered, and their uploads in float32."""
+    """Return a question that three clients have replied, and their uploads in float32."""
     g = torch.Generator().manual_seed(0)
     broadcast = {"params": {"w": torch.randn(4, 5, generator=g), "b": torch.randn(3, generator=g)}, "stats": {}}
     moved = {name: torch.randn(3, *leaf.shape, generator=g) for name, leaf in broadcast["params"].items()}

@@ -207,7 +207,7 @@ def test_replacing_one_client_moves_the_sum_by_at_most_twice_the_bound() -> None
 
 
 def test_mean_is_over_the_cohort_and_missing_clients_count_as_zero(tmp_path: Path) -> None:
-    """By hand: updates (3, 4) and (0, 0.25) under a bound of 0.5 are (0.3, 0.4) and (0, 0.25); four were asked."""
+    """By hand: updates (3, 4) and (0, 0.25) under a bound of 0.5 are (0.3, 0.4) and (0, 0.25); four were queried."""
     server = private(tmp_path, PROMISE._replace(noise=1e-12))
     kept_rows, upload = server.uploads(make_context(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
     assert list(kept_rows) == [0, 1]
@@ -248,7 +248,7 @@ def test_what_is_no_update_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SUMS)
 def test_no_method_sends_more_than_an_update_and_a_weight(name: str, tmp_path: Path) -> None:
-    """Played with the server's half; where nobody is noised or clipped much, all that is left is equal weights."""
+    """Run with the server's half; where nobody is noised or clipped much, all that is left is equal weights."""
     made = ClippedMethod(registry.make(name), 1e6)
     shared = make_task(GROUPED)
     held = make_dataset(all_labels=registry.entry(name).all_labels)
@@ -475,7 +475,7 @@ def test_sites_cannot_know_the_cohorts_of_a_private_federation() -> None:
 
 
 def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None:
-    """Sites that are set aside, and rounds that are played again, are counted without a random cohort."""
+    """Sites that are set aside, and rounds that are repeated, are counted without a random cohort."""
     there = remote(secret=b"a", quarantine=Quarantine([f"site-{k}" for k in range(CLIENTS)], 1, None))
     there.open(0)
     assert there._uniform_cohort
@@ -563,7 +563,7 @@ def test_repeated_sum_is_counted_once(tmp_path: Path) -> None:
 
 
 def test_ledger_reveals_no_sum_without_the_secret(tmp_path: Path) -> None:
-    """A plain hash of the sum could be compared with guesses: of one sum, two secrets write two marks."""
+    """A plain hash of the sum could be compared with candidate sums: with two secrets, one sum has two hashes."""
     marks = set()
     for secret in (b"a", b"b"):
         (tmp_path / secret.decode()).mkdir()
@@ -582,7 +582,7 @@ def test_round_beyond_the_privacy_budget_does_not_run(tmp_path: Path) -> None:
     for number in range(2):
         assert aggregator.stop_reason(number) is None
         aggregator.uploads(make_context(ORIGIN, 3, round=number), vector([1.0, number], [0, 1.0], [1.0, 1.0]))
-        assert aggregator.stop_reason(number) is None  # played already: paid
+        assert aggregator.stop_reason(number) is None  # run already: paid
     text = aggregator.stop_reason(2)
     assert text.startswith(f"the privacy budget is spent: epsilon is {costs[1]:.4g} after round 2")
     assert f"{costs[2]:.4g}" in text
@@ -614,7 +614,7 @@ def test_run_stops_at_its_privacy_budget_and_reports_it(tmp_path: Path, capsys: 
 
 
 def run(path: Path, promise: PrivacyPlan = PROMISE, rounds: int = 2, every: int = 2) -> None:
-    """Play a private run in a folder, or go on with it there, to its end."""
+    """Run a private run in a folder, or continue with it there, until it ends."""
     method = ClippedMethod(registry.make("fedavg"), promise.clip)
     shared = make_task(GROUPED, rounds=rounds, dtype=torch.float32)
     with RunFolder.open(path) if RunFolder.exists(path) else RunFolder.create(path, "", "0" * 64) as folder:
@@ -700,7 +700,7 @@ def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str
 
 
 def test_stopped_private_server_resumes(flower: Any) -> None:
-    """After the sites have trained, before it has taken their answers; cohorts of two of three, from the secret."""
+    """After the sites have trained, before it has taken their replies; cohorts of two of three, from the secret."""
     import in_process_federation
 
     file = flower.write_plan("fedavg", norm="group", cohort=2, rounds=3, dp_clip=0.3, dp_noise=0.5)

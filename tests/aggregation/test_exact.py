@@ -63,7 +63,7 @@ def test_whole_cohorts_cost_less_than_by_renyi_and_sampled_ones_as_before():
 
 
 def test_the_pld_accountant_has_no_cohorts_of_a_fixed_size():
-    """Where this fails, the library has learned it: take it for sampled cohorts, in place of Renyi's bound."""
+    """Where this fails, the library has learned it: take it for sampled cohorts, instead of Renyi's bound."""
     from dp_accounting import NeighboringRelation, UnsupportedEventError, dp_event
     from dp_accounting.pld import PLDAccountant
 

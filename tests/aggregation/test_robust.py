@@ -52,7 +52,7 @@ batches = st.integers(1, 9).flatmap(
 
 
 def make_query_context(count: int, broadcast: Tree) -> AggregationContext:
-    """Return a question that clients 0, 10, 20, ... have answered."""
+    """Return a query to which clients 0, 10, 20, ... have replied."""
     return AggregationContext(0, 0, 0, "train", broadcast, {}, tuple(range(0, 10 * count, 10)), count, True)
 
 
@@ -252,7 +252,7 @@ def test_a_client_cannot_leave_the_range_of_the_mixed_updates():
 
 
 def test_a_change_of_one_bias_passes_neither_mixing_nor_clamping():
-    """The update with 7 in its last coordinate is the farthest of all others: only its own mean has it."""
+    """The update with 7 in its last coordinate is the farthest of all others: only its mean has it."""
     values = [[3, 4, 0], [3, 4, 0], [4, 3, 0], [4, 3, 0], [3, 4, 7]]
     new, row = ruled("cosine-nnm", values)
     assert [each[2] for each in new] == [0, 0, 0, 0, 0]
@@ -422,7 +422,7 @@ def test_update_below_the_median_norm_is_unchanged():
 @pytest.mark.parametrize("size", [1e3, 1e30, 3e38])
 @EVERY
 def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule: Rule, size: float):
-    """Of five in float32, one as far as numbers go: it has the median norm, or lies in the range of the honest."""
+    """Of five in float32, one as far as numbers go: it has the median norm, or is in the range of the honest."""
     honest = torch.randn(4, 6, generator=torch.Generator().manual_seed(4))
     broadcast = {"params": {"w": torch.full((6,), -1.0)}}
     upload = Upload({"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}}, torch.ones(5))
@@ -551,7 +551,7 @@ def test_history_is_restored_when_a_run_resumes(tmp_path: Path):
 
 @pytest.mark.parametrize("rule", ONE)
 def test_auxiliary_values_of_feddb_do_not_affect_robust_rules(rule: Rule):
-    """With one aggregate in everyone's place, a client that lies in its mean prediction and rows changes nothing."""
+    """With one aggregate in everyone's place, a client that is in its mean prediction and rows changes nothing."""
 
     class Liar(Aggregator):
         def uploads(self, question: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:

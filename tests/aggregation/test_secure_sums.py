@@ -159,7 +159,7 @@ def test_what_would_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("even", [False, True])
 def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
-    """Against exact fractions: off by k 2^-25 / W at most, in double precision where no other rounding adds to it."""
+    """Compared with exact fractions: off by k 2^-25 / W at most, in double precision where no other rounding adds to it."""
     g = torch.Generator().manual_seed(1)
     broadcast = {"params": {"w": torch.zeros(200, dtype=torch.float64)}, "stats": {}}
     k = 5
@@ -244,7 +244,7 @@ DOWN = {"params": {"w": torch.zeros(40, 30), "b": torch.zeros(7)}, "stats": {}}
 
 @dataclass
 class Village:
-    """Sites with made-up updates, which answer as real ones do; `drops` says who is away at which stage."""
+    """Sites with made-up updates, which reply as real ones do; `drops` says who is away at which stage."""
 
     folder: Path
     count: int
@@ -367,7 +367,7 @@ def test_the_sum_is_exact_whoever_drops_out(drops: dict[str, set[int]], tmp_path
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_sum_of_too_few_sites_cannot_be_read(stage: str, tmp_path: Path) -> None:
-    """Four of ten are gone: the server says so and has no sum."""
+    """Four of ten are gone: the server reports it and has no sum."""
     village = Village(tmp_path, 10, {stage: {1, 2, 3, 4}})
     with pytest.raises(TooFewReplies, match=r"round 1, query 1 \(train\) has 6 sites of 10 .* and a sum needs 7"):
         village.run_round()
@@ -414,7 +414,7 @@ def test_masked_vectors_look_like_noise_and_differ_between_rounds(tmp_path: Path
     values = [spread_of(each) for each in vectors.values()]
     values += [spread_of(vectors[0, k] - vectors[1, k]) for k in range(4)]
     values += [spread_of(vectors[0, k] - vectors[0, j]) for k in range(4) for j in range(k)]
-    # Fisher's method, over all of them together, and none on its own beyond what one of eighteen may be by chance.
+    # Fisher's method, over all of them together, and none on its beyond what one of eighteen may be by chance.
     assert min(values) > 1e-5
     assert scipy.stats.chi2.sf(-2 * np.log(values).sum(), 2 * len(values)) > 1e-5
     assert spread_of(exact(village, [0])[0]) < 1e-9
@@ -422,7 +422,7 @@ def test_masked_vectors_look_like_noise_and_differ_between_rounds(tmp_path: Path
 
 
 def stages(village: Village) -> dict[str, Request]:
-    """Play one question, and return what site 0 was asked at each stage."""
+    """Run one query, and return the requests to site 0 at each stage."""
     village.run_round()
     return sent(village)
 
@@ -436,7 +436,7 @@ def numbers(*values: int) -> torch.Tensor:
 
 
 def until(village: Village, stage: str) -> dict[str, Request]:
-    """Play one question up to a stage, which no site gets to see; return what site 0 was sent at each."""
+    """Run one query up to a stage, which no site receives; return the messages of site 0 at each."""
     village.drops = {stage: set(range(village.count))}
     with suppress(TooFewReplies):
         village.run_round()
@@ -450,7 +450,7 @@ def sent(village: Village) -> dict[str, Request]:
 
 
 def test_repeated_request_gets_the_same_reply_and_a_different_one_none(tmp_path: Path) -> None:
-    """A server that asks again, after a restart, or with changes: at each stage a site answers one question."""
+    """A server that asks again, after a restart, or with changes: at each stage a site replies to only one request."""
     village = Village(tmp_path, 5)
     first = until(village, REVEAL_SHARES)
     deal = first[DEAL_SHARES]
@@ -469,7 +469,7 @@ def test_repeated_request_gets_the_same_reply_and_a_different_one_none(tmp_path:
 
 
 def test_shares_are_revealed_for_one_set_of_sites_even_in_a_restarted_sum(tmp_path: Path) -> None:
-    """A server that was killed after the last answer plays all again: the same sum, or none."""
+    """A server that was killed after the last reply runs all again: the same sum, or none."""
     village = Village(tmp_path, 5)
     reveal = stages(village)[REVEAL_SHARES]
     response = village.reply_to_request(0, write_message(reveal))
@@ -628,7 +628,7 @@ def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
 
 
 def dealt(count: int, **leaves: Any) -> Tree:
-    """Return what is told before shares are dealt, with other leaves in the place of some."""
+    """Return the messages before shares are dealt, with some leaves replaced."""
     wide = {"keys": 64, "signatures": 132, "lasting": 67}
     blank = {name: torch.zeros(count, each, dtype=torch.uint8) for name, each in wide.items()}
     return {DEAL_SHARES: {"asked": numbers(0, 1, 2), "sites": numbers(*range(count)), **blank, **leaves}}
@@ -723,7 +723,7 @@ def test_no_sum_is_of_fewer_sites_than_the_agreed_cohort(tmp_path: Path) -> None
 
 
 class Forging(MaskedSum):
-    """A server that puts keys of its own in the place of two sites', as the review did; `sign` is with what it signs.
+    """A server that replaces the keys of two sites by keys that it generated, as in the review; `sign` is with what it signs.
 
     With the private halves it would take the masks of these two off, and of three sites the third one's update is left.
     """
@@ -741,7 +741,7 @@ class Forging(MaskedSum):
 
 
 def forging(village: Village, lasting: bool) -> Forging:
-    """Return the sum of such a server, which also shows lasting keys of its own where `lasting`."""
+    """Return the sum of such a server, which also replaces the lasting keys if `lasting`."""
     plain = village.sum()
     made = {k: signing.load_private_key(signing.generate_private_key()) for k in (1, 2)}
     shown = {f"site-{k}": signing.encode_public_key(key.public_key()) for k, key in made.items()} if lasting else {}
@@ -824,7 +824,7 @@ def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> No
 
 
 def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) -> None:
-    """All that travels is recorded, and after the sum every file of every site is stolen.
+    """All that is sent is recorded, and after the sum every file of every site is stolen.
     During the sum the secret opens a site's update (so the test sees what it looks for); afterwards nothing kept does:
     each run of 32 bytes in any file, plain or in hexadecimal, is tried as the secret of each site."""
     village = Village(tmp_path, 4)

@@ -1,4 +1,4 @@
-"""Uploads in float16 and int8: what is rounded and by how much, what stays exact, and what the server computes with."""
+"""Uploads in float16 and int8: what is rounded and by how much, what remains exact, and what the server computes with."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ DRAWS = partial(rng.generator, 0, "upload")
 
 
 def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, Wire]:
-    """Return a federation whose server checks the answers of its four sites."""
+    """Return a federation whose server checks the replies of its four sites."""
     method = registry.make("fedavg")
     shared = make_task(network, torch.float32, upload_precision=precision)
     remote, wire = make_remote_runtime(make_simulation(method, shared, cohort=4), Batching(4, 4))

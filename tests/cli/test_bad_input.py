@@ -141,7 +141,7 @@ def test_a_client_without_labels(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert text.count("\n") == 1
     assert listing() == before
-    # FixMatch learns there from its own guesses; the upper bound trains on all rows with all labels.
+    # FixMatch learns there from its pseudo-labels; the upper bound trains on all rows with all labels.
     for method in ("fedavg-fixmatch", "fedavg-sl"):
         assert cli.main(f"{message} {method} --steps 1 --width 4 --threads 1".split()) == 0
 
@@ -265,7 +265,7 @@ def test_every_method_runs_batched(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_number_of_threads_is_only_borrowed() -> None:
-    """A run uses the threads it was given, at most one a processor, and PyTorch has its own number back after it.
+    """A run uses the threads it was given, at most one a processor, and PyTorch has its number back after it.
 
     It is one of the narrowest network, on the smallest images."""
     before = torch.get_num_threads()

@@ -46,7 +46,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fake:
-    """Stands in for `halfmoon.runs.runner`: notes what it is asked for, and does what the test says."""
+    """Stands in for `halfmoon.runs.runner`: records its calls, and does what the test defines."""
 
     def __init__(self) -> None:
         self.config = Config()
@@ -70,7 +70,7 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Put a fake in the place of `halfmoon.runs.runner`."""
+    """Replace `halfmoon.runs.runner` by a fake."""
     build = Fake()
     monkeypatch.setitem(sys.modules, "halfmoon.runs.runner", build)
     monkeypatch.setattr(halfmoon.runs, "runner", build, raising=False)
@@ -595,7 +595,7 @@ def test_the_package_runs_as_the_command_does(
 
 
 def test_the_time_left_is_that_of_all_rows() -> None:
-    """Ten rounds of a second, four of them played, one of three rows begun: 6 + 2 * 10 s, and 5 s of other work."""
+    """Ten rounds of a second, four of them run, one of three rows started: 6 + 2 * 10 s, and 5 s of other work."""
     now = [0.0]
     watch = LineProgress(Console(file=io.StringIO()), lambda: now[0], rows=3, seconds_after_runs=5)
     assert watch.total_seconds_left() is None

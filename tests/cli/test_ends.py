@@ -1,4 +1,4 @@
-"""Ends that nobody chose: an order of the system, and memory that is used up; what was saved goes on from there."""
+"""Ends that nobody chose: an order of the system, and memory that is used up; what was saved continues from there."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def resume_run(folder: Path) -> bytes:
 
 
 def test_an_order_to_end_ends_as_ctrl_c_does(tmp_path, straight, monkeypatch, capsys):
-    """SIGTERM after the first round: 130, and the sentence that says how to go on; the same model comes out."""
+    """SIGTERM after the first round: 130, and the sentence that says how to continue; the same model comes out."""
     save = RunFolder.save
 
     def ending(self: RunFolder, round: int, *rest: Any) -> None:

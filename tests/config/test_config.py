@@ -77,7 +77,7 @@ def configs(draw: st.DrawFn) -> Config:
         if name not in chosen and getattr(kind, "__origin__", None) is Literal:
             chosen[name] = draw(st.sampled_from(get_args(kind)))
     chosen["tune"] = draw(st.sampled_from(["auto", "all"]))  # the others need weights
-    chosen["protocol"] = "none"  # a word that `resolve` puts its values in place of
+    chosen["protocol"] = "none"  # a word that `resolve` puts its values instead of
     chosen["labels_at"] = draw(st.sampled_from(["clients", "server"]))
     if chosen["labels_at"] == "server":
         chosen |= {"method": "fedavg-sl", "baselines": (), "options": {}, "preset": "none"}

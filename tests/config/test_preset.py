@@ -1,4 +1,4 @@
-"""`preset = "paper"`: what a method's paper fixes, under everything that is said."""
+"""`preset = "paper"`: what a method's paper fixes, under everything that is reported."""
 
 import tomllib
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_methods_without_the_preset_run_next_to_one_with_it(tmp_path):
 
 
 def test_given_options_override_a_protocol():
-    """SAGE's experiment by name: a word of one's own wins, labels and steps said in other words leave its own out."""
+    """SAGE's experiment by name: given options win; labels and steps under other option names replace its values."""
     sage = Config.of(protocol="sage", method="proxyfl", cohort=4)
     assert (sage.clients, sage.cohort, sage.rounds, sage.steps, sage.setting) == (20, 4, 300, 95, "pair-dir")
     assert (sage.label_ratio, sage.labels_per_class, sage.network, sage.width) == (0.1, None, "resnet8", 64)
@@ -73,7 +73,7 @@ def test_given_options_override_a_protocol():
 
 
 def test_given_options_override_the_recipe_for_few_labels():
-    """Options of methods join one by one; another network has its own width, and a short run no average of rounds."""
+    """Options of methods join one by one; another network has its width, and a short run no average of rounds."""
     recipe = Config.of(
         protocol="few-labels", data="xrays", options={"feddure": {"hidden": 8}, "sage": {"threshold": 0.9}}
     )
@@ -87,7 +87,7 @@ def test_given_options_override_the_recipe_for_few_labels():
 
 @pytest.mark.parametrize("protocol", ["sage", "fedloke", "fedmatch", "few-labels"])
 def test_width_applies_to_the_network_it_was_given_with(protocol):
-    """Another network takes its own width, not that of the protocol's; a width that is said stays."""
+    """Another network takes its width, not that of the protocol's; a width that is reported remains."""
     assert Config.of(protocol=protocol).width is not None
     assert Config.of(protocol=protocol, network="small").width is None
     assert Config.of(protocol=protocol, network="small", width=4).width == 4

@@ -1,4 +1,4 @@
-"""Gradients and lifted programs against `torch.func`, whose answers they have to give bit by bit."""
+"""Gradients and lifted programs against `torch.func`, which they must equal bit by bit."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def test_empty_loss_has_a_zero_gradient():
 
 
 def test_pulls_are_those_of_torch_func():
-    """Two pulls of one pass, under no_grad as in a visit; an output without a graph takes a cotangent as well."""
+    """Two pulls of one pass, under no_grad as in a local update; an output without a graph takes a cotangent as well."""
     params, x = make_inputs()
     cotangents = [
         (torch.full((5, 4), scale, dtype=torch.float64), torch.ones(5, dtype=torch.float64)) for scale in (1.0, 2.0)

@@ -88,7 +88,7 @@ def raised_errors() -> Iterator[tuple[str, list[str], set[str]]]:
 
 
 def test_errors_that_python_users_see_name_no_flags() -> None:
-    """An option in a message is a placeholder, which each side renders in its own way."""
+    """An option in a message is a placeholder, which each side renders in its way."""
     flags = []
     for location, texts, _ in raised_errors():
         # A command that the user is to run is the same for both; X stands for the values in it.

@@ -52,7 +52,7 @@ def test_on_another_system_it_has_no_effect(monkeypatch):
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
-    """Three pairs of 10 + 1 bytes under a limit of 25: the oldest goes, the one that is kept counts, too."""
+    """Three pairs of 10 + 1 bytes under a limit of 25: the oldest goes, the one that is retained counts, too."""
     for age, name in enumerate(("new", "kept", "old")):
         for suffix, size in ((".npy", 10), (".json", 1)):
             path = tmp_path / f"{name}{suffix}"

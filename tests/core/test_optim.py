@@ -126,7 +126,7 @@ def test_step_does_not_modify_its_inputs(tested, theirs, options):
 
 
 def test_float32_is_preserved():
-    """Adam counts its steps in double precision, but what it moves keeps its type."""
+    """Adam counts its steps in double precision, but what it moves retains its type."""
     for optimizer in (Adam(), SGD(momentum=0.9)):
         params = {"a": torch.ones(2)}
         params, state = optimizer.step(params, {"a": torch.ones(2)}, optimizer.init(params))

@@ -73,7 +73,7 @@ def test_weighted_mean_by_hand():
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.integers(1, 50))
 def test_weighted_mean_knows_proportions_only(weights, factor):
-    """Weights times a number give the same mean up to rounding; equal trees are their own mean; it lies within."""
+    """Weights times a number give the same mean up to rounding; equal trees are their mean; it lies within."""
     values = torch.arange(len(weights) * 3, dtype=torch.float64).reshape(-1, 3)
     w = torch.tensor(weights, dtype=torch.float64)
     mean = tree.weighted_mean({"v": values}, w)["v"]

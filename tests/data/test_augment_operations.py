@@ -76,7 +76,7 @@ def test_every_level_and_direction_equals_pillow(name: str) -> None:
 
 @pytest.mark.parametrize("name", SEMIFL_NAMES)
 def test_semifl_operations_equal_pillow(name: str) -> None:
-    """Cutout's corners lie in the upper left quarter, at the border and in between; Invert is our Solarize.
+    """Cutout's corners are in the upper left quarter, at the border and in between; Invert is our Solarize.
     The last size is wider than the 100 pixels of a translation."""
     for channels, size in itertools.product((1, 3), [(8, 8), (32, 32), (33, 20), (110, 104)]):
         images = reference.make_test_images(channels, size)
@@ -170,7 +170,7 @@ def test_any_mixture_of_operations_equals_pillow(
 
 
 def test_operations_on_real_images_equal_pillow() -> None:
-    """500 CIFAR-10 images, each with its own two operations."""
+    """500 CIFAR-10 images, each with its two operations."""
     files = sorted((SHARED / "cifar10").rglob("*test*.parquet"))
     if not files:
         pytest.skip("no CIFAR-10 in ../shared/data")

@@ -52,7 +52,7 @@ def test_no_group_of_class_folders_is_on_two_sides(tmp_path: Path) -> None:
 
 
 def test_column_of_labels_csv_assigns_images_to_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a group a label may be left out; answers keep the column."""
+    """With a group a label may be left out; replies keep the column."""
     ward = tmp_path / "ward"
     written(ward)
     rows = ["path,label,group", "cat/p0_0.png,cat,anna", "dog/p0_1.png,dog,anna", "cat/p1_3.png,,bert"]

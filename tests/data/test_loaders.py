@@ -249,7 +249,7 @@ def test_tiny_imagenet(tmp_path: Path, subfolder: str) -> None:
 
 
 def test_tiny_imagenet_images_are_sorted_by_name(tmp_path: Path) -> None:
-    """val_10 comes before val_2, whatever the order of the annotations."""
+    """val_10 comes before val_2, for any order of the annotations."""
     folder = tiny(tmp_path)
     write_image(folder / "val" / "images" / "val_10.JPEG", make_noise_images(1, 64, seed=7)[0])
     annotate(folder, lambda lines: [*lines, f"val_10.JPEG\t{FROG}\t0\t0\t1\t1\n"])

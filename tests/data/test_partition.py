@@ -144,7 +144,7 @@ def test_a_tiny_gamma_gives_each_class_to_few_and_a_huge_one_to_all() -> None:
 
 def test_class_of_a_full_client_is_assigned_to_another() -> None:
     """With gamma 1e-6 the shares are one 1 and zeros. Five classes of 40 rows, five clients, cap 40: whoever has a
-    class is full, so each class must go to another client even where its own draw named a full one, and all
+    class is full, so each class must go to another client even where its draw named a full one, and all
     sizes are 40, but for what rounding moves to the last client, at most one row a class."""
     labels = np.repeat(np.arange(5), 40)
     for seed in range(20):
@@ -170,7 +170,7 @@ def test_unreachable_min_size_is_refused_with_the_best_result() -> None:
 
 
 def test_impossible_split_of_thousands_of_clients_is_refused_quickly_with_advice() -> None:
-    """Of 5,000 clients dozens have nothing in each draw: three are enough to know it; what is said then succeeds."""
+    """Of 5,000 clients dozens have nothing in each draw: three are enough to know it; the proposed number of clients succeeds."""
     labels = mixed(20_000, 10)
     draw = named_generator(0, "many")
     with pytest.raises(UserError, match="in 3 draws no split") as caught:

@@ -273,7 +273,7 @@ def test_signed_dicom_values_are_preserved(tmp_path: Path) -> None:
 
 
 def slopes(frames: int) -> list[Any]:
-    """Return what a file says of each frame: the slope 1 of the first, 2 of the second."""
+    """Return what a file states of each frame: the slope 1 of the first, 2 of the second."""
     from pydicom.dataset import Dataset
 
     groups = []
@@ -288,7 +288,7 @@ def slopes(frames: int) -> list[Any]:
 
 
 def test_one_frame_represents_several(tmp_path: Path) -> None:
-    """The middle one of five, or the one that the file names; its own window and slope go before those of all."""
+    """The middle one of five, or the one that the file names; its window and slope go before those of all."""
     stored = np.repeat(np.arange(5) * 10, 4).reshape(5, 2, 2)
 
     def read(**header: Any) -> np.ndarray:
@@ -318,7 +318,7 @@ def test_dicom_without_an_image_is_reported(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=text):
             decode_to_shape(data, "a", 1, 1, 1)
-    assert read_header(tmp_path / "a.dcm") is None  # else gray images beside it would be taken for colored ones
+    assert read_header(tmp_path / "a.dcm") is None  # else gray images next to it would be taken for colored ones
 
 
 def test_threads_that_decode_leave_warnings_as_they_are() -> None:

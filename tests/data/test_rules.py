@@ -188,7 +188,7 @@ def test_late_clients_are_dirichlet_draws_only_where_all_are_fitted_together() -
 
 
 def test_a_fit_by_hand() -> None:
-    """Mixes (1/2, 1/2) and (1/5, 4/5), 300 rows each, two pools of 300. Fitting keeps the cross ratio
+    """Mixes (1/2, 1/2) and (1/5, 4/5), 300 rows each, two pools of 300. Fitting retains the cross ratio
     (1/2 * 4/5) / (1/2 * 1/5) = 4, and rows and columns of 300 leave ((x, 300 - x), (300 - x, x)):
     (x / (300 - x))^2 = 4, x = 200. The scale of a row does not count."""
     logs = np.log([[0.5, 0.5], [0.2, 0.8]]) + np.array([[0.0], [-700.0]])
@@ -265,7 +265,7 @@ def test_other_numbers_of_classes(classes: int, wanted: list[float]) -> None:
 
 
 def test_peaked_clients_of_cifar() -> None:
-    """450 rows each: 225 of the own class, 67.5 of both neighbors, 9 of the opposite class, 13.5 of the others;
+    """450 rows each: 225 of the main class, 67.5 of both neighbors, 9 of the opposite class, 13.5 of the others;
     ten types use each pool of 4,500 up."""
     labels = mixed(45_000, 10)
     counts = table(rules.assign_peaked_classes(SplitOptions(), make_pool(labels, 10, 100)), labels, 100, 10)
@@ -283,7 +283,7 @@ def test_peaked_clients_of_uneven_classes_stay_within_the_pools() -> None:
     assert (counts.sum(1) == 47).all()
     assert (counts.sum(0) <= [50, 100, 40]).all()
     assert counts.sum() == 188
-    # The cross ratios of (5, 1.5, 1.5) are kept, so each client still stands out in its own class: 0 and 3 in class 0.
+    # The cross ratios of (5, 1.5, 1.5) are retained, so each client still stands out in its class: 0 and 3 in class 0.
     assert counts[0, 0] > counts[2, 0]
     assert counts[1, 1] > counts[0, 1]
     assert counts[2, 2] > counts[1, 2]

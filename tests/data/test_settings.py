@@ -1,4 +1,4 @@
-"""The settings of SemiFL, FedDB, FedLoKe and FedMatch by their published counts, and who holds the labels."""
+"""The settings of SemiFL, FedDB, FedLoKe and FedMatch by their published counts, and which clients have labels."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -503,7 +503,7 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
     load(str(folder), cache=cache)
     stored = sorted(cache.glob("images-????????????????.npy"))
     assert len(stored) == 2
-    assert len(list(cache.iterdir())) == 3 * len(stored)  # pixels, labels, and what is asked at every start
+    assert len(list(cache.iterdir())) == 3 * len(stored)  # pixels, labels, and what is queried at every start
     assert not [path for path in folder.rglob("*") if path.suffix in (".npz", ".part")]
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", lambda *_: pytest.fail("decoded again"))

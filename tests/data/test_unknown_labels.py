@@ -1,4 +1,4 @@
-"""Training images that nobody has labeled: no rule deals them, no method takes them as labeled, no guess is judged."""
+"""Training images that nobody has labeled: no rule deals them, no method takes them as labeled, no pseudo-label is evaluated."""
 
 import json
 from dataclasses import replace

@@ -177,7 +177,7 @@ def test_an_all_labels_reference_counts_all_its_rows():
 
 
 def test_largest_is_the_method_with_the_largest_budget():
-    """Batches of 10 + 10 on 20 labeled and 95 unlabeled rows: labels alone 2 steps, FixMatch 10, all labels 12. In
+    """Batches of 10 + 10 on 20 labeled and 95 unlabeled rows: labels only 2 steps, FixMatch 10, all labels 12. In
     images, FixMatch sends B + 2b through the classifier forward and backward: 10 * 90 = 900 against 12 * 30 = 360."""
     names = ("fedavg", "fedavg-sl", "fedavg-fixmatch")
     client_updates = {name: (client_update(name), registry.entry(name).all_labels) for name in names}
@@ -189,7 +189,7 @@ def test_largest_is_the_method_with_the_largest_budget():
 
 
 def test_comparison_has_the_same_budget_in_every_order(tmp_path):
-    """Also where labels alone are named first, whose 2 steps would be too few; --reference still decides."""
+    """Also if the method on labels only is named first, whose 2 steps would be too few; --reference still decides."""
     few = {"clients": 2, "cohort": 2, "rounds": 1, "network": "small", "width": 4, "labels": 40, "threads": 1}
     budgets = {}
     for names in (("fedavg", "fedavg-fixmatch"), ("fedavg-fixmatch", "fedavg")):

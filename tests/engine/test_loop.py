@@ -34,7 +34,7 @@ TEST = make_examples(40, seed=9)
 
 
 def run(path: Path, method: Method, rounds: int, watch: Any = lambda row: None, **options: Any) -> tuple[Any, list]:
-    """Play an experiment in a new folder, or go on there, and return what came out and the rows of metrics.jsonl."""
+    """Run an experiment in a new folder, or continue there, and return what came out and the rows of metrics.jsonl."""
     shared = make_task(dtype=torch.float32, rounds=rounds)
     made = Experiment(method, shared, make_simulation(method, shared), TEST, 3, **options)
     with RunFolder.open(path) if path.exists() else RunFolder.create(path, "", "0" * 64) as folder:
@@ -119,7 +119,7 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
 
 @pytest.mark.parametrize(("message", "best"), [((0.5, 0.7, 0.6, 0.6), 2), ((0.5, 0.7, 0.6, 0.8), 4), ((0.7, 0.7), 2)])
 def test_validation_by_clients_selects_the_round(tmp_path, message, best):
-    """A round's answers are about the model that it started from, and those after the end about the last one."""
+    """A round's replies are about the model that it started from, and those after the end about the last one."""
     method = FedAvg(FixMatch())
     shared = make_task(dtype=torch.float32, rounds=len(message))
     runtime = make_simulation(method, shared)
@@ -148,7 +148,7 @@ def test_validation_by_clients_selects_the_round(tmp_path, message, best):
 
 
 def models(rounds: int) -> list[Tree]:
-    """Return the server's model after every round of what `run` plays."""
+    """Return the server's model after every round of `run`."""
     method = FedAvg(FixMatch())
     shared = make_task(dtype=torch.float32, rounds=rounds)
     runtime = make_simulation(method, shared)

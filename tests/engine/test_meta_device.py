@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import in_turn, build_simulation
+from test_contract import build_simulation, in_turn
 
 from halfmoon.api.types import ClientData
 from halfmoon.core import tree
@@ -36,7 +36,7 @@ def move(data: ClientData) -> ClientData:
 
 
 def add_one_by_one(leaves: list[torch.Tensor], summand: torch.Tensor) -> None:
-    """Add a tensor () to each leaf. PyTorch's own function has a kernel for CUDA, but reads the summand on `meta`."""
+    """Add a tensor () to each leaf. PyTorch's function has a kernel for CUDA, but reads the summand on `meta`."""
     for leaf in leaves:
         leaf.add_(summand)
 

@@ -1,4 +1,4 @@
-"""Clients of unequal sizes as one batch: padded, masked, and equal to the loop whatever the padding holds."""
+"""Clients of unequal sizes as one batch: padded, masked, and equal to the loop for any padding holds."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -111,7 +111,7 @@ def of(name: str) -> Method:
 
 def sizes_of(name: str) -> tuple[tuple[int, int], ...]:
     """Return `UNEQUAL`, but for methods of which rounding shows at a client with one unlabeled image.
-    Divided by their mean, its own prediction, its classes are equally likely; an L1 norm has a kink at the weights that
+    Divided by their mean, its prediction, its classes are equally likely; an L1 norm has a kink at the weights that
     it alone does not move; and FedCon's predictor normalizes over its two views."""
     debias_logits = registry.options(name).get("debias")
     single = (
@@ -149,7 +149,7 @@ def test_a_client_without_labels_is_one_of_the_program(name, statistics, labelin
 
 
 def test_clients_without_a_step_are_left_out(agree, programs):
-    """On labels alone, who has none has no step to be padded."""
+    """With labels only, a client without labels has no step to pad."""
     agree(FedAvg(), BARE, clients=2)
     assert len(programs) == 4
 
@@ -202,7 +202,7 @@ ROWS: list[Method] = [
 
 @pytest.mark.parametrize("method", ROWS, ids=lambda method: type(method).__name__.lower())
 def test_memory_of_each_row_belongs_to_its_client(method, agree):
-    """FlexMatch and SemiFed keep a label of each row: no row that is padding has one, counts, or is kept."""
+    """FlexMatch and SemiFed keep a label of each row: no row that is padding has one, counts, or is retained."""
     sizes = UNEQUAL if isinstance(method, FedDure) else BARE  # its regulators need labels
     many = agree(method, sizes, statistics="separate", labeling="running")
     ends = ("thresholds/label", "/labels")
@@ -268,7 +268,7 @@ CHOICES: list[Method] = [
 
 @pytest.mark.parametrize("method", CHOICES, ids=lambda method: type(method).__name__.lower())
 def test_options_of_methods_leave_padding_out(method, agree):
-    """What is counted only under an option: teachers' guesses, thresholds over all rows, epochs, means."""
+    """What is counted only under an option: teachers' pseudo-labels, thresholds over all rows, epochs, means."""
     agree(method, BARE)
 
 
@@ -308,7 +308,7 @@ SPOILED: dict[str, Method] = {
 
 @pytest.mark.parametrize("method", SPOILED.values(), ids=SPOILED)
 def test_content_of_the_padding_does_not_matter(method, monkeypatch):
-    """Noise in place of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
+    """Noise instead of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
     before = rounds(method, "vmap", UNEQUAL)
     batches = driver.batches
     padded = driver._pad

@@ -1,4 +1,4 @@
-"""What a visit looks at: the batch rule's numbers by hand, whole passes, and draws that depend on nothing else."""
+"""Check the draws of a local update: batch sizes by hand, complete passes, and independence of everything else."""
 
 import hypothesis.strategies as st
 import pytest
@@ -30,7 +30,7 @@ def local(labeled: int, unlabeled: int, start: int = 0) -> ClientData:
 
 
 def draw_update(client, amount, names=("weak", "strong"), views=None, keep=None, path=("visit", 0)):
-    """Draw a visit of seed 0."""
+    """Draw a local update of seed 0."""
     return draw(amount, client, views or Views(), UpdateRequirements(names), keep, 0, *path)
 
 
@@ -118,7 +118,7 @@ def listed(steps) -> list[torch.Tensor]:
 @settings(max_examples=20)
 @given(st.integers(1, 200))
 def test_chunking_does_not_change_the_result(rows):
-    """However many images have their views made in one call: the same bits, for clients of unequal visits."""
+    """However many images have their views made in one call: the same bits, for clients of unequal local updates."""
     clients = [local(7, 23), local(3, 9, 50)]
     updates = [
         draw_update(c, Amount(n, 4, 5), path=("visit", k)) for k, (c, n) in enumerate(zip(clients, (5, 3), strict=True))
@@ -130,7 +130,7 @@ def test_chunking_does_not_change_the_result(rows):
 
 
 def test_draws_do_not_depend_on_the_cohort():
-    """A client's batches among others are those it has alone, when its visit is over its last step is repeated, and one
+    """A client's batches among others are those it has alone, when its local update is over its last step is repeated, and one
     that may draw nothing has no step and stops nobody."""
     clients = [local(7, 23), local(3, 9, 50), local(5, 9)]
     keep = [None, None, torch.zeros(9, dtype=torch.bool)]
@@ -207,7 +207,7 @@ def test_rows_fewer_than_a_batch_repeat():
 
 
 def test_only_selected_rows_are_drawn():
-    """`keep` names rows of the client; what stands beyond its own count (padding under vmap) is never drawn."""
+    """`keep` names rows of the client; what stands beyond its count (padding under vmap) is never drawn."""
     client = local(5, 9)
     keep = torch.zeros(14, dtype=torch.bool)
     keep[[2, 7, 8, 11]] = True
@@ -275,7 +275,7 @@ def test_labeled_images_have_the_requested_views():
 
 
 def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
-    """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its own draw."""
+    """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its draw."""
     views = Views(Plain(), {"weak": Shared(Weak(), 5)})
     requested = UpdateRequirements(("weak",), labeled_views=("weak",))
     drawn = draw(Amount(3, 4, 5), local(7, 23), views, requested, None, 0).x_view_draws["weak"]

@@ -143,7 +143,7 @@ def test_methods_of_a_seed_see_the_same_labeled_batches():
 
 @BOTH
 def test_memories_belong_to_their_clients(executor):
-    """Each client counts its own visits; who was not asked has no memory; the next visit finds the last one's."""
+    """Each client counts its local updates; who was not asked has no memory; the next local update finds the last one's."""
     method = CountingMethod(queries=1)
     shared = make_task()
     simulation = make_simulation(method, shared, executor=executor, cohort=2)
@@ -230,7 +230,7 @@ def test_both_executors_draw_the_same(views, batching):
 
 @BOTH
 def test_client_without_selected_rows_takes_no_step(executor):
-    """It comes back as it went, costs nothing but bytes, and the others train as they do in other company."""
+    """Its upload equals its download, costs only bytes, and the other clients train as without it."""
     shared = make_task()
     some = CountingMethod(idle_tag=102)
     every = CountingMethod()
@@ -337,7 +337,7 @@ def passing_cases() -> list[Any]:
     [*passing_cases(), ("feddure", ResNet9(1, CLASSES, 2), "joint", "batch")],
 )
 def test_passes_are_what_went_through_the_network(name, network, statistics, labeling):
-    """Two rounds of every method of the catalog count what its visits send forward and back, under every rule.
+    """Two rounds of every method of the catalog count what its local updates send forward and back, under every rule.
     The count does not depend on the network."""
     entry = registry.entry(name)
     shared = make_task(network, statistics=statistics, labeling=labeling)
@@ -357,7 +357,7 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
         with counter:
             return iter(list(update_index(*given)))
 
-    simulation._client_rounds = watched  # the server's own computing, an embedding say, is nobody's visit
+    simulation._client_rounds = watched  # the server's computing, an embedding say, is nobody's local update
     (_, last) = run_rounds(method, simulation, start_server(method, shared), range(2))
     cost = last.report.cost
     backward = counter.backward // weights.count(weights[-1])
@@ -455,7 +455,7 @@ def test_samples_add_over_steps_and_clients(executor):
 @BOTH
 @pytest.mark.parametrize(("client", "step"), [(2, 4), (3, 1)])
 def test_a_loss_that_is_not_a_number_is_named(executor, client, step):
-    """The run stops with round, client and step (counted from 1 in words); the client's memory stays what it was.
+    """The run stops with round, client and step (counted from 1 in words); the client's memory remains what it was.
     Those before it may have put theirs down: no checkpoint of that round will name it."""
     method = CountingMethod(queries=1, failing_client=client, failing_round=1, failing_step=step)
     shared = make_task()
@@ -518,7 +518,7 @@ def test_client_has_its_rows():
 
 
 def test_clients_lifted_together_are_wrapped_around():
-    """Under vmap the rows beyond a client's own repeat them from the start; a client without any shows zeros."""
+    """Under vmap the rows beyond a client's repeat them from the start; a client without any shows zeros."""
     sizes = ((5, 0), (3, 7), (6, 4))
     clients = [make_dataset(sizes).client_data(k)[0] for k in range(3)]
     padded = driver._pad(clients)
@@ -585,7 +585,7 @@ def test_a_remembered_client_does_not_hold_its_group():
 
 
 def test_who_is_silent_leaves_the_cohort():
-    """With probability 0.4 a client of three does not answer, the same in all trips of a round; one always does.
+    """With probability 0.4 a client of three does not reply, the same in all trips of a round; one always does.
     Over 200 rounds 3 * 0.6 = 1.8 answer on average (plus 0.4^3 rounds in which one has to): 1.864 +- 0.06."""
     simulation = make_simulation(CountingMethod(), make_task(rounds=200), client_dropout=0.4)
     server = start_server(CountingMethod(), make_task())
@@ -609,7 +609,7 @@ def test_who_is_silent_leaves_the_cohort():
 
 
 def test_clients_outside_the_cohort_can_be_queried():
-    """All that are registered, in the order asked; the cohort stays, and each gets its own slice."""
+    """All that are registered, in the order asked; the cohort remains, and each gets its slice."""
     simulation = make_simulation(CountingMethod(queries=1), make_task())
     simulation.open(0)
     cohort = simulation.cohort
@@ -633,7 +633,7 @@ def test_a_query_of_no_client_is_refused(clients):
 
 @BOTH
 def test_server_trains_on_its_rows(executor):
-    """It sees its labels and no unlabeled row, remembers from round to round, and nothing travels."""
+    """It sees its labels and no unlabeled row, remembers from round to round, and nothing is sent."""
     method = CountingMethod(queries=1, views=())
     simulation = make_simulation(
         method,
@@ -669,7 +669,7 @@ def test_a_schedule_reaches_clients_and_server_half():
 
 @BOTH
 def test_client_without_labels_has_no_weight_if_only_labels_train(executor):
-    """Labels at the even clients: the average is that of clients 0 and 2 by their sizes, whoever else was asked."""
+    """Labels at the even clients: the average is that of clients 0 and 2 by their sizes, whoever else was queried."""
     shared = make_task(optimizer=SGD(0.1))
     method = FedAvg()
     held = make_dataset(labels_at="some")
@@ -739,7 +739,7 @@ def test_a_stream_shows_each_stage_in_its_rounds():
 
 
 def leanings(held, cohort=3, number=0, method=None, **options):
-    """Return the open simulation of a round, a model that is sure of itself, and what it leans to there."""
+    """Return the open simulation of a round, a model that is confident of itself, and what it leans to there."""
     method = method or FedAvg()
     shared = make_task(rounds=6)
     simulation = make_simulation(method, shared, held, cohort=cohort, **options)
@@ -780,7 +780,7 @@ def test_prediction_bias_is_measured_on_the_cohorts_unlabeled_rows(executor):
 
 
 def test_prediction_bias_respects_stages_and_missing_replies():
-    """In a stream the rows of this stage count; of a client that did not answer, none."""
+    """In a stream the rows of this stage count; of a client that did not reply, none."""
     held = make_dataset()
     stage = np.where(held.split.labeled, 0, np.arange(len(held.split)) % 3).astype(np.int64)
     held = replace(held, split=Split(held.split.client, held.split.labeled, 4, stage=stage))

@@ -1,4 +1,4 @@
-"""Sites that are known by their keys: who may join under which name, and what is lost when a process starts again."""
+"""Sites that are known by their keys: who may join under which name, and what is lost when a process restarts."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def manager(transport: FakeTransport) -> ClientManager:
 
 
 def restart(transport: FakeTransport, number: int, there: FakeNode) -> None:
-    """Let a site start again under the number that its key has; nobody tells of what its first process had got."""
+    """Let a site restart under the number that its key has; nobody tells of what its first process had got."""
     assert transport.identities is not None
     transport.fake_nodes[number] = there
     transport.identities[number] = NodeIdentity(transport.identities[number].name, "2")
@@ -54,7 +54,7 @@ def restart(transport: FakeTransport, number: int, there: FakeNode) -> None:
 
 
 def test_restarted_site_with_the_same_node_id_is_queried_anew(transport: FakeTransport, manager: ClientManager):
-    """North starts again after 10 of 1000 s, in less time than a look takes: what it was asked is sent once more."""
+    """North restarts after 10 of 1000 s, in less time than a look takes: what it was queried is sent once more."""
     transport.fake_nodes[7] = FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [])
     transport.schedule(transport.time + 10, lambda: restart(transport, 7, make_node("north", 5.0, b"new")))
     patient = transport.make_manager(timeout=1000.0)
@@ -73,7 +73,7 @@ def test_site_with_the_same_process_is_queried_once(transport: FakeTransport, ma
 
 
 def test_a_name_is_bound_to_its_key(transport: FakeTransport):
-    """The node with north's key says that it is south: it has no part, under neither name, and the log says why."""
+    """The node with north's key says that it is south: it has no part, under neither name, and the log states why."""
     transport.fake_nodes[7] = make_node("south", reply=b"stolen")
     del transport.fake_nodes[99]
     manager = transport.make_manager()
@@ -106,7 +106,7 @@ def test_node_without_a_key_gets_no_offer(transport: FakeTransport, manager: Cli
 
 
 def test_reply_of_a_removed_site_is_ignored(transport: FakeTransport, manager: ClientManager):
-    """North's key is removed while it works, and in the same instant its answer comes: nobody waits for it any more."""
+    """North's key is removed while it works, and in the same instant its reply comes: nobody waits for it any more."""
     keys = dict(transport.identities or {})
     transport.fake_nodes[7] = make_node("north", 5.0)
     transport.fake_nodes[31] = make_node("west", 8.0)
@@ -170,7 +170,7 @@ class FakeRegistry:
 
 @dataclass
 class Door:
-    """An access folder for north and south, the admission that looks at it, and all that was said."""
+    """An access folder for north and south, the admission that looks at it, and all that was reported."""
 
     folder: Path
     file: Path
@@ -221,7 +221,7 @@ def test_every_site_of_the_folder_is_registered_once_and_its_number_written_down
 
 
 def test_removed_site_leaves_the_file_before_flower_is_notified(door: Door, monkeypatch: pytest.MonkeyPatch):
-    """Its answers count no more from the moment at which the file is written, whatever Flower does then."""
+    """Its replies count no more from the moment at which the file is written, whatever Flower does then."""
     made = door.open()
     number = door.key_owners()["north"]
     honest = door.registry.unregister
@@ -399,7 +399,7 @@ def supernode_saying(messages, folder, monkeypatch, shown, seconds=600.0):
 
 
 def test_stopped_supernode_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An answer 500 of the server ends a node, and the site joins again.
+    """A reply 500 of the server ends a node, and the site joins again.
     Seen where a site with a key sent 300 MB to a server whose disk was busy: the other sites never came back."""
     output = "ERROR :     Server error '500 Internal Server Error' for url 'https://localhost/v1/fleet/pull-messages'"
     shown: list[str] = []
@@ -433,7 +433,7 @@ def test_a_site_that_waited_gives_its_server_time_to_know_its_key(tmp_path: Path
     ],
 )
 def test_site_exits_after_its_last_reply_is_sent(tmp_path, monkeypatch, lines, lingers):
-    """A site whose part is over waits for its node to send what it answers, longer where it does not say so."""
+    """A site whose part is over waits for its node to send what it replies, longer where it does not report it."""
     monkeypatch.setattr(site_process, "COMPLETE_SECONDS", 600.0 if lingers else 0.2)
     monkeypatch.setattr(site_process, "INCOMPLETE_SECONDS", 0.2 if lingers else 600.0)
     monkeypatch.setattr(site_process, "POLL_SECONDS", 0.02)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_transport import FakeNode, FakeTransport, make_acceptance, make_node, make_refusal
-from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offer, run_rounds, read_refusal
+from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offer, read_refusal, run_rounds
 
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
@@ -35,7 +35,7 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def member(ward: Path, site_home_folder: Path, terms: str = "", methods: tuple[str, ...] = ()) -> SiteClient:
-    """Return a member whose people have to be asked, where nothing else is said."""
+    """Return a site whose people must consent, unless `terms` is given."""
     return SiteClient.from_folder(ward, "north", site_home_folder, terms=terms, methods=methods)
 
 
@@ -73,7 +73,7 @@ def test_no_work_happens_before_consent(ward: Path, tmp_path: Path):
 
 
 def test_changed_terms_require_new_consent(ward: Path, tmp_path: Path):
-    """One more round is another federation: the yes to the first one says nothing of it, and goes on counting."""
+    """One more round is another federation: the yes to the first one says nothing of it, and continues counting."""
     site = member(ward, tmp_path / "home")
     site.state_folder.mkdir()
     consent.save_agreement(site.state_folder, TERMS.hash)
@@ -93,7 +93,7 @@ def test_pin_accepts_only_terms_with_that_hash_prefix(ward: Path, tmp_path: Path
 
 
 def test_work_for_terms_that_are_not_agreed_to_any_more_is_refused(ward: Path, tmp_path: Path):
-    """The site had joined; then its people started it with other terms. The server is told that it is not known."""
+    """The site had joined; then its people started it with other terms. The server gets a refusal with that reason."""
     site_home_folder = tmp_path / "home"
     (pair,) = run_rounds(member(ward, site_home_folder, "any"), TERMS, 1)
     for terms in ("", OTHER.hash):
@@ -127,7 +127,7 @@ def test_people_see_every_option_that_counts():
 
 
 class Somebody:
-    """A person who answers the n-th look with something."""
+    """A person whose reply is there at the n-th check."""
 
     def __init__(self, *answers: bool | None) -> None:
         self.answers = list(answers)
@@ -202,7 +202,7 @@ def test_no_prompt_without_a_terminal_or_with_a_pin(tmp_path: Path, given: dict[
 
 @pytest.mark.parametrize(("typed", "yes"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False)])
 def test_what_is_typed(typed: str, yes: bool):
-    """Nothing is waited for: before a line has come there is no answer. The end of what comes is a no."""
+    """Nothing is waited for: before a line has come there is no reply. The end of the input is a refusal."""
     from halfmoon.cli.commands.site import Terminal
 
     end, begin = os.pipe()
@@ -215,7 +215,7 @@ def test_what_is_typed(typed: str, yes: bool):
 
 
 def test_consent_reaches_the_worker_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By node.json; without a word of the terms they have to be asked for. A rehearsal takes what it plays."""
+    """By node.json; without a word of the terms they have to be requested. A rehearsal takes what it runs."""
     pytest.importorskip("flwr")
     from halfmoon.federation.transport import client_app
     from halfmoon.federation.transport.contact import Address

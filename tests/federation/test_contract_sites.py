@@ -1,6 +1,6 @@
 """What every federated method of the catalog has to keep over the network.
 
-In a file of its own behind `test_contract.py`, whose runs it compares with: one process plays both, and each once.
+In a file of its behind `test_contract.py`, whose runs it compares with: one process runs both, and each once.
 """
 
 import pytest

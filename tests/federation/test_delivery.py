@@ -104,7 +104,7 @@ def test_site_finds_its_model_and_card_in_a_visible_folder(tmp_path: Path) -> No
 
 
 def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None:
-    """Another network, another federation, a card of other classes, or one that is none: nothing is kept."""
+    """Another network, another federation, a card of other classes, or one that is none: nothing is retained."""
     member = SiteClient.from_folder(ward(tmp_path / "s"), "north", tmp_path / "home")
     read_message(member.reply_to(write_message(Offer(member.version, TERMS.text))), Acceptance)
     good = final(member.version)
@@ -122,7 +122,7 @@ def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None
 
 
 def test_who_does_not_have_it_is_named() -> None:
-    """One has it, one refuses, one is away: the log says who, and why."""
+    """One has it, one refuses, one is away: the log states who, and why."""
     there = write_message(Receipt("f", VERSION, "north"))
     transport = FakeTransport(
         {1: make_node("north", reply=there), 2: make_node("south", reply=make_refusal("failed", "its disk"))}
@@ -139,7 +139,7 @@ def test_who_does_not_have_it_is_named() -> None:
 
 
 def test_server_waits_to_deliver_to_absent_sites(tmp_path: Path) -> None:
-    """A site that comes back within `linger` has the model then; who does not come is written down."""
+    """A site that returns within `linger` has the model then; who does not come is written down."""
     there = {name: write_message(Receipt("f", VERSION, name)) for name in ("north", "west")}
     transport = FakeTransport({1: make_node("north", reply=there["north"])})
     manager = transport.make_manager()
@@ -158,7 +158,7 @@ def test_server_waits_to_deliver_to_absent_sites(tmp_path: Path) -> None:
 
 
 class Post:
-    """Sites of this process, by node; what they answer comes at once."""
+    """Sites of this process, by node; what they reply comes at once."""
 
     def __init__(self, **there: SiteClient) -> None:
         self.there = dict(enumerate(there.values()))
@@ -234,7 +234,7 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
 
 
 def test_site_that_never_returns_costs_one_timeout() -> None:
-    """The first exchange waits for it, the later ones do not; when it appears it is asked like all others."""
+    """The first exchange waits for it, the later ones do not; when it appears it is queried like all others."""
     transport = FakeTransport({1: make_node("north"), 2: make_node("south")})
     manager = transport.make_manager()
     manager.wait_for_sites(2, 60.0, 0.0)

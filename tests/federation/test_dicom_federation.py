@@ -1,4 +1,4 @@
-"""A federation of a site with DICOM files: kills leave no process, it goes on, and no identifier leaves the header."""
+"""A federation of a site with DICOM files: kills leave no process, it continues, and no identifier leaves the header."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], o
 @pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
 @pytest.mark.parametrize("killed", [("join",), pytest.param(("join", "serve"), marks=pytest.mark.nightly)])
 def test_kills_and_no_identifier(tmp_path: Path, killed: tuple[str, ...]) -> None:
-    """`site join` is killed after round 1 and `serve` after round 2. Both start again, and all rounds are there."""
+    """`site join` is killed after round 1 and `serve` after round 2. Both restart, and all rounds are there."""
     last = len(killed) + 1
     ward = tmp_path / "ward"
     for number in range(12):

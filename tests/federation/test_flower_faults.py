@@ -48,7 +48,7 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
 
 
 class Brief(FakeTransport):
-    """A transport on which a message lives as long as it was sent for, as in Flower: later answers are thrown away."""
+    """A transport on which a message lives as long as it was sent for, as in Flower: later replies are thrown away."""
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
         message_ids = super().send(mail, seconds, asks)
@@ -61,7 +61,7 @@ class Brief(FakeTransport):
 
 
 def test_request_outlives_its_timeout_so_a_late_reply_is_logged():
-    """North takes 130 s of 100. Where the request dies with its time, nobody hears that the site did answer, and that
+    """North takes 130 s of 100. Where the request dies with its time, nobody hears that the site did reply, and that
     it only needs more time."""
     transport = Brief({7: make_node("north", 130.0), 31: make_node("west"), 99: make_node("south")})
     manager = transport.make_manager(timeout=100.0)
@@ -86,7 +86,7 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(tmp_path
 
 
 def test_errors_of_flower_are_translated():
-    """Every code that this Flower knows has words, but "unknown" and that of Flower's own mods, which there are none
+    """Every code that this Flower knows has words, but "unknown" and that of Flower's mods, which there are none
     of; whoever reads the log has the number to look for."""
     codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
     assert set(PROBLEMS) == codes - {ErrorCode.UNKNOWN, ErrorCode.MOD_FAILED_PRECONDITION}
@@ -123,7 +123,7 @@ class Patient(FakeTransport):
 
 
 def test_the_time_that_the_post_waits_is_no_absence_of_a_site():
-    """North dies over sending its answer and is there again after 10 s. `absence` is 20 s; the post tells of the loss
+    """North dies over sending its reply and is there again after 10 s. `absence` is 20 s; the post tells of the loss
     after 180, and from then on north is waited for, and asked again."""
     transport = Patient(
         {7: FakeNode(lambda: [(0.3, make_acceptance("north"))], lambda data: [(5.0, None)]), 31: make_node("west")}

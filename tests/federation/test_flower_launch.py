@@ -228,7 +228,7 @@ def test_halfmoon_does_not_need_flower():
 
 
 class Health(http.server.BaseHTTPRequestHandler):
-    """Answers /health as a SuperLink does, and nothing else."""
+    """Replies /health as a SuperLink does, and nothing else."""
 
     known = "/health"
 
@@ -322,7 +322,7 @@ def test_one_at_a_time(tmp_path: Path):
 
 
 def test_scripts_find_flower_without_a_path(tmp_path: Path):
-    """A script of Flower's name runs Flower's own command, from a folder whose name needs quotes, in another's cwd."""
+    """A script of Flower's name runs Flower's command, from a folder whose name needs quotes, in another's cwd."""
     process_folder = ProcessFolder(tmp_path / "a 'b'")
     process_folder.prepare()
     (tmp_path / "flwr.py").write_text("raise SystemExit('the wrong one')")
@@ -350,7 +350,7 @@ def client(message, context):
 
 
 def test_worker_handles_many_messages_and_is_replaced_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A failure and a death come back as Flower's errors 2 and 8; the next message finds a process that works."""
+    """A failure and a death return as Flower's errors 2 and 8; the next message finds a process that works."""
     (tmp_path / "working.py").write_text(WORKING)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv(processes.FOLDER_VARIABLE, str(tmp_path))
@@ -400,7 +400,7 @@ def toys(tmp_path: Path) -> Iterator[ToyFederation]:
 @pytest.mark.nightly  # kills of a site are in test_dicom_federation.py
 @LINUX
 def test_a_federation_survives_kills_and_leaves_no_process(toys: ToyFederation):
-    """Over TLS: the SuperLink is killed after round 1 and `serve` after round 2; each round was played once, in order.
+    """Over TLS: the SuperLink is killed after round 1 and `serve` after round 2; each round was run once, in order.
     A killed `serve` takes its processes along at once, and so does a site that is told to end."""
     (toys.folder / "ward").mkdir()
     site = toys.start(JOIN, "j", toys.port, toys.folder / "ward", toys.files["ca"])
@@ -423,14 +423,14 @@ def test_a_federation_survives_kills_and_leaves_no_process(toys: ToyFederation):
     assert toys.list_processes() == []
     text = toys.read_output("j")
     assert f"site-00 (3 images, 2 labeled) joins 127.0.0.1:{toys.port}" in text
-    # Each loss is said once, however often Flower tries; the last one may be of the server that has finished.
+    # Each loss is reported once, however often Flower tries; the last one may be of the server that has finished.
     assert text.count(": waiting for it") - text.count("answers\n") in (0, 1)
     assert text.count(": waiting for it") <= 5
     assert "asked for 2" in text
 
 
 def test_what_the_log_calls_stopped_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The sentence of the server's program is the error; nothing is started again; a second server is refused."""
+    """The sentence of the server's program is the error; nothing is restarted; a second server is refused."""
     started: list[str] = []
 
     def start(self: ProcessFolder, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -36,7 +36,7 @@ def sites(tmp_path: Path) -> Iterator[Path]:
 
 
 def run_federation(sites: Path, name: str, **options: object) -> tuple[float, str]:
-    """Play a federation through Flower's two apps; return the accuracy of its last model, and the server's log."""
+    """Run a federation through Flower's two apps; return the accuracy of its last model, and the server's log."""
     values = {**OPTIONS, **options}
     run = sites.parent / name
     plain = (sites / "federation.toml").read_text().splitlines()

@@ -20,7 +20,7 @@ import pytest
 import torch
 from fake_transport import FakeTransport, make_message_bytes, make_node, make_silent_node, make_terms
 from test_messages import FEDERATED, REQUEST, Bad, federation
-from test_site_client import TERMS, folder, made, offer, run_rounds, read_refusal
+from test_site_client import TERMS, folder, made, offer, read_refusal, run_rounds
 from text_log import TextLog
 
 from halfmoon.core import tree
@@ -365,7 +365,7 @@ def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, b
 
 
 def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str, bytes]):
-    """In place of an answer to an offer, and of a reply: named, and the round goes on without."""
+    """Instead of a reply to an offer, and of a reply: named, and the round continues without."""
     for name, data in pickles.items():
         transport = FakeTransport({1: make_silent_node(data), 2: make_node("south")})
         manager = transport.make_manager()
@@ -683,7 +683,7 @@ def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkey
 
 
 def test_reply_that_flower_cannot_assemble_does_not_stop_the_server():
-    """Each ticket is asked for alone: the others' answers come."""
+    """Each ticket is requested alone: the others' replies come."""
     pytest.importorskip("flwr")
     from halfmoon.federation.transport.grid import UNREADABLE, GridTransport
 
@@ -703,11 +703,11 @@ def test_reply_that_flower_cannot_assemble_does_not_stop_the_server():
 
 
 class Fetched(Exception):
-    """A piece of a message was asked for."""
+    """A piece of a message was requested."""
 
 
 def transport(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
-    """Return a Grid of Flower's for whose tickets answers of so many pieces have come, and what its client is asked."""
+    """Return a Grid of Flower's for whose tickets replies of so many pieces have come, and what its client is queried."""
     from flwr.proto import message_pb2
     from flwr.proto.runtime_pb2 import PullAppMessagesResponse
     from flwr.supercore.run import Run

@@ -1,4 +1,4 @@
-"""Clients that are elsewhere: every method gives the same bits as in a simulation, and nothing but numbers travels."""
+"""Clients that are elsewhere: every method gives the same bits as in a simulation, and nothing but numbers is sent."""
 
 import re
 from collections.abc import Mapping

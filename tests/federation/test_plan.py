@@ -204,7 +204,7 @@ SOME: dict[str, Any] = {"feddure": {"hidden": 64}, "fedavg": {"prox": 0.5}, "fed
 
 @pytest.mark.parametrize("method", list(SOME))
 def test_terms_are_read_as_they_were_written(method: str) -> None:
-    """Equal in every number, and in the hash; a method's options that nobody gave are said with their defaults."""
+    """Equal in every number, and in the hash; a method's options that nobody gave are reported with their defaults."""
     made = make_terms(method=method, clip_norm=None, steps=3, options=SOME[method])
     back = Terms.parse(made.text)
     assert (back.text, back.hash) == (made.text, made.hash)
@@ -299,14 +299,14 @@ def render_metadata(**changes: Any) -> str:
     ],
 )  # fmt: skip
 def test_terms_that_are_none_are_refused_with_a_sentence(text: str) -> None:
-    """Whatever a server sends, a site has a sentence to answer."""
+    """Whatever a server sends, a site has a sentence to reply."""
     with pytest.raises(UserError) as caught:
         Terms.parse(text)
     assert str(caught.value)
 
 
 def test_rules() -> None:
-    """Half of those who were asked, rounded up, or as many as `min_replies`, never more than were asked or none."""
+    """Half of those who were queried, rounded up, or as many as `min_replies`, never more than were queried or none."""
     assert [Rules().quorum(requested) for requested in (0, 1, 2, 3, 4, 5)] == [1, 1, 1, 2, 2, 3]
     assert [Rules(min_replies=3).quorum(requested) for requested in (1, 2, 3, 9)] == [1, 2, 3, 3]
 
@@ -358,7 +358,7 @@ image = [1, 16, 16]
     ],
 )
 def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str, message: str | None, tmp_path: Path):
-    """Where none can, the server says so at its start, and how to go on; a simulation of the file has the same rule."""
+    """Where none can, the server reports it at its start, and how to continue; a simulation of the file has the same rule."""
     path = tmp_path / "wards.toml"
     path.write_text(text)
     terms = load_plan(path).terms

@@ -1,4 +1,4 @@
-"""Rounds below quorum are played again: with other sites, and as if the failed attempt had never been."""
+"""Rounds below quorum are repeated: with other sites, and as if the failed attempt had never been."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,7 @@ class Link:
     sent_requests: list[tuple[int, int, int, tuple[str, ...]]] = field(default_factory=list)
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteReply]:
-        """Have the sites answer, last to first."""
+        """Have the sites reply, last to first."""
         if not requests:
             return {}
         first = read_message(next(iter(requests.values())), Request)
@@ -86,7 +86,7 @@ Make = Callable[..., Stage]
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Make:
-    """Return what makes federations of a method: four sites, of which `cohort` play a round."""
+    """Return what makes federations of a method: four sites, of which `cohort` run a round."""
     count: list[int] = []
 
     def made(
@@ -95,7 +95,7 @@ def stage(tmp_path: Path) -> Make:
     ) -> Stage:  # fmt: skip
         count.append(1)
         method, shared, simulation = build_simulation(name, "both", labels_at=labels_at, cohort=cohort)
-        if isinstance(method, SemiFL):  # the statistics are asked of the cohort, whose quorum is the round's
+        if isinstance(method, SemiFL):  # the statistics are queried of the cohort, whose quorum is the round's
             simulation.method = method = replace(method, sbn="cohort")
         remote, wire = make_remote_runtime(simulation, BATCHINGS["both"])
         link = Link(wire.sites, tmp_path / str(len(count)), fate)
@@ -109,7 +109,7 @@ def stage(tmp_path: Path) -> Make:
 
 
 def turn(stage: Stage, number: int, server: Tree) -> tuple[Tree, list[int]]:
-    """Play a round until it counts, as the only round loop does; return the server's tree and the cohort."""
+    """Run a round until it counts, as the only round loop does; return the server's tree and the cohort."""
     remote = stage.remote
     while True:
         remote.open(number)
@@ -124,7 +124,7 @@ def turn(stage: Stage, number: int, server: Tree) -> tuple[Tree, list[int]]:
 
 
 def rounds(stage: Stage, count: int = ROUNDS) -> tuple[Tree, list[list[int]]]:
-    """Play rounds; return the server's tree and the cohorts."""
+    """Run rounds; return the server's tree and the cohorts."""
     server = stage.server
     drawn = list[list[int]]()
     for number in range(count):
@@ -134,7 +134,7 @@ def rounds(stage: Stage, count: int = ROUNDS) -> tuple[Tree, list[list[int]]]:
 
 
 def forced(stage: Stage, number: int, server: Tree, cohort: list[int]) -> Tree:
-    """Play a round with this cohort."""
+    """Run a round with this cohort."""
     stage.remote.open(number)
     stage.remote.cohort = torch.tensor(cohort)
     server = stage.method.round(stage.remote.task, server, stage.remote)
@@ -153,7 +153,7 @@ def cohorts(cohort: int) -> list[list[int]]:
 
 
 def failing(number: int, attempts: int, how: str, count: int = 1) -> Fate:
-    """Return a fate of the first `count` sites that are asked in the first attempts of a round."""
+    """Return a fate of the first `count` sites that are queried in the first attempts of a round."""
     hit: dict[int, set[str]] = {}
 
     def fate(site: str, request: Request) -> str:
@@ -175,13 +175,13 @@ def test_undisturbed_cohorts_are_those_of_a_simulation(stage: Make, cohort: int)
 
 @pytest.mark.parametrize("how", [GONE, LOST, NOISE, OTHER])
 def test_round_below_quorum_is_repeated_with_different_sites(stage: Make, how: str) -> None:
-    """Two of four play, both have to answer. The one that fails is not in the second attempt, for others are there."""
+    """Two of four run, both have to reply. The one that fails is not in the second attempt, for others are there."""
     scenery = stage(fate=failing(1, 1, how))
     server, _ = turn(scenery, 0, scenery.server)
     server, second = turn(scenery, 1, server)
     (_, _, _, first), (_, attempt, _, repeated) = scenery.link.sent_requests[1:]
     assert first == tuple(f"site-{k}" for k in cohorts(2)[1]), "the first attempt is the simulation's"
-    failed = first[-1]  # answered last to first
+    failed = first[-1]  # replied last to first
     assert attempt == 1
     assert failed not in repeated
     assert [f"site-{k}" for k in second] == list(repeated)
@@ -192,7 +192,7 @@ def test_round_below_quorum_is_repeated_with_different_sites(stage: Make, how: s
 
 
 def test_failed_site_is_queried_anew_if_too_few_remain(stage: Make) -> None:
-    """Of four sites three play; two fail at first, then there are two others and one of these. Cohorts are sorted."""
+    """Of four sites three run; two fail at first, then there are two others and one of these. Cohorts are sorted."""
     scenery = stage(fate=failing(0, 1, GONE, 2), cohort=3, rules=Rules(min_replies=3))
     _, cohort = turn(scenery, 0, scenery.server)
     (_, _, _, first), (_, _, _, repeated) = scenery.link.sent_requests
@@ -204,7 +204,7 @@ def test_failed_site_is_queried_anew_if_too_few_remain(stage: Make) -> None:
 
 
 def test_default_quorum_is_half_of_the_cohort(stage: Make) -> None:
-    """Two of four answer: the round counts, with those two."""
+    """Two of four reply: the round counts, with those two."""
     scenery = stage(fate=failing(0, 9, GONE, 2), cohort=4, rules=Rules())
     _, cohort = turn(scenery, 0, scenery.server)
     assert cohort == [0, 1]
@@ -242,8 +242,8 @@ def everything(scenery: Stage) -> Tree:
 
 @pytest.mark.parametrize(("name", "labels_at"), SHELVES)
 def test_a_failed_attempt_never_happened(stage: Make, name: str, labels_at: str | None) -> None:
-    """In the second round an answer of the last trip is lost, twice; then it is played. All equals, in every bit, a run
-    in which this round had the last cohort from the start: the server's tree, its shelf, its own memory, and the rounds
+    """In the second round a reply of the last trip is lost, twice; then it is run. All equals, in every bit, a run
+    in which this round had the last cohort from the start: the server's tree, its shelf, its memory, and the rounds
     that follow, to which the sites bring what they remember."""
     scenery = stage(name, failing_last(name), labels_at=labels_at)
     server, first = turn(scenery, 0, scenery.server)
@@ -262,7 +262,7 @@ def test_a_failed_attempt_never_happened(stage: Make, name: str, labels_at: str 
 
 
 def failing_last(name: str) -> Fate:
-    """Return a fate: in the second round's first two attempts, one site's answer is lost in the last trip."""
+    """Return a fate: in the second round's first two attempts, one site's reply is lost in the last trip."""
     last = 2 if name == "semifl" else 0  # its training, the server's own, then the statistics
     hit: dict[int, str] = {}
 
@@ -275,7 +275,7 @@ def failing_last(name: str) -> Fate:
 
 
 def test_sites_of_another_run_have_no_memory_in_this_one(stage: Make) -> None:
-    """A federation that was disturbed is played again, into another folder, in which sites remember nothing of it."""
+    """A federation that was disturbed is repeated, into another folder, in which sites remember nothing of it."""
     first = stage("fedloke", cohort=2)
     second = stage("fedloke", cohort=2, run="b" * 32)
     second.link.folder = first.link.folder
@@ -296,7 +296,7 @@ def test_discarded_reply_leaves_no_memory(stage: Make) -> None:
 
 @pytest.mark.parametrize("name", ["semifl", "feddb", "semifed"])
 def test_method_continues_after_losing_a_site_in_a_round(stage: Make, name: str) -> None:
-    """The site that fails in a trip is asked nothing more in that round; in the next one it is back."""
+    """The site that fails in a trip is queried nothing more in that round; in the next one it is back."""
     scenery = stage(name, failing(1, 9, GONE), cohort=4, rules=Rules(min_replies=2))
     server, drawn = rounds(scenery)
     assert [len(cohort) for cohort in drawn] == [4, 3, 4]
@@ -347,7 +347,7 @@ def test_where_every_site_is_aside_all_stops(stage: Make) -> None:
 
 
 def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
-    """A full disk is a site's bad day: it has no part in the round, and is asked in the next."""
+    """A full disk is a site's bad day: it has no part in the round, and is queried in the next."""
     scenery = stage(cohort=4, rules=Rules(strikes=1))
     whole = scenery.link.exchange
 

@@ -1,4 +1,4 @@
-"""Masked sums in whole federations: sites drop out, processes end, and what lies in a server's memory meanwhile."""
+"""Masked sums in whole federations: sites drop out, processes end, and what is in a server's memory meanwhile."""
 
 import subprocess
 import sys
@@ -142,7 +142,7 @@ def test_round_with_too_few_sites_is_repeated(stage: str, federation: LocalFeder
 
 
 def test_stopped_server_resumes(federation: LocalFederation) -> None:
-    """At every stage, before the sites know and after they have answered; with new processes at the sites.
+    """At every stage, before the sites know and after they have replied; with new processes at the sites.
     The model, the rows and what was asked in vain are as if nothing had happened: sites give the same answers again."""
     file = federation.write_plan(
         "fedloke", rounds=3, cohort=3, secure_aggregation=True, options=select_eager_options("fedloke")
@@ -169,7 +169,7 @@ def test_stopped_server_resumes(federation: LocalFederation) -> None:
 
 
 def test_restarting_a_site_for_each_message_does_not_change_the_result(federation: LocalFederation) -> None:
-    """All that a site needs lies in its folder: its secret, and what it put down."""
+    """All that a site needs is in its folder: its secret, and what it put down."""
     file = federation.write_plan("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
     with call_before_each_message(client_app._open_client.cache_clear):
         anew = federation.run(file, "anew")
@@ -294,7 +294,7 @@ class StepResult:
             self.needles[f"{name} of site {site}"] = leaf[at].contiguous().numpy().tobytes()
 
     def found(self, pid: int, spool: Path) -> set[str]:
-        """Return which of it lies in the memory of a process, or in the files where it lets answers wait."""
+        """Return which of it is in the memory of a process, or in the files where it lets replies wait."""
         there = set[str]()
         if not self.needles:
             return there
@@ -327,7 +327,7 @@ def holds(data: bytes, needle: bytes) -> bool:
 
 
 def watched(federation: LocalFederation, folder: Path, secure: bool, rounds: int = 1) -> Iterator[tuple[str, set[str]]]:
-    """Play a federation whose server is another process; yield what lies in its memory and its spool, stage by stage.
+    """Run a federation whose server is another process; yield what is in its memory and its spool, stage by stage.
     That is looked for when the last answer of a stage is still missing."""
     file = federation.write_plan("fedavg", rounds=rounds, cohort=SITES, secure_aggregation=secure)
     members = [SiteClient.from_folder(federation.folder / name, name) for name in federation.names]
@@ -359,7 +359,7 @@ def watched(federation: LocalFederation, folder: Path, secure: bool, rounds: int
                 at = stage_of(data)
                 counts[at] = counts.get(at, 0) + 1
                 if at[2] != "offer" and counts[at] == SITES:
-                    time.sleep(0.3)  # it has read the other answers by now
+                    time.sleep(0.3)  # it has read the other replies by now
                     yield at[2], seen.found(server.pid, folder / "run" / SPOOL_FOLDER)
                 write_parcel(server.stdin, node, message_id, response)
         assert server.wait(60) == 0
@@ -375,7 +375,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it read
 
 @linux
 def test_no_single_update_is_ever_in_the_servers_memory(federation: LocalFederation, tmp_path: Path) -> None:
-    """Nor in a file where answers wait: as it is, as a change, weighted, or in fixed point; at no stage, nor after the
+    """Nor in a file where replies wait: as it is, as a change, weighted, or in fixed point; at no stage, nor after the
     round."""
     looked = list(islice(watched(federation, tmp_path, secure=True, rounds=2), 5))
     assert looked == [(stage, set()) for stage in (*STAGES, ANNOUNCE_KEYS)]
@@ -386,7 +386,7 @@ def test_no_single_update_is_ever_in_the_servers_memory(federation: LocalFederat
 def test_leak_detector_finds_single_updates(
     federation: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In plain answers, the models of those whose answers have come; and without the masks, the whole numbers."""
+    """In plain replies, the models of those whose replies have come; and without the masks, the whole numbers."""
     (stage, there), *_ = watched(federation, tmp_path / "plain", secure=False)
     assert stage == ""
     assert {f"model of site {k}" for k in WATCHED} <= there

@@ -1,4 +1,4 @@
-"""Who is there: names instead of nodes, restarts, late and lost answers, on a made-up transport with a made-up clock."""
+"""Who is there: names instead of nodes, restarts, late and lost replies, on a made-up transport with a made-up clock."""
 
 import pytest
 from fake_transport import (
@@ -42,7 +42,7 @@ def manager(transport: FakeTransport) -> ClientManager:
 
 
 def test_sites_are_known_by_name(transport: FakeTransport, manager: ClientManager) -> None:
-    """Each site gets its own request, and answers come in the order of the requests, not of the post."""
+    """Each site gets its request, and replies come in the order of the requests, not of the post."""
     assert manager.connected_sites == list(SITES)
     replies = manager.exchange({"west": b"w", "north": b"n"}, "round 1")
     assert replies == {"west": SiteReply(b"west:w"), "north": SiteReply(b"north:n")}
@@ -53,7 +53,7 @@ def test_sites_are_known_by_name(transport: FakeTransport, manager: ClientManage
 
 
 def test_restarted_site_is_queried_anew(transport: FakeTransport, manager: ClientManager) -> None:
-    """North works for 50 s, starts again after 10 under another number and then works for 5 s; what its first process
+    """North works for 50 s, restarts after 10 under another number and then works for 5 s; what its first process
     answers at last changes nothing, not in this exchange and not in the next."""
     transport.fake_nodes[7] = make_node("north", 50.0, b"old")
     transport.fake_nodes[99] = make_node("south", 70.0)
@@ -70,7 +70,7 @@ def test_restarted_site_is_queried_anew(transport: FakeTransport, manager: Clien
 def test_a_first_process_that_is_still_listed_does_not_come_back(
     transport: FakeTransport, manager: ClientManager
 ) -> None:
-    """A dead node stays in the list for a minute. Its number is not asked again while its site is there as another."""
+    """A dead node remains in the list for a minute. Its number is not asked again while its site is there as another."""
     transport.fake_nodes[7] = FakeNode(list, lambda data: [])
     transport.schedule(transport.time + 5, lambda: transport.fake_nodes.update({8: make_node("north", 70.0, b"new")}))
     before = len(transport.offers)
@@ -80,7 +80,7 @@ def test_a_first_process_that_is_still_listed_does_not_come_back(
 
 
 def test_two_live_nodes_with_one_name(transport: FakeTransport, manager: ClientManager) -> None:
-    """The one that came last counts. The two do not take turns: work of several minutes would be begun anew each time.
+    """The one that came last counts. The two do not take turns: work of several minutes would be started anew each time.
     Where the newer one goes, the older one is asked again, and is there."""
     transport.fake_nodes[7] = make_node("north", 80.0, b"first")
     transport.fake_nodes[8] = make_node("north", 80.0, b"second")
@@ -93,7 +93,7 @@ def test_two_live_nodes_with_one_name(transport: FakeTransport, manager: ClientM
 
 
 def test_a_vanished_site_is_waited_for_and_given_up(transport: FakeTransport, manager: ClientManager) -> None:
-    """`absence` is 20 s; an answer that would take a minute is not waited for, nor is the timeout of 100 s.
+    """`absence` is 20 s; a reply that would take a minute is not waited for, nor is the timeout of 100 s.
     It comes after 60 s all the same, 30 s after the site was given up."""
     transport.fake_nodes[7] = make_node("north", 60.0)
     start_time = transport.time
@@ -113,7 +113,7 @@ def test_a_vanished_site_is_waited_for_and_given_up(transport: FakeTransport, ma
 
 
 def test_site_reported_as_disconnected_by_the_transport(transport: FakeTransport, manager: ClientManager) -> None:
-    """Where the post says that no answer will come, the site is waited for as long; then its absence is the reason."""
+    """Where the post says that no reply will come, the site is waited for as long; then its absence is the reason."""
     transport.fake_nodes[7] = FakeNode(list, lambda data: [(10.0, None)])
     start_time = transport.time
     transport.schedule(start_time + 9, lambda: transport.fake_nodes.pop(7))
@@ -123,7 +123,7 @@ def test_site_reported_as_disconnected_by_the_transport(transport: FakeTransport
 
 
 def test_short_disconnection_loses_no_reply(transport: FakeTransport, manager: ClientManager) -> None:
-    """A node that is out of the list for 10 s and back under its number goes on: it is not asked a second time."""
+    """A node that is out of the list for 10 s and back under its number continues: it is not asked a second time."""
     there = transport.fake_nodes[7] = make_node("north", 40.0)
     transport.schedule(transport.time + 10, lambda: transport.fake_nodes.pop(7))
     transport.schedule(transport.time + 20, lambda: transport.fake_nodes.update({7: there}))
@@ -138,7 +138,7 @@ def test_site_returning_within_its_absence_is_queried(transport: FakeTransport, 
 
 
 def test_late_reply_is_logged_and_discarded(transport: FakeTransport, manager: ClientManager) -> None:
-    """North takes 130 s of 100; its answer comes in the third exchange and is no answer to anything there."""
+    """North takes 130 s of 100; its reply comes in the third exchange and is no reply to anything there."""
     transport.fake_nodes[7] = make_node("north", 130.0, b"late")
     start_time = transport.time
     replies = exchange_messages(manager)
@@ -153,7 +153,7 @@ def test_late_reply_is_logged_and_discarded(transport: FakeTransport, manager: C
 
 
 def test_how_late_is_counted_from_the_end_of_the_time(transport: FakeTransport, manager: ClientManager) -> None:
-    """North's first process dies after 60 s, the second one is asked then and needs 50: it is 10 s too late, for the
+    """North's first process dies after 60 s, the second one is queried then and needs 50: it is 10 s too late, for the
     time of an exchange is one, however often a site is asked."""
     transport.fake_nodes[7] = make_node("north", 300.0)
     transport.schedule(transport.time + 59, lambda: transport.restart_node(7, 8, make_node("north", 50.0)))
@@ -166,7 +166,7 @@ def test_how_late_is_counted_from_the_end_of_the_time(transport: FakeTransport, 
 
 
 def test_duplicate_reply_counts_once(transport: FakeTransport, manager: ClientManager) -> None:
-    """Twice at once, and once more much later: there is one answer, and the next exchange gets its own."""
+    """Twice at once, and once more much later: there is one reply, and the next exchange gets its own."""
     transport.fake_nodes[7] = FakeNode(
         list, lambda data: [(1.0, b"a " + data), (1.0, b"b " + data), (9.0, b"c " + data)]
     )
@@ -200,7 +200,7 @@ OTHER = make_terms(lr=0.5)
     ],
 )
 def test_who_does_not_belong_is_named_once_and_not_used(reply: bytes, message: str) -> None:
-    """Such a node is asked again every half a minute; it is named once."""
+    """Such a node is queried anew every half a minute; it is named once."""
     transport = FakeTransport({1: make_silent_node(reply), 2: make_node("south")})
     manager = transport.make_manager()
     manager.wait_for_sites(1, 60.0)
@@ -324,7 +324,7 @@ def test_a_server_without_a_network_does_not_take_its_sites_for_absent(what: set
 
 
 def test_blocked_transport_is_not_waited_for_forever(transport: FakeTransport, manager: ClientManager) -> None:
-    """Who is there can be seen, but nothing can be sent: that is said once, and over once."""
+    """Who is there can be seen, but nothing can be sent: that is reported once, and over once."""
     message = len(transport.log)
     transport.broken_calls.add("send")
     replies = exchange_messages(manager)
@@ -335,7 +335,7 @@ def test_blocked_transport_is_not_waited_for_forever(transport: FakeTransport, m
 
 
 def test_gather_ignores_disconnected_sites(transport: FakeTransport, manager: ClientManager) -> None:
-    """A round is played again when its sites can be asked, not while the server has no network."""
+    """A round is repeated when its sites can be queried, not while the server has no network."""
     transport.broken_calls.update({"nodes", "send", "collect"})
     transport.schedule(transport.time + 200, lambda: transport.broken_calls.clear())
     transport.sleep(3.0)
@@ -389,7 +389,7 @@ def test_gather_waits_for_those_who_come_soon() -> None:
 
 
 def test_gather_reports_waiting_and_fails_with_the_reasons() -> None:
-    """In 100 s it says so at 0, 30, 60 and 90 s, and when one comes.
+    """In 100 s it reports it at 0, 30, 60 and 90 s, and when one comes.
 
     The sentence at the end has what the refused ones said."""
     transport = FakeTransport({1: make_node("north"), 2: make_silent_node(make_refusal(UNFIT, "it has no label."))})
@@ -412,7 +412,7 @@ def test_gather_waits_for_a_post_that_is_not_there_yet() -> None:
 
 
 def test_a_site_that_takes_long_to_join_is_there_once() -> None:
-    """It decodes its images for 200 s before it answers; every offer that it got meanwhile is answered then."""
+    """It decodes its images for 200 s before it replies; every offer that it got meanwhile gets its reply then."""
     transport = FakeTransport()
 
     def slowly() -> list[tuple[float, bytes]]:
@@ -437,7 +437,7 @@ def test_new_counts_of_a_site_are_taken_in(transport: FakeTransport, manager: Cl
 
 
 def test_disconnected_site_remains_registered(transport: FakeTransport, manager: ClientManager) -> None:
-    """What a site said when it joined is what its answers are judged by, and one may come after it is gone."""
+    """What a site said when it joined is what its replies are evaluated by, and one may come after it is gone."""
     del transport.fake_nodes[7]
     transport.sleep(3.0)
     exchange_messages(manager, "south")
@@ -449,6 +449,6 @@ def test_disconnected_site_remains_registered(transport: FakeTransport, manager:
     "spoiled", [b"", make_acceptance("north")[:40], b"\xff" * 5_000], ids=["empty", "cut", "noise"]
 )
 def test_what_is_no_message_is_handed_on(transport: FakeTransport, manager: ClientManager, spoiled: bytes) -> None:
-    """The roster does not judge answers: who asked does, and counts them."""
+    """The roster does not judge replies: who asked does, and counts them."""
     transport.fake_nodes[7] = make_node("north", reply=spoiled)
     assert exchange_messages(manager)["north"] == SiteReply(spoiled)

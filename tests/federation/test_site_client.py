@@ -52,7 +52,7 @@ RUN = "5a" * 16
 
 
 def made(method: str = "fedloke", **options: Any) -> Terms:
-    """Return terms of one site that plays every round."""
+    """Return terms of one site that runs every round."""
     small = {
         "cohort": 1,
         "rounds": ROUNDS,
@@ -92,14 +92,14 @@ class Line:
     pairs: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteReply]:
-        """Have the member answer."""
+        """Have the member reply."""
         for data in requests.values():
             self.pairs.append((data, self.member.reply_to(data)))
         return dict.fromkeys(requests, SiteReply(self.pairs[-1][1]))
 
 
 def run_rounds(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tuple[bytes, bytes]]:
-    """Play rounds with one site, and return each request with its answer."""
+    """Run rounds with one site, and return each request with its reply."""
     assert isinstance(read_message(member.reply_to(offer(about)), Acceptance, Refusal), Acceptance)
     config = about.config
     shared = build_task(config, about.image_spec)
@@ -121,13 +121,13 @@ def run_rounds(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -
 
 @pytest.fixture(scope="module")
 def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a site with 3 labeled and 5 unlabeled images; nothing is kept in it."""
+    """Return the folder of a site with 3 labeled and 5 unlabeled images; nothing is retained in it."""
     return folder(tmp_path_factory.mktemp("clinic") / WARD, {0: "sound", 3: "ill", 5: "sound"})
 
 
 @pytest.fixture(scope="module")
 def script(ward: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, bytes]]:
-    """Return what a server asked in four rounds of FedLoKe, whose sites remember, and what was answered."""
+    """Return what a server asked in four rounds of FedLoKe, whose sites remember, and what was replied."""
     return run_rounds(SiteClient.from_folder(ward, "north", tmp_path_factory.mktemp("first")))
 
 
@@ -137,7 +137,7 @@ def member(ward: Path, tmp_path: Path) -> SiteClient:
 
 
 def read_refusal(data: bytes) -> Refusal:
-    """Return the refusal in an answer, which must have no word that only the site knows."""
+    """Return the refusal in a reply, which must have no word that only the site knows."""
     text = read_message(data, Refusal)
     discreet(data)
     return text
@@ -278,7 +278,7 @@ def test_damaged_terms_are_renewed(member, ward, script, damage):
     ],
 )  # fmt: skip
 def test_requests_that_cannot_be_done(member, script, changes, message):
-    """Each has its answer, and the next honest request has the right one."""
+    """Each has its reply, and the next honest request has the right one."""
     member.reply_to(offer())
     request = read_message(script[0][0], Request)
     refusal = read_refusal(member.reply_to(write_message(replace(request, **changes))))
@@ -314,14 +314,14 @@ def test_site_stores_its_memory(member: SiteClient, script: list[tuple[bytes, by
 
 
 def test_repeated_round_starts_from_the_previous_memory(member, script):
-    """A server that goes back a round, or two: the site's answers are as they were, in whatever order it asks."""
+    """A server that goes back a round, or two: the site's replies are as they were, in whatever order it asks."""
     member.reply_to(offer())
     for step in (0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 3):
         assert member.reply_to(script[step][0]) == script[step][1], step
 
 
 def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
-    """The first round is played twice, at first with another model, and once more in vain: what the server says that
+    """The first round is run twice, at first with another model, and once more in vain: what the server says that
     it goes on from counts, whatever came before or after it."""
     member.reply_to(offer())
     first, second = (read_message(script[step][0], Request) for step in (0, 1))
@@ -338,7 +338,7 @@ def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, scr
 def test_committed_memory_is_retained_and_older_ones_are_removed(
     member: SiteClient, script: list[tuple[bytes, bytes]]
 ) -> None:
-    """Once the server will not go back behind the second round, the first one's memory goes; from there all goes on."""
+    """Once the server will not go back behind the second round, the first one's memory goes; from there all continues."""
     member.reply_to(offer())
     for request, _ in script[:2]:
         member.reply_to(request)
@@ -457,7 +457,7 @@ def test_full_disk_is_reported_without_a_path(
 
 
 def test_full_disk_does_not_block_replies(member, script, monkeypatch):
-    """Round 1's memory cannot be kept, so the answer is a refusal; round 1 again, with space, is as if it never was."""
+    """Round 1's memory cannot be retained, so the reply is a refusal; round 1 again, with space, is as if it never was."""
     member.reply_to(offer())
     assert member.reply_to(script[0][0]) == script[0][1]
 
@@ -475,7 +475,7 @@ def test_full_disk_does_not_block_replies(member, script, monkeypatch):
 
 @pytest.mark.parametrize("remains", ["nothing", "no labels", "a broken image"])
 def test_folder_removed_during_a_federation_is_reported(tmp_path, script, remains):
-    """Each message may find another folder than the one before: the answer names none of it."""
+    """Each message may find another folder than the one before: the reply names none of it."""
     ward = folder(tmp_path / WARD, {0: "sound", 3: "ill", 5: "sound"})
     site_home_folder = tmp_path / "home"
     SiteClient.from_folder(ward, "north", site_home_folder).reply_to(offer())
@@ -492,7 +492,7 @@ def test_folder_removed_during_a_federation_is_reported(tmp_path, script, remain
 
 
 def test_two_forms_have_two_homes(ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
-    """A federation of larger images beside: both go on."""
+    """A federation of larger images beside: both continue."""
     wide = replace(TERMS, image_spec=replace(TERMS.image_spec, image=(1, 16, 16)))
     pairs = run_rounds(member, wide, 1)
     member.reply_to(offer())

@@ -40,7 +40,7 @@ MODEL = build_task(ABOUT.config, ABOUT.image_spec)
 
 @dataclass
 class Desk:
-    """A post whose sites have all answered, last first; an answer is made when it is fetched, and kept by nobody."""
+    """A post whose sites have all replied, last first; a reply is made when it is fetched, and kept by nobody."""
 
     upload: dict[str, float] = field(default_factory=dict)  # weights, where they are others than 4 and more
     waiting: dict[str, tuple[int, bytes, bool]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Desk:
 
 
 def server(post: Desk, spool: Spool | None, factor: float = 2.0) -> tuple[RemoteRuntime, Tree]:
-    """Return a server that judges answers as a real one does, in its first round, and its model."""
+    """Return a server that evaluates replies as a real one does, in its first round, and its model."""
     manager = ClientManager(post, ABOUT, VERSION, 100.0, 20.0, EventList(), Clock(sleep=lambda s: None), spool)
     manager.wait_for_sites(SITES, 10.0)
     method = registry.make("fedavg")
@@ -114,7 +114,7 @@ class Counted:
 
 
 def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_path, monkeypatch):
-    """Of twelve: with the mean two models are in memory, whether they are judged or added, and no wire bytes beside.
+    """Of twelve: with the mean two models are in memory, whether they are evaluated or added, and no wire bytes beside.
     One weight is over twice the median, and is capped as it was where all uploads were there at once."""
     post = Desk({"ward-03": 60.0})
     runtime, broadcast = server(post, Spool(tmp_path / "spool"))
@@ -126,9 +126,9 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert counted.opened == 2 * SITES  # to be judged, and to be added
+    assert counted.opened == 2 * SITES  # to be evaluated, and to be added
     assert counted.most == 1
-    # Of bytes: one request for all, and what a site and the server make of one answer, in this one process.
+    # Of bytes: one request for all, and what a site and the server make of one reply, in this one process.
     assert peak < 9 * size, peak / size
     assert not list((tmp_path / "spool").iterdir())
     row = runtime.close().aggregator
@@ -142,7 +142,7 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_
 
 
 def test_equal_requests_are_written_once(monkeypatch: pytest.MonkeyPatch):
-    """Twelve sites get the same bytes, and one that has a memory to go on from gets others."""
+    """Twelve sites get the same bytes, and one that has a memory to continue from gets others."""
     post = Desk()
     runtime, broadcast = server(post, None)
     sent: list[bytes] = []

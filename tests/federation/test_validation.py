@@ -258,7 +258,7 @@ LINE = torch.ones(3)
         (upload(more=LINE), "'more' was not requested"),
         (upload(more={}), "'more' was not requested"),
         (upload(params={"a": torch.ones(2, 3), "b": LINE, "x": {"y": LINE}}), "'params/x/y' was not requested"),
-        # The same paths once joined, another tree: a name that holds the separator.
+        # The same paths once joined, another tree: a name that contains the separator.
         ({**upload(stats={}), "params": {"a": torch.ones(2, 3)}, "params/b": LINE}, "'params/b' is missing"),
         (upload(**{"params/b": LINE}), "'params/b' was not requested"),
         (upload(stats=LINE), "'stats' is a tensor, not empty"),

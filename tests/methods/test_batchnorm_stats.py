@@ -44,7 +44,7 @@ def counted(model: tree.Tree, holders: list[torch.Tensor], parts: int = 1) -> tr
             oracle = make_torch_module(model)
             for module in oracle.modules():
                 if isinstance(module, nn.BatchNorm2d):
-                    module.momentum = 1.0  # keeps the last batch alone
+                    module.momentum = 1.0  # retains the last batch alone
             oracle(part)
             rows += len(part)
             for name, buffer in oracle.named_buffers():
@@ -87,7 +87,7 @@ def test_the_mean_of_two_clients_by_hand():
 
 
 def test_without_rows_the_error_explains_what_to_do():
-    """The server's rows are asked for, and it has none."""
+    """The server's rows are requested, and it has none."""
     server = {"params": make_one_weight_params(1.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
     with pytest.raises(UserError, match="set sbn to 'all' or 'cohort'"):
         estimate_statistics(ScriptedFederation({}, labeled=0), server, "server")
@@ -95,7 +95,7 @@ def test_without_rows_the_error_explains_what_to_do():
 
 @pytest.mark.parametrize("norm", ["group", "none"])
 def test_network_without_statistics_sends_no_query(norm):
-    """Nothing is sent and nothing comes back, also where the empty tree has got lost on the way through a file."""
+    """Nothing is sent and nothing returns, also where the empty tree has got lost on the way through a file."""
     model = start_server(SemiFL(), make_task(SmallCNN(1, CLASSES, 4, norm)))
     message = ScriptedFederation({})
     assert estimate_statistics(message, model, "all") == {}

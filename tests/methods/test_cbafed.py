@@ -1,4 +1,4 @@
-"""CBAFed: thresholds, tails, shares and residual weights by hand; a visit against a torch module."""
+"""CBAFed: thresholds, tails, shares and residual weights by hand; a local update compared with a torch module."""
 
 from dataclasses import replace
 
@@ -127,7 +127,7 @@ def test_shares_are_those_of_all_labels_together():
 
 
 def test_server_applies_the_residual():
-    """Every second round by a quarter of the way to what it kept: the model it began with, then the one of round 2."""
+    """Every second round by a quarter of the way to what it kept: the model it started with, then the one of round 2."""
     shared = make_task(rounds=4)
     result = {}
     for share in (0.0, 0.25):

@@ -121,7 +121,7 @@ def test_mean_teacher_is_a_plain_loop():
 
 
 def test_fixmatch_is_a_plain_loop():
-    """The threshold lets some guesses through and not others."""
+    """The threshold lets some pseudo-labels through and not others."""
     server, last, rounds, _ = visits(FedAvg(FixMatch(0.5), keep_optimizer=True), False)
     module, optimizer, schedule = loop(server)
     through = []

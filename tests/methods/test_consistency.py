@@ -1,4 +1,4 @@
-"""Pi-Model, Pseudo-Label and Mean Teacher: by hand on one weight, and against autograd on the textbook's formulas."""
+"""Pi-Model, Pseudo-Label and Mean Teacher: by hand on one weight, and compared with autograd on the textbook's formulas."""
 
 import itertools
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_pseudo_label_by_hand():
 
 
 def test_pseudo_labels_of_the_round_and_debiased():
-    """Guesses are rows of the sweep, not of the step: rows 2 and 0 of it; a prior of (0.9, 0.1) turns the second over.
+    """Pseudo-labels are rows of the sweep, not of the step: rows 2 and 0 of it; a prior of (0.9, 0.1) turns the second over.
 
     Row 0 says (0.75, 0.25): over the prior (0.8333, 2.5), normalized (1/4, 3/4), class 1 with 3/4.
     """

@@ -20,7 +20,7 @@ from halfmoon.federation.contract.small_federation import CLASSES, Snapshot, max
 from halfmoon.methods import registry
 from halfmoon.models import SmallCNN
 
-# An untrained network of four classes is sure of nothing; three rounds see the foot of a ramp, and no tenth round.
+# An untrained network of four classes is confident of nothing; three rounds see the foot of a ramp, and no tenth round.
 SOME = {"threshold": 0.39, "delta": 1.35, "ramp_rounds": 2, "interval": 1, "tuning_passes": 5}
 
 
@@ -29,7 +29,7 @@ def method_of(name: str, **more: Any) -> Method:
     options = registry.options(name)
     some = {key: value for key, value in SOME.items() if key in options}
     if "threshold" in some and "debias" in options and options["debias"].default:
-        some["threshold"] = 0.28  # a guess divided by the mean of all guesses is less sure still
+        some["threshold"] = 0.28  # a pseudo-label divided by the mean of all pseudo-labels is less sure still
     if "teacher" in options and options["teacher"].default in ("global", "average"):
         # Under tracked statistics, which are young, the received model is less sure, and the average still less.
         some["threshold"] = 0.32 if options["teacher"].default == "global" else 0.31
@@ -101,10 +101,10 @@ LOCATIONS = {name: registry.entry(name).label_locations for name in DISTINCT}
     [(name, labels_at) for name, locations in LOCATIONS.items() for labels_at in locations[1:] or locations],
 )
 def test_every_label_location_works_in_both_executors(name, labels_at):
-    """Labels at every client, at some, or at the server, with clients that fail to answer: loop = vmap, all finite.
+    """Labels at every client, at some, or at the server, with clients that fail to reply: loop = vmap, all finite.
 
-    Of the clients that were asked, those who are silent in a round leave its cohort. At the first place of several,
-    where all answer, the methods play in the test above.
+    Of the clients that were queried, those who are silent in a round leave its cohort. At the first place of several,
+    where all reply, the methods run in the test above.
     """
     results = []
     for executor in ("loop", "vmap"):
@@ -172,10 +172,10 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
         assert last.report.pseudo["share_used"] > 0
         used = min(one.report.pseudo["share_used"] for one in straight(name, "both") if one.report.pseudo)
         stored = [one.report.samples["kept"] for one in straight(name, "both") if "kept" in one.report.samples]
-        if stored:  # only rows that it is sure of are drawn, and it says how many these are
+        if stored:  # only rows that it is confident of are drawn, and it says how many these are
             used = float(sum(each.total for each in stored) / sum(each.count for each in stored))
         options = registry.options(name)
-        weighed = "fine" in options and options["fine"].default  # by F-reg, in place of a threshold
+        weighed = "fine" in options and options["fine"].default  # by F-reg, instead of a threshold
         assert used < 1 or weighed or "threshold" not in options
 
 
@@ -184,7 +184,7 @@ def test_run_is_deterministic_and_does_not_modify_its_inputs(name):
     """Two runs of one seed are equal in every bit. Neither the initial model nor the server's tree is written into, and
     after the run method and client updates are what they were: all state is in the trees."""
     method, shared, simulation = build_simulation(name, "both")
-    client_updates = dict(method.client_updates(shared.at(ROUNDS - 1)))  # what the last round is played with
+    client_updates = dict(method.client_updates(shared.at(ROUNDS - 1)))  # what the last round is run with
     model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
     first_model = tree.map(torch.clone, model)
     server = method.start(shared, model)
@@ -207,7 +207,7 @@ def test_restored_run_continues_with_the_same_bits(name, executor, tmp_path: Pat
     [("fedloke", {}), ("fml", {}), ("fedmatch", {"debias": True}), ("fedrgd", {"return_group": True, "decay": 0.9})],
 )
 def test_networks_without_statistics_go_on_after_a_checkpoint(name, options, norm, tmp_path):
-    """Empty statistics leave no trace on disk: a run whose trees were written and read plays on bit by bit."""
+    """Empty statistics leave no trace on disk: a run whose trees were written and read runs on bit by bit."""
     row = row_of(name, **options)
     network = SmallCNN(1, CLASSES, 4, norm)
     runs = {executor: checks.run_experiment(row, "both", executor, network) for executor in ("loop", "vmap")}

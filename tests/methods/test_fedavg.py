@@ -84,7 +84,7 @@ def test_the_server_averages_its_cohort_by_all_rows():
 
 @pytest.mark.parametrize("pair", [("fedavg-sl", "fedprox-sl"), ("fedavg-uda", "fedprox-uda")])
 def test_prox_of_zero_is_fedavg_bit_by_bit(pair):
-    """FedProx of the catalog with prox = 0 plays the very rounds of FedAvg; with its own prox it does not."""
+    """FedProx of the catalog with prox = 0 runs the very rounds of FedAvg; with its prox it does not."""
     runs = []
     for name, chosen in ((pair[0], {}), (pair[1], {"prox": 0.0}), (pair[1], {"prox": 0.5})):
         method = registry.make(name, chosen)
@@ -126,7 +126,7 @@ def test_the_proximal_gradient_is_autograds(objective):
 
 
 def test_every_local_update_starts_with_a_new_optimizer_from_the_download():
-    """Momentum is not carried from visit to visit, and nothing stays at the client."""
+    """Momentum is not carried from local update to local update, and nothing remains at the client."""
     method = FedAvg()
     shared = make_task(optimizer=SGD(0.1, momentum=0.9))
     client_update = method.client_updates(shared)["train"]
@@ -148,7 +148,7 @@ def test_every_local_update_starts_with_a_new_optimizer_from_the_download():
     ],
 )
 def test_one_client_with_everything_is_centralized_training(actual, expected_value, options):
-    """A round of one client that holds all rows, whole-batch steps: the same as a module, its optimizer and a loop.
+    """A round of one client that contains all rows, whole-batch steps: the same as a module, its optimizer and a loop.
 
     Two epochs of one step each on all 20 images without augmentation. The rows come in another order each time, which
     changes a mean by rounding only. Parameters and running statistics agree.
@@ -197,7 +197,7 @@ def test_equal_clients_come_back_as_one():
 def test_the_average_of_the_servers_models_by_hand():
     """The server comes to 1, .4 and .1. The average: 1; (1 + .4) / 2 = .7; (1 + .4 + .1) / 3 = .5, as .9 > 2 / 3.
 
-    With a decay of .25: 1; .25 + .75 * .4 = .55; .25 * .55 + .75 * .1 = .2125. It goes down beside the model.
+    With a decay of .25: 1; .25 + .75 * .4 = .55; .25 * .55 + .75 * .1 = .2125. It goes down next to the model.
     """
     for keep, averages in ((0.9, (1.0, 0.7, 0.5)), (0.25, (1.0, 0.55, 0.2125))):
         weights = iter((1.0, 0.4, 0.1))

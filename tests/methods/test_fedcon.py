@@ -1,4 +1,4 @@
-"""FedCon: two steps of the server and of a client against torch modules, and what travels."""
+"""FedCon: two steps of the server and of a client compared with torch modules, and what is sent."""
 
 import copy
 import itertools
@@ -160,7 +160,7 @@ def make(classes, channels, size):
 
 @pytest.mark.parametrize("name", ["fedcon", "fedirm"])
 def test_a_custom_module_is_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module accepts only its own parameters, and its head is not called "head"."""
+    """A module accepts only its parameters, and its head is not called "head"."""
     (tmp_path / "custom_module.py").write_text(CUSTOM_NETWORK)
     monkeypatch.syspath_prepend(tmp_path)
     few = {"clients": 2, "rounds": 1, "steps": 1, "data_share": 0.2, "run_dir": tmp_path / "run"}

@@ -124,7 +124,7 @@ def test_accumulation_by_hand():
 def test_other_accumulations_by_hand():
     """ "finish": one sweep with the trained model, weighted by the epochs seen. "none": the round's start.
 
-    "used" counts the views of used guesses alone (of rows 2 and 0 the first: see the test of labels), and leaves APP-U
+    "used" counts only the views of used pseudo-labels (of rows 2 and 0 the first: see the test of labels), and leaves APP-U
     where there is none.
     """
     s = lambda z: 1 / (1 + exp(-z))  # noqa: E731
@@ -154,7 +154,7 @@ def test_other_accumulations_by_hand():
 
 
 def test_no_confident_image_leaves_the_labeled_loss():
-    """Above 1 no guess counts: the step is that of the labeled image alone, and nothing is divided by zero."""
+    """Above 1 no pseudo-label counts: the step is that of the labeled image alone, and nothing is divided by zero."""
     for mean in ("used", "all"):
         client_update, model = line(FedDB(threshold=1.01, mean=mean))
         carry = begin_update(client_update, model, client(1, 2))
@@ -315,7 +315,7 @@ def test_the_server_by_hand(dma, momentum):
 
 @dataclass
 class Answers:
-    """A federation whose clients have answered already."""
+    """A federation whose clients have replied already."""
 
     upload: Upload
 
@@ -325,7 +325,7 @@ class Answers:
 
 @WAYS
 def test_client_without_rows_has_no_weight(dma):
-    """Its model is the one it was sent; where nobody has rows, the server's stays."""
+    """Its model is the one it was sent; where nobody has rows, the server's remains."""
     server = {"params": {"w": torch.tensor([7.0])}, "stats": {}}
     appu = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
     upload = {"params": {"w": torch.tensor([[1.0], [1.0], [7.0]])}, "stats": {}}

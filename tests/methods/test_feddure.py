@@ -171,7 +171,7 @@ def test_ablations_and_switches_equal_the_textbook(options, rules):
 def test_hypergradient_equals_double_backpropagation(dtype, bound, through):
     """Eq. 5's gradient itself: with plain SGD, F-reg moves by minus the gradient times its rate.
 
-    The rate of 1e6 keeps the digits of a small gradient when it is taken from weights near 0.1; the step taken with the
+    The rate of 1e6 retains the digits of a small gradient when it is taken from weights near 0.1; the step taken with the
     changed weights afterwards does not matter here.
     """
     options = FedDure(through_weights=through, regulator_lr=1e6, virtual_lr=0.05)
@@ -251,7 +251,7 @@ def test_warmup_trains_only_on_labels():
 
 @pytest.mark.parametrize(("seen", "moves"), [("centered", False), ("softmax", False), ("logits", True)])
 def test_a_number_added_to_all_logits(seen, moves):
-    """Cross-entropy does not see it; an untrained F-reg on raw logits answers near 1 or near 0, by how it starts."""
+    """Cross-entropy does not see it; an untrained F-reg on raw logits replies near 1 or near 0, by how it starts."""
     z = torch.randn(50, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     loss = [F.cross_entropy(each, torch.arange(50) % 10) for each in (z, z - 37.0)]
     torch.testing.assert_close(*loss, rtol=1e-12, atol=0)
@@ -322,7 +322,7 @@ def test_baseline_and_bound_change_only_the_reward():
 
 
 def test_mean_of_rewards_is_stored_at_the_client():
-    """Two steps of one visit, then a second visit: it counts three rewards, and begins at the mean of two."""
+    """Two steps of one local update, then a second local update: it counts three rewards, and begins at the mean of two."""
     options = FedDure(reward_baseline=0.9)
     client_update, carry, broadcast, batches, _ = make_step(options)
     ds = []
@@ -400,7 +400,7 @@ def test_server_opens_the_gate_after_the_warmup():
 
 
 def test_regulator_persists_and_is_the_same_at_first_for_all():
-    """F-reg and its optimizer stay at the client; with keep_regulator off nothing stays."""
+    """F-reg and its optimizer stay at the client; with keep_regulator off nothing remains."""
     client_update, carry, broadcast, batches, _ = make_step(optimizer=Adam(1e-2), dtype=torch.float32)
     carry, _ = client_update.step(broadcast, carry, batches[0])
     upload, memory = client_update.finish(broadcast, carry, make_client_data(3, 4))
@@ -471,7 +471,7 @@ def test_option_divides_pseudo_labels_by_the_clients_mean_prediction():
 
 
 def test_option_retains_the_optimizer_between_rounds():
-    """Two visits of a step each from one model are two steps of one Adam: its second step differs from a first one."""
+    """Two local updates of a step each from one model are two steps of one Adam: its second step differs from a first one."""
     ends = {}
     for stored_values in (False, True):
         options = FedDure(keep_optimizer=stored_values)
@@ -510,7 +510,7 @@ def test_one_half_of_the_labels_trains_and_the_other_measures():
 
 
 def test_client_with_one_label_participates_with_halves():
-    """In every other round no image trains: the labeled loss is 0, and the model stays finite."""
+    """In every other round no image trains: the labeled loss is 0, and the model remains finite."""
     client_update, carry, broadcast, batches, _ = make_step(FedDure(signal_labels="halves"))
     batch = batches[0]._replace(x_rows=torch.zeros(10, dtype=torch.int64))
     for round_number in (0, 1):
@@ -521,7 +521,7 @@ def test_client_with_one_label_participates_with_halves():
 
 
 def test_a_shared_regulator_is_averaged_by_the_server():
-    """The client starts from the server's F-reg, and uploads what it has learned; its optimizer's state stays."""
+    """The client starts from the server's F-reg, and uploads what it has learned; its optimizer's state remains."""
     method = FedDure(share_regulator=True)
     client_update = method.client_updates(Task(SMALL, Adam(1e-2), NORMALIZE))["train"]
     model = SMALL.init(torch.Generator().manual_seed(0))
@@ -548,7 +548,7 @@ def test_a_shared_regulator_is_averaged_by_the_server():
 
 
 def test_signals_are_averaged_by_image_while_its_pseudo_label_is_unchanged():
-    """Image 1 has signals 1 and 3 in one minibatch (mean 2), then 5 (mean 3); with a new label it starts anew with 7."""
+    """Image 1 has signals 1 and 3 in one minibatch (mean 2), then 5 (mean 3); with a new label it restarts with 7."""
     float_zeros = torch.zeros(3, dtype=torch.float64)
     signals = {"label": torch.full((3,), -1), "mark": torch.zeros(()), "mean": float_zeros, "count": float_zeros}
 

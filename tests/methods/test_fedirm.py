@@ -1,4 +1,4 @@
-"""FedIRM: a client update against a torch module with its teacher, and relations on the server."""
+"""FedIRM: a client update compared with a torch module with its teacher, and relations on the server."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def matrix(z: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_client_update_with_its_teacher_and_relations():
-    """Two steps, both on batch statistics; images that are not sure have no part in the relations."""
+    """Two steps, both on batch statistics; images that are not confident have no part in the relations."""
     options = FedIRM(unlabeled_weight=3.0, confidence=0.31, entropy=1.35, decay=0.6, ramp=0.0, warmup=0.0)
     shared = make_task(optimizer=SGD(0.3))
     client_update = options.client_updates(shared)["train"]

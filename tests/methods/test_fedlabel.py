@@ -13,7 +13,7 @@ def test_models_that_disagree_train_on_the_label_of_the_surer_one():
     loss, slope, pseudo = validated(FedLabel(0.8), log(3), -log(3) / 2, [2], [1])
     assert (loss, slope) == pytest.approx((log(4 / 3), -0.25), rel=1e-12)
     assert (pseudo.label.tolist(), pseudo.weight.tolist()) == ([0], [1.0])
-    # Weak 1: 3/4, received class 1 with 0.9. Weak 0: neither model is sure, and the mean runs over both images.
+    # Weak 1: 3/4, received class 1 with 0.9. Weak 0: neither model is confident, and the mean runs over both images.
     loss, _, pseudo = validated(FedLabel(0.8), log(3), -2 * log(3), [1, 0], [1, 1])
     assert loss == pytest.approx(log(4) / 2, rel=1e-12)
     assert (pseudo.label.tolist()[0], pseudo.weight.tolist()) == (1, [1.0, 0.0])

@@ -56,7 +56,7 @@ ROLES = {
 def run_update(
     method: FedLoKe, shared: Task, broadcast: dict, memory: dict, steps: list[Batch]
 ) -> tuple[dict, list, dict, dict]:
-    """Return the last carry, all notes, the upload and the memory of a client's visit."""
+    """Return the last carry, all notes, the upload and the memory of a client's local update."""
     client_update = method.client_updates(shared)["train"]
     carry = client_update.begin(broadcast, memory, make_client_data())
     notes = []
@@ -70,8 +70,8 @@ def test_one_step_by_hand():
     """Two weights, SGD with rate 1, round 50 of a ramp of 200 (lambda = 1/4), delta = 0.6 nats.
 
     Eq. 2, mu = 1/2: the remembered (2 ln 3, 0) and the received (0, 0) make the local model (ln 3, 0).
-    Guesses on the quiet pixels 1 and 0: the local model's are (3/4, 1/4), of entropy 0.562 < 0.6, and (1/2, 1/2), of
-    entropy ln 2 = 0.693; the global model's are both (1/2, 1/2). So the local model's first guess alone teaches.
+    Pseudo-labels on the quiet pixels 1 and 0: the local model's are (3/4, 1/4), of entropy 0.562 < 0.6, and (1/2, 1/2), of
+    entropy ln 2 = 0.693; the global model's are both (1/2, 1/2). So the local model's first pseudo-label alone teaches.
     Global: labels (class 0, loud pixel 2): (p - y) x = (1/2 - 1) 2 = -1 for the first weight; the lesson on the loud
     pixel -1: lambda (1/2)(q - p_l) x = (1/4)(1/2)(1/2 - 3/4)(-1) = 1/32. The second weight's are their negatives, so
     (0, 0) becomes (31/32, -31/32). Local: labels (quiet pixel 1): (3/4 - 1) 1 = -1/4, and no lesson.
@@ -170,14 +170,17 @@ class Formula:
 def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statistics, labeling):
     """Three steps of both models at round 3 of a ramp of 4: parameters, running statistics and losses agree.
 
-    The oracle adds all losses and differentiates once, as the authors do: a guess that is not detached, a model that
-    moves before the other has been read, or a KL the wrong way round would show. Some guesses pass the filter, not all.
+    The oracle adds all losses and differentiates once, as the authors do: a pseudo-label that is not detached, a model that
+    moves before the other has been read, or a KL the wrong way round would show. Some pseudo-labels pass the filter, not all.
     """
     method = FedLoKe(**{"delta": 1.1, "ramp_rounds": 4, "ema": 1.0, **options})
     shared = make_task(optimizer=SGD(0.2), statistics=statistics, labeling=labeling, round=3)
     broadcast = start_server(method, shared)
     memory = start_server(method, shared, seed=5)
-    for one, shift in ((broadcast, 0.05), (memory, 0.02)):  # surer than at their start, with statistics of something
+    for one, shift in (
+        (broadcast, 0.05),
+        (memory, 0.02),
+    ):  # more confident than at their start, with statistics of something
         one["params"]["head"] = tree.map(lambda leaf: 3 * leaf, one["params"]["head"])
         one["stats"] = {k: {"mean": each["mean"] + shift, "var": 0.3 * each["var"]} for k, each in one["stats"].items()}
     oracle = Formula(method, shared)
@@ -229,7 +232,7 @@ def test_pseudo_label_quality_is_that_of_the_teacher():
 
 
 def test_the_fusion_by_hand():
-    """mu = 0.75 of 4 and 8: 0.75 * 4 + 0.25 * 8 = 5, statistics alike; 1 keeps the local model, 0 takes the received.
+    """mu = 0.75 of 4 and 8: 0.75 * 4 + 0.25 * 8 = 5, statistics alike; 1 retains the local model, 0 takes the received.
 
     The global model is what came down.
     """
@@ -272,9 +275,9 @@ def purely_local(recording: RecordingMethod, start: dict, shared: Task, view: st
 
 
 def test_without_confident_pseudo_labels_the_two_models_train_separately():
-    """delta = 0 and mu = 1, every view in its own pass: the global model is FedAvg's, supervised on strong views.
+    """delta = 0 and mu = 1, every view in its pass: the global model is FedAvg's, supervised on strong views.
 
-    And a client's local model has been trained on its own labels' weak views alone, as autograd does it.
+    And a client's local model has been trained on its labels' weak views alone, as autograd does it.
     """
     shared = make_task(optimizer=SGD(0.1), statistics="separate")
     recording = RecordingMethod(FedLoKe(ema=1.0, delta=0.0, ramp_rounds=0))
@@ -300,7 +303,7 @@ def test_without_confident_pseudo_labels_the_two_models_train_separately():
     ids=str,
 )
 def test_what_the_local_model_reads_of_the_global(options, reads):
-    """With mu = 1 its guesses alone: without these, another global model leaves the same local one, bit by bit."""
+    """With mu = 1 only its pseudo-labels do: without these, a different global model gives the same local one, bit by bit."""
     method = FedLoKe(**{"delta": None, "ramp_rounds": 0, **options})
     shared = make_task(optimizer=SGD(0.1))
     memory = start_server(method, shared, seed=5)
@@ -314,7 +317,7 @@ def test_what_the_local_model_reads_of_the_global(options, reads):
 def test_the_first_round_has_no_unsupervised_loss():
     """lambda = 0 at t = 0: the round is that of a filter which lets nothing through; the next one is not.
 
-    Guesses are counted as unused.
+    Pseudo-labels are counted as unused.
     """
     shared = make_task(rounds=2)
     runs = []
@@ -339,7 +342,7 @@ def test_the_ramp(round, expected):
 
 
 def test_without_local_models_it_is_uda_without_threshold():
-    """No local model, filter or ramp: the gradient of KL to one's own guess is that of the cross-entropy with it.
+    """No local model, filter or ramp: the gradient of KL to one's own pseudo-label is that of the cross-entropy with it.
 
     So FedAvg + UDA at temperature 1 and threshold 0, on labeled images in the strong view. Clients remember nothing.
     """

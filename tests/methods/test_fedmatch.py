@@ -1,4 +1,4 @@
-"""FedMatch: penalties, votes, neighbors, bytes by hand, its losses against autograd, and where it is another method."""
+"""FedMatch: penalties, votes, neighbors, bytes by hand, its losses compared with autograd, and where it is another method."""
 
 from dataclasses import replace
 from typing import Any
@@ -98,7 +98,7 @@ def test_the_penalties_by_hand():
     """sigma (1, 2), psi (0.5, -1), l2_weight 10, l1_weight 0.1, nobody sure: the loss is
 
     10 (0.5^2 + 3^2) + 0.1 (0.5 + 1) = 92.5 + 0.15. Its gradient in psi is 20 (psi - sigma) + 0.1 sign(psi), so
-    (-10 + 0.1, -60 - 0.1): at a rate of 0.01 psi becomes (0.5 + 0.099, -1 + 0.601). sigma stays.
+    (-10 + 0.1, -60 - 0.1): at a rate of 0.01 psi becomes (0.5 + 0.099, -1 + 0.601). sigma remains.
     """
     client_update = work_of(FedMatch(threshold=1.01, l1_weight=0.1, l2_weight=10.0))
     carry, notes = run_update(
@@ -114,7 +114,7 @@ def test_the_penalties_by_hand():
 
 
 def test_votes_by_hand():
-    """Image 0: 2 against 1, the majority wins. Image 1: all differ, the first class or the own one. Image 2: agreement.
+    """Image 0: 2 against 1, the majority wins. Image 1: all differ, the first class or the local one. Image 2: agreement.
 
     With the second helper away image 0 is a tie between 1 and 0.
     """
@@ -158,7 +158,7 @@ def test_the_noise_is_one_fixed_image():
 def written(
     network: Network, sigma: Tree, psi: Tree, received: Tree, helpers: list[Tree], batch: Batch, o: FedMatch
 ) -> tuple[Tensor, int]:
-    """Return L_u as the paper writes it, image by image, and how many images the client is sure of."""
+    """Return L_u as the paper writes it, image by image, and how many images the client is confident of."""
     say = lambda kernel, base, x: network.predict(add_halves(base, kernel), {}, x).log_softmax(-1)  # noqa: E731
     view = batch.u[o.view]
     strong = batch.u["strong"]
@@ -280,7 +280,7 @@ def test_missing_helpers_have_no_vote():
 
 
 def test_client_without_confident_predictions_trains_only_on_labels():
-    """Nobody above threshold and no penalty: psi stays in every bit, sigma moves, and nothing is divided by zero."""
+    """Nobody above threshold and no penalty: psi remains in every bit, sigma moves, and nothing is divided by zero."""
     client_update = work_of(FedMatch(threshold=1.01, l2_weight=0.0, l1_weight=0.0))
     broadcast = down_of(make_linear_params(1, 2), make_linear_params(0.2, 0.4))
     carry, notes = run_update(
@@ -292,7 +292,7 @@ def test_client_without_confident_predictions_trains_only_on_labels():
 
 
 def test_the_mean_over_all_images_or_over_those_used():
-    """Logits (x, 0): at x = 2 the client is sure (0.88), at 0.5 and 0.1 it is not. CE(0 | strong 0) = log 2.
+    """Logits (x, 0): at x = 2 the client is confident (0.88), at 0.5 and 0.1 it is not. CE(0 | strong 0) = log 2.
 
     Over the used one the mean is log 2 = 0.693, over all three log 2 / 3 = 0.231.
     """
@@ -327,7 +327,7 @@ def test_debiasing_changes_the_clients_vote():
 def finished(
     client_update: FedMatchClient, broadcast: Tree, memory: Tree, sigma: Tree, psi: Tree, labeled: int = 1
 ) -> tuple[Tree, Tree]:
-    """Return upload and memory of a visit that ends with these parts."""
+    """Return upload and memory of a local update that ends with these parts."""
     data = client(labeled)
     carry = client_update.begin(broadcast, memory, data)
     return client_update.finish(broadcast, {**carry, "sigma": sigma, "psi": psi}, data)
@@ -401,7 +401,7 @@ def test_helpers_are_sent_as_differences_from_the_local_model():
 
 
 def test_a_helper_is_its_psi_on_the_receivers_sigma():
-    """sigma (1, 0), a helper's psi (0, 1.5): it says logits (x, 1.5 x), whatever its own sigma was; at x = 1 class 1.
+    """sigma (1, 0), a helper's psi (0, 1.5): it says logits (x, 1.5 x), whatever its sigma was; at x = 1 class 1.
 
     The client (class 0) is outvoted by two of that kind, though sigma's step has just come to where they say class 0.
     """
@@ -455,7 +455,7 @@ def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
 
 
 def test_the_server_teaches_sigma_and_clients_psi():
-    """Labels at the server: its sigma after a round is SGD on its own labels, written out; clients never move it."""
+    """Labels at the server: its sigma after a round is SGD on its labels, written out; clients never move it."""
     method = FedMatch(threshold=0.3, labeled_weight=2.0)
     held = make_dataset(row="server")
     shared = make_task(BARE, optimizer=SGD(RATE))

@@ -41,7 +41,7 @@ def number(value: float) -> Tree:
 
 
 class Answers:
-    """A federation whose clients send what they are told to, and whose server's copies come back as listed."""
+    """A federation with scripted uploads, and with scripted copies of the server's model."""
 
     def __init__(self, uploads: dict[int, float], copies: list[float], asked: list[int] | None = None) -> None:
         self.uploads = uploads
@@ -82,7 +82,7 @@ def test_the_mean_of_group_means_by_hand():
 
 
 def test_server_copies_join_their_groups_by_hand():
-    """The same three clients, and copies of the server's model that come back as 6 and 10.
+    """The same three clients, and copies of the server's model that return as 6 and 10.
 
     Group 0 gets the first. Pair and copy: (1 + 3 + c) / 3; single and copy: (6 + c) / 2; then their mean.
     """
@@ -102,9 +102,9 @@ def test_server_copies_join_their_groups_by_hand():
 
 
 def test_groups_are_given_back_by_hand():
-    """With `return_group` the groups' means are kept, and a client starts from the one of the group it falls into next.
+    """With `return_group` the groups' means are retained, and a client starts from the one of the group it falls into next.
 
-    A group of which nobody answers keeps its model, and does not count in the mean over groups.
+    A group of which nobody replies retains its model, and does not count in the mean over groups.
     """
     method = FedRGD(return_group=True)
     shared = make_task(rounds=5)
@@ -196,7 +196,7 @@ def test_return_group_changes_who_starts_where():
 
 
 def test_the_servers_copies_are_plain_training():
-    """Labels at the server, clients that are sure of nothing: their models stay, and each copy is SGD on the labels.
+    """Labels at the server, clients that are confident of nothing: their models stay, and each copy is SGD on the labels.
 
     So w = (1/2) sum_s (w_s + |s| w_0) / (|s| + 1) with w_s by torch.autograd, |s| = 2 and 1.
     """

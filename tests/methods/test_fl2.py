@@ -112,7 +112,7 @@ def test_without_its_parts_it_is_semifl_without_a_mix():
 
 
 def test_each_switch_changes_the_run():
-    """With labels at the server; the server's own training before the first round too."""
+    """With labels at the server; the server's training before the first round too."""
     shared = make_task(rounds=1)
     options = {"threshold": 0.3, "warmup": 1}
     every = [FL2(**options, **{name: False}) for name in ("adaptive", "sharpness", "status_aware")]

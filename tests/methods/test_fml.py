@@ -169,7 +169,7 @@ def test_without_distillation_the_meme_is_fedavgs():
 def test_without_distillation_a_private_model_trains_independently(keep):
     """Over three rounds each is a module under torch.optim.SGD on its client's batches alone; the momentum lives on.
 
-    Without `keep_optimizer` every visit has a new optimizer.
+    Without `keep_optimizer` every local update has a new optimizer.
     """
     shared = make_task(optimizer=SGD(0.1, momentum=0.9))
     recording = RecordingMethod(replace(ALONE, keep_optimizer=keep))
@@ -223,8 +223,8 @@ def test_optimizer_of_the_meme_is_new_in_every_local_update():
 def test_how_a_private_model_starts():
     """As a network of its own, in precision and place of the meme; or as its copy.
 
-    With equal shares a copy stays the meme's twin for a whole visit, so neither teaches the other anything: their
-    losses are those of the labels alone. A fresh one is no twin.
+    With equal shares a copy remains the meme's twin for a whole local update, so neither teaches the other anything: their
+    losses are those of labels only. A new model differs.
     """
     shared = make_task()
     broadcast = start_server(FML(), shared)
@@ -269,7 +269,7 @@ def test_filter_that_rejects_all_rows():
 
 @pytest.mark.parametrize("labels_at", ["clients", "some"])
 def test_the_weights(labels_at):
-    """1 each, or the sizes; where labels alone teach, a client without any weighs nothing."""
+    """1 each, or the sizes; with labels only, a client without any has no weight."""
     shared = make_task()
     with_labels = [k for k in range(4) if labels_at == "clients" or k % 2 == 0]
     size = [sum(SIZES[k]) if k in with_labels else SIZES[k][1] for k in range(4)]

@@ -288,7 +288,7 @@ def test_bytes_by_hand():
 
 @pytest.mark.parametrize("options", [{}, {"keep_optimizer": True, "server_momentum": 0.5, "sbn": "cohort"}])
 def test_widths_lift(options):
-    """Loop and vmap agree with clients of three widths, two of them in one program, some without an answer."""
+    """Loop and vmap agree with clients of three widths, two of them in one program, some without a reply."""
     held = make_dataset((*SIZES, (4, 4), (3, 7)), all_labels=True)
     run = simulate_with_both_executors(
         HeteroFL("1-0.5-0.3", **options), make_task(), held, rounds=3, cohort=6, client_dropout=0.3

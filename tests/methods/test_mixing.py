@@ -45,7 +45,7 @@ def test_mixing_by_hand():
 
 
 def test_sharpening_by_hand():
-    """At 1/2, (3/4, 1/4) becomes (9, 1) / 10; at 1 nothing changes; a probability of 0 stays one."""
+    """At 1/2, (3/4, 1/4) becomes (9, 1) / 10; at 1 nothing changes; a probability of 0 remains one."""
     p = torch.tensor([[0.75, 0.25], [1.0, 0.0]], dtype=torch.float64)
     assert sharpen(p, 0.5).flatten().tolist() == pytest.approx([0.9, 0.1, 1.0, 0.0], abs=1e-12)
     assert sharpen(p, 1.0).flatten().tolist() == pytest.approx(p.flatten().tolist(), abs=1e-12)
@@ -65,7 +65,7 @@ def test_mixmatch_by_hand():
 
     Both views are 0.15 from it in either class: 0.15^2, derivative 2 (3/4 - 9/10) 3/16, none through the target.
     With a coefficient of 1/2 and the labeled image and the second view exchanged (all of x = 1, so all images stay):
-    the label becomes (0.95, 0.05), the second view's target too, the first view's stays.
+    the label becomes (0.95, 0.05), the second view's target too, the first view's remains.
     """
     drawn: Any = {"mix": torch.tensor(1.0), "order": torch.tensor([2, 1, 0])}
     pixel = torch.ones(1, 1, 1, 1, dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_remixmatchs_gradients_are_autograds(statistics, labeling, labeled, alig
 
 
 def test_the_alignment_by_hand():
-    """A guess (3/4, 1/4) where labels are (1/4, 3/4) and predictions so far even: (3/16, 3/16), thus undecided.
+    """A pseudo-label (3/4, 1/4) where labels are (1/4, 3/4) and predictions so far even: (3/16, 3/16), thus undecided.
 
     The running mean moves a share of 1/4 from (1/2, 1/2) to the batch's mean, here (3/4, 1/4): (9/16, 7/16).
     """

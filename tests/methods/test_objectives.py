@@ -110,7 +110,7 @@ def test_fixmatch_by_hand(weight):
 def test_uda_by_hand(weight):
     """threshold = 0.7 lets weak x = 1 through and x = 0 not; temperature 0.5 squares and normalizes.
 
-    (3/4, 1/4) becomes (9/16, 1/16) / (10/16) = (0.9, 0.1). Against the strong view x = 1 that is
+    (3/4, 1/4) becomes (9/16, 1/16) / (10/16) = (0.9, 0.1). Compared with the strong view x = 1 that is
     0.9 ln(4/3) + 0.1 ln 4, with derivative (p - 0.9) x = 0.75 - 0.9 = -0.15: none of it through the target, which
     would add the derivative of (0.9, 0.1) times (ln 4/3, ln 4). The mean over two images halves it.
     """
@@ -135,7 +135,7 @@ def test_pseudo_label_at_the_threshold_counts(make):
 
 @pytest.mark.parametrize("objective", [FixMatch(threshold=0.6), UDA(threshold=0.6), PseudoLabel(0.6, 5.0, ramp=0)])
 def test_without_confident_pseudo_labels_only_the_supervised_loss_remains(objective):
-    """With every guess at 1/2 nothing is added, and the mean over no used image is 0, not NaN."""
+    """With every pseudo-label at 1/2 nothing is added, and the mean over no used image is 0, not NaN."""
     loss, gradient, _ = pseudo_label(objective, batch([1], [0], weak=[0, 0], strong=[3, -5]))
     assert loss == pytest.approx(log(4 / 3), rel=1e-12)
     assert gradient == pytest.approx(-1 / 4, rel=1e-12)
@@ -145,7 +145,7 @@ CENTERED = batch([3], [0], weak=[2], strong=[1])
 
 
 def test_joint_statistics_by_hand():
-    """The mean of 3, 1 and 2 is 2: labeled 1, strong -1, weak 0, whose guess is class 0 with 1/2, used at threshold =
+    """The mean of 3, 1 and 2 is 2: labeled 1, strong -1, weak 0, whose pseudo-label is class 0 with 1/2, used at threshold =
     0.5.
 
     Loss ln(4/3) + CE of class 0 at -1 = ln(4/3) + ln 4; derivative -1/4 - (1 - 1/4) * (-1) = 1/2.
@@ -157,7 +157,7 @@ def test_joint_statistics_by_hand():
 
 
 def test_separate_statistics_by_hand():
-    """Each image is its own mean: all logits 0, loss 2 ln 2, derivative 0; moments of weak, labeled, strong."""
+    """Each image is its mean: all logits 0, loss 2 ln 2, derivative 0; moments of weak, labeled, strong."""
     loss, gradient, seen = pseudo_label(FixMatch(threshold=0.5), CENTERED, centered=True, statistics="separate")
     assert loss == pytest.approx(2 * log(2), rel=1e-12)
     assert gradient == 0
@@ -187,13 +187,13 @@ def test_running_labels_by_hand():
 def test_pseudo_labels_carry_no_gradient(objective, statistics, labeling):
     """The derivative in w is that of the loss with the weak view's logits held fixed, by central differences.
 
-    Against the full derivative of UDA, in which the target moves too, the numbers differ.
+    Compared with the full derivative of UDA, in which the target moves too, the numbers differ.
     """
     given = batch([1.5, -0.5], [0, 1], weak=[2, 0.7], strong=[1, -0.4])
     _, gradient, _ = pseudo_label(objective, given, statistics=statistics, labeling=labeling)
 
     def fixed(w: float) -> float:
-        """Return the loss at w with guesses made at W (nothing is centered, so views do not mix)."""
+        """Return the loss at w with pseudo-labels made at W (nothing is centered, so views do not mix)."""
         z = torch.tensor([1.5, -0.5, 1.0, -0.4], dtype=torch.float64) * w
         zero = torch.zeros_like(z)
         cost = -torch.stack([z, zero], -1).log_softmax(-1)

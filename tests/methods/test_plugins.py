@@ -83,7 +83,7 @@ SMALL = ["--rounds", "1", "--data-share", "0.2", "--clients", "4", "--cohort", "
 
 
 def test_run_with_a_custom_method_network_and_split(here: Path, capsys) -> None:
-    """The command plays it, its file names module and hash, resume checks them, predict wants the name said."""
+    """The command runs it, its file names module and hash, resume checks them, predict wants the name said."""
     plugin_name = here.stem
     flags = (
         f"--method {plugin_name}:Mine --network {plugin_name}:make --setting {plugin_name}:rule --option threshold=0.5"
@@ -223,7 +223,7 @@ half = MethodEntry("", "Half", "", "with another weight", FedAvg(Entropy(0.5)))
 
 
 def test_variants_of_a_class_are_distinguished_before_training(tmp_path: Path) -> None:
-    """Two of one title are refused by their names; a row has its own title, and an object its own options."""
+    """Two of one title are refused by their names; a row has its title, and an object its options."""
     few: dict = {"rounds": 1, "steps": 1, "data_share": 0.2, "clients": 4, "cohort": 2, "run_dir": tmp_path / "c"}
     plugin_name, other, row = (f"{__name__}:{name}" for name in ("Entropy", "mine", "half"))
     with pytest.raises(UserError, match=f"{plugin_name} and {other} are both called 'Entropy'"):
@@ -270,7 +270,7 @@ def test_error_explains_an_invalid_name(here: Path) -> None:
 
 
 def test_only_named_modules_are_imported(here: Path) -> None:
-    """What a message or a file names is not imported unless it was said here."""
+    """What a message or a file names is not imported unless it was reported here."""
     plugin_name = here.stem
     with (
         plugins.allow_only([]),
@@ -321,7 +321,7 @@ class Careless(FedAvg):
 
 
 def test_check_method_names_the_promises_that_are_broken(capsys) -> None:
-    """A good method keeps all; one that draws and writes is told so, and the command returns 1."""
+    """A valid method passes all checks; one that draws numbers and writes files fails two, and the command returns 1."""
     assert all(each.kept for each in check_method("fedavg-fixmatch", {"threshold": 0.39}))
     name = outside.register(Careless())
     broken = {each.promise: each.said for each in check_method(name) if not each.kept}

@@ -94,7 +94,7 @@ def test_prototypes_are_means_of_features():
 
 
 def test_head_returns_the_distances():
-    """Its softmax is that of -d to the mean prototypes; a class that nobody knows is never said."""
+    """Its softmax is that of -d to the mean prototypes; a class without prototypes is never predicted."""
     options = ProtoFSSL()
     shared = make_task()
     server = start_server(options, shared)
@@ -110,7 +110,7 @@ def test_head_returns_the_distances():
 
 
 def test_server_fills_and_stores_helpers():
-    """Three clients answer: of four helpers' places the last is empty, and the first round has no helpers."""
+    """Three clients reply: of four helpers' places the last is empty, and the first round has no helpers."""
     options = ProtoFSSL(helpers=4)
     shared = make_task(rounds=2)
     first, second = simulate_rounds(options, shared, make_dataset(), rounds=2)

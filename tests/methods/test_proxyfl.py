@@ -1,4 +1,4 @@
-"""ProxyFL: the client's loss against loops over images, the server's tuning against autograd and torch's SGD."""
+"""ProxyFL: the client's loss compared with loops over images, the server's tuning compared with autograd and torch's SGD."""
 
 from dataclasses import replace
 from math import exp
@@ -167,7 +167,7 @@ def test_a_step_by_hand():
     assert compute_margin(mean * 1e6) == 100.0
     on = compute_tuning_gradient(
         mean, mean, torch.tensor([0, 1]), 0.0
-    )  # a row on its own point is pushed by the other's alone
+    )  # a row on its point is pushed by the other's alone
     assert on.flatten().tolist() == pytest.approx([1 / (1 + exp(2)) / 2 * k for k in (1, -1)], rel=1e-12)
 
 

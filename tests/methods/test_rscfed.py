@@ -1,4 +1,4 @@
-"""RSCFed: weights by hand, a visit against a torch module with its teacher, groups on the server."""
+"""RSCFed: weights by hand, a local update compared with a torch module with its teacher, groups on the server."""
 
 from math import exp
 
@@ -44,7 +44,7 @@ def test_weights_by_hand():
 
 
 def test_local_update_with_its_teacher():
-    """Three steps on a module and a copy that follows it, both on batch statistics; the teacher comes back.
+    """Three steps on a module and a copy that follows it, both on batch statistics; the teacher returns.
 
     After t steps it keeps min(0.6, 1 - 1 / t) of itself, as in the authors' `update_ema_variables`: 0, 1/2, 0.6.
     """
@@ -113,7 +113,7 @@ def test_a_group_of_clients_without_rows_is_left_out():
 
 
 def test_the_warm_up_averages_models_of_clients_with_labels():
-    """In its rounds the server averages clients with labels by their rows, whatever the groups; teachers stay.
+    """In its rounds the server averages clients with labels by their rows, for any groups; teachers stay.
 
     After it RSCFed's own average follows. Without unlabeled loss a round equals that of groups of all, labels only.
     """

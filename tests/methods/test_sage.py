@@ -31,7 +31,7 @@ def validated(objective: SAGE, local: float, received: float, weak: list[float],
 
 def test_a_target_between_two_classes():
     """w = ln 3 on x = 2: class 0 with 0.9. Received w = -ln 3 / 2: class 1 with 3/4. The gap 0.15 is three half gaps:
-    the target is (1/8, 7/8). Against the strong x = 1, p = (3/4, 1/4): 1/8 ln(4/3) + 7/8 ln 4, derivative 3/4 - 1/8.
+    the target is (1/8, 7/8). Compared with the strong x = 1, p = (3/4, 1/4): 1/8 ln(4/3) + 7/8 ln 4, derivative 3/4 - 1/8.
     """
     loss, slope, pseudo = validated(SAGE(0.8), log(3), -log(3) / 2, [2], [1])
     assert loss == pytest.approx(log(4 / 3) / 8 + 7 / 8 * log(4), rel=1e-12)
@@ -46,7 +46,7 @@ def test_more_confident_model_is_followed():
     """threshold = 0.8; strong x = 1 costs ln(4/3) for class 0 and ln 4 for class 1, w = ln 3. The mean runs over all
     four.
 
-    Weak 2: local 0.9 (class 0). Weak 1: 3/4, not sure; received -2 ln 3: class 1 with 0.9: followed. Weak 0: nobody is
+    Weak 2: local 0.9 (class 0). Weak 1: 3/4, not confident; received -2 ln 3: class 1 with 0.9: followed. Weak 0: nobody is
     sure. Weak -2: local class 1 with 0.9, received class 0 with 81/82.
     """
     loss, _, pseudo = validated(SAGE(0.8), log(3), -2 * log(3), [1, 0], [1, 1])
@@ -69,7 +69,7 @@ def test_received_model_uses_its_statistics():
 
 
 def test_it_counts_the_received_models_pass():
-    """4 labeled and 6 unlabeled images: 16 through the model in training, all of which come back, and 6 guesses."""
+    """4 labeled and 6 unlabeled images: 16 through the model in training, all of which return, and 6 pseudo-labels."""
     entry = registry.entry("sage")
     passes = SAGE().passes(Task(Line(1), SGD(0.1), Normalize()), 4, 6)
     assert passes == (22, 16)

@@ -1,4 +1,4 @@
-"""SemiFed: votes and loss by hand, the step against autograd, labels that stay, the models that travel."""
+"""SemiFed: votes and loss by hand, the step compared with autograd, labels that stay, the models that travel."""
 
 from dataclasses import replace
 from math import log
@@ -76,11 +76,11 @@ OTHER = model(0, 3, 0)
 
 def test_votes_by_hand():
     """Four models at x = 1: FIRM, FIRM, SOFT and OTHER. With threshold 0.9 two vote for class 0, one for 1, one is
-    unsure.
+    unconfident.
 
-    Half of the models is enough (2 of 4), more is not. With threshold 0.5 three of four agree. If all have to be sure,
+    Half of the models is enough (2 of 4), more is not. With threshold 0.5 three of four agree. If all have to be confident,
     threshold 0.9 accepts nothing, and threshold 0.5 does at three quarters. At x = -1 FIRM is split between classes 1
-    and 2 and OTHER between 0 and 2 (0.488 each): nobody is sure at 0.5.
+    and 2 and OTHER between 0 and 2 (0.488 each): nobody is confident at 0.5.
     """
     models = [FIRM, FIRM, SOFT, OTHER]
     data = client(images(1, -1))
@@ -113,7 +113,7 @@ def test_the_threshold_moves_in_a_straight_line():
 
 
 def test_assigned_pseudo_label_is_unchanged():
-    """What was accepted is kept against all later votes; what was not may still be; other rows begin without labels."""
+    """What was accepted is retained against all later votes; what was not may still be; other rows begin without labels."""
     method = SemiFed(threshold=0.9, agree=1.0)
     data = client(images(1, 0), shade=3)
     client_update = work_of(method, True)
@@ -257,7 +257,7 @@ def test_the_models_that_travel():
 
 
 def test_no_peers_leaves_the_vote_to_the_server():
-    """With peers 0 nothing lies on the shelf, and the received model labels alone."""
+    """With peers 0 no peers are stored, and only the received model gives pseudo-labels."""
     method = SemiFed(interval=1, peers=0, threshold=0.3)
     shared = make_task(BARE, optimizer=SGD(0.1))
     recording = RecordingMethod(method)

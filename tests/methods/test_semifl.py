@@ -1,4 +1,4 @@
-"""SemiFL: the loss and the server's step by hand, against autograd, and where it is another method or plain SGD."""
+"""SemiFL: the loss and the server's step by hand, compared with autograd, and where it is another method or plain SGD."""
 
 from dataclasses import replace
 from math import log
@@ -122,7 +122,7 @@ def test_each_image_of_a_mixture_contributes_its_label():
 def test_confident_rows_are_drawn_and_mixed_with_any_rows():
     """p = 3/4 at the pixels 1 and -1, 0.634 at 1/2: above threshold = 0.7 stand the first two, with the labels 0 and 1.
 
-    A client that is sure of nothing weighs 0; with labels of its own it keeps all rows and weighs 1.
+    A client that is confident of nothing weighs 0; with labels of its it retains all rows and weighs 1.
     """
     client_update = SemiFL(threshold=0.7).client_updates(make_task(OneWeightNetwork()))["train"]
     requirements = client_update.requirements
@@ -152,10 +152,10 @@ def test_confident_rows_are_drawn_and_mixed_with_any_rows():
 
 
 def test_debiasing_by_hand():
-    """Guesses (.9, .1), (.8, .2), (.6, .4) have the mean (.7667, .2333).
+    """Pseudo-labels (.9, .1), (.8, .2), (.6, .4) have the mean (.7667, .2333).
 
     Divided by it, the third is (.6 / .7667, .4 / .2333) = (.7826, 1.7143): class 1 with 1.7143 / 2.4969 = .6866. The
-    first stays class 0 with (1.1739, .4286): .7326; the second too, with (1.0435, .8571): .5490.
+    first remains class 0 with (1.1739, .4286): .7326; the second too, with (1.0435, .8571): .5490.
     """
     broadcast = {"params": make_one_weight_params(1.0), "stats": {}}
     rows = make_pixel_images([log(9), log(4), log(1.5)])
@@ -253,9 +253,9 @@ def test_the_gradient_is_autograds(drop, labels, statistics, labeling, debias, l
 @pytest.mark.parametrize("executor", ["step", "vmap"])
 @pytest.mark.parametrize("confident", [1, 2, 4, 6])
 def test_unconfident_images_are_not_in_the_pass(confident, executor):
-    """The authors' step on a `torch.nn.Module`: batch statistics of weak views label, and what is unsure is cut away.
+    """The authors' step on a `torch.nn.Module`: batch statistics of weak views label, and what is unconfident is cut away.
 
-    Loss and momentum of SGD with weight decay; they agree to 1e-14 of the longest step, alone and under vmap.
+    Loss and momentum of SGD with weight decay; they agree to 1e-14 of the longest step, with and without vmap.
     """
     shared = make_task(optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01), statistics="separate", labeling="batch")
     (batch, sweep), model = random_batch(0, 7), start_server(SemiFL(), shared)
@@ -295,7 +295,7 @@ def test_unconfident_images_are_not_in_the_pass(confident, executor):
 
 
 def test_the_labels_of_a_step_follow_the_model_of_the_moment():
-    """Labels of its own push w from 0.1 below 0: row 1 changes its class with "step", and keeps it with "round"."""
+    """Labels of its push w from 0.1 below 0: row 1 changes its class with "step", and keeps it with "round"."""
     seen = {}
     for labels in ("round", "step"):
         client_update = SemiFL(threshold=0.5, labels=labels, unlabeled_weight=0.0).client_updates(
@@ -314,7 +314,7 @@ def test_the_labels_of_a_step_follow_the_model_of_the_moment():
 
 
 def test_step_without_confident_rows_is_skipped_but_its_client_counts():
-    """With labels "step", momentum and weight decay: nothing moves without a label or a confident guess; weight 1."""
+    """With labels "step", momentum and weight decay: nothing moves without a label or a confident pseudo-label; weight 1."""
     optimizer = SGD(0.1, momentum=0.9, weight_decay=0.1)
     shared = make_task(optimizer=optimizer)
     method = SemiFL(threshold=1.1, labels="step")
@@ -352,7 +352,7 @@ def make_federation(trained, fine, labeled: int = 1) -> ScriptedFederation:
 
 
 def test_the_servers_momentum_by_hand():
-    """W = 1; uploads .6 and .8 (a third, 100, was sure of nothing): g = 1 - .7 = .3 = v, W = .7; fine-tuned to .6.
+    """W = 1; uploads .6 and .8 (a third, 100, was confident of nothing): g = 1 - .7 = .3 = v, W = .7; fine-tuned to .6.
 
     Then uploads with the mean .2: g = .4, v = .5 * .3 + .4 = .55, W = .6 - .55 = .05; fine-tuned to -.05. Then nobody
     trained: W and v stay, and the fine-tuning makes it -.15.
@@ -493,7 +493,7 @@ def test_without_mixing_it_is_fixmatch_on_the_clients(labels_at):
     """All rows kept (threshold 0): the uploads are those of FixMatch with round labels and the mean over those used.
 
     With labels at the clients, equal sizes and no server momentum, so are whole rounds; and so they are, with a
-    threshold that nothing reaches, where clients learn from their labels alone.
+    threshold that nothing reaches, where clients train only on their labels.
     """
     held = make_dataset(((4, 8),) * 4, labels_at=labels_at)
     shared = make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
@@ -522,7 +522,7 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     """threshold > 1: two rounds of two whole-batch steps are four steps of torch.optim on the server's images.
 
     With Nesterov momentum that lives on from round to round. The clients send their model back untouched and weigh
-    nothing; v stays 0; statistics are counted for the new model over everybody's rows.
+    nothing; v remains 0; statistics are counted for the new model over everybody's rows.
     """
     held = make_dataset(labels_at="server")
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
@@ -585,7 +585,7 @@ def test_one_client_is_confident_and_one_is_not(executor):
 
 
 def test_client_momentum_is_retained_by_option():
-    """The optimizer's state comes back with the next visit, or starts anew."""
+    """The optimizer's state returns with the next local update, or restarts."""
     shared = make_task(FREE, optimizer=SGD(0.1, momentum=0.9))
     data = client(random_batch(0, 5)[1])
     for stored in (True, False):
@@ -677,14 +677,14 @@ def test_local_update_counts_epochs_over_the_selected_rows():
         Amount(9, 0, 4, epochs=3),
     )
     assert outcome.amount.steps == 3
-    (seen,) = outcome.observations  # the pseudo-labels of all rows are judged, those of the steps are some of them
+    (seen,) = outcome.observations  # the pseudo-labels of all rows are evaluated, those of the steps are some of them
     assert seen.rows.tolist() == list(range(9))
     assert seen.pseudo.weight.nonzero().flatten().tolist() == [2, 5]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0.5, [0.5, 0.25, 0.125, 0.0625]), (0.0, [0.5, 0.5, 0.5, 0.5])])
 def test_momentum_reverts_the_training_of_the_server(keep, left):
-    """The server moves by 1 in the first round and no more, clients that are sure of nothing never.
+    """The server moves by 1 in the first round and no more, clients that are confident of nothing never.
 
     Without momentum its half of the weight leaves 1/2; with 0.5 the rounds after take back 1/4, 1/8, 1/16: in the end
     all of it. So the fall of `fine_tune` False is the momentum's, not that of training side by side.

@@ -62,7 +62,7 @@ def test_flexmatch_by_hand():
     (class 1) get one. Then "none" has 2, class 0 has 2, class 1 has 1: b = (1, 1/2), thresholds 0.8 and 0.8 (1/2) /
     (3/2).
 
-    Class 0 with 0.7 is out, class 1 with 0.6 is in; neither is sure enough to store. After row 3 and 4 have class 0,
+    Class 0 with 0.7 is out, class 1 with 0.6 is in; neither is confident enough to store. After row 3 and 4 have class 0,
     b = (1, 1/4) and class 1 needs 0.8 (1/4) / (7/4) = 4/35.
     """
     rule = Threshold("flexmatch", 0.8)
@@ -80,7 +80,7 @@ def test_flexmatch_by_hand():
 
 
 def test_flexmatch_stores_labels_by_row():
-    """Labels come back for the same rows alone; of two views of a row the sure one counts, whatever its place."""
+    """Labels return for the same rows alone; of two views of a row the sure one counts, whatever its place."""
     rule = Threshold("flexmatch", 0.8)
     _, state = rule.pseudo_label(p(0.1, 0.6), torch.tensor([1, 1]), rule.begin(rule.initial_memory(2, LIKE), data(3)))
     assert state["label"].tolist() == [-1, 1, -1]
@@ -117,7 +117,7 @@ def test_softmatch_by_hand():
 def test_fl2_by_hand():
     """All rows at once: p0 = 0.9, 0.9, 0.3 has t = 2.5/3 and q = (0.7, 0.3).
 
-    Class 0 needs 0.833, class 1 0.833 * 3/7 = 0.357; the state is the visit's, and a step does not move it.
+    Class 0 needs 0.833, class 1 0.833 * 3/7 = 0.357; the state is the local update's, and a step does not move it.
     """
     rule = Threshold("fl2")
     state = rule.begin({}, data(3), p(0.9, 0.9, 0.3))
@@ -157,7 +157,7 @@ def test_an_objective_weighs_by_its_rule():
 def test_received_model_gives_pseudo_labels():
     """w = ln 3 as received has x = 1 at 3/4; in training, at w = 2 ln 3, at 9/10.
 
-    "local" is sure at threshold = 0.8, "global" is not; of "both" the surer one counts. With w = -ln 3 received, it
+    "local" is confident at threshold = 0.8, "global" is not; of "both" the more confident one counts. With w = -ln 3 received, it
     says class 1 of x = 2 with 9/10, the model in training (w = ln 3 / 2) class 0 with 3/4: "both" follows the
     received one.
     """
@@ -218,7 +218,7 @@ def test_thresholding_state_is_never_sent(name, rule):
     run = simulate_with_both_executors(method, shared, held, cohort=4)
     assert not any("threshold" in path for one in run for path in one.server)
     memories = run[-1].state["client"]
-    stored = rule != "fl2" and name != "semifl"  # SemiFL looks at all rows in every visit
+    stored = rule != "fl2" and name != "semifl"  # SemiFL looks at all rows in every local update
     states = [memory["thresholds"] for memory in memories.values() if "thresholds" in memory]
     assert bool(states) == stored
     if stored and rule == "flexmatch":

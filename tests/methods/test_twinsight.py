@@ -33,7 +33,7 @@ def test_info_nce_by_hand():
 
 
 def test_the_gram_term_by_hand():
-    """Cosines 1 on the diagonal in both; 0 beside it in one and 0.6 in the other: the mean of (0, 0.36, 0.36, 0)."""
+    """Cosines 1 on the diagonal in both; 0 next to it in one and 0.6 in the other: the mean of (0, 0.36, 0.36, 0)."""
     one = torch.tensor([[3.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
     other = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64)
     assert float(compute_gram_distance(one, other)) == pytest.approx(0.18, rel=1e-12)
@@ -91,7 +91,7 @@ def test_a_step_on_two_modules(statistics):
 
 
 def test_without_its_terms_the_classifier_learns_from_labels():
-    """Weights 0: the classifier sees labels alone, but on the weak view; the twin stands still; the solution is one."""
+    """Weights 0: the classifier trains only on labels, in the weak view; the twin stands still; the solution is one."""
     method = TwinSight(contrast_weight=0.0, gram_weight=0.0)
     shared = make_task(rounds=1)
     server = start_server(method, shared)

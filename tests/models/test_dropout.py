@@ -58,7 +58,7 @@ def key(number: int = 1) -> Tensor:
 
 
 def test_shares_of_dropped_entries_and_their_mean():
-    """Of 100,000 entries a share of 0.3 is 0, with a standard error of 0.0015; the mean stays 1, as 1 / 0.7 remains."""
+    """Of 100,000 entries a share of 0.3 is 0, with a standard error of 0.0015; the mean remains 1, as 1 / 0.7 remains."""
     out = drop(torch.ones(1000, 100), 0.3, False, key(), 0, None, 1000)
     assert float((out == 0).double().mean()) == pytest.approx(0.3, abs=0.006)
     assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.7])

@@ -280,7 +280,7 @@ def test_network_of_torchvision_is_loaded_by_name(monkeypatch: pytest.MonkeyPatc
 
 
 def test_weights_that_were_read_do_not_change_with_their_file(tmp_path: Path) -> None:
-    """A run that trains from a file goes on with what it read when somebody writes another one in its place."""
+    """A run that trains from a file continues with what it read when somebody writes another one in its place."""
     path = tmp_path / "w.safetensors"
     before = {"head.weight": torch.ones(1000, 1000)}
     save_file(before, path)

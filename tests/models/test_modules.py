@@ -108,7 +108,7 @@ def test_features_are_those_of_the_module() -> None:
 
 
 def test_a_module_is_drawn_from_the_generator() -> None:
-    """Equal seeds give equal weights, others give others, and PyTorch's own generator is left alone."""
+    """Equal seeds give equal weights, others give others, and PyTorch's generator is left alone."""
     which = network("build_small")
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -233,7 +233,7 @@ def test_heterofl_explains_why_a_module_cannot_be_sliced() -> None:
 
 
 class Held(nn.Sequential):
-    """Answers as the models of transformers do: with an object that has logits."""
+    """Replies as the models of transformers do: with an object that has logits."""
 
     def forward(self, input: Tensor) -> Any:
         return SimpleNamespace(logits=super().forward(input))

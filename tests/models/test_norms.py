@@ -103,7 +103,7 @@ def test_features_are_the_heads_input(network, side):
 
 @EVERY
 def test_only_batches_leave_statistics(network, side):
-    """Under "group" and "none" an image's logits are its own in training too, and equal those of evaluation."""
+    """Under "group" and "none" an image's logits are its in training too, and equal those of evaluation."""
     model, x, _ = make_example(network, side)
     logits, moments = network.train(model["params"], x)
     single = network.train(model["params"], x[1:2])[0]

@@ -87,7 +87,7 @@ def test_every_pass_is_rounded_and_its_results_are_float32(name, masked):
     ids=["fedavg", "fixmatch", "feddure"],
 )
 def test_a_round_trains_in_both_executors(method, batching):
-    """One round of SGD moves the model as float32 does, to the rounding of products; all that travels is float32."""
+    """One round of SGD moves the model as float32 does, to the rounding of products; all that is sent is float32."""
     moved: dict[tuple[str, str], Any] = {}
     for network in (SmallCNN(1, CLASSES, 4), rounded(SmallCNN(1, CLASSES, 4))):
         for executor in ("loop", "vmap"):

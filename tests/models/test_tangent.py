@@ -1,4 +1,4 @@
-"""Tangents from recorded activations against `torch.func.jvp` and against differences."""
+"""Tangents from recorded activations against `torch.func.jvp` and compared with differences."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_each_leaf_moves_the_logits_as_a_difference_does(network, side):
 
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
 def test_tangent_lifts(norm):
-    """Three clients under vmap, with their own parameters, images and directions, get the tangents they get alone."""
+    """Three clients under vmap, with their parameters, images and directions, get the tangents they get alone."""
     network = SmallCNN(2, 4, 20, norm)
     scenes = [moving(network, 8, seed) for seed in range(3)]
 

@@ -26,7 +26,7 @@ def make_inputs(network: VisionTransformer = SMALL, seed: int = 0) -> tuple[Tree
 
 
 def encoder(params: Tree, network: VisionTransformer) -> list[nn.TransformerEncoderLayer]:
-    """Return PyTorch's own blocks with a model's weights."""
+    """Return PyTorch's blocks with a model's weights."""
     made: list[nn.TransformerEncoderLayer] = []
     for number in range(network.depth):
         layer = nn.TransformerEncoderLayer(

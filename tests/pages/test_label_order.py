@@ -88,7 +88,7 @@ def test_the_same_folder_gives_the_same_order():
     assert (shuffle_rows(open_, 1) != shuffle_rows(open_, 2)).any()
 
     before = shuffle_rows(open_)
-    open_[before[4]] = False  # an answer takes its own image out of a random order, and no other
+    open_[before[4]] = False  # a reply takes its image out of a random order, and no other
     assert list(shuffle_rows(open_)) == [row for n, row in enumerate(before) if n != 4]
 
 

@@ -180,7 +180,7 @@ def deep(tmp_path: Path) -> Path:
 
 
 def test_shown_pixels_equal_those_of_training_in_any_window(browser: Any, deep: Path) -> None:
-    """By its own window an image is shown as `decode_to_shape` makes it; center 1500 and width 800 is 1100 to 1900."""
+    """By its window an image is shown as `decode_to_shape` makes it; center 1500 and width 800 is 1100 to 1900."""
     data = (deep / "a.png").read_bytes()
     with serve_app(LabelPage(read_site(deep), (), None, LabelOptions()).app()) as address:
         open_page(browser, address)
@@ -307,7 +307,7 @@ def test_page_fits_a_phone_and_dark_mode(browser: Any, page: str, width: int, da
 
 
 def test_every_class_can_be_reached_on_a_phone(browser: Any, tmp_path: Path) -> None:
-    """The bar with Undo and Skip stays visible, and covers no button that is scrolled to."""
+    """The bar with Undo and Skip remains visible, and covers no button that is scrolled to."""
     Image.new("L", (16, 16), 90).save(tmp_path / "a.png")
     (tmp_path / "classes.txt").write_text("".join(f"class {n}\n" for n in range(26)))
     with serve_app(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:

@@ -144,7 +144,7 @@ def test_alarm_for_an_upper_bound_below_the_lower_bound(tmp_path: Path):
 
 
 def record(folder: Path, *rows: tuple[str, str, str, dict[str, Any]], log: str = "serve.log") -> None:
-    """Write event records (time, name, sentence, fields) and their readable log, in place of earlier ones."""
+    """Write event records (time, name, sentence, fields) and their readable log, instead of earlier ones."""
     for name in (events.EVENTS_FILE, log):
         (folder / name).unlink(missing_ok=True)
     for when, name, text, fields in rows:
@@ -209,7 +209,7 @@ def test_baselines_of_runs_in_a_folder_are_found(tmp_path: Path):
 
 
 def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
-    """No site for minutes: the page says for whom the server waits, and since when; only silence is "stopped"."""
+    """No site for minutes: the page states for whom the server waits, and since when; only silence is "stopped"."""
     (tmp_path / "run.json").write_text("{}")
     os.utime(tmp_path / "run.json", (1, 1))
     missing = {"whom": "sites", "detail": "0 of 3 are there, 2 needed"}
@@ -226,7 +226,7 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     assert run.describe(now)["waiting"] == "", "round 1 has begun"
     record(tmp_path, *beginning, ("04:56:13", "round_finished", "round 1 of 10: 3 sites", {"round": 1}))
     assert run.describe(now)["waiting"] == ""
-    assert run.describe(now + 3000)["state"] == "waiting"  # for an answer, up to round_timeout
+    assert run.describe(now + 3000)["state"] == "waiting"  # for a reply, up to round_timeout
     assert run.describe(now + 3700)["state"] == "stopped"
     run.options = {"federation": {"round_timeout": 200}}
     assert run.describe(now + 300)["state"] == "stopped"
@@ -239,7 +239,7 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
 
 
 def test_run_without_a_locking_process_is_shown_as_stopped(tmp_path: Path):
-    """However long a round takes, who holds the lock lives; two minutes after the lock is free it is stopped."""
+    """A run with a locking process is running, however long a round takes; two minutes after the lock is free it is stopped."""
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n[federation]\n")
     run = FollowedRun(tmp_path / "r", "r")
     now = time.time()

@@ -201,7 +201,7 @@ def test_order_and_scores_of_a_column(study: Study) -> None:
 
 
 def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
-    """Two values of gamma make columns, two values of a method's own option make rows, and seeds neither."""
+    """Two values of gamma make columns, two values of a method's option make rows, and seeds neither."""
     for number, (method, seed, message) in enumerate(
         [
             (1, 0, "dirichlet_alpha = 0.1\n[options]\ntau = 0.9\n"),
@@ -226,7 +226,7 @@ def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
 
 
 def test_methods_may_differ_in_options_that_are_not_of_the_data(tmp_path: Path) -> None:
-    """Each method with its own learning rate stays in one column; one method with two of them has two."""
+    """Each method with its learning rate remains in one column; one method with two of them has two."""
     write_run(tmp_path / "all" / "0", 1, 0, config="lr = 0.1\n")
     write_run(tmp_path / "all" / "1", 2, 0, config="lr = 0.2\n")
     (study,) = gather_studies([tmp_path / "all"])
@@ -330,7 +330,7 @@ def test_folder_with_a_different_run_is_excluded(tmp_path: Path) -> None:
 
 
 def test_the_csv_parses_back(tmp_path: Path) -> None:
-    """Six cells of two seeds, unrounded; the cell with a failed run says why, the one without runs keeps its number."""
+    """Six cells of two seeds, unrounded; the cell with a failed run says why, the one without runs retains its number."""
     folder = write_sweep(tmp_path)
     metadata = read_sweep_file(folder)
     metadata["cells"][3]["runs"] = []

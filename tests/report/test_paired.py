@@ -22,7 +22,7 @@ def test_a_difference_is_students_t_of_the_pairs() -> None:
 
 
 def test_overlapping_splits_widen_the_interval() -> None:
-    """Nadeau and Bengio: the variance is (1/n + test/train) s^2, here (1/4 + 1/4) in place of 1/4."""
+    """Nadeau and Bengio: the variance is (1/n + test/train) s^2, here (1/4 + 1/4) instead of 1/4."""
     actual = [3.0, 5.0, 4.0, 8.0]
     base = [1.0, 2.0, 3.0, 4.0]
     narrow = paired.compare_paired(actual, base)

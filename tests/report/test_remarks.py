@@ -1,4 +1,4 @@
-"""What is said under a comparison: what was won, the budget, a sunk ceiling, thresholds that nobody passes."""
+"""What is reported under a comparison: what was won, the budget, a sunk ceiling, thresholds that nobody passes."""
 
 from dataclasses import replace
 from typing import Any

@@ -329,7 +329,7 @@ def test_title_describes_the_runs(tmp_path: Path) -> None:
 
 
 def test_names_are_spaced_by_hand() -> None:
-    """10 and 10.5 must be 2 apart: least squares puts them at 10.25 - 1 and 10.25 + 1; 20 stays."""
+    """10 and 10.5 must be 2 apart: least squares puts them at 10.25 - 1 and 10.25 + 1; 20 remains."""
     assert separate_positions([10.5, 20, 10], 2) == pytest.approx([11.25, 20, 9.25])
     assert separate_positions([], 1) == []
 
@@ -411,7 +411,7 @@ def test_server_with_labels_is_left_of_the_clients(tmp_path: Path) -> None:
 
 
 def test_legend_of_many_methods_is_inside_the_figure(tmp_path: Path) -> None:
-    """Names of 24 letters: a margin of white stays on all sides, and the picture grows with its legend.
+    """Names of 24 letters: a margin of white remains on all sides, and the picture grows with its legend.
     The last method has two seeds, so that the legend has its note."""
     heights = []
     for count in (8, 9, 31):

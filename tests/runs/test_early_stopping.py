@@ -1,4 +1,4 @@
-"""Training stops after `patience` evaluations without a better validation score, and keeps the best round's model."""
+"""Training stops after `patience` evaluations without a better validation score, and retains the best round's model."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How the clients of a run are played where nobody says: by the network's size alone, and to the end as it began."""
+"""How the clients of a run are run where nobody says: by the network's size alone, and to the end as it started."""
 
 import tomllib
 from dataclasses import replace
@@ -42,7 +42,7 @@ def left(run: Path) -> tuple[bytes, bytes]:
         ({"width": 64}, "auto"),  # 1.8 million products an image
         ({"executor": "loop"}, "loop"),
         ({"network": "resnet9", "width": 4}, "vmap"),
-        ({"network": "custom_models:build_small"}, "auto"),  # a module: nobody knows what it computes
+        ({"network": "custom_models:build_small"}, "auto"),  # a module: no one knows what it computes
     ],
 )
 def test_tiny_networks_train_as_one_program(options: dict[str, Any], wanted: str) -> None:
@@ -64,7 +64,7 @@ def test_a_simulation_of_a_federation_trains_as_its_sites_do(tmp_path: Path) -> 
 
 
 def test_resumed_run_uses_its_original_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder made before tiny networks took vmap says "auto", and goes on one by one; a cell of a sweep as well."""
+    """A folder made before tiny networks took vmap says "auto", and continues one by one; a cell of a sweep as well."""
     for executor in ("loop", "vmap"):
         halfmoon.run(Config(**RUN, executor=executor, run_dir=tmp_path / executor))
     assert left(tmp_path / "loop") != left(tmp_path / "vmap")  # or the rest would prove nothing
@@ -89,7 +89,7 @@ def test_resumed_run_uses_its_original_executor(tmp_path: Path, monkeypatch: pyt
 
 
 def test_comparison_reports_the_executor_of_its_runs(tmp_path: Path) -> None:
-    """Also those that have not begun."""
+    """Also those that have not started."""
     with pytest.raises(KeyboardInterrupt):
         halfmoon.compare(["fedavg", "fedavg-fixmatch"], Config(**RUN, run_dir=tmp_path), watch=InterruptAfterRound())
     assert 'executor = \\"vmap\\"' in (tmp_path / "comparison.json").read_text()

@@ -1,4 +1,4 @@
-"""Features of a frozen backbone, computed once: what lies in the cache, and that a run on it is the run without it."""
+"""Features of a frozen backbone, computed once: what is in the cache, and that a run on it is the run without it."""
 
 import errno
 import hashlib
@@ -188,7 +188,7 @@ def test_clients_one_by_one_and_as_one_program_learn_the_same_on_features(weight
 
 
 def test_a_kill_while_features_are_computed_is_resumed(weights: str, tmp_path: Path, monkeypatch) -> None:
-    """A run and a comparison go on with the folder alone. An error leaves nothing behind."""
+    """A run and a comparison continue with the folder alone. An error leaves nothing behind."""
     straight = halfmoon.run(frozen(weights, features=True, run_dir=tmp_path / "straight"))
     names = ["fedavg", "fedavg-fixmatch"]
     compared = halfmoon.compare(names, frozen(weights, features=True, run_dir=tmp_path / "compared"))

@@ -1,4 +1,4 @@
-"""Runs from given weights: what travels, what is saved, how they are gone on with, and models of transformers."""
+"""Runs from given weights: what is sent, what is saved, how they are resumed, and models of transformers."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(first: Path, folder: Path) -> set[str]:
-    """Return what of a model differs from that of a run that began with it."""
+    """Return what of a model differs from that of a run that started with it."""
     before = load_file(first)
     after = load_file(folder / "model.safetensors")
     return {name for name in before if not torch.equal(before[name], after[name])}

@@ -18,7 +18,7 @@ SMALL: dict[str, Any] = {"clients": 4, "cohort": 2, "rounds": 2, "steps": 2, "wi
 
 
 class Told(NullCallback):
-    """Note what one is told of each run, by its folder, and in which process."""
+    """Record the events of each run by its folder, and the process."""
 
     def __init__(self) -> None:
         self.events: dict[str, list[object]] = {}

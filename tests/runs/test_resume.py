@@ -161,7 +161,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 @pytest.fixture(scope="module")
 def straight(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run, with a method beside it, that nothing disturbed."""
+    """Return the folder of a run, with a method next to it, that nothing disturbed."""
     path = tmp_path_factory.mktemp("straight") / "run"
     assert shell(f"{RUN} --run-dir {path}").code == 0
     return path
@@ -216,7 +216,7 @@ def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight:
 
 
 def killed_often(shell: Shell, text: str, root: Path, changes: int = 45, seed: int = 0) -> int:
-    """Start a command, kill it, resume and kill until it comes to its end; return how many kills met it alive.
+    """Start a command, kill it, resume and kill until it comes until it ends; return how many kills met it alive.
     Each process dies at one of its first `changes` of the disk."""
     chance = random.Random(seed)
     kills = 0
@@ -224,7 +224,7 @@ def killed_often(shell: Shell, text: str, root: Path, changes: int = 45, seed: i
     while done.code == -signal.SIGKILL:
         kills += 1
         started = (root / "run.json").exists() or (root / "comparison.json").exists()
-        # A kill before the folder is there leaves nothing to go on with: the same command starts again.
+        # A kill before the folder is there leaves nothing to continue with: the same command restarts.
         repeated = f"resume {root}" if started else f"{text} --run-dir {root}"
         done = shell(repeated, doom=chance.randint(1, changes))
         if done.code == 2 and "start it again" in done.output:  # between the folder and its configuration
@@ -354,7 +354,7 @@ def test_kills_of_a_single_sites_training_at_any_time_change_no_byte(
 
 
 def test_a_kill_right_after_the_summary_changes_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
-    """It leaves a finished run with what only going on would have needed."""
+    """It leaves a finished run with what only continuing would have needed."""
     root = tmp_path / "run"
     shutil.copytree(straight, root)
     for subfolder in ("", "baselines/fedavg/"):
@@ -564,7 +564,7 @@ def test_two_processes_cannot_go_on_with_one_run(shell: Shell, straight: Path, t
     ],
 )
 def test_folder_of_an_interrupted_start_explains_how_to_resume(shell, straight, tmp_path, files, command_line, message):
-    """`run` starts again there; from its configuration on, `resume` does."""
+    """`run` restarts there; from its configuration on, `resume` does."""
     root = tmp_path / "run"
     root.mkdir()
     for name in files:

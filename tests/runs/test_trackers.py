@@ -56,7 +56,7 @@ def expected(folder: Path) -> dict[str, Any]:
 
 
 class Notes(halfmoon.NullCallback):
-    """Write down what is told."""
+    """Record the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -75,7 +75,7 @@ class Notes(halfmoon.NullCallback):
 
 
 class Raising(halfmoon.NullCallback):
-    """Raise in a round, and count how often it is asked."""
+    """Raise in a round, and count how often it is queried."""
 
     def __init__(self, at: int, error: BaseException) -> None:
         self.at = at
@@ -109,7 +109,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_callback_gets_its_run(tmp_path: Path) -> None:
-    """Two methods, one after the other: each is told of with its own folder and configuration."""
+    """Two methods in turn: the callback gets the folder and configuration of each."""
     notes = Notes()
     chosen = config(tmp_path / "run", rounds=2, baselines=("fedavg",), seed=3)
     halfmoon.run(chosen, notes)
@@ -194,7 +194,7 @@ def test_tracker_can_be_pickled_to_a_worker_process(tmp_path: Path, plain: Path)
 
 @pytest.mark.parametrize("before", [True, False], ids=["tracked before", "not tracked before"])
 def test_a_resumed_run_doubles_and_misses_no_step(tmp_path: Path, plain: Path, before: bool) -> None:
-    """Stopped after round 3, when the newest checkpoint is of round 2, it plays round 3 again.
+    """Stopped after round 3, when the newest checkpoint is of round 2, it runs round 3 again.
 
     A TensorBoard that has read the first files drops their steps: it is the same reader, before and after.
     """
@@ -223,7 +223,7 @@ def test_a_replay_is_what_a_tracker_would_have_written(tmp_path: Path, plain: Pa
     copy.mkdir()
     for name in ("config.toml", "metrics.jsonl"):
         (copy / name).write_bytes((plain / name).read_bytes())
-    repeated = {"round": 4, "seconds": 10.0}  # played once more after a kill: the later row counts
+    repeated = {"round": 4, "seconds": 10.0}  # run once more after a kill: the later row counts
     seconds = [5.0, 7.0, 2.0, 99.0]
     lines = [{"round": k + 1, "seconds": value} for k, value in enumerate(seconds)] + [repeated]
     (copy / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -286,7 +286,7 @@ def test_every_run_of_a_comparison_is_tracked(tmp_path: Path) -> None:
     assert cli.main([*message.split(), "--tracker", "tensorboard"]) == 0
     for name in ("fedavg-seed0", "fedavg-fixmatch-seed0"):
         assert read(tmp_path / "r" / name) == expected(tmp_path / "r" / name)
-    # A finished comparison is not told of: nothing is begun anew.
+    # A finished comparison causes no call: no run starts.
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("events.*")}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -308,7 +308,7 @@ def test_wandb_gets_every_row_offline(tmp_path: Path, plain: Path, monkeypatch: 
 
 
 def test_mlflow_gets_every_row_once(tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a run was stopped and goes on."""
+    """Also where a run was stopped and continues."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions prefer a data base

@@ -39,7 +39,7 @@ def pool() -> Iterator[ProcessExecutor]:
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
 def test_a_run_does_not_depend_on_how_many_processes_train_its_clients(tmp_path, monkeypatch, executor):
-    """FedDure's clients remember F-reg, and are judged by labels that they do not see; under vmap stopped and
+    """FedDure's clients remember F-reg, and are evaluated by labels that they do not see; under vmap stopped and
     resumed as well, with programs of two: the third of the cohort is alone."""
     monkeypatch.setattr(factory, "MAX_VMAPPED_CLIENTS_ON_CPU", 2)
     options = {**TINY, "executor": executor}

@@ -1,4 +1,4 @@
-"""A trained model at work: the file says enough, folders are labeled and measured, exports give the same numbers.
+"""A trained model at work: the file states enough, folders are labeled and measured, exports give the same numbers.
 
 Temperatures: by hand, recovered from a known scaling, and carried from the card into every probability."""
 
@@ -122,7 +122,7 @@ def test_a_picture_is_averaged_then_padded_in_the_middle() -> None:
 
 
 def test_probabilities_are_the_softmax_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against numpy's exponentials of the network's own logits, in any number of batches, and for no image at all."""
+    """Compared with numpy's exponentials of the network's logits, in any number of batches, and for no image at all."""
     model = build("small", "batch", (1, 8, 8), (8, 8), width=2)
     images = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 1), np.uint8)
     x = torch.from_numpy((images.transpose(0, 3, 1, 2) / 255 - 0.4) / 0.25).float()
@@ -180,7 +180,7 @@ def test_every_damage_is_a_sentence(workspace, tmp_path, damage, capsys):
 
 
 def test_what_is_no_finished_run_is_refused(workspace: Path, tmp_path: Path) -> None:
-    """Nothing, an empty folder, a folder of runs, a run that goes on, a cut file, a file of another kind."""
+    """Nothing, an empty folder, a folder of runs, a run that continues, a cut file, a file of another kind."""
     (tmp_path / "runs").mkdir()
     whole = (workspace / "run" / "model.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[:-5])
@@ -307,7 +307,7 @@ def test_calibration_by_hand() -> None:
 
 
 def test_a_table_of_labels_says_the_same_as_folders(workspace, tmp_path, capsys):
-    """Whatever the case of its name. Images without a label count for nothing; the files hold what is printed."""
+    """For any case of its name. Images without a label count for nothing; the files hold what is printed."""
     names = [f"{k:03}.png" for k in range(30)]
     write_images(tmp_path / "site", TEST.images[:30], names)
     lines = [f"{name},{y}" for name, y in zip(names[:20], TEST.labels, strict=False)]
@@ -504,7 +504,7 @@ def test_the_page_runs_in_order_and_prints_what_stands_there(tmp_path, monkeypat
 
 
 def test_what_looks_like_a_formula_is_text_in_a_table() -> None:
-    """`=1+1` as a class, and a file called `@x.png`, get an apostrophe; a number stays one."""
+    """`=1+1` as a class, and a file called `@x.png`, get an apostrophe; a number remains one."""
     cells = escape_formulas(["@x.png", "=1+1", "+1", "\t=1", "\r=1", "0.512345", "a=1", "-cat", 0.5, None])
     assert cells == ["'@x.png", "'=1+1", "'+1", "'\t=1", "'\r=1", "0.512345", "a=1", "'-cat", 0.5, None]
 
@@ -553,7 +553,7 @@ def test_temperature_by_hand():
 
 
 def test_temperature_stays_in_its_range():
-    """Never wrong: as sure as may be; never right: as unsure."""
+    """Never wrong: as sure as may be; never right: as unconfident."""
     logits = np.tile([1.0, 0.0], (5, 1))
     assert temperature(logits, np.zeros(5, np.int64)) == pytest.approx(MIN_TEMPERATURE)
     assert temperature(logits, np.ones(5, np.int64)) == pytest.approx(MAX_TEMPERATURE)

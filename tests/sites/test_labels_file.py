@@ -1,4 +1,4 @@
-"""Answers into labels.csv: what stays, what is refused, and that writers side by side lose nothing."""
+"""Check labels.csv: what remains, what is refused, and that concurrent writers lose no label."""
 
 import csv
 import multiprocessing
@@ -82,7 +82,7 @@ def test_an_answer_over_another_persons_is_refused(tmp_path: Path):
     with pytest.raises(LabelConflict, match=r"0\.png has been labeled cat meanwhile") as refused:
         write_labels(site, LabelEdit("0.png", "dog"))
     assert (refused.value.current, read_csv_text(site)) == ("cat", before)
-    write_labels(site, LabelEdit("0.png", "cat"))  # the same answer is no conflict
+    write_labels(site, LabelEdit("0.png", "cat"))  # the same reply is no conflict
     write_labels(site, LabelEdit("0.png", "dog", previous="cat"))
     assert read_labels(site) == {"0.png": "dog"}
 

@@ -160,7 +160,7 @@ def test_a_site_shakes_hands_with_the_right_server_alone(folder: Path, tmp_path:
 
 
 def test_a_new_server_certificate_needs_nothing_at_the_sites_and_a_new_authority_does(folder: Path) -> None:
-    """A site that holds the old ca.crt gets in after the one, and not after the other, until it has the new one."""
+    """A site with the old ca.crt connects after a new server certificate, and not after a new authority until it has its ca.crt."""
     stored = folder / "sites" / "north" / "ca.crt"
     old = stored.read_bytes()
     before = (folder / "server" / "server.key").read_bytes()
@@ -258,7 +258,7 @@ def bodies(folder: Path) -> list[str]:
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
 def test_private_files_are_private_from_their_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is made by one call that gives it mode 600, whatever the umask; no mode is changed later."""
+    """Each is made by one call that gives it mode 600, for any umask; no mode is changed later."""
     made: dict[str, int] = {}
     opening = os.open
 
@@ -491,7 +491,7 @@ def _open_to_others(path: str, mode: int = 0o640) -> Callable[[Path], None]:
 
 
 def _swapped(path: str, other: str) -> Callable[[Path], None]:
-    """Return what puts the file of another federation in place of one."""
+    """Return what puts the file of another federation instead of one."""
 
     def swap(folder: Path) -> None:
         if not (folder.parent / "other").exists():
@@ -570,7 +570,7 @@ def test_a_record_that_was_cut_off_anywhere_is_refused(folder: Path) -> None:
 
 
 def test_the_authority_s_key_is_needed_for_new_certificates_alone(folder: Path) -> None:
-    """It may lie in a safe: sites come and go without it."""
+    """It may are in a safe: sites come and go without it."""
     stored = (folder / "ca" / "ca.key").read_bytes()
     (folder / "ca" / "ca.key").unlink()
     add_site(folder, "east")
@@ -638,7 +638,7 @@ def test_a_killed_init_leaves_nothing_half_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_killed_change_is_made_or_not(tmp_path: Path, act: Callable[[Path], object]) -> None:
-    """At whatever step: the folder is whole, all new or all old, no leftover key lies around, and it can go on."""
+    """At whatever step: the folder is whole, all new or all old, no leftover key lies around, and it can continue."""
 
     def state(at: Path) -> tuple[dict[str, bytes], str]:
         access = Access.open(at)  # checks that all fits together

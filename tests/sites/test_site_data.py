@@ -55,7 +55,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def killed(task: Callable[[], object]) -> None:
-    """Run a task in a process of its own that is expected to die by SIGKILL."""
+    """Run a task in a process that must be killed by SIGKILL."""
     child = os.fork()
     if not child:
         try:
@@ -462,7 +462,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in the middle of the second folder: the first stays as it is, the others come, the leftover goes."""
+    """Killed in the middle of the second folder: the first remains as it is, the others come, the leftover goes."""
     save = Image.Image.save
     saved = []
 

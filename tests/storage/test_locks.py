@@ -105,7 +105,7 @@ def test_a_killed_process_leaves_a_file_that_the_next_one_takes_over(tmp_path: P
 
 @pytest.mark.usefixtures("lockless")
 def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_path: Path):
-    """A change, a preparation or an export beside another one is refused with who is at work; afterwards all go on."""
+    """A change, a preparation or an export beside another one is refused with who is at work; afterwards all continue."""
     from halfmoon.sites.folders.prepare import _lock_state_folder
     from halfmoon.sites.keys import make
     from halfmoon.sites.keys.key_folder import LOCK_FILE

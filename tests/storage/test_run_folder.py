@@ -1,4 +1,4 @@
-"""Run folders: what is written comes back, and no kill, damage or full disk takes more than the last step."""
+"""Run folders: what is written returns, and no kill, damage or full disk takes more than the last step."""
 
 import errno
 import json
@@ -365,7 +365,7 @@ def kept_at(round: int) -> dict[str, Tree]:
 
 
 def update_clients(folder: RunFolder, store: TreeStore, rounds: range) -> None:
-    """Play rounds and save each with what its clients keep."""
+    """Run rounds and save each with what its clients keep."""
     for round in rounds:
         folder.log({"round": round})
         before = kept_at(round - 1) if round else {}
@@ -388,7 +388,7 @@ def assert_stored(store: TreeStore, round: int) -> None:
 
 
 def resume_run(folder: RunFolder, cap: int) -> tuple[TreeStore, int, list[str]]:
-    """Return what a new process goes on with: the clients' store, the last round, and what was said."""
+    """Return what a new process continues with: the clients' store, the last round, and what was reported."""
     loaded = folder.load()
     store = TreeStore(None, cap)
     if loaded is None:
@@ -467,7 +467,7 @@ def test_the_bytes_of_a_checkpoint_depend_on_its_round_alone(folder, monkeypatch
 @WHEN
 @pytest.mark.parametrize(("first", "cap"), [(0, 60), (2, 0), (4, 10**6)])
 def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: int, cap: int) -> None:
-    """Of a round with spills and of its save: the old or the new round comes back, and ends as if nothing had been."""
+    """Of a round with spills and of its save: the old or the new round returns, and ends as if nothing had been."""
     wanted = straight_clients(tmp_path / "straight", first + 3)
     seen: set[int] = set()
     for at in count():
@@ -560,7 +560,7 @@ def test_going_on_leaves_the_checkpoint_to_fall_back_on_whole(folder: RunFolder)
 @pytest.mark.parametrize("name", ["c-000000.safetensors", "manifest.jsonl", "c-000000.copy", "manifest.second"])
 @pytest.mark.parametrize("act", ["flip", "cut", "remove"])
 def test_a_damaged_file_of_both_checkpoints_is_whole_again_from_its_copy(folder: RunFolder, name: str, act: str):
-    """An idle client's file, and the manifest of all, are there twice; what was done is said, and nothing is lost."""
+    """An idle client's file, and the manifest of all, are there twice; what was done is reported, and nothing is lost."""
     update_clients(folder, TreeStore(), range(4))
     path = folder.path / "clients" / name
     before = path.read_bytes()
@@ -647,7 +647,7 @@ def refusing(at: int, code: int) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(("cap", "code"), [(0, errno.ENOSPC), (10**6, errno.EACCES)])
 def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: int, code: int) -> None:
-    """At whichever call: one sentence, and the run goes on to the bytes of one whose disk was never full."""
+    """At whichever call: one sentence, and the run continues to the bytes of one whose disk was never full."""
     wanted = straight_clients(tmp_path / "straight", 6)
     for at in count():
         folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
@@ -714,7 +714,7 @@ def test_create_refuses_a_folder_with_other_things_and_leaves_it_alone(tmp_path:
 
 
 def test_create_takes_a_folder_whose_baselines_were_faster(tmp_path: Path) -> None:
-    """Runs that are played side by side begin in any order: those beside a run lie in its folder."""
+    """Runs that are run side by side begin in any order: those beside a run are in its folder."""
     RunFolder.create(tmp_path / "run" / "baselines" / "fedavg", "x = 2\n", OTHER).close()
     assert not RunFolder.exists(tmp_path / "run")
     RunFolder.create(tmp_path / "run", "x = 1\n", ONE).close()

@@ -1,4 +1,4 @@
-"""The store: what is put comes back with every bit, from memory, from a spilled file and from a commit."""
+"""The store: what is put returns with every bit, from memory, from a spilled file and from a commit."""
 
 import gc
 import os
@@ -91,7 +91,7 @@ def test_what_was_never_put_is_none(tmp_path: Path) -> None:
 
 
 def test_a_put_is_a_copy_of_its_own() -> None:
-    """Neither a later change of the caller's tensor nor the rest of the memory it is a slice of is kept."""
+    """Neither a later change of the caller's tensor nor the rest of the memory it is a slice of is retained."""
     store = TreeStore()
     whole = torch.zeros(1000, 10)
     store.put("a", {"w": whole[3]})
@@ -209,7 +209,7 @@ def test_what_is_on_disk_is_mapped_and_never_read_twice(tmp_path: Path) -> None:
     assert int(found["w"].view(torch.int32).bitwise_and(1).sum(dtype=torch.int64)) == 0
     touched = memory()
     assert touched[1] - files > size * 0.9
-    assert touched[0] - anonymous < size * 1.5  # the sum's own rows, no second copy that stays
+    assert touched[0] - anonymous < size * 1.5  # the sum's own rows, no second copy that remains
     found["w"][:10] = 5
     assert store.resident == 0
     del found
@@ -311,7 +311,7 @@ def test_versions_go_up(tmp_path: Path) -> None:
 
 def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
     """Puts, reads, discards, commits, prunes and crashes in random order: at every instant the store is the dict.
-    After a crash the newest commit comes back, or the one before it, and the folder holds exactly the files that the
+    After a crash the newest commit returns, or the one before it, and the folder holds exactly the files that the
     two name."""
     for seed in range(6):
         chance = random.Random(seed)
@@ -385,7 +385,7 @@ def test_any_changed_byte_is_found(tmp_path: Path) -> None:
 
 
 def test_sweeping_takes_only_what_a_store_has_written(tmp_path: Path) -> None:
-    """Orphans of a killed process go, and the manifest's last lines; what somebody else put there stays."""
+    """Orphans of a killed process go, and the manifest's last lines; what somebody else put there remains."""
     folder = tmp_path / "clients"
     store = TreeStore(folder, 0)
     store.put("a", ten(1))
@@ -442,7 +442,7 @@ def test_shelves_share_a_store(tmp_path: Path) -> None:
 
 
 def test_a_shelf_gives_copies(tmp_path: Path) -> None:
-    """In memory or mapped: a change in place stays with its holder, and every leaf starts where PyTorch starts one."""
+    """In memory or mapped: a change in place remains with its holder, and every leaf starts where PyTorch starts one."""
     for cap in (0, 1000):
         state_store = StateView(TreeStore(tmp_path / str(cap), cap), "", CPU)
         state_store.put("a", {"b": torch.zeros(3), "w": torch.ones(10)})
@@ -488,7 +488,7 @@ LINES = [
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_manifest_that_names_what_it_must_not_is_damaged(tmp_path: Path, line: bytes) -> None:
-    """A file outside the folder, a key that is none, a size that is missing: whatever the checksum of the line says."""
+    """A file outside the folder, a key that is none, a size that is missing: refused even if the checksum of the line is correct."""
     (tmp_path / "run.json").write_bytes(b"7")
     clients = tmp_path / "clients"
     clients.mkdir()

@@ -69,7 +69,7 @@ def test_no_difference_on_few_images_is_no_proof() -> None:
 
 
 def test_false_alarms_of_cross_validation() -> None:
-    """Two methods that are equally good, each with its own half of what tells two classes: 600 sites of 60 labels.
+    """Two methods that are equally good, each with its half of what tells two classes: 600 sites of 60 labels.
     At most 5 %, within three standard errors (2.7), are told that one is better; without the correction many more."""
     g = np.random.default_rng(0)
     alarms = 0

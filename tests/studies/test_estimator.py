@@ -345,9 +345,9 @@ def test_images_train_as_halfmoon_run_does(tmp_path: Path) -> None:
     np.testing.assert_array_equal(p, expected.model.predict_proba(pixels[..., None]))
     np.testing.assert_array_equal(model.predict(x), model.classes_[p.argmax(1)])
     assert list(model.classes_) == ["nil", "one", "two"]
-    # The registry keeps the arrays of `halfmoon.run` for `resume`, but not those of fits.
+    # The registry retains the arrays of `halfmoon.run` for `resume`, but not those of fits.
     assert len(memory._registered) == known + 1
-    # One image stays a batch, and lists of PIL images are the same images.
+    # One image remains a batch, and lists of PIL images are the same images.
     np.testing.assert_allclose(model.predict_proba(x[:1]), p[:1], atol=1e-6)
     np.testing.assert_allclose(model.predict_proba([Image.fromarray(one) for one in pixels]), p, atol=1e-6)
     with pytest.raises(UserError, match="trained on images"):

@@ -36,7 +36,7 @@ LAST = 3
 
 
 class Witness(NullCallback):
-    """Write down, in one file, who played which round; the first doomed run stops after round 3, until it is killed."""
+    """Write down, in one file, who run which round; the first doomed run stops after round 3, until it is killed."""
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
@@ -124,7 +124,7 @@ def test_a_run_gets_its_share_of_the_smallest_machine() -> None:
 
 
 def ray_options(monkeypatch: pytest.MonkeyPatch, text: str, split_only: bool = False) -> dict[str, Any]:
-    """Return what is asked of a Ray with 4 processors and 1 GPU for a task."""
+    """Return what is queried of a Ray with 4 processors and 1 GPU for a task."""
     found: dict[str, Any] = {}
 
     def options(**given: Any) -> Any:
@@ -198,7 +198,7 @@ def test_no_ray_and_no_cluster_are_sentences(recipe_file, monkeypatch, capsys):
 @pytest.mark.nightly  # the next but one kills workers by default, and test_sweep.py the process of a run
 def test_a_killed_worker_loses_nothing(ray: Any, recipe_file: Path, tmp_path: Path) -> None:
     """Four runs on two workers; one dies by SIGKILL after its third round. The bytes are those of a straight sweep.
-    Nothing is run twice: every round of every run is played once, the killed run's by two processes, the second of
+    Nothing is run twice: every round of every run is run once, the killed run's by two processes, the second of
     which begins after the third round. What is finished is not begun again by a second sweep."""
     straight, _, failed = train_cells(recipe_file, FEW, scale=None, seeds=(0, 1), out="straight")
     assert failed == []

@@ -1,4 +1,4 @@
-"""Each recipe of a figure or a table plays what the paper's caption and text name, panel by panel.
+"""Each recipe of a figure or a table runs what the paper's caption and text name, panel by panel.
 
 The expectations are written here from the papers' captions and paragraphs, not from the recipes.
 """
@@ -17,7 +17,7 @@ from halfmoon.studies.grid import RecipeCell, build_cells
 
 @cache
 def training_cells(name: str) -> tuple[RecipeCell, ...]:
-    """Return the cells that a recipe plays where nothing is asked for: those of the paper."""
+    """Return the cells of a recipe without selection: those of the paper."""
     return tuple(build_cells(recipe.load(name), {}, [0]))
 
 
@@ -218,7 +218,7 @@ def test_figure_5_of_feddure_fixes_the_iterations_or_the_rounds() -> None:
 
 
 def test_local_models_of_figure_2_learn_from_their_labels_alone() -> None:
-    """Never the global model's parameters (mu 1), never its guesses, and not its first parameters either."""
+    """Never the global model's parameters (mu 1), never its pseudo-labels, and not its first parameters either."""
     (cell,) = (cell for cell in training_cells("fedloke-figure2") if cell.at == {
         "dataset": "cifar10", "alpha": "0.1", "method": "local"
     })  # fmt: skip

@@ -313,7 +313,7 @@ def test_every_published_number_stands_in_one_cell() -> None:
 
 
 def test_labels_of_the_runs_are_those_of_the_published_rows() -> None:
-    """Where the file says how many images are labeled, that is what is played; SemiFL's full rows use none of them."""
+    """Where the file states how many images are labeled, that is what is run; SemiFL's full rows use none of them."""
     for row in ROWS:
         name, at = place_of(row)
         config = cell_at(name, **at).configs[0]
@@ -338,7 +338,7 @@ def test_numbers_of_the_ablation_are_those_of_the_tables() -> None:
 
 
 def test_figure_1_of_feddure_plays_cells_of_table_1() -> None:
-    """All eight are Table 1's at (DIR, DIR), which a sweep of either plays once for both."""
+    """All eight are Table 1's at (DIR, DIR), which a sweep of either runs once for both."""
     here = [cell for cell in every_cell("feddure-figure1", None) if cell.at["dataset"] == "cifar10"]
     assert len(here) == 8
     assert {mark(cell) for cell in here} < {mark(cell) for cell in every_cell("feddure-table1", None)}
@@ -596,7 +596,7 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     ]
     assert all(cell.published is None for cell in found)
     assert {seed: (c.seed, c.split_seed) for seed, c in found[0].configs.items()} == {0: (0, 0), 3: (3, 3)}
-    assert found[0].configs[0].options == {}  # only its own method's
+    assert found[0].configs[0].options == {}  # only its method's
     assert found[1].configs[3].options == {"feddure": {"hidden": 8}}
     assert [cell.configs[0].rounds for cell in build_cells(custom, {}, scale=custom.scale("half"))] == [1, 1]
     assert [cell.configs[5].threads for cell in build_cells(custom, {}, [5], overrides={"threads": 1})] == [1, 1]
@@ -826,14 +826,14 @@ FULL = tomllib.loads(
 def test_damage_is_a_sentence_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, path: tuple[str | int, ...], value: Any
 ) -> None:
-    """Anything in any place of a recipe: it is played as it stands there, or refused in words, and nothing else."""
+    """Anything in any place of a recipe: it is run as it stands there, or refused in words, and nothing else."""
     keys = replaced(FULL, path, value)
     text = "\n".join(f"{toml.format_key(name)} = {inline(each)}" for name, each in keys.items())
     assert "\n" not in complaint(write(tmp_path_factory.getbasetemp(), text, "damaged.toml"))
 
 
 def complaint(file: Path) -> str:
-    """Return the sentence with which a recipe or its cells are refused, none where they are played."""
+    """Return the sentence with which a recipe or its cells are refused, none where they are run."""
     try:
         found = recipe.load(str(file))
         assert all(isinstance(c, Config) for cell in build_cells(found, {}) for c in cell.configs.values())

