@@ -150,7 +150,7 @@ def test_label_flip_reverses_the_classes():
         assert torch.equal(message.x, data.x)
         assert torch.equal(message.u, data.u)
         assert torch.equal(true, hidden)
-    served = make_dataset(client_row="server")
+    served = make_dataset(labels_at="server")
     lying = FederatedDataset(served.train, served.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
     assert torch.equal(lying.client_data(SERVER)[0].y, served.client_data(SERVER)[0].y)
 

@@ -457,7 +457,7 @@ def test_with_psi_still_it_is_fedavg_at_a_higher_rate(threshold, norm):
 def test_the_server_teaches_sigma_and_clients_psi():
     """Labels at the server: its sigma after a round is SGD on its labels, written out; clients never move it."""
     method = FedMatch(threshold=0.3, labeled_weight=2.0)
-    held = make_dataset(row="server")
+    held = make_dataset(labels_at="server")
     shared = make_task(BARE, optimizer=SGD(RATE))
     simulation = make_simulation(method, shared, held, server_batching=Batching(4))
     recording = RecordingMethod(method)
@@ -482,7 +482,7 @@ def test_sigma_is_averaged_over_those_with_labels():
     """Labels at some clients: those without send back the sigma that they received, and it does not count."""
     method = FedMatch(delta_threshold=0.0)
     shared = make_task(BARE, optimizer=SGD(RATE))
-    held = make_dataset(row="some")
+    held = make_dataset(labels_at="some")
     server = start_server(method, shared)
     simulation = make_simulation(method, shared, held)
     simulation.open(0)
