@@ -102,7 +102,11 @@ def test_flags_reach_the_configuration_with_their_types(fake: Fake, tmp_path: Pa
     assert (chosen.pixel_mean, chosen.pixel_std, chosen.window) == ((0.5, 0.4, 0.3), (0.2,), (0, 100))
     feddure_options = {"coarse_lr": 1, "fine": False, "sign": "new-old"}
     given = cli.MAIN_JOB["options"]
-    assert chosen.options == {**given, **feddure_options, "fedavg-fixmatch": {**given["fedavg-fixmatch"], "threshold": 0.9}}
+    assert chosen.options == {
+        **given,
+        **feddure_options,
+        "fedavg-fixmatch": {**given["fedavg-fixmatch"], "threshold": 0.9},
+    }
 
 
 def test_the_main_job_is_a_recipe_that_flags_override(fake: Fake) -> None:
