@@ -430,7 +430,10 @@ def _with_processes(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[st
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Run `compare`: train several methods on the same split."""
+    """Run the command `halfmoon compare`: train several methods with several seeds on the same split.
+
+    Options come from two layers, a file (`--config`) and flags, which override the file. `--explain` prints them instead.
+    """
     file_options, flags, file = base.read_layers(args)
     seeds = []
     for text in args.seeds:

@@ -40,11 +40,13 @@ def _training_update(method: Method, task: Task) -> ClientUpdate:
 
 
 def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
-    """Find the method whose clients process the most images; it sets the training budget of a comparison.
+    """Find the method whose clients have the highest cost over all clients; it sets the training budget of a comparison.
+
+    The cost is counted in steps, or in images through the network, as the option `budget` says.
 
     Args:
-        configs: one configuration for each method. Centralized methods have no clients, and do not count unless there
-            are no others.
+        configs: one configuration for each method; all but the method and its options are equal. Centralized methods have
+            no clients, and do not count unless there are no others.
         shared: the data and batch rule of all methods.
 
     Returns:

@@ -436,8 +436,9 @@ def _merge_classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
 def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: str | None = None) -> np.ndarray:
     """Assign each image of a site to "test", "validation" or "train", or to "" if it is left out; the same every time.
 
-    Of the labeled images of each class, one of `TEST_STRIDE` is a test image. A patient or group is in one subset. An
-    unlabeled image whose patient is in test or validation is left out.
+    Of the labeled images of each class, one of `TEST_STRIDE` is a test image. A patient or group is in one subset: with a
+    drawn image all images of its patient move there, of later classes too (`GroupHoldout` remembers them). An unlabeled
+    image whose patient is in test or validation is left out.
 
     Args:
         site: the site's folder.
@@ -446,7 +447,7 @@ def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: st
         group_pattern: a regular expression that finds the patient or group in FOLDER/NAME, or None.
     """
     subsets = np.full(len(site), "train", dtype="<U10")
-    groups = site.image_groups(group_pattern) or [""] * len(site)
+    groups = site.image_groups(group_pattern) or [""] * len(site)  # "": the image is its own group
     test_side = GroupHoldout()
     validation_side = GroupHoldout()
     for label in np.unique(site.labels[site.labels >= 0]):

@@ -245,7 +245,8 @@ def crop_maps(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int
         pad: The padding on each side in pixels.
         size: (H, W).
         reflect: True to mirror the image first and crop it with reflection padding (the weak view); False to crop it
-            with black padding and mirror the crop (the labeled view).
+            with black padding and mirror the crop (the labeled view). The orders are those of the papers' code; with them
+            the same draws give other crops.
     """
     height, width = size
     row_table, column_table = _crop_tables(pad, size, reflect, top.device)
