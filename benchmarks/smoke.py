@@ -95,7 +95,7 @@ BENCHMARKS: dict[str, Small] = {
     ),
     "faults": ("--minutes 0", {"KINDS": dict.fromkeys(SIMILAR_FAULTS)}),
     "features": (
-        "{data} --images 10 --turns 1",
+        "{data} --images 40 --turns 1",
         {
             "METHODS": ("fedavg",),
             "SHARE": 0.05,
