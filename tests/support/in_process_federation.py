@@ -188,8 +188,10 @@ class ServerStopped(BaseException):
 
 
 def select_eager_options(method: str) -> dict[str, Any]:
-    """Return the options of `EAGER_OPTIONS` that a method has."""
-    return {name: value for name, value in EAGER_OPTIONS.items() if name in registry.options(method)}
+    """Return the options of `EAGER_OPTIONS` that a method has and that have an effect in it."""
+    options = {name: value for name, value in EAGER_OPTIONS.items() if name in registry.options(method)}
+    unused = registry.unused_options(registry.make(method, options))
+    return {name: value for name, value in options.items() if name not in unused}
 
 
 def get_round_and_query(request: Request) -> tuple[int, int]:
