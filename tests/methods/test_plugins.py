@@ -214,8 +214,8 @@ def test_an_objective_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
         name = outside.register(spec)
         assert registry.make(name) == FedAvg(Entropy())
     monkeypatch.setattr(plugins, "_REGISTERED", {})
-    assert registry.entry(f"{__name__}:mine").title == "Entropy"
-    assert registry.make(f"{__name__}:mine") == FedAvg(Entropy(0.2), prox=0.1)
+    assert registry.entry(f"{__name__}:custom_method").title == "Entropy"
+    assert registry.make(f"{__name__}:custom_method") == FedAvg(Entropy(0.2), prox=0.1)
     assert registry.make(f"{__name__}:Entropy", {"sharpness": 0.3}) == FedAvg(Entropy(0.3))
 
 
@@ -225,7 +225,7 @@ half = MethodEntry("", "Half", "", "with another weight", FedAvg(Entropy(0.5)))
 def test_variants_of_a_class_are_distinguished_before_training(tmp_path: Path) -> None:
     """Two of one title are refused by their names; a row has its title, and an object its options."""
     few: dict = {"rounds": 1, "steps": 1, "data_share": 0.2, "clients": 4, "cohort": 2, "run_dir": tmp_path / "c"}
-    plugin_name, other, row = (f"{__name__}:{name}" for name in ("Entropy", "mine", "half"))
+    plugin_name, other, row = (f"{__name__}:{name}" for name in ("Entropy", "custom_method", "half"))
     with pytest.raises(UserError, match=f"{plugin_name} and {other} are both called 'Entropy'"):
         halfmoon.compare([plugin_name, other], **few)
     assert not (tmp_path / "c").exists()
