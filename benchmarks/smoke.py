@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 420
 """Seconds until a script is stopped."""
 
-IMPORTED = {"attack_search", "disturbed", "federation_stock", "records", "smoke"}
+IMPORTED = {"attack_search", "disturbed", "federation_stock", "random_weights", "records", "smoke"}
 """Modules of benchmarks/ and results/ that other scripts import or start."""
 
 SHARED = [
@@ -239,6 +239,7 @@ RESULTS: dict[str, Small] = {
         "run --seeds 9 --steps 1 --schedules constant --width 4 --shrink 4 --runs {out} --data-dir {data}",
         {"METHODS": {"feddure": None, "fedavg-fixmatch": None}, "SHARED": {"rounds": 1, "clients": 4, "cohort": 2}},
     ),
+    "feddure_table2": ("run --seeds 99 --rounds 1 --sets digits-even --rows control random --runs {out}", {}),
     "full_size": (
         "run fedavg --data-dir {data} --runs {out}",
         {"PROTOCOL": {"data": "cifar10", "clients": 4, "cohort": 2, "rounds": 1, "network": "small", "threads": 1}},
