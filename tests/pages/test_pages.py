@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -33,7 +34,7 @@ from halfmoon.pages.browser_images import (
     shrink_by_mean,
 )
 from halfmoon.pages.label import LabelOptions, LabelPage, open_site_to_label
-from halfmoon.pages.server import MAX_BODY_BYTES, open_socket
+from halfmoon.pages.server import MAX_BODY_BYTES, open_socket, serve_in_background
 
 
 def site(path: Path, count: int = 4) -> Path:
@@ -367,3 +368,22 @@ def test_numbers_and_letters_that_no_page_sends_are_bad_requests(address: str):
         assert (status, text) == (400, {"error": f"{field} has a character that is no Unicode text."})
     status, text, _ = get(address, "answer", "POST", f'{{"row": {digits}}}'.encode(), Origin=origin)
     assert status == 422
+
+
+def test_a_page_closes_no_handler_of_the_program() -> None:
+    """absl, which TensorBoard imports, installs a handler that closes the standard error with itself."""
+    closed: list[str] = []
+
+    class Handler(logging.NullHandler):
+        def close(self) -> None:
+            closed.append("closed")
+            super().close()
+
+    handler = Handler()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    with serve_in_background(app, "page", None, lambda line: None):
+        pass
+    assert closed == []
+    handler.close()

@@ -320,6 +320,9 @@ def _server(app: ASGIApp, port: int | None) -> Iterator[tuple[Any, socket.socket
         bound_port = sock.getsockname()[1]
         config = uvicorn.Config(
             RequestGuard(app, token, bound_port),
+            # uvicorn's own configuration of logging would close the handlers of the whole program, and absl's handler, which
+            # TensorBoard installs, closes the standard error with itself.
+            log_config=None,
             log_level="error",
             access_log=False,
             server_header=False,
