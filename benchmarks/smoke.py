@@ -182,7 +182,7 @@ RESULTS: dict[str, Small] = {
             "FEDERATION": {"clients": 2, "cohort": 2, "width": 2},
         },
     ),
-    "coverage": ("--trials 2 --out {out}/coverage.md", {"SPLITS": (3,), "IMAGES": (20,)}),
+    "interval_coverage": ("--trials 2 --out {out}/coverage.md", {"SPLITS": (3,), "IMAGES": (20,)}),
     "finetuning": (
         "{data} {out} {out}/finetuning",
         {

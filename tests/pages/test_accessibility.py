@@ -140,7 +140,7 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     node = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gallery, "executed", lambda text: None)
+        patch.setattr(gallery, "execute", lambda text: None)
         config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(node), strict=False)
         for name in ("mkdocstrings", "autorefs"):
             config.plugins.pop(name, None)

@@ -327,7 +327,7 @@ def test_images_of_other_formats_are_left_out_with_a_word(
     assert "animated: 1 GIF files with several frames: only the first frame is used" in output
 
 
-@pytest.mark.parametrize(("count", "clients", "labels"), [(2, 1, 3), (8, 3, 9), (30, 12, 30), (60, 20, 30)])
+@pytest.mark.parametrize(("count", "clients", "labels"), [(3, 1, 3), (8, 3, 9), (30, 12, 30), (60, 20, 30)])
 def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp_path: Path, scratch: None) -> None:
     """A fifth is held out. Half of the rest have labels, up to ten of each class, and everybody gets some."""
     written(tmp_path / "photos", count)

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 HEAD = struct.Struct(">III")
 
@@ -61,12 +61,14 @@ class PipeTransport:
             write_parcel(self.output, node, self.count, data)
         return message_ids
 
-    def collect(self, message_ids: Sequence[str]) -> Sequence[tuple[str, bytes, str]]:
-        found = []
+    def collect(self, message_ids: Sequence[str]) -> Sequence[Any]:
+        from halfmoon.federation.server.connection import SiteReply
+
+        replies = []
         while not self.received.empty():
             _, message_id, data = self.received.get()
-            found.append((str(message_id), data, ""))
-        return found
+            replies.append(SiteReply(data, message_id=str(message_id)))
+        return replies
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Simulate how often the 95 % intervals of a comparison of two methods contain the true difference.
 
-    python results/coverage.py [--trials 2000] [--out results/coverage.md]
+    python results/interval_coverage.py [--trials 2000] [--out results/coverage.md]
 
 Two methods on n splits and m test images. The probability that a method is correct on an image has a random term of the
 image and one of the split; the true difference is that over the population of splits and images. `compare_paired` is
@@ -70,7 +70,7 @@ def main() -> None:
 
 PAGE = """# Do the intervals contain the true difference?
 
-    python results/coverage.py
+    python results/interval_coverage.py
 
 An interval over seeds covers other splits on the same test images. That of `halfmoon compare` covers other test images as
 well: a random effect of the split and one of the image, with Satterthwaite's degrees of freedom
