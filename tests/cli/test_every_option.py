@@ -26,6 +26,7 @@ import halfmoon
 from halfmoon.cli import main as cli
 from halfmoon.cli.commands.base import CommandExit
 from halfmoon.config.schema import Config
+from halfmoon.core import weight_files
 from halfmoon.data import Images, sources
 from halfmoon.data.readers import cache
 from halfmoon.federation import contract
@@ -419,6 +420,7 @@ def leave() -> NoReturn:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Replace what takes long, or serves until it is stopped."""
     recorder = Recorder()
+    monkeypatch.setattr(weight_files, "_REGISTERED", {})  # files of this test's folder, which later tests lack
     for module, name in (
         (runner, "start"), (runner, "compare"), (run_plan, "run_plan"), (plan, "plan_if_folder"),
         (site_rehearsal, "rehearse"), (run_sweep, "run_sweep"), (workers, "RayExecutor"), (cost, "estimate_costs"),

@@ -13,7 +13,7 @@ from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offe
 
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
-from halfmoon.core import hubs, rng, tree
+from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol import terms as terms_module
@@ -353,3 +353,14 @@ def test_lists_of_sizes_are_bounded_together(sizes: dict[str, Any]):
     hubs.check_portable(f"transformers:{json.dumps(plain)}")
     with pytest.raises(UserError, match="is no name of a network that another machine could make"):
         hubs.check_portable(f"transformers:{json.dumps({**plain, **sizes})}")
+
+
+def test_a_missing_weights_file_is_named_where_terms_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not called a network that is too large."""
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"weights")
+    monkeypatch.setattr(weight_files, "_REGISTERED", {})
+    weight_files.register(path)
+    path.unlink()
+    with pytest.raises(UserError, match=r"weights\.safetensors"):
+        inspection.inspect_terms(TERMS.text)

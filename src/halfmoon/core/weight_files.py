@@ -22,7 +22,7 @@ _REGISTERED: dict[str, Path] = {}
 def register(path: Path) -> str:
     """Register a file in this process, and return its name by hash; raise `UserError` if it cannot be read."""
     name = f"{PREFIX}{file_sha256(path)}"
-    _REGISTERED[name] = path
+    _REGISTERED[name] = path.absolute()  # a process that registers it too may have another current folder
     return name
 
 

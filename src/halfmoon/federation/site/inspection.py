@@ -94,11 +94,13 @@ def inspect_terms(text: str, allowed: tuple[str, ...] = ()) -> TermsOffer:
         raise refusal from error
     try:
         reply = json.loads(process.stdout)
-        if "error" in reply:
-            raise UserError(str(reply["error"]))
-        return TypeAdapter(TermsOffer).validate_json(json.dumps(reply["offer"]))
+        message = reply.get("error")
+        if message is None:
+            return TypeAdapter(TermsOffer).validate_json(json.dumps(reply["offer"]))
     except (ValueError, LookupError, TypeError, ValidationError) as error:  # the process was ended by a limit
         raise refusal from error
+    # Outside of `try`, because `UserError` is a `ValueError`.
+    raise UserError(str(message))
 
 
 def describe_offer(terms: Terms) -> TermsOffer:
@@ -133,10 +135,10 @@ def _parse_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
             # The soft limit is the one that is enforced. The hard one, the most that it may be, stays as it is.
             _, hard_limit = resource.getrlimit(limit)
             resource.setrlimit(limit, (value, hard_limit))
-    for path in request["weights"]:
-        weight_files.register(Path(path))
     allowed: Sequence[str] = request["allowed"]
     try:
+        for path in request["weights"]:
+            weight_files.register(Path(path))
         with plugins.allow_only(allowed):
             terms = Terms.parse(request["text"])
             return {"offer": asdict(describe_offer(terms))}
