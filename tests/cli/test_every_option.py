@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_recipe import RECIPE
 from test_option_sweep import CALLS as TEXT_CALLS
 from test_options import CHANGES, COMMANDS
 
@@ -61,42 +62,6 @@ network = "small"
 sites = ["a", "b"]
 classes = ["dark", "bright"]
 image = [1, 8, 8]
-"""
-
-RECIPE = """
-title = "Ours, Table 1"
-paper = "FedDure"
-item = "Table 1"
-about = "two methods"
-reading = "as it is"
-columns = ["amount"]
-rows = "method"
-
-[protocol]
-data = "digits"
-rounds = 5
-clients = 4
-cohort = 2
-steps = 2
-width = 4
-device = "cpu"
-threads = 1
-
-[axes.amount.few]
-title = "few"
-set = { labels_per_class = 1 }
-
-[axes.method.fedavg]
-title = "FedAvg (labeled only)"
-set = { method = "fedavg" }
-
-[axes.method.fedavg-fixmatch]
-title = "FedAvg+FixMatch"
-set = { method = "fedavg-fixmatch" }
-
-[scales.short]
-about = "2 of 5 rounds"
-set = { rounds = 2 }
 """
 
 CASES: dict[str, dict[str, tuple[str, str]]] = {

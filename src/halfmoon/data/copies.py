@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.groups import describe_equal_images, hash_pixels, merge_equal_images
+from halfmoon.data.groups import describe_equal_images, describe_only_equal_images, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
 
 
@@ -25,10 +25,7 @@ def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str
     if not notes:
         return train, tests, []
     if len(train) > 1 and len(set(hashes[: len(train)])) == 1:
-        raise UserError(
-            f"all {len(train):,} training images have equal pixels, so no class can be learned: export them again, without a "
-            "transparency channel, which is not read."
-        )
+        raise UserError(f"{describe_only_equal_images(f'{len(train):,} training images')}.")
     if train.groups is None and tests.groups is None:
         groups = None
     else:

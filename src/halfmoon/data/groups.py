@@ -93,6 +93,14 @@ def count_conflicts(hashes: Sequence[bytes], labels: np.ndarray) -> int:
     return sum(len(different) > 1 for different in labels_by_hash.values())
 
 
+def describe_only_equal_images(subject: str) -> str:
+    """Describe a data set without two different images; `subject` is "40 images" or "40 training images"."""
+    return (
+        f"all {subject} have equal pixels, so no class can be learned: export them again, without a transparency channel, "
+        "which is not read"
+    )
+
+
 def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[str]:
     """Describe images with equal pixels in sentences for the user.
 
@@ -108,10 +116,7 @@ def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[s
     if not copies:
         return []
     if copies == len(hashes) - 1:
-        return [
-            f"all {len(hashes):,} images have equal pixels, so no class can be learned: export them again, without "
-            "a transparency channel, which is not read"
-        ]
+        return [describe_only_equal_images(f"{len(hashes):,} images")]
     notes = [
         f"{copies:,} of {len(hashes):,} images are copies of others (equal pixels): all copies are on one side of a split"
     ]
