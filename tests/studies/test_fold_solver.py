@@ -8,8 +8,9 @@ import torch
 
 from halfmoon.api.types import Task
 from halfmoon.core.optim import SGD
-from halfmoon.engine.evaluation import Examples
-from halfmoon.methods.analytic import MixtureHead, RidgeHead
+from halfmoon.core.tree import Tree
+from halfmoon.engine.evaluation import Examples, ModelEvaluation
+from halfmoon.methods.analytic import MixtureHead, RidgeHead, principal_directions
 from halfmoon.models.vectors import LinearClassifier, Standardize
 from halfmoon.studies import fold_solver
 from halfmoon.studies.decision import evaluate_rows, solve_heads
@@ -58,6 +59,39 @@ def test_a_draw_has_the_heads_of_all_features(labels: int, monkeypatch: pytest.M
             assert evaluation.correct is not None
             assert other.correct is not None
             assert np.array_equal(evaluation.correct, other.correct)
+
+
+def test_ten_draws_have_the_pooled_heads_to_1e_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits equal those of the heads that are solved on all features of a draw.
+
+    Exact principal directions replace the approximate ones, on which only the mixture head depends.
+    """
+
+    def exact_directions(vectors: torch.Tensor, basis: torch.Tensor, count: int) -> torch.Tensor:
+        return principal_directions(vectors.T @ vectors, count)
+
+    logits: list[torch.Tensor] = []
+    evaluate_head = fold_solver._evaluate_head
+
+    def record_logits(head: Tree, vectors: torch.Tensor, labels: torch.Tensor) -> ModelEvaluation:
+        logits.append(vectors @ head["weight"].T + head["bias"])
+        return evaluate_head(head, vectors, labels)
+
+    monkeypatch.setattr(fold_solver, "FIRST_DIRECTIONS", 22)
+    monkeypatch.setattr(fold_solver, "_evaluate_head", record_logits)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    data = make_data(count=300, width=FEATURES)
+    task = make_task(FEATURES)
+    solver = DrawSolver(task, data)
+    monkeypatch.setattr(fold_solver, "improve_directions", exact_directions)
+    draws = list(label_draws(data.labels.numpy(), [3] * CLASSES))
+    assert len(draws) == 10
+    for fold in draws:
+        logits.clear()
+        solver.evaluate(METHODS, fold)
+        for model, drawn in zip(solve_heads(METHODS, task, data, fold), logits, strict=True):
+            pooled = task.network.predict(model["params"], {}, data.images[fold.test][:, 0, 0])
+            torch.testing.assert_close(drawn, pooled, atol=1e-9, rtol=1e-9)
 
 
 def test_few_images_are_solved_with_all_features() -> None:
