@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,13 @@ def hugging_face(images: np.ndarray, labels: np.ndarray) -> Any:
     )
 
 
+def arrays_in_lists(images: np.ndarray, labels: np.ndarray) -> Any:
+    """A column like `List(List(Value("uint8")))`: each image is a list of lists of Python's numbers."""
+    rows = Rows(images.tolist(), labels.tolist())
+    rows.features["image"] = SimpleNamespace(feature=SimpleNamespace(feature=SimpleNamespace(dtype="uint8")))
+    return rows
+
+
 def to_tensor(images: np.ndarray) -> torch.Tensor:
     """Convert images as torchvision's ToTensor does: float32 (N, 1, H, W), 0 to 1."""
     return torch.from_numpy(images)[:, None].float() / 255
@@ -103,6 +111,7 @@ TYPES: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
     "list of pairs": lambda x, y: list(zip(as_pil(x), y.tolist(), strict=True)),
     "like Hugging Face": lambda x, y: Rows(as_pil(x), y.tolist()),
     "Hugging Face": hugging_face,
+    "arrays of Hugging Face": lambda x, y: arrays_in_lists(x, y),
     "DatasetDict": lambda x, y: {"train": Rows(as_pil(x), y.tolist(), image="img")},
     "Images": lambda x, y: halfmoon.Images(x[..., None], y),
 }
@@ -312,6 +321,13 @@ def test_a_mistake_is_one_sentence(case: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_images_in_place_of_the_configuration_are_one_sentence() -> None:
+    """`run(X, y)` raised a bare ValueError of NumPy."""
+    for call in (halfmoon.run, halfmoon.problem, lambda x, y: halfmoon.compare(["fedavg"], x)):
+        with pytest.raises(halfmoon.UserError, match=r"config is numpy.ndarray: .*as data=\(X, y\)"):
+            call(X, Y)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -443,7 +459,7 @@ def test_training_images_in_memory_are_recognized(model: halfmoon.Model) -> None
     [
         (3, "images is int: it must be"),
         ([], "images is empty"),
-        ("nowhere", "nowhere: there is no such folder"),
+        ("nowhere", "nowhere: there is no such file or folder"),
         (X / 16, "images has pixels from 0 to"),
         ([Image.new("L", (8, 8)), 3], "image 1 is int"),
     ],

@@ -269,6 +269,13 @@ def test_numbers_of_numpy_are_options_and_a_head_without_a_solution_is_a_sentenc
         FederatedClassifier("ridge-head", options={"strength": 0}).fit(np.hstack([x, 0 * x]), y)
 
 
+def test_vectors_that_are_not_writable_cause_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    x, y = make_data(30)
+    x.flags.writeable = False
+    FederatedClassifier("ridge-head").fit(x, y)
+    assert not [warning.message for warning in recwarn]
+
+
 def test_wrong_labels_and_clients_are_a_sentence() -> None:
     x, y = make_data(30)
     for labels, message in (

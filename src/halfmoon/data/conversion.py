@@ -306,10 +306,25 @@ def _open_hugging_face(data: Any, classes: Sequence[str] | None, name: str) -> I
     class_names = getattr(data.features[label_column], "names", None)  # those of the type `ClassLabel`
     numbers, names = _classify(values, classes, class_names, name)
 
+    dtype = _find_pixel_type(data.features[image_column])
+
     def read(row: int, preparation: Preparation) -> np.ndarray:
-        return _read_image(data[row][image_column], preparation, f"{name}, image {row}")
+        image = data[row][image_column]
+        if dtype is not None:
+            image = np.asarray(
+                image, dtype
+            )  # lists of numbers, and formatted data sets, have lost the type of the column
+        return _read_image(image, preparation, f"{name}, image {row}")
 
     return ImageCollection(read, numbers, names, name)
+
+
+def _find_pixel_type(feature: Any) -> str | None:
+    """Find the type of the numbers in a column of arrays of Hugging Face (`Array2D`, `List`); None for other columns."""
+    while hasattr(feature, "feature"):  # a list of lists
+        feature = feature.feature
+    dtype = getattr(feature, "dtype", None)
+    return dtype if dtype in ("uint8", "float16", "float32", "float64", "bool") else None
 
 
 def find_test(data: Any) -> Any:

@@ -153,8 +153,10 @@ def train(training: VectorTraining, vectors: np.ndarray, labels: np.ndarray, spl
         Diverged: a loss is not finite.
     """
     # Vectors are passed as the cached features of images, which they replace in all methods.
-    # Cached features have the shape of images with one row and one column.
-    examples = Examples(torch.from_numpy(vectors)[:, None, None], torch.from_numpy(labels))
+    # Cached features have the shape of images with one row and one column. They are only read, but torch warns about arrays
+    # that are not writable, such as a memory map.
+    writable = vectors if vectors.flags.writeable else vectors.copy()
+    examples = Examples(torch.from_numpy(writable)[:, None, None], torch.from_numpy(labels))
     features = vectors.shape[1]
     classes = int(labels.max(initial=0)) + 1
     identity = Standardize(

@@ -84,6 +84,7 @@ def run(
         UserError: an option is invalid, or `run_dir` contains another configuration.
         Diverged: a loss or a weight is not finite.
     """
+    _check_config(config)
     method_options: dict[str, Any] = {}
     options, may_plan = _register_data(config, options, test)
     if config is None and method is None and may_plan and (plan := _plan_folder(options, minutes)) is not None:
@@ -133,6 +134,7 @@ def compare(
     # A string is a sequence too: of methods with names of one letter.
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
+    _check_config(config)
     options, _ = _register_data(config, options, test)
     # Of each method its name, and the options in which an object differs from the defaults of its class.
     entries = [outside.describe_method(method) for method in methods]
@@ -170,6 +172,7 @@ def problem(
     Raises:
         UserError: the data, the split or the network do not fit.
     """
+    _check_config(config)
     options, _ = _register_data(config, options, test)
     # A complete configuration is used as it is.
     if options or config is None:
@@ -289,6 +292,17 @@ def _warn_of_failure(report: run_sweep.RunReport) -> None:
     """Warn that a run of a sweep failed; say nothing about other runs."""
     if report.failed:
         warn(f"failed: {report.label}: {in_python(report.failed)}")
+
+
+def _check_config(config: Any) -> None:
+    """Raise `UserError` if data were given in place of the configuration, as in `run(X, y)`."""
+    if config is not None and not isinstance(config, Config):
+        kind = type(config)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]}."
+        raise UserError(
+            f"config is {module}{kind.__qualname__}: it must be a halfmoon.Config; give images and labels as data=(X, y), "
+            "the name of a data set or a folder as data=NAME, and options by name."
+        )
 
 
 def _register_data(config: Config | None, options: dict[str, Any], test: Any) -> tuple[dict[str, Any], bool]:

@@ -59,7 +59,7 @@ def list_images(folder: Path) -> list[str]:
         UserError: the folder does not exist, cannot be read, or has no image.
     """
     if not folder.is_dir():
-        problem = "this is a file" if folder.is_file() else "there is no such folder"
+        problem = "this is a file" if folder.is_file() else "there is no such file or folder"
         raise UserError(f"{folder}: {problem}; give a folder of images.")
     paths = [
         path.relative_to(folder).as_posix()
