@@ -133,7 +133,7 @@ class Forgers:
         self.hostile = hostile
         self.drawn = find_drawn(attack)
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         everyone = range(len(context.clients))
         if self.attack == "none":
             return everyone, upload

@@ -136,7 +136,7 @@ class Forger:
         self.forge = forge
         self.updates = updates
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         everyone = range(len(context.clients))
         if self.forge is None:
             return everyone, upload

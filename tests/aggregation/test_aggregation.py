@@ -40,7 +40,7 @@ class Recorder(Aggregator):
     act: Any = None
     seen: list[AggregationContext] = field(default_factory=list)
 
-    def uploads(self, question: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, question: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         self.seen.append(question)
         return (range(len(question.clients)), upload) if self.act is None else self.act(question, upload)
 

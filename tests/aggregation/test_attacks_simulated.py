@@ -53,7 +53,7 @@ def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Upload]:
 
 def attacked(attack, round=0, query=0, bad=(5,), seed=7):
     question, upload = cohort(round, query)
-    client_rows, new = HostileClients(attack, bad, seed).uploads(question, upload)
+    client_rows, new = HostileClients(attack, bad, seed).process_uploads(question, upload)
     assert list(client_rows) == [0, 1, 2]
     return question.broadcast, upload, new
 
@@ -112,7 +112,7 @@ def test_noise_is_normal():
     """Of 200,000 numbers in units of their deviation: mean 0, deviation 1, kurtosis 3, within four sigmas."""
     broadcast = {"w": torch.zeros(200_000)}
     upload = Upload({"w": torch.full((1, 200_000), 1e-3)}, torch.ones(1))
-    _, new = HostileClients("noise", [0], 1).uploads(
+    _, new = HostileClients("noise", [0], 1).process_uploads(
         AggregationContext(0, 0, 0, "train", broadcast, {}, (0,), 1, True), upload
     )
     z = (new.update["w"][0] - 1e-3).double() / (NOISE_FACTOR * 1e-3)
@@ -135,7 +135,7 @@ def test_who_is_hostile_is_fixed_by_the_seed():
 def test_a_row_names_the_hostile_clients_of_the_round():
     question, upload = cohort()
     aggregator = HostileClients("stale", (8, 3, 77), 0)
-    aggregator.uploads(question, upload)
+    aggregator.process_uploads(question, upload)
     assert aggregator.row() == {"hostile": [3, 8]}
     assert aggregator.row() == {"hostile": []}
 

@@ -209,7 +209,7 @@ def test_replacing_one_client_moves_the_sum_by_at_most_twice_the_bound() -> None
 def test_mean_is_over_the_cohort_and_missing_clients_count_as_zero(tmp_path: Path) -> None:
     """By hand: updates (3, 4) and (0, 0.25) under a bound of 0.5 are (0.3, 0.4) and (0, 0.25); four were queried."""
     server = private(tmp_path, PROMISE._replace(noise=1e-12))
-    kept_rows, upload = server.uploads(make_context(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
+    kept_rows, upload = server.process_uploads(make_context(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
     assert list(kept_rows) == [0, 1]
     assert upload.weight.tolist() == [1.0, 1.0]
     for row in upload.update["params"]["w"]:
@@ -225,7 +225,7 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
         server = private(tmp_path / str(next(number)), promise, secret)
         upload = Upload({"w": torch.full((2, 20_000), value / 20_000, dtype=torch.float64)}, torch.ones(2))
         return (
-            server.uploads(make_context(broadcast, 2, 5, **changes), upload)[1].update["w"][0].numpy()
+            server.process_uploads(make_context(broadcast, 2, 5, **changes), upload)[1].update["w"][0].numpy()
             - 2 * value / 20_000 / 5
         )
 
@@ -243,7 +243,7 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
 def test_what_is_no_update_stops_the_run(tmp_path: Path) -> None:
     upload = vector([1.0, 0.0])._replace(aux={"mean_prediction": torch.ones(1, 2)})
     with pytest.raises(UserError, match="'mean_prediction' in addition to their update"):
-        private(tmp_path).uploads(make_context(ORIGIN, 1), upload)
+        private(tmp_path).process_uploads(make_context(ORIGIN, 1), upload)
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -488,7 +488,9 @@ def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None
     assert not there._uniform_cohort
     aggregator = private(tmp_path, PROMISE._replace(clients=40))
     for number, changes in enumerate(({}, {"random_cohort": False}, {"attempt": 1})):
-        aggregator.uploads(make_context(ORIGIN, 3, round=number, **changes), vector([1.0, 0], [0, 1.0], [1.0, 1.0]))
+        aggregator.process_uploads(
+            make_context(ORIGIN, 3, round=number, **changes), vector([1.0, 0], [0, 1.0], [1.0, 1.0])
+        )
     assert [each.sampled for each in aggregator.ledger.releases] == [CohortDraw(3, 40), None, None]
 
 
@@ -546,18 +548,18 @@ def test_a_ledger_that_cannot_be_written_stops_the_release(tmp_path: Path) -> No
     aggregator = private(tmp_path)
     aggregator.ledger.path = tmp_path / "nowhere" / LEDGER
     with pytest.raises(UserError, match="cannot be written"):
-        aggregator.uploads(make_context(ORIGIN, 1), vector([1.0, 0.0]))
+        aggregator.process_uploads(make_context(ORIGIN, 1), vector([1.0, 0.0]))
     assert aggregator.ledger.releases == []
 
 
 def test_repeated_sum_is_counted_once(tmp_path: Path) -> None:
     aggregator = private(tmp_path)
-    _, first = aggregator.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
+    _, first = aggregator.process_uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
     repeated = private(tmp_path)  # a server that was killed before its checkpoint
-    _, second = repeated.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
+    _, second = repeated.process_uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
     assert torch.equal(second.update["params"]["w"], first.update["params"]["w"])
     assert len(repeated.ledger.releases) == 1
-    repeated.uploads(make_context(ORIGIN, 1, 2), vector([0.0, 1.0]))
+    repeated.process_uploads(make_context(ORIGIN, 1, 2), vector([0.0, 1.0]))
     assert len(repeated.ledger.releases) == 2
     assert repeated.row()["epsilon"] > aggregator.row()["epsilon"]
 
@@ -568,7 +570,7 @@ def test_ledger_reveals_no_sum_without_the_secret(tmp_path: Path) -> None:
     for secret in (b"a", b"b"):
         (tmp_path / secret.decode()).mkdir()
         aggregator = private(tmp_path / secret.decode(), secret=secret)
-        aggregator.uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
+        aggregator.process_uploads(make_context(ORIGIN, 1, 2), vector([1.0, 0.0]))
         marks.add(aggregator.ledger.releases[0].mark)
     plain = np.array([0.5, 0.0])
     assert len(marks) == 2
@@ -581,13 +583,13 @@ def test_round_beyond_the_privacy_budget_does_not_run(tmp_path: Path) -> None:
     aggregator = private(tmp_path, plenty._replace(budget=(costs[1] + costs[2]) / 2))
     for number in range(2):
         assert aggregator.stop_reason(number) is None
-        aggregator.uploads(make_context(ORIGIN, 3, round=number), vector([1.0, number], [0, 1.0], [1.0, 1.0]))
+        aggregator.process_uploads(make_context(ORIGIN, 3, round=number), vector([1.0, number], [0, 1.0], [1.0, 1.0]))
         assert aggregator.stop_reason(number) is None  # run already: paid
     text = aggregator.stop_reason(2)
     assert text.startswith(f"the privacy budget is spent: epsilon is {costs[1]:.4g} after round 2")
     assert f"{costs[2]:.4g}" in text
     with pytest.raises(UserError, match="the privacy budget is spent: round 3 would make epsilon"):
-        aggregator.uploads(make_context(ORIGIN, 3, round=2), vector([1.0, 9], [0, 1.0], [1.0, 1.0]))
+        aggregator.process_uploads(make_context(ORIGIN, 3, round=2), vector([1.0, 9], [0, 1.0], [1.0, 1.0]))
     assert len(aggregator.ledger.releases) == 2
     none = private(tmp_path / "none", plenty._replace(budget=costs[0] / 2)).stop_reason(0)
     assert none is not None
@@ -654,7 +656,7 @@ def test_a_run_that_falls_back_to_an_older_checkpoint_counts_a_new_sum_too(tmp_p
     whole = (tmp_path / LEDGER).read_bytes()
     aggregator = private(tmp_path)
     before = compute_spent_epsilon(aggregator.ledger.releases, 1e-5)
-    aggregator.uploads(make_context(ORIGIN, 1, 3, round=1), vector([1.0, 0.0]))
+    aggregator.process_uploads(make_context(ORIGIN, 1, 3, round=1), vector([1.0, 0.0]))
     assert (tmp_path / LEDGER).read_bytes().startswith(whole)
     assert aggregator.row()["epsilon"] < compute_spent_epsilon(aggregator.ledger.releases, 1e-5) > before
 

@@ -74,7 +74,7 @@ def ruled(
 ) -> tuple[list[list[float]], dict[str, Any]]:
     broadcast, upload = models(values, **more)
     aggregator = RobustAggregator(rule, byzantine)
-    kept_rows, new = aggregator.uploads(make_query_context(len(values), broadcast), upload)
+    kept_rows, new = aggregator.process_uploads(make_query_context(len(values), broadcast), upload)
     assert list(kept_rows) == list(range(len(values)))
     assert torch.equal(new.weight, upload.weight)
     return (new.update["params"]["w"] - 1).tolist(), aggregator.row()
@@ -91,7 +91,7 @@ def test_statistics_are_clipped_by_themselves():
     """Huge statistics do not raise the parameters' bound: 1, 2, 3 -> 2; nor parameters theirs: 100, 0, 300 -> 100."""
     broadcast, upload = models([[1], [2], [3]], [[100], [0], [300]])
     aggregator = RobustAggregator("clip", 0.2)
-    _, new = aggregator.uploads(make_query_context(3, broadcast), upload)
+    _, new = aggregator.process_uploads(make_query_context(3, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([1, 2, 2])
     assert new.update["stats"]["mean"].flatten().tolist() == pytest.approx([100, 0, 100])
     assert aggregator.row() == {"clipped": 1, "counted": 3, "median_norm": {"parameters": 2.0, "statistics": 100.0}}
@@ -101,7 +101,7 @@ def test_update_in_the_opposite_direction_is_excluded():
     """The last one's cosines are -1, -0.6 and -0.8, of which -0.8 is the median; the others' lie above 0.6."""
     broadcast, upload = models([[2, 0], [3, 4], [4, 3], [-9, 0]])
     aggregator = RobustAggregator("cosine", 0.2)
-    kept_rows, new = aggregator.uploads(make_query_context(4, broadcast), upload)
+    kept_rows, new = aggregator.process_uploads(make_query_context(4, broadcast), upload)
     assert list(kept_rows) == [0, 1, 2]
     assert (new.update["params"]["w"] - 1).tolist() == [[2, 0], pytest.approx([3, 4]), pytest.approx([4, 3])]
     assert aggregator.row()["outside"] == [{"client": 30, "part": "parameters", "cosine": -0.8, "others": 0.6}]
@@ -109,7 +109,7 @@ def test_update_in_the_opposite_direction_is_excluded():
 
 def test_statistics_in_the_opposite_direction_are_excluded():
     broadcast, upload = models([[1, 0]] * 5, [[1, 0], [2, 1], [1, 1], [3, 1], [-1, -1]])
-    kept_rows, _ = RobustAggregator("cosine", 0.2).uploads(make_query_context(5, broadcast), upload)
+    kept_rows, _ = RobustAggregator("cosine", 0.2).process_uploads(make_query_context(5, broadcast), upload)
     assert list(kept_rows) == [0, 1, 2, 3]
 
 
@@ -146,7 +146,9 @@ def test_history_distinguishes_a_reversed_update_from_one_of_different_classes()
     def kept(values: Sequence[Sequence[float]], memory: StateView | None) -> list[int]:
         broadcast, upload = models(values)
         return list(
-            RobustAggregator("cosine", 0.2).uploads(make_query_context(6, broadcast)._replace(memory=memory), upload)[0]
+            RobustAggregator("cosine", 0.2).process_uploads(
+                make_query_context(6, broadcast)._replace(memory=memory), upload
+            )[0]
         )
 
     assert kept(turned, None) == [0, 1, 2, 3, 4, 5]
@@ -162,7 +164,7 @@ def test_sums_too_large_for_their_images_are_left_out():
         upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")})
     )
     aggregator = RobustAggregator("cosine", 0.2)
-    assert list(aggregator.uploads(context, upload)[0]) == [0, 1, 2, 3]
+    assert list(aggregator.process_uploads(context, upload)[0]) == [0, 1, 2, 3]
     assert aggregator.row()["outside"][0]["part"] == "sums"
 
 
@@ -280,7 +282,7 @@ def test_two_of_ten_are_trimmed_and_of_four_one_is():
 def test_an_outlier_is_left_out_before_coordinates_are_trimmed():
     """The last of five points away and is removed. Of the others, weights 1 to 4, one extreme a side is replaced."""
     broadcast, upload = models([[2, 3], [3, 4], [4, 3], [3, 3.5], [-9, 0]])
-    kept_rows, new = RobustAggregator("cosine-trimmed", 0.2).uploads(make_query_context(5, broadcast), upload)
+    kept_rows, new = RobustAggregator("cosine-trimmed", 0.2).process_uploads(make_query_context(5, broadcast), upload)
     assert list(kept_rows) == [0, 1, 2, 3]
     # (2, 3, 4, 3): of the equal ones both remain, weights 2 and 4. (3, 4, 3, 3.5): 3 of weight 3 and 3.5 of weight 4.
     second = (3 * 3 + 3.5 * 4) / 7
@@ -291,7 +293,7 @@ def test_an_outlier_is_left_out_before_coordinates_are_trimmed():
 def test_clients_without_images_are_neither_trimmed_nor_counted():
     broadcast, upload = models([[1], [2], [3], [4], [0]])
     upload = upload._replace(weight=torch.tensor([1.0, 2, 3, 4, 0]).double())
-    _, new = RobustAggregator("cosine-trimmed", 0.2).uploads(make_query_context(5, broadcast), upload)
+    _, new = RobustAggregator("cosine-trimmed", 0.2).process_uploads(make_query_context(5, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2.6, 2, 3, 2.6, 0])
 
 
@@ -312,7 +314,7 @@ def test_krum_chooses_the_update_nearest_to_its_neighbors():
 
 def test_krum_selects_by_parameters_and_uses_the_same_statistics():
     broadcast, upload = models([[0], [1], [3], [4], [100]], [[7], [1e9], [7], [7], [7]])
-    _, new = RobustAggregator("krum", 0.2).uploads(make_query_context(5, broadcast), upload)
+    _, new = RobustAggregator("krum", 0.2).process_uploads(make_query_context(5, broadcast), upload)
     assert new.update["stats"]["mean"].flatten().tolist() == [1e9] * 5
 
 
@@ -323,13 +325,13 @@ def test_client_without_weight_has_no_influence():
     wanted: dict[Rule, int] = {"median": 3, "trimmed": 3, "krum": 2}
     for rule in ONE:
         aggregator = RobustAggregator(rule, 0.2)
-        _, new = aggregator.uploads(make_query_context(5, broadcast), upload)
+        _, new = aggregator.process_uploads(make_query_context(5, broadcast), upload)
         assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([wanted[rule]] * 5), rule
     aggregator = RobustAggregator("clip", 0.2)
-    _, new = aggregator.uploads(make_query_context(5, broadcast), upload)
+    _, new = aggregator.process_uploads(make_query_context(5, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2, 3, 0, 0, 0])
     upload = upload._replace(weight=torch.zeros(5))
-    _, still = RobustAggregator("median", 0.2).uploads(make_query_context(5, broadcast), upload)
+    _, still = RobustAggregator("median", 0.2).process_uploads(make_query_context(5, broadcast), upload)
     assert trees_equal(still.tree, upload.tree)
 
 
@@ -410,7 +412,7 @@ def test_update_below_the_median_norm_is_unchanged():
     g = torch.Generator().manual_seed(3)
     broadcast = {"params": {"w": torch.randn(8, generator=g)}}
     upload = Upload({"params": {"w": broadcast["params"]["w"] + torch.randn(7, 8, generator=g)}}, torch.ones(7))
-    _, new = RobustAggregator("clip", 0.2).uploads(make_query_context(7, broadcast), upload)
+    _, new = RobustAggregator("clip", 0.2).process_uploads(make_query_context(7, broadcast), upload)
     norms = (upload.update["params"]["w"] - broadcast["params"]["w"]).double().norm(dim=1)
     short = norms <= norms.median()
     assert int(short.sum()) == 4
@@ -426,7 +428,7 @@ def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule
     honest = torch.randn(4, 6, generator=torch.Generator().manual_seed(4))
     broadcast = {"params": {"w": torch.full((6,), -1.0)}}
     upload = Upload({"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}}, torch.ones(5))
-    kept_rows, new = RobustAggregator(rule, 0.2).uploads(make_query_context(5, broadcast), upload)
+    kept_rows, new = RobustAggregator(rule, 0.2).process_uploads(make_query_context(5, broadcast), upload)
     assert list(kept_rows) == list(range(5))
     moved = new.update["params"]["w"] + 1
     if rule in ("clip", "cosine"):
@@ -444,7 +446,7 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
     values = 3 + torch.randn(6, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     broadcast, upload = models(values.tolist())
     rest = [0, 1, 3, 4, 5]
-    alone = RobustAggregator(rule, 0.2).uploads(
+    alone = RobustAggregator(rule, 0.2).process_uploads(
         make_query_context(6, broadcast).only(rest), upload.map(lambda leaf: leaf[rest])
     )[1]
     for path in ("params", "weight"):
@@ -452,7 +454,7 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
         leaf = spoiled.update["params"]["w"] if path == "params" else spoiled.weight
         leaf[2, ...] = bad
         aggregator = RobustAggregator(rule, 0.2)
-        kept_rows, new = aggregator.uploads(make_query_context(6, broadcast), spoiled)
+        kept_rows, new = aggregator.process_uploads(make_query_context(6, broadcast), spoiled)
         assert list(kept_rows) == rest
         assert trees_equal(new.tree, alone.tree)
         assert aggregator.row()["not_finite"] == [20]
@@ -461,7 +463,7 @@ def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
 def test_a_difference_that_is_not_finite_is_left_out():
     broadcast = {"params": {"w": torch.tensor([-3e38])}}
     upload = Upload({"params": {"w": torch.tensor([[-3e38], [3e38], [-2.9e38]])}}, torch.ones(3))
-    kept_rows, new = RobustAggregator("median", 0.2).uploads(make_query_context(3, broadcast), upload)
+    kept_rows, new = RobustAggregator("median", 0.2).process_uploads(make_query_context(3, broadcast), upload)
     assert list(kept_rows) == [0, 2]
     assert new.update["params"]["w"].flatten().tolist() == pytest.approx([-2.95e38] * 2)
 
@@ -470,7 +472,7 @@ def test_without_finite_uploads_no_client_remains():
     broadcast, upload = models([[1.0], [2.0]])
     upload.update["params"]["w"][:] = torch.nan
     assert find_finite_clients(list(tree.leaves(upload.tree))) == []
-    kept_rows, _ = RobustAggregator("median", 0.2).uploads(make_query_context(2, broadcast), upload)
+    kept_rows, _ = RobustAggregator("median", 0.2).process_uploads(make_query_context(2, broadcast), upload)
     assert list(kept_rows) == []
 
 
@@ -478,7 +480,7 @@ def test_a_question_without_an_update_passes():
     """SemiFL's census, say: nothing in it came down, so that no rule has anything to say, and the row is empty."""
     upload = Upload({}, torch.tensor([4.0, 5.0]), {"moments": {"mean": torch.tensor([[1.0], [9.0]])}})
     aggregator = RobustAggregator("median", 0.2)
-    kept_rows, new = aggregator.uploads(make_query_context(2, {"params": {"w": torch.zeros(3)}}), upload)
+    kept_rows, new = aggregator.process_uploads(make_query_context(2, {"params": {"w": torch.zeros(3)}}), upload)
     assert list(kept_rows) == [0, 1]
     assert trees_equal(new.tree, upload.tree)
     assert aggregator.row() == {}
@@ -554,7 +556,7 @@ def test_auxiliary_values_of_feddb_do_not_affect_robust_rules(rule: Rule):
     """With one aggregate in everyone's place, a client that is in its mean prediction and rows changes nothing."""
 
     class Liar(Aggregator):
-        def uploads(self, question: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+        def process_uploads(self, question: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
             appu = upload.aux["appu"].clone()
             weight = upload.weight.clone()
             appu[0], weight[0] = torch.tensor([1e6, 0.0, 0.0, -1e6]), 1e9

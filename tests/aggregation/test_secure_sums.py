@@ -166,7 +166,7 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     weights = torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
     upload = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
     upload = Upload(upload, weights)
-    rows, got = FixedPointMean(even).uploads(make_context(broadcast, k), upload)
+    rows, got = FixedPointMean(even).process_uploads(make_context(broadcast, k), upload)
     assert list(rows) == list(range(k))
     assert got.update["stats"] == {}
     assert got.weight.tolist() == [1.0] * k
@@ -185,15 +185,15 @@ def test_invalid_upload_is_excluded_and_an_empty_sum_has_weight_zero() -> None:
     broadcast = {"params": {"w": torch.zeros(2)}}
     upload = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
     aggregator = FixedPointMean(False)
-    rows, got = aggregator.uploads(make_context(broadcast, 3), upload)
+    rows, got = aggregator.process_uploads(make_context(broadcast, 3), upload)
     assert list(rows) == [0]
     assert got.update["params"]["w"].tolist() == [[1.0, 2.0]]
     assert aggregator.row() == {"summed": 1}
-    rows, _ = aggregator.uploads(
+    rows, _ = aggregator.process_uploads(
         make_context(broadcast, 3), upload._replace(update={"params": {"w": torch.full((3, 2), 1e30)}})
     )
     assert list(rows) == []
-    rows, got = aggregator.uploads(
+    rows, got = aggregator.process_uploads(
         make_context(broadcast, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3))
     )
     assert (got.weight.tolist(), got.update["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)

@@ -45,7 +45,7 @@ def test_no_minority_dominates_the_mean_by_false_counts(attackers: int):
     cap = WeightCap(2.0)
     honest = 9 - attackers
     upload = uploads([100.0] * honest + [1e11] * attackers, [1.0] * honest + [-1.0] * attackers)
-    _, capped = cap.uploads(make_context(DOWN, 9), upload)
+    _, capped = cap.process_uploads(make_context(DOWN, 9), upload)
     assert mean(capped)[0] == pytest.approx((honest - 2 * attackers) / (honest + 2 * attackers))
     assert cap.row() == {
         "capped": list(range(honest, 9)),
@@ -61,12 +61,12 @@ def test_honest_weights_keep_their_bits_and_counts_of_sums_scale_with_their_sums
     moments = {"mean": torch.tensor([[1.0], [2.0], [90.0]])}
     upload = Upload({}, torch.tensor([10.0, 20.0, 900.0]), {"moments": moments})
     counting = make_context(DOWN, 3)._replace(upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")}))
-    _, new = cap.uploads(counting, upload)
+    _, new = cap.process_uploads(counting, upload)
     assert new.weight.tolist() == [10.0, 20.0, 40.0]
     assert new.aux["moments"]["mean"][:2].equal(upload.aux["moments"]["mean"][:2])
     assert float(new.aux["moments"]["mean"][2]) == pytest.approx(90 * 40 / 900)
     plain = uploads([10.0, 20.0, 40.0], [0.1, 0.2, 0.3])
-    assert cap.uploads(make_context(DOWN, 3), plain)[1].weight.equal(plain.weight)
+    assert cap.process_uploads(make_context(DOWN, 3), plain)[1].weight.equal(plain.weight)
 
 
 def test_share_over_one_half_is_logged_once_with_the_site():
@@ -74,7 +74,7 @@ def test_share_over_one_half_is_logged_once_with_the_site():
     messages: list[tuple[int, float]] = []
     cap = WeightCap(2.0, warn=lambda client, share: messages.append((client, round(share, 3))))
     for _ in range(3):
-        cap.uploads(make_context(DOWN, 2), uploads([3.0, 4.0], [1.0, 1.0]))
+        cap.process_uploads(make_context(DOWN, 2), uploads([3.0, 4.0], [1.0, 1.0]))
     assert messages == [(1, 0.571)]
     assert cap.row() == {"largest_share": 0.5714}
 
@@ -82,14 +82,14 @@ def test_share_over_one_half_is_logged_once_with_the_site():
 def test_declared_counts_are_the_cap_where_they_are_known():
     """A site of which 5 images are known weighs 5, however many it claims, and one of which 500 are known its 300."""
     cap = WeightCap(2.0, {0: 5, 1: 500})
-    _, new = cap.uploads(make_context(DOWN, 3), uploads([1e9, 300.0, 1.0], [0.0, 0.0, 0.0]))
+    _, new = cap.process_uploads(make_context(DOWN, 3), uploads([1e9, 300.0, 1.0], [0.0, 0.0, 0.0]))
     assert new.weight.tolist() == [5.0, 300.0, 1.0]
 
 
 def test_attacks_report_a_million_times_their_images_and_flip_signs():
     upload = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
-        _, new = HostileClients(name, [1], 0).uploads(make_context(DOWN, 2), upload)
+        _, new = HostileClients(name, [1], 0).process_uploads(make_context(DOWN, 2), upload)
         assert new.weight.tolist() == [10.0, 10.0 * FALSE_COUNT_FACTOR]
         assert new.update["params"]["w"].tolist() == [[1.0, 1.0], [value, value]]
     assert upload.weight.tolist() == [10.0, 10.0]

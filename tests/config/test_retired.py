@@ -14,11 +14,11 @@ from halfmoon.core.errors import UserError
 @pytest.fixture(autouse=True)
 def _removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Declare an option, a flag, a command and a method's option that no version had."""
-    options = {**retired.OPTIONS, "warp": RetiredOption("use lr.", 9), "twist": RetiredOption("use momentum.")}
-    monkeypatch.setattr(retired, "OPTIONS", options)
-    monkeypatch.setattr(retired, "COMMANDS", {"warp": "use run.", "site warp": "use site check."})
-    monkeypatch.setattr(retired, "COMMAND_FLAGS", {("site check", "--warp"): "use --size."})
-    monkeypatch.setattr(retired, "METHOD_OPTIONS", {"feddure.warp": "use labels."})
+    options = {**retired.REMOVED_OPTIONS, "warp": RetiredOption("use lr.", 9), "twist": RetiredOption("use momentum.")}
+    monkeypatch.setattr(retired, "REMOVED_OPTIONS", options)
+    monkeypatch.setattr(retired, "REMOVED_COMMANDS", {"warp": "use run.", "site warp": "use site check."})
+    monkeypatch.setattr(retired, "REMOVED_COMMAND_FLAGS", {("site check", "--warp"): "use --size."})
+    monkeypatch.setattr(retired, "REMOVED_METHOD_OPTIONS", {"feddure.warp": "use labels."})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from halfmoon.api.types import ClientUpdate, Passes
 from halfmoon.config.schema import Config
-from halfmoon.engine.budget import Budget, ClientSize, Cost, batch_rule_amount, find_largest_update, images_per_step
+from halfmoon.engine.budget import Budget, ClientSize, Cost, compute_amount, find_largest_update, images_per_step
 from halfmoon.engine.sampling import Amount, Batching
 from halfmoon.federation.contract.small_federation import (
     make_dataset,
@@ -71,7 +71,7 @@ def test_equal_labeled_steps_by_hand():
     budget = Budget("labeled-steps", client_update("feddure"))
     for name, single in (("fedavg", 5), ("fedavg-sl", 50)):
         client_sizes = holding(name, CLIENT)
-        assert batch_rule_amount(TEN, client_update(name), client_sizes).steps == single
+        assert compute_amount(TEN, client_update(name), client_sizes).steps == single
         assert budget.amount(TEN, client_update(name), client_sizes, CLIENT) == Amount(45, 10, 0)
 
 
@@ -88,17 +88,17 @@ NAMES = st.sampled_from(registry.names())
 
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
 def test_labeled_steps_are_those_of_the_reference(batching, client, name, reference):
-    wanted = batch_rule_amount(batching, client_update(reference), holding(reference, client))
+    wanted = compute_amount(batching, client_update(reference), holding(reference, client))
     budget = Budget("labeled-steps", client_update(reference))
     made = budget.amount(batching, client_update(name), holding(name, client), holding(reference, client))
     assert made.steps == wanted.steps
-    assert made[1:3] == batch_rule_amount(batching, client_update(name), holding(name, client))[1:3]
+    assert made[1:3] == compute_amount(batching, client_update(name), holding(name, client))[1:3]
 
 
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
 def test_forwards_are_equal_within_half_a_step(batching, client, name, reference):
     """The images through the network differ by at most half a step's (or the method takes its one step)."""
-    wanted = batch_rule_amount(batching, client_update(reference), client)
+    wanted = compute_amount(batching, client_update(reference), client)
     client_sizes = holding(name, client)
     total = wanted.steps * images_per_step(client_update(reference), wanted) + client_update(
         reference
@@ -114,7 +114,7 @@ def test_forwards_are_equal_within_half_a_step(batching, client, name, reference
 
 @given(BATCHINGS, HOLDINGS, NAMES)
 def test_reference_method_uses_its_batch_rule(batching, client, name):
-    client_sizes = batch_rule_amount(batching, client_update(name), client)
+    client_sizes = compute_amount(batching, client_update(name), client)
     for rule in ("labeled-steps", "forwards"):
         assert Budget(rule, client_update(name)).amount(batching, client_update(name), client, client) == client_sizes
 
@@ -136,7 +136,7 @@ def test_rounds_stay_within_the_budget(name):
     step = max(
         images_per_step(
             client_update(name),
-            batch_rule_amount(Batching(2, "rest"), client_update(name), holding(name, ClientSize(a, b))),
+            compute_amount(Batching(2, "rest"), client_update(name), holding(name, ClientSize(a, b))),
         )
         for a, b in ((5, 11), (3, 6), (6, 14), (4, 9))
     )

@@ -11,7 +11,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.normalize import Normalize
 from halfmoon.core.optim import SGD
 from halfmoon.data.views import Plain, Shared, Strong, Weak
-from halfmoon.engine.budget import ClientSize, batch_rule_amount
+from halfmoon.engine.budget import ClientSize, compute_amount
 from halfmoon.engine.sampling import Amount, Batching, DrawnUpdate, Views, batches, compute_views, cycle, draw
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
@@ -155,7 +155,7 @@ def rule(batching: Batching, labeled: int, unlabeled: int, views: bool = True) -
     """Return what the batch rule says of a client, for a method with or without unlabeled views."""
     method = FedAvg(FixMatch()) if views else FedAvg()
     client_update = method.client_updates(Task(SmallCNN(), SGD(), PIXELS))["train"]
-    return batch_rule_amount(batching, client_update, ClientSize(labeled, unlabeled))[:3]
+    return compute_amount(batching, client_update, ClientSize(labeled, unlabeled))[:3]
 
 
 @pytest.mark.parametrize(

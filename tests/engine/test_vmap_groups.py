@@ -9,7 +9,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmoon.api.types import ClientUpdate, Method
-from halfmoon.engine.budget import ClientSize, batch_rule_amount
+from halfmoon.engine.budget import ClientSize, compute_amount
 from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.groups import MAX_PADDING, WorkSize, group_clients
 from halfmoon.engine.sampling import Batching
@@ -33,7 +33,7 @@ def client_update(**options: object) -> ClientUpdate:
 
 def extents(sizes: list[tuple[int, int]], batching: Batching, of: ClientUpdate) -> list[WorkSize]:
     held = [ClientSize(*each) for each in sizes]
-    return [WorkSize(batch_rule_amount(batching, of, each), each) for each in held]
+    return [WorkSize(compute_amount(batching, of, each), each) for each in held]
 
 
 ONE = Batching(1, 1)

@@ -10,7 +10,7 @@ from method_helpers import assert_params_match, begin_update, make_random_images
 from halfmoon.api.types import Batch, ClientData
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
-from halfmoon.engine.budget import ClientSize, batch_rule_amount
+from halfmoon.engine.budget import ClientSize, compute_amount
 from halfmoon.engine.sampling import Batching
 from halfmoon.federation.contract.small_federation import (
     make_dataset,
@@ -91,9 +91,9 @@ def test_a_client_with_labels_trains_eleven_epochs_in_the_authors_code():
     epoch of a client without labels is one pass over what it accepts."""
     client_update = CBAFed(labeled_epochs=11).client_updates(make_task())["train"]
     rule = Batching(64, 64, epoch="larger")
-    assert batch_rule_amount(rule, client_update, ClientSize(4750, 250)) == (11 * 74, 64, 64, 0)
-    assert batch_rule_amount(rule, client_update, ClientSize(0, 5000)) == (79, 0, 64, 1)
-    assert batch_rule_amount(Batching(64, 64, steps=20), client_update, ClientSize(4750, 250)).steps == 20
+    assert compute_amount(rule, client_update, ClientSize(4750, 250)) == (11 * 74, 64, 64, 0)
+    assert compute_amount(rule, client_update, ClientSize(0, 5000)) == (79, 0, 64, 1)
+    assert compute_amount(Batching(64, 64, steps=20), client_update, ClientSize(4750, 250)).steps == 20
     assert [11 * 74 * 64 // (4750 * 5), 74 * 64 // (4750 * 5)] == [2, 0]
 
 

@@ -154,7 +154,7 @@ def test_secure_sums_noise_and_robust_rules_apply_to_trained_layers(tmp_path: Pa
     seen: list[Upload] = []
 
     class Spy:
-        def uploads(self, question, upload):
+        def process_uploads(self, question, upload):
             seen.append(upload)
             return list(range(len(upload.weight))), upload
 

@@ -124,8 +124,8 @@ def test_methods_are_compared_with_the_control_where_it_was_run() -> None:
     assert (result.base, [row.method for row in result.rows]) == ("FEDAVG-CONTROL", ["FEDDURE"])
     assert result.rows[0].difference == paired.compare_paired([78, 80], [77, 77], comparisons=2)
     assert result.control == ("FEDAVG", paired.compare_paired([77, 77], [70, 72], comparisons=2))
-    assert result.sentence.startswith("FEDAVG-CONTROL against FEDAVG: +6.0 points (")
-    assert "adjusted for 2 comparisons" in result.sentence
+    assert result.description.startswith("FEDAVG-CONTROL against FEDAVG: +6.0 points (")
+    assert "adjusted for 2 comparisons" in result.description
     assert result.as_json()["control"]["mean"] == 6
     assert paired.compare_methods(runs[2:]).control is None, "labels only was not run"
 

@@ -58,13 +58,10 @@ class HostileClients(Aggregator):
         self.clients = frozenset(clients)
         self.seed = seed
         self.factor = factor
-        self._active: set[int] = set()
+        self._hostile_in_round: set[int] = set()
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Simulate an attack: change the uploads of hostile clients, and leave those of honest clients unchanged.
-
-        Attacks with "false-counts" multiply the weights, which are the claimed numbers of images. "label-flip" changes
-        the labels before the training, so that nothing is left to change here.
 
         Args:
             context: The query and the k clients that responded.
@@ -75,28 +72,35 @@ class HostileClients(Aggregator):
         """
         indices = range(len(context.clients))
         hostile_indices = [index for index in indices if context.clients[index] in self.clients]
-        self._active |= {context.clients[index] for index in hostile_indices}
-        if self.attack.endswith("false-counts"):
-            weight = upload.weight.clone()
-            weight[hostile_indices] *= FALSE_COUNT_FACTOR
-            upload = upload._replace(weight=weight)
-        change = compute_update(upload, context)  # {path: (k, ...)}: the uploaded minus the downloaded values
-        if not hostile_indices or not change or self.attack in ("label-flip", "false-counts"):
+        self._hostile_in_round.update(context.clients[index] for index in hostile_indices)  # for the round's metrics
+        if not hostile_indices:
             return indices, upload
-        new = {path: leaf.clone() for path, leaf in change.items()}
-        for index in hostile_indices:
-            client_change = {path: leaf[index] for path, leaf in change.items()}
-            generator = rng.generator(self.seed, "attack", context.round, context.query, context.clients[index])
-            for path, leaf in self._attack_update(client_change, generator).items():
-                new[path][index] = leaf
-        is_hostile = torch.tensor([index in hostile_indices for index in indices])
-        # Downloaded value plus update may round, so the honest clients' uploads are taken from the original.
-        return indices, select_uploads(mask=is_hostile, new=replace_update(upload, context, new), old=upload)
+        if self.attack in ("false-counts", "sign-flip-false-counts"):
+            upload = _claim_false_counts(upload, hostile_indices)
+        # "label-flip" changed the labels before the training, so its updates are not changed here.
+        if self.attack not in ("false-counts", "label-flip"):
+            upload = self._attack_updates(context, upload, hostile_indices)
+        return indices, upload
 
     def row(self) -> dict[str, Any]:
-        active = sorted(self._active)
-        self._active = set()
-        return {"hostile": active}
+        hostile = sorted(self._hostile_in_round)
+        self._hostile_in_round = set()
+        return {"hostile": hostile}
+
+    def _attack_updates(self, context: AggregationContext, upload: Upload, hostile_indices: Sequence[int]) -> Upload:
+        """Replace the updates of the clients at `hostile_indices` by hostile ones; arguments as in `process_uploads`."""
+        updates = compute_update(upload, context)  # {path: (k, ...)}: the uploaded minus the downloaded values
+        if not updates:
+            return upload
+        new_updates = {path: leaf.clone() for path, leaf in updates.items()}
+        for index in hostile_indices:
+            honest = {path: leaf[index] for path, leaf in updates.items()}
+            generator = rng.generator(self.seed, "attack", context.round, context.query, context.clients[index])
+            for path, leaf in self._attack_update(honest, generator).items():
+                new_updates[path][index] = leaf
+        is_hostile = torch.tensor([index in hostile_indices for index in range(len(context.clients))])
+        # Downloaded value plus update may round, so the honest clients' uploads are taken from the original.
+        return select_uploads(mask=is_hostile, new=replace_update(upload, context, new_updates), old=upload)
 
     def _attack_update(self, change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Turn the honest update of one client, {path: (...)}, into the hostile one."""
@@ -113,6 +117,13 @@ def draw_hostile_clients(clients: int, share: float, seed: int) -> list[int]:
     order = torch.randperm(clients, generator=rng.generator(seed, "hostile"))
     # Round first, so that 0.1 * 30 = 3.0000000000000004 does not become 4.
     return sorted(order[: math.ceil(round(share * clients, 9))].tolist())
+
+
+def _claim_false_counts(upload: Upload, hostile_indices: Sequence[int]) -> Upload:
+    """Multiply the weights of hostile clients, which are the numbers of images that they claim to have."""
+    weight = upload.weight.clone()
+    weight[hostile_indices] *= FALSE_COUNT_FACTOR
+    return upload._replace(weight=weight)
 
 
 def _add_noise(change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:

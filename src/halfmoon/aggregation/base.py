@@ -56,7 +56,7 @@ class AggregationContext(NamedTuple):
 class Aggregator(Protocol):
     """A step between the uploads of a query and the method: it may drop, change or replace uploads."""
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Filter or change the uploads of one query before the method averages them, for example to limit outliers.
 
         Each aggregator implements this. Several may follow one another.

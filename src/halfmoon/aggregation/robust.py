@@ -96,7 +96,7 @@ class RobustAggregator(Aggregator):
         self.byzantine = byzantine
         self._row: dict[str, Any] = {}
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Apply the rule to the finite uploads of a cohort, and record the metrics of the round.
 
         All rules with "cosine" in their names first remove the clients whose update points away from the others'.
@@ -195,7 +195,7 @@ class FiniteCheck(Aggregator):
     def __init__(self, robust: bool = True) -> None:
         self.robust = robust
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Check, as the aggregator `FiniteCheck` in front of a plain mean, that all uploads are finite.
 
         A single NaN or infinity in a mean destroys the model of all clients.

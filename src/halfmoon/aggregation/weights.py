@@ -58,7 +58,7 @@ class WeightCap(Aggregator):
         self._row: dict[str, Any] = {}  # metrics of the current round
         self._warned: set[int] = set()  # clients that `warn` was called for
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Cap the weights of the uploads; uploads below the cap remain unchanged, bit by bit."""
         scale = self.scale(context.clients, upload.weight.double().tolist())
         return range(len(context.clients)), cap_weights(upload, context.upload_spec, scale)

@@ -36,7 +36,7 @@ _NO_START = (
     "pretrained `network`."
 )
 
-OPTIONS: Mapping[str, RetiredOption] = {
+REMOVED_OPTIONS: Mapping[str, RetiredOption] = {
     "seeds_together": RetiredOption("leave it out: the seeds of a comparison train one after the other.", False),
     "compile": RetiredOption("leave it out: compiled steps paid off only in long runs of tiny networks.", False),
     "start": RetiredOption(_NO_START, "none", in_identity=True),
@@ -53,12 +53,12 @@ RENAMED_OPTIONS: Mapping[str, str] = {
 }
 """Options of a run that have another name since version 0.2: old key to new key."""
 
-COMMAND_FLAGS: Mapping[tuple[str, str], str] = {
+REMOVED_COMMAND_FLAGS: Mapping[tuple[str, str], str] = {
     ("site check", "--sheet"): "open the images in a file browser, or label a few with `halfmoon site label`.",
 }
 """Removed flags of single commands: (command, flag) to advice."""
 
-COMMANDS: Mapping[str, str] = {
+REMOVED_COMMANDS: Mapping[str, str] = {
     "site agreement": (
         "compare the labels of two readers with pandas and `sklearn.metrics.cohen_kappa_score`: each reader's labels "
         "are in a CSV file of the site folder."
@@ -68,7 +68,7 @@ COMMANDS: Mapping[str, str] = {
 }
 """Removed commands, such as "leaderboard" or "site agreement"."""
 
-METHOD_OPTIONS: Mapping[str, str] = {}
+REMOVED_METHOD_OPTIONS: Mapping[str, str] = {}
 """Removed options of methods: "METHOD.NAME" (one method) or "NAME" (all methods) to advice."""
 
 
@@ -77,12 +77,12 @@ def identity_defaults() -> dict[str, Any]:
 
     With them, a run folder of an earlier version is still recognized as the same configuration.
     """
-    return {name: option.default for name, option in OPTIONS.items() if option.in_identity}
+    return {name: option.default for name, option in REMOVED_OPTIONS.items() if option.in_identity}
 
 
 def is_ignored(name: str, value: Any) -> bool:
     """Check whether a key of a file is a removed option at its last default, which has no effect."""
-    option = OPTIONS.get(name)
+    option = REMOVED_OPTIONS.get(name)
     return option is not None and type(value) is type(option.default) and value == option.default
 
 
@@ -96,7 +96,7 @@ def strip_ignored_lines(text: str) -> str:
         text: a configuration that `to_toml` of this or an earlier version has written.
     """
     ignored_lines: set[str] = set()
-    for name, option in OPTIONS.items():
+    for name, option in REMOVED_OPTIONS.items():
         # Of an option without a default (NO_DEFAULT) each value counts. One whose default was None has no line at
         # its default, as TOML has no such value.
         if option.default is not NO_DEFAULT and option.default is not None:
@@ -118,35 +118,36 @@ def option_error(name: str, file: Path | str | None = None) -> UserError | None:
     Returns:
         The error, or None if no version had such an option.
     """
-    is_flag = file is None
-    subject = f"option '{_flag(name)}'" if is_flag else f"option {name!r} in {Path(file).name}"
-    if name in RENAMED_OPTIONS:
-        new_name = RENAMED_OPTIONS[name]
-        return UserError(
-            f"{subject} is called {_flag(new_name) if is_flag else new_name} since version 0.2: rename it."
-        )
-    if name in OPTIONS:
-        return UserError(f"{subject} was removed: {OPTIONS[name].advice}")
+    new_name = RENAMED_OPTIONS.get(name)
+    if file is None:
+        subject = f"option '{_flag(name)}'"
+        new_name = new_name and _flag(new_name)
+    else:
+        subject = f"option {name!r} in {Path(file).name}"
+    if new_name is not None:
+        return UserError(f"{subject} is called {new_name} since version 0.2: rename it.")
+    if name in REMOVED_OPTIONS:
+        return UserError(f"{subject} was removed: {REMOVED_OPTIONS[name].advice}")
     return None
 
 
 def command_error(command: str) -> UserError | None:
     """Build the error about a removed command, such as "site agreement"; None if there was no such command."""
-    if command not in COMMANDS:
+    if command not in REMOVED_COMMANDS:
         return None
-    return UserError(f"command 'halfmoon {command}' was removed: {COMMANDS[command]}")
+    return UserError(f"command 'halfmoon {command}' was removed: {REMOVED_COMMANDS[command]}")
 
 
 def command_flag_error(command: str, flag: str) -> UserError | None:
     """Build the error about a removed flag of one command; None if there was no such flag."""
-    if (command, flag) not in COMMAND_FLAGS:
+    if (command, flag) not in REMOVED_COMMAND_FLAGS:
         return None
-    return UserError(f"option {flag!r} of {command} was removed: {COMMAND_FLAGS[command, flag]}")
+    return UserError(f"option {flag!r} of {command} was removed: {REMOVED_COMMAND_FLAGS[command, flag]}")
 
 
 def method_option_error(method: str, name: str) -> UserError | None:
     """Build the error about a removed option of a method; None if there was no such option."""
-    advice = METHOD_OPTIONS.get(f"{method}.{name}") or METHOD_OPTIONS.get(name)
+    advice = REMOVED_METHOD_OPTIONS.get(f"{method}.{name}") or REMOVED_METHOD_OPTIONS.get(name)
     return UserError(f"option {name!r} of method {method} was removed: {advice}") if advice else None
 
 

@@ -664,12 +664,28 @@ def _label_text(value: Any, row: int, name: str) -> int | str:
 def _number_clients(clients: Any, count: int) -> np.ndarray:
     """Convert the client id of each image to a number from 0, in the order of the sorted ids.
 
+    For example the ids ["lyon", "bonn", "lyon"] become [1, 0, 1].
+
     Args:
         clients: an id for each image, whole numbers or strings.
         count: the number of images.
 
     Returns:
         int64 (count,).
+    """
+    ids = _read_client_ids(clients, count).tolist()
+    # Numbers and strings cannot be sorted together, so that one string makes all of them strings.
+    if any(isinstance(client_id, str) for client_id in ids):
+        ids = [normalize_class_name(str(client_id)) for client_id in ids]
+    numbers = np.unique(np.array(ids), return_inverse=True)[1]
+    return numbers.astype(np.int64)
+
+
+def _read_client_ids(clients: Any, count: int) -> np.ndarray:
+    """Convert client ids to an array (count,), and check that each is a whole number or a string.
+
+    Raises:
+        UserError: an id is missing or of another type, or their number is not `count`.
     """
     if _has_mask(clients):
         raise UserError("clients has ids that are masked; give a number or a string for each image.")
@@ -683,17 +699,13 @@ def _number_clients(clients: Any, count: int) -> np.ndarray:
             f"clients has the shape {ids.shape}, but data has {count:,} images; give a number of clients, or one id for "
             "each image."
         )
-    values = ids.tolist()
-    if ids.dtype.kind not in "biufUSTO" or any(not _is_client_id(value) for value in values):
+    # The kinds of NumPy that are numbers, strings or objects; dates, for example, are not.
+    has_known_kind = ids.dtype.kind in "biufUSTO"
+    if not has_known_kind or not all(_is_client_id(client_id) for client_id in ids.tolist()):
         raise UserError(
             "clients has ids that are missing or not whole numbers; give a number or a string for each image."
         )
-    # Objects of several types cannot be sorted, their texts can.
-    if any(isinstance(value, str) for value in values):
-        ids = np.array([normalize_class_name(str(value)) for value in values])
-    elif ids.dtype == object:
-        ids = np.array(values)
-    return np.unique(ids, return_inverse=True)[1].astype(np.int64)
+    return ids
 
 
 def _is_client_id(value: Any) -> bool:

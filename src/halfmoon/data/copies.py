@@ -20,28 +20,31 @@ def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str
     Raises:
         UserError: All training images are equal.
     """
-    hashes = [*hash_pixels(train.images), *hash_pixels(tests.images)]
-    notes = describe_equal_images(hashes, np.concatenate([train.labels, tests.labels]))
+    train_hashes = hash_pixels(train.images)
+    test_hashes = hash_pixels(tests.images)
+    different_train_hashes = set(train_hashes)
+    in_both = sum(image_hash in different_train_hashes for image_hash in test_hashes)
+    hashes = [*train_hashes, *test_hashes]
+    labels = np.concatenate([train.labels, tests.labels])
+    notes = describe_equal_images(hashes, labels, split_keeps_copies=not in_both)
     if not notes:
         return train, tests, []
-    if len(train) > 1 and len(set(hashes[: len(train)])) == 1:
+    if len(train) > 1 and len(different_train_hashes) == 1:
         raise UserError(f"{describe_only_equal_images(f'{len(train):,} training images')}.")
-    if train.groups is None and tests.groups is None:
-        groups = None
-    else:
-        groups = [*(train.groups or [""] * len(train)), *(tests.groups or [""] * len(tests))]
-    merged = merge_equal_images(groups, hashes)
-    train_hashes = set(hashes[: len(train)])
-    shared = sum(image_hash in train_hashes for image_hash in hashes[len(train) :])
-    if shared:
-        # Only folders that divide the images themselves can have copies on both sides. The first note then must not end
-        # with the clause that all copies are on one side.
-        notes[0] = notes[0].partition(": all copies")[0]
+    if in_both:
         notes.append(
-            f"{shared:,} of {len(tests):,} test images are training images as well, so the accuracy is too high: remove "
+            f"{in_both:,} of {len(tests):,} test images are training images as well, so the accuracy is too high: remove "
             "them from one of the two"
         )
-    assert merged is not None, "there are copies"
-    train_groups = merged[: len(train)]
-    test_groups = merged[len(train) :]
-    return replace(train, groups=train_groups), replace(tests, groups=test_groups), notes
+    groups = merge_equal_images(_join_groups(train, tests), hashes)
+    assert groups is not None, "there are copies, which form groups"
+    train = replace(train, groups=groups[: len(train)])
+    tests = replace(tests, groups=groups[len(train) :])
+    return train, tests, notes
+
+
+def _join_groups(train: Images, tests: Images) -> list[str] | None:
+    """List the groups of training and then of test images, "" for none; None if no image has a group."""
+    if train.groups is None and tests.groups is None:
+        return None
+    return [*(train.groups or [""] * len(train)), *(tests.groups or [""] * len(tests))]

@@ -101,12 +101,13 @@ def describe_only_equal_images(subject: str) -> str:
     )
 
 
-def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[str]:
+def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray, split_keeps_copies: bool = True) -> list[str]:
     """Describe images with equal pixels in sentences for the user.
 
     Args:
         hashes: A hash of each image's pixels.
         labels: The label of each image, int64 (N,), negative for none.
+        split_keeps_copies: Whether every split leaves all copies of an image on one side.
 
     Returns:
         A sentence with the number of copies, and one with the number of images whose copies have another label, if
@@ -117,9 +118,10 @@ def describe_equal_images(hashes: Sequence[bytes], labels: np.ndarray) -> list[s
         return []
     if copies == len(hashes) - 1:
         return [describe_only_equal_images(f"{len(hashes):,} images")]
-    notes = [
-        f"{copies:,} of {len(hashes):,} images are copies of others (equal pixels): all copies are on one side of a split"
-    ]
+    first_note = f"{copies:,} of {len(hashes):,} images are copies of others (equal pixels)"
+    if split_keeps_copies:
+        first_note += ": all copies are on one side of a split"
+    notes = [first_note]
     if conflicts := count_conflicts(hashes, labels):
         subject = "image has" if conflicts == 1 else "images have"
         notes.append(f"{conflicts:,} {subject} copies with another label: correct the labels, or remove the copies")

@@ -311,22 +311,27 @@ def _describe_missing_data(folder: Path, test: str) -> UserError:
 
 
 def _refuse_other_formats(folder: Path) -> None:
-    """Raise UserError, with instructions, for a folder that another program wrote or another command reads.
+    """Raise UserError, with instructions, for two kinds of folders that look like a data set and are none.
 
-    These are a folder of Hugging Face's library datasets without a subset train, and the folder of a site (for example a
-    hospital that trains with others), whose images have labels in a table or none.
+    The first has no training images: `save_to_disk` of Hugging Face's library datasets wrote it without a subset train.
+    The second is the folder of a federation's site, such as a hospital. It has a table of labels (labels.csv), or a
+    subfolder of images without labels, and no test images.
     """
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    was_saved_to_disk = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    if was_saved_to_disk:
         raise UserError(
             f"{folder} was written by save_to_disk of the library datasets, but has no part train: save a DatasetDict "
             "with train and test, such as dataset.train_test_split(0.2).save_to_disk(FOLDER)."
         )
     unlabeled_folder = class_folders.find_unlabeled(folder)
     labels_file = find_labels_file(folder)
-    if labels_file.is_file() or unlabeled_folder is not None:
+    if unlabeled_folder is not None:
+        content = f"images without a label in {unlabeled_folder.name}"
+    elif labels_file.is_file():
         content = labels_file.name
-        if unlabeled_folder is not None:
-            content = f"images without a label in {unlabeled_folder.name}"
+    else:
+        content = None
+    if content is not None:
         raise UserError(
             f"{folder} is a site's folder, with {content} and no test images: `halfmoon run --data {folder}` chooses "
             f"methods and tests itself, `halfmoon run --sites {folder} OTHER --method NAME` runs one on two or more; "

@@ -54,14 +54,14 @@ class Budget:
         Returns:
             The amount of the batch rule, with the number of steps changed to match the cost of `reference`.
         """
-        amount = batch_rule_amount(batching, client_update, rows)
+        amount = compute_amount(batching, client_update, rows)
         if self.rule == "none" or self.reference is None or not client_update.requirements.trains or not amount.steps:
             return amount
         reference_size = size.as_labeled if self.all_labels else size
         # The reference itself retains its epochs, which may depend on the rows that it can draw.
         if client_update == self.reference and rows == reference_size:
             return amount
-        target = batch_rule_amount(batching, self.reference, reference_size)
+        target = compute_amount(batching, self.reference, reference_size)
         # With `epochs` other than 0 the drawing of minibatches would set the number of steps again.
         if self.rule == "labeled-steps":
             return amount._replace(steps=target.steps, epochs=0)
@@ -72,7 +72,7 @@ class Budget:
         return amount._replace(steps=max(1, round(steps)), epochs=0)
 
 
-def batch_rule_amount(batching: Batching, client_update: ClientUpdate, rows: ClientSize) -> Amount:
+def compute_amount(batching: Batching, client_update: ClientUpdate, rows: ClientSize) -> Amount:
     """Compute the number of steps of a client update, and of images in a step, from the batch sizes and epochs.
 
     Args:
@@ -81,23 +81,24 @@ def batch_rule_amount(batching: Batching, client_update: ClientUpdate, rows: Cli
         rows: the numbers of labeled and unlabeled images on which the client trains.
 
     Returns:
-        The amount. If its `epochs` are not 0, its steps are that many passes over the unlabeled images, and change if not
-        all of these may be used.
+        The amount. If its `epochs` are not 0, its steps are that many passes over the unlabeled images. The number of
+        steps changes later if a client may use only some of its unlabeled images.
     """
     requirements = client_update.requirements
     if not requirements.trains:
         return Amount(steps=0, labeled=0, unlabeled=0)
     labeled = batching.labeled_size(rows.labeled)
-    if not requirements.views:  # the update uses labeled images only
+    uses_unlabeled = bool(requirements.views)  # an unlabeled image is used by its augmented views
+    if not uses_unlabeled:
         steps = batching.steps_labeled(rows.labeled) if labeled else 0
         return Amount(steps=steps, labeled=labeled, unlabeled=0)
-    # A factor on the epochs of clients with labels, which a fixed number of steps overrides.
-    epochs = requirements.labeled_epochs if labeled and not batching.steps else 1
+    # Some methods train clients with labels for more epochs; a fixed number of steps (`batching.steps`) overrides this.
+    epoch_factor = requirements.labeled_epochs if labeled and not batching.steps else 1
     return Amount(
-        steps=batching.steps_both(rows.labeled, rows.unlabeled) * epochs,
+        steps=batching.steps_both(rows.labeled, rows.unlabeled) * epoch_factor,
         labeled=labeled,
         unlabeled=batching.unlabeled_size(rows.labeled, rows.unlabeled),
-        epochs=batching.passes(rows.labeled, rows.unlabeled) * epochs,
+        epochs=batching.passes(rows.labeled, rows.unlabeled) * epoch_factor,
     )
 
 
@@ -122,7 +123,7 @@ def find_largest_update(
         total = 0
         for size in sizes:
             rows = size.as_labeled if all_labels else size
-            amount = batch_rule_amount(batching, client_update, rows)
+            amount = compute_amount(batching, client_update, rows)
             total += count_images(client_update, amount, rows) if rule == "forwards" else amount.steps
         return total
 

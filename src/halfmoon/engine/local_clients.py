@@ -18,7 +18,7 @@ from halfmoon.core import rng, tree
 from halfmoon.core.tensors import tensor_from_numpy
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.engine.budget import Budget, ClientSize, batch_rule_amount
+from halfmoon.engine.budget import Budget, ClientSize, compute_amount
 from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, create_first_memory
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.executors.base import Executor
@@ -296,7 +296,7 @@ class LocalClients:
         if client == SERVER:
             # The budget, which makes methods equally expensive, applies to clients only.
             batching = self.training.server_batching or self.training.batching
-            return batch_rule_amount(batching, client_update, self.dataset.training_size(client))
+            return compute_amount(batching, client_update, self.dataset.training_size(client))
         return self.training.budget.amount(
             self.training.batching,
             client_update,

@@ -420,7 +420,7 @@ class ServerRuntime(ABC):
             TooFewReplies: no upload remains.
         """
         for aggregator in self.aggregators:
-            positions, upload = aggregator.uploads(context, upload)
+            positions, upload = aggregator.process_uploads(context, upload)
             if not positions:
                 query = f"round {context.round + 1}, query {context.query + 1} ({context.client_update})"
                 raise TooFewReplies(f"{query} has no usable upload of {context.cohort}.")

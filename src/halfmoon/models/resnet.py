@@ -1,5 +1,6 @@
 """Residual networks: ResNet-8 of SAGE and ProxyFL, and ResNet-18 with the stem of ImageNet or for 32x32 images."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -210,7 +211,9 @@ _BLOCK_LAYERS = {
     "downsample/0": ("shortcut", "conv"),
     "downsample/1": ("shortcut", "norm"),
 }
-"""For each layer of a block in torchvision, by name: the suffix of the block's name here, and the kind of layer."""
+"""Layers of a residual block: torchvision's name, to the suffix of the block's name here and the kind of layer.
+
+For example "conv2" of block 3 is "block3b/conv"."""
 
 
 @dataclass(frozen=True)
@@ -240,19 +243,25 @@ class ResNet18(ResidualNetwork):
         path = super().tree_path(name)
         if path is None:
             return None
-        section, *layers, tensor_name = path.split("/")  # section: "params" or "stats"
+        # `path` has torchvision's layer names, such as "params/layer2/0/conv1/weight"; the section is "params" or "stats".
+        section, *layers, tensor_name = path.split("/")
         if layers == ["fc"]:
             return f"{section}/head/{tensor_name}"
-        # "layer2/0/conv1" has a group, the index of a block and its layer; "conv1" alone is the stem.
-        group, index = layers[:2] if len(layers) > 2 else ("", "")
-        layer = "/".join(layers[2:] if group else layers)
-        is_block = group in ("layer1", "layer2", "layer3", "layer4") and index in ("0", "1")
-        if layer not in _BLOCK_LAYERS or (group and not is_block):
+        block_match = re.fullmatch(r"layer([1-4])/([01])/(.+)", "/".join(layers))
+        if block_match is None:
+            layer = "/".join(layers)  # "conv1" and "bn1" outside of a block are the stem
+            name = "stem"
+        else:
+            group, index, layer = block_match.groups()
+            # torchvision has four groups of two blocks, here all eight are numbered from 1.
+            name = f"block{2 * int(group) - 1 + int(index)}"
+        if layer not in _BLOCK_LAYERS:
             return path
         suffix, kind = _BLOCK_LAYERS[layer]
-        # torchvision has four groups of two blocks, here all eight are numbered from 1.
-        unit = f"block{2 * int(group[-1]) - 1 + int(index)}{suffix}" if group else "stem"
-        return f"{section}/{unit}/{tensor_name}" if section == "stats" else f"{section}/{unit}/{kind}/{tensor_name}"
+        if block_match is not None:
+            name += suffix
+        # Statistics belong to normalizations only, so that their paths do not name the kind of layer.
+        return f"{section}/{name}/{tensor_name}" if section == "stats" else f"{section}/{name}/{kind}/{tensor_name}"
 
     def check(self, shape: tuple[int, int, int]) -> None:
         if min(shape[1:]) < self.min_side:

@@ -91,8 +91,7 @@ def fit_weights_to_network(network: Network, weights: Weights, classes: tuple[st
     Raises:
         UserError: if tensors are missing, unknown to the network, or of another shape.
     """
-    with torch.device("meta"):
-        expected = tree.flatten(network.init(torch.Generator()))  # shapes only
+    expected = _model_shapes(network)
     tensors = _map_to_paths(network, weights)
     # A head of other classes, or of another number of them, cannot be used; the rest of the network can.
     head_paths = [path for path in expected if path.startswith("params/") and _is_head(network, path)]
@@ -131,8 +130,8 @@ def is_head_path(network: Network, path: str) -> bool:
 def _map_to_paths(network: Network, weights: Weights) -> dict[str, Tensor]:
     """Rename the tensors of a weights file to their paths in the network's tree.
 
-    Files of halfmoon have these paths. Names of a PyTorch state dict are converted, and tensors that the network does
-    not store, such as buffers with constants, are left out.
+    Files of halfmoon have these paths. Names of a PyTorch state dict are converted: "block.conv.weight" becomes
+    "params/block/conv/weight". Tensors that the network does not store, such as buffers with constants, are left out.
 
     Args:
         network: the network.
@@ -141,21 +140,31 @@ def _map_to_paths(network: Network, weights: Weights) -> dict[str, Tensor]:
     Returns:
         The tensors by path, such as "params/block/conv/weight".
     """
-    if any(name.startswith("params/") for name in weights.tensors):
+    is_halfmoon_file = any(name.startswith("params/") for name in weights.tensors)
+    if is_halfmoon_file:
         return dict(weights.tensors)
     tensors = dict(weights.tensors)
     if isinstance(network, ModuleNetwork):
-        # Buffers that are no running statistics, such as tables of positions, are built with the module.
         module = build_module(network)
-        if hubs.package_of(network.factory):
+        is_hub_model = bool(hubs.package_of(network.factory))  # timm, torchvision or transformers
+        if is_hub_model:
             tensors = convert_names(network.name, module, tensors)
-        with torch.device("meta"):
-            stats = tree.flatten(network.init(torch.Generator())["stats"])
-        stat_paths = {f"stats/{path}" for path in stats}
-        constants = {name for name, _ in module.named_buffers() if network.tree_path(name) not in stat_paths}
+        constants = _constant_buffers(network, module)
         tensors = {name: value for name, value in tensors.items() if name not in constants}
     paths = {name: network.tree_path(name) for name in tensors}
     return {path: tensors[name] for name, path in paths.items() if path is not None}
+
+
+def _constant_buffers(network: ModuleNetwork, module: torch.nn.Module) -> set[str]:
+    """Find the buffers that are no running statistics, such as tables of positions, which the module itself computes."""
+    stat_paths = {path for path in _model_shapes(network) if path.startswith("stats/")}
+    return {name for name, _ in module.named_buffers() if network.tree_path(name) not in stat_paths}
+
+
+def _model_shapes(network: Network) -> dict[str, Tensor]:
+    """Return a network's tensors by path, such as "params/head/weight", without data: they have only shapes."""
+    with torch.device("meta"):
+        return tree.flatten(network.init(torch.Generator()))
 
 
 def _check_shape(weights: Weights, path: str, actual: torch.Size, expected: torch.Size) -> None:

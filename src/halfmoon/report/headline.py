@@ -53,7 +53,7 @@ def find_roles(study: Study, column: Column) -> RowRoles:
     ranking = rank_rows(study, final_scores(study), column)
     names = [row.name for row in ranking]
     return RowRoles(
-        winner=_competitors(ranking)[0].name if ranking else None,
+        winner=_without_upper_bounds(ranking)[0].name if ranking else None,
         baseline=next((name for name in (CONTROL, LABELS_ONLY) if name in names), None),
         ceiling=next((row.name for row in ranking if row.is_ceiling), None),
     )
@@ -88,8 +88,8 @@ def write_headline(study: Study) -> str:
     return _describe_column(study, columns[0]) if columns else ""
 
 
-def _competitors(rows: Sequence[FinalAccuracy]) -> list[FinalAccuracy]:
-    """Leave out upper bounds, unless there are no other rows."""
+def _without_upper_bounds(rows: Sequence[FinalAccuracy]) -> list[FinalAccuracy]:
+    """Leave out rows that train on all labels; keep them if there are no other rows."""
     return [row for row in rows if not row.is_ceiling] or list(rows)
 
 
@@ -130,7 +130,7 @@ def _describe_column(study: Study, rows: Sequence[FinalAccuracy]) -> str:
         study: the study.
         rows: the accuracies of the column's rows (usually methods), the best first.
     """
-    first, *next_rows = _competitors(rows)  # without upper bounds, unless there are no others
+    first, *next_rows = _without_upper_bounds(rows)
     best = first.accuracy
     accuracy = f"{best.mean:.1f} %" if best.deviation is None else f"{best.mean:.1f} ± {best.deviation:.1f} %"
     if len(rows) == 1:
@@ -180,43 +180,48 @@ def _describe_columns(study: Study, columns: Sequence[Sequence[FinalAccuracy]]) 
         study: the study.
         columns: the accuracies of the rows (usually methods) of each column (usually a data set), the best first.
     """
-    # most_common keeps the order of the columns for equal counts.
-    wins = Counter(_competitors(rows)[0].title for rows in columns)
-    title, count = wins.most_common(1)[0]
-    other_winners = [f"{name} in {number}" for name, number in wins.items() if name != title]
-    rest = f" ({', '.join(other_winners)})" if other_winners else ""
+    # The first row of each column is its best one. most_common keeps the order of the columns for equal counts.
+    wins = Counter(_without_upper_bounds(rows)[0].title for rows in columns)
+    winner_title, count = wins.most_common(1)[0]
+    other_winners = [f"{title} in {number}" for title, number in wins.items() if title != winner_title]
+    others = f" ({', '.join(other_winners)})" if other_winners else ""
     share = "all" if count == len(columns) else f"{count} of"
-    sentence = f"{title} is the best in {share} {len(columns)} columns{rest}"
-    return f"{sentence}.{_describe_mean_lead(study, columns, title)}"
+    sentence = f"{winner_title} is the best in {share} {len(columns)} columns{others}"
+    return f"{sentence}.{_describe_mean_lead(study, columns, winner_title)}"
 
 
-def _describe_mean_lead(study: Study, columns: Sequence[Sequence[FinalAccuracy]], title: str) -> str:
-    """Describe how far a row is above or below the best other row in the mean of the columns.
+def _describe_mean_lead(study: Study, columns: Sequence[Sequence[FinalAccuracy]], winner_title: str) -> str:
+    """Describe how far the row with the most wins is above or below the best other row, in the mean of the columns.
 
-    The row with the most wins may have a lower mean than another row, so its "lead" can be negative.
+    It is below if it wins most columns narrowly and loses another one by far.
 
     Args:
         study: the study.
         columns: the rows of every column.
-        title: title of the row to describe.
+        winner_title: title of the row with the most wins.
 
     Returns:
         A sentence; "" if the row is missing in a column, or no other row is in every column.
     """
-    # Only rows that are in every column have a comparable mean.
+    means = _means_over_columns(columns)
+    titles = {row.name: row.title for rows in columns for row in rows}
+    winner = next((name for name in means if titles[name] == winner_title), None)
+    others = [name for name in means if name != winner]
+    if winner is None or not others:
+        return ""
+    best_other = max(others, key=lambda name: means[name])
+    lead = means[winner] - means[best_other]
+    interval = _describe_interval(study, winner, best_other, len(columns))
+    position = "above" if lead >= 0 else "below"
+    return f" In the mean of the columns it is {abs(lead):.1f} points {position} {titles[best_other]}{interval}."
+
+
+def _means_over_columns(columns: Sequence[Sequence[FinalAccuracy]]) -> dict[str, float]:
+    """Compute the mean accuracy of each row that is in every column, by name, without upper bounds."""
     column_counts = Counter(row.name for rows in columns for row in rows)
     means: dict[str, float] = {}
     for rows in columns:
-        for row in _competitors(rows):
+        for row in _without_upper_bounds(rows):
             if column_counts[row.name] == len(columns):
                 means[row.name] = means.get(row.name, 0.0) + row.accuracy.mean / len(columns)
-    titles = {row.name: row.title for rows in columns for row in rows}
-    subject = next((name for name in means if titles[name] == title), None)
-    ranking = sorted((name for name in means if name != subject), key=lambda name: -means[name])
-    if subject is None or not ranking:
-        return ""
-    runner_up = ranking[0]
-    lead = means[subject] - means[runner_up]
-    interval = _describe_interval(study, subject, runner_up, len(columns))
-    position = "above" if lead >= 0 else "below"
-    return f" In the mean of the columns it is {abs(lead):.1f} points {position} {titles[runner_up]}{interval}."
+    return means

@@ -141,7 +141,8 @@ class DifferenceTable:
             first one.
         seeds: number of common seeds.
         rows: the other methods, without labels only if the base is the control.
-        control: the difference of the control to labels only; None if one of them was not run.
+        control: the difference of the control to labels only, with the title of labels only; None if one of them was not
+            run.
         images: number of test images whose spread is in the intervals; 0 if it is not.
     """
 
@@ -170,23 +171,21 @@ class DifferenceTable:
         return len(self.rows) + (self.control is not None)
 
     @property
-    def sentence(self) -> str:
-        """Sentences below the table of differences: the control's gain, what intervals contain, too few seeds.
-
-        The control trains on labeled images only, and has unlabeled images in its batch normalization. If it was run,
-        it is the base of the table, and `self.control` is its difference to the method with labels only.
-        """
+    def description(self) -> str:
+        """Sentences below the table: what the control gains over labels only, and what the intervals mean."""
         sentences = []
         if self.control is not None:
+            # The base is the control here. It trains on labeled images as the method with labels only does, but its
+            # batch normalization sees unlabeled images too.
             gain = self.control.difference
             sentences.append(
                 f"{self.base} against {self.control.method}: {gain.mean:+.1f} points ({gain.low:+.1f} to "
                 f"{gain.high:+.1f}), the effect of unlabeled images in batch normalization."
             )
-        adjusted = ""
+        pairing = f"Differences are paired over {self.seeds} seeds"
         if self.comparisons > 1:
-            adjusted = f"; intervals and p are adjusted for {self.comparisons} comparisons (Bonferroni)"
-        sentences.append(f"Differences are paired over {self.seeds} seeds{adjusted}.")
+            pairing += f"; intervals and p are adjusted for {self.comparisons} comparisons (Bonferroni)"
+        sentences.append(f"{pairing}.")
         images = f" and of the {self.images:,} test images" if self.images else ""
         sentences.append(f"The intervals contain the spread of the seeds{images}.")
         if self.seeds < ENOUGH_SEEDS:

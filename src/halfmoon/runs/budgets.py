@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from halfmoon.api.types import ClientUpdate, Method, Task
 from halfmoon.config.schema import Config
-from halfmoon.engine.budget import Budget, batch_rule_amount, find_largest_update, images_per_step
+from halfmoon.engine.budget import Budget, compute_amount, find_largest_update, images_per_step
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
 from halfmoon.runs.factory import Problem, build_method
@@ -95,7 +95,7 @@ def choose_evaluation_interval(config: Config, shared: Problem) -> int:
     )
     sizes = [dataset.training_size(client) for client in range(dataset.clients)]
     # Steps of each client in a round, and images of a step; `images_per_step` counts passes through the network.
-    amounts = [batch_rule_amount(shared.batching, update, size) for size in sizes]
+    amounts = [compute_amount(shared.batching, update, size) for size in sizes]
     images_of_all_clients = sum(amount.steps * images_per_step(update, amount) for amount in amounts)
     # The expected cost of a cohort drawn uniformly from all clients.
     images_per_round = images_of_all_clients * min(config.cohort, len(sizes)) / len(sizes)

@@ -399,7 +399,7 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: f
         ("images", f"{SIDE} x {SIDE} pixels: {pixels}"),
         ("network", f"{config.network}, from ImageNet: features once, then its head"),
         ("methods", _describe_methods(pair, label_count, limit)),
-        *_other_reasons(config, contents, share, repeats=count_repeats(contents.labeled)),
+        *_explain_images(config, contents, share, repeats=count_repeats(contents.labeled)),
         *_slowness_reasons(steps, minutes),
     ]
     return Plan(
@@ -645,7 +645,7 @@ def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, min
         ("images", f"{side} x {side} pixels: from scratch"),
         ("network", network),
         ("methods", _describe_methods(pair, _labels_per_class(config, contents), "")),
-        *_other_reasons(config, contents, share=1, repeats=1),
+        *_explain_images(config, contents, share=1, repeats=1),
         *_slowness_reasons(steps, minutes),
     ]
     return Plan(
@@ -776,8 +776,8 @@ def _describe_methods(pair: tuple[str, str], label_count: float, limit: str) -> 
     return f"{labels_only} (labels only); {with_unlabeled}, recommended for {count} a class{limit}"
 
 
-def _other_reasons(config: Config, contents: FolderContents, share: float, repeats: int) -> list[tuple[str, str]]:
-    """Explain a plan's use of labels and test images, its mirroring, and which images it leaves out.
+def _explain_images(config: Config, contents: FolderContents, share: float, repeats: int) -> list[tuple[str, str]]:
+    """Explain how a plan uses the images of a folder: labels, tests, mirroring, and which images it leaves out.
 
     Args:
         config: the run's configuration.
@@ -788,36 +788,42 @@ def _other_reasons(config: Config, contents: FolderContents, share: float, repea
     Returns:
         Pairs of a topic and a text.
     """
-    mirroring = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
-    grouping = f"; {NO_GROUP_ON_BOTH_SIDES}" if contents.groups is not None else ""
-    if contents.site:
-        labels = f"all {contents.labeled:,}; judged by {repeats} x {FOLDS}-fold cross-validation{grouping}"
-        reasons = [("labels", labels)]
-    else:
-        label_count = _labels_per_class(config, contents)
-        clients = "1 simulated client" if config.clients == 1 else f"{config.clients} simulated clients"
-        used = "1 a class is used" if round(label_count) == 1 else f"{label_count:.0f} a class are used"
-        if contents.tests:
-            tests = f"{contents.tests:,} images of its own"
-        else:
-            tests = f"a fifth of every class is held out{grouping}"
-        reasons = [
-            ("labels", f"{used}, at {clients}; the others are hidden (--labels N)"),
-            ("test", tests),
-        ]
+    reasons = _explain_labels(config, contents, repeats)
     if uneven := _describe_imbalance(contents):
         reasons.append(("imbalance", uneven))
+    mirroring = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
     reasons.append(("mirrored", mirroring))
     if share < 1:
         reasons.append(("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)"))
-    if contents.in_memory:
-        return reasons
+    if not contents.in_memory:
+        reasons += _explain_files(contents)
+    return reasons
+
+
+def _explain_labels(config: Config, contents: FolderContents, repeats: int) -> list[tuple[str, str]]:
+    """Explain how many labels a plan uses and on which images it tests; arguments as in `_explain_images`."""
+    grouping = f"; {NO_GROUP_ON_BOTH_SIDES}" if contents.groups is not None else ""
+    if contents.site:
+        labels = f"all {contents.labeled:,}; judged by {repeats} x {FOLDS}-fold cross-validation{grouping}"
+        return [("labels", labels)]
+    label_count = _labels_per_class(config, contents)
+    clients = "1 simulated client" if config.clients == 1 else f"{config.clients} simulated clients"
+    used = "1 a class is used" if round(label_count) == 1 else f"{label_count:.0f} a class are used"
+    if contents.tests:
+        tests = f"{contents.tests:,} images of its own"
+    else:
+        tests = f"a fifth of every class is held out{grouping}"
+    return [("labels", f"{used}, at {clients}; the others are hidden (--labels N)"), ("test", tests)]
+
+
+def _explain_files(contents: FolderContents) -> list[tuple[str, str]]:
+    """Explain which files of a folder are left out, and that only the first frame of animations is used."""
     if contents.site:
         formats = describe_unsupported_formats(contents.folder)
         notes = [formats] if formats else []
     else:
         notes = describe_left_out(contents.folder)
-    reasons += [("left out", note) for note in notes]
+    reasons = [("left out", note) for note in notes]
     if animations := count_animations(contents.folder):
         reasons.append(("animated", f"{animations:,} GIF files with several frames: only the first frame is used"))
     return reasons

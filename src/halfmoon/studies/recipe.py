@@ -387,15 +387,16 @@ class Published(NamedTuple):
 
 
 def find_published(columns: Mapping[str, str]) -> Published | None:
-    """Find the number of a paper in published.csv.
+    """Find the accuracy that a paper publishes for a cell of its table, in published.csv.
 
     Args:
-        columns: the values that its row has, by the name of the column.
+        columns: values by which to find its row, such as {"paper": "FedDure", "table": "1", "dataset": "CIFAR-10"}.
 
     Returns:
-        The number; None unless exactly one row has these values, and a mean.
+        The accuracy; None unless exactly one row has these values, and a mean.
     """
     values = tuple(columns.values())
+    # A recipe's file may give a number, which no column of published.csv has.
     if not all(isinstance(value, str) for value in values):
         return None
     rows = _group_rows(tuple(columns)).get(values, [])

@@ -263,7 +263,7 @@ class Results:
         ceilings = registry.ceilings()  # names of the methods that train with all labels, which are upper bounds
         # None if there are fewer than two methods or two seeds to compare.
         if paired := compare_methods(self.summaries, ceilings):
-            pieces += [html_table(paired.headings, paired.cells), f"<p>{escape(paired.sentence)}</p>"]
+            pieces += [html_table(paired.headings, paired.cells), f"<p>{escape(paired.description)}</p>"]
         sentences = [describe_gain(self.summaries, ceilings), *list_remarks(self.summaries, ceilings)]
         sentences += [
             f"{run.title}: {len(run.rows)} rounds, not finished." for run in self._stored_runs if not run.summary

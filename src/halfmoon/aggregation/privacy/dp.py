@@ -68,7 +68,7 @@ class DifferentialPrivacy(Aggregator):
     ledger: ReleaseLog
     _round: int = field(default=-1, init=False)
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Replace each client's update by the same noised mean (differential privacy), with weight 1.
 
         The noise follows from the server's secret and the sum of the updates. A restarted server that repeats the round

@@ -140,7 +140,7 @@ class FixedPointMean(Aggregator):
     means: bool = False
     summed: int = 0
 
-    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return the indices of the clients whose update fits into the sum, and the mean for each of them."""
         indices = list(range(len(context.clients)))
         if not self.means:

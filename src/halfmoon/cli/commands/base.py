@@ -521,7 +521,7 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
     print_table(wide_table.headings, wide_table.cells)
     if paired:
         print_table(paired.headings, paired.cells)
-        print_text(paired.sentence)
+        print_text(paired.description)
     elif decision is None and len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
         print_text(one_seed_hint("halfmoon compare --seeds 0 1 2 3 4"))
     if sentence:

@@ -410,33 +410,40 @@ class _SiteNode:
             self._ask()  # the lines hide the question, so it is repeated
 
     def _handle_offer(self) -> None:
-        """Show terms that a server has offered, ask the person for consent, and store it. Does not wait for the reply.
+        """Show terms that a server has offered, ask the person for consent, and store it, without waiting for a reply.
 
-        It is called in a loop; the person may answer during any later call.
+        It is called in a loop: one call shows the terms, and the person may reply before any later one. The node's
+        process stores the offered terms in a file, which `save_agreement` deletes.
 
         Raises:
             Declined: the person does not consent.
         """
         offer = consent.load_offer(self.site.state_folder)
-        if offer != self.offer:
+        if offer != self.offer:  # a new offer, or none any more
             self.offer = offer
             if offer is not None:
-                self._show()
-                lines = offer.format_lines() if self.site.all or not offer.brief else offer.brief
-                for line in lines:
-                    self.show(line)
-                self._ask()
-        person = self._responder()  # None if nobody is to be asked
-        consents = None if person is None else person.answer()  # None: not answered yet
-        if consents is None or self.offer is None:
+                self._show_offer(offer)
+        if self.offer is None:
             return
-        if not consents:
+        person = self._responder()
+        reply = None if person is None else person.answer()  # None until the person has replied
+        if reply is False:
             raise Declined(f"{self.site.name} does not take part on the terms {self.offer.hash[:8]}.")
-        consent.save_agreement(self.site.state_folder, self.offer.hash)
-        self._record(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
-        self.offer = None
+        if reply is True:
+            consent.save_agreement(self.site.state_folder, self.offer.hash)
+            self._record(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
+            self.offer = None
+
+    def _show_offer(self, offer: TermsSummary) -> None:
+        """Show terms and ask for consent; the short version of the terms, unless all of them are to be shown."""
+        self._show()
+        show_all = self.site.all or not offer.brief
+        for line in offer.format_lines() if show_all else offer.brief:
+            self.show(line)
+        self._ask()
 
     def _responder(self) -> Prompt | None:
+        """Return the person to ask; None without an offer, or if the terms were given on the command line."""
         return None if self.offer is None or self.site.terms else self.person
 
     def _ask(self) -> None:
