@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch_models import TorchSmall, load_weights
 
-from halfmoon.api.types import Method
+from halfmoon.api.types import Method, WeightedMetric, weighted_metric
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
@@ -17,6 +17,7 @@ from halfmoon.data import Split, summarize
 from halfmoon.engine import loop
 from halfmoon.engine.evaluation import evaluate_model
 from halfmoon.engine.loop import Experiment, run_rounds
+from halfmoon.engine.runtime import RoundReport
 from halfmoon.federation.contract.small_federation import (
     CLASSES,
     make_examples,
@@ -202,3 +203,18 @@ def test_average_and_choice_survive_a_kill(tmp_path: Path) -> None:
     assert len(rows) == 5
     assert trees_equal(repeated["model"], whole["model"])
     assert repeated["accuracy"] == whole["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "spread"),
+    [([[1.0, 2.0], [3.0, 4.0]], 2.5, 1.25**0.5), ([[0.0, 0.0], [2.0, 6.0]], 2.0, 6**0.5), ([[0.6], [0.6]], 0.6, 0.0)],
+)
+def test_a_row_has_the_standard_deviation_of_a_metric(values: list, mean: float, spread: float) -> None:
+    """Over all values of all clients: 1 to 4 deviate from 2.5 by 1.5, 0.5, 0.5 and 1.5, a mean square of 1.25.
+
+    In single precision the mean of the squares of 0.6 is below the square of the mean: the variance is cut at 0.
+    """
+    sums = [weighted_metric(torch.tensor(each)) for each in values]
+    total = WeightedMetric(*(torch.stack(parts).sum() for parts in zip(*sums, strict=True)))
+    row = loop._metrics_row(0, RoundReport([0, 1], {"loss": total}, None, {}))
+    assert row["train"] == {"loss": pytest.approx(mean), "loss_spread": pytest.approx(spread, abs=1e-6)}
