@@ -328,7 +328,8 @@ class RecordingSimulation(Simulation):
         for place, client in enumerate(clients):
             for path, leaf in tree.flatten({**down, **tree.index(per_client, place)}).items():
                 # Also each row, as a broadcast may stack the models of several clients.
-                hashes = [_hash_tensor(tensor) for tensor in (leaf, *(leaf if leaf.dim() else ()))]
+                has_large_rows = leaf.dim() and leaf.numel() > MIN_IDENTIFIABLE_SIZE * len(leaf)
+                hashes = [_hash_tensor(tensor) for tensor in (leaf, *(leaf if has_large_rows else ()))]
                 received.setdefault(client, set()).update(hashes)
                 if any(self.senders.get(value, {client}) - {client} for value in hashes):
                     self.forwarded.add(path.split("/")[0])

@@ -18,6 +18,7 @@ from scripts import load_script
 import halfmoon
 from halfmoon.cli import main as cli
 from halfmoon.contract import check_method
+from halfmoon.data import Images, sources
 from halfmoon.methods import registry
 from halfmoon.report import tables
 from halfmoon.runs import outside, runner
@@ -149,6 +150,14 @@ def test_the_form_of_a_text_keeps_its_words() -> None:
     assert form("a: 1") != form("b: 1")
 
 
+@pytest.fixture
+def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep 400 of the 1,437 training digits, and 60 for the test: what a page prints is compared without its numbers."""
+    train, test, classes = sources._load_digits()
+    few = Images(train.images[:400], train.labels[:400]), Images(test.images[:60], test.labels[:60])
+    monkeypatch.setattr(sources, "_load_digits", lambda: (*few, classes))
+
+
 PYTHON = [
     ROOT / name
     for name in ("docs/quickstart.md", "docs/objective.md", "docs/trackers.md", "README.md", "CONTRIBUTING.md")
@@ -156,7 +165,7 @@ PYTHON = [
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)
-def test_python_on_a_page_runs_and_prints_what_stands_below_it(page: Path) -> None:
+def test_python_on_a_page_runs_and_prints_what_stands_below_it(page: Path, few_digits: None) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     printed = io.StringIO()
     ran = 0

@@ -325,6 +325,8 @@ def test_the_sentence_for_people_has_no_option_of_the_machine() -> None:
 
 SEVEN = """
 rounds = 3
+network = "small"
+width = 4
 [federation]
 name = "wards"
 sites = ["a", "b", "c", "d", "e", "f", "g"]

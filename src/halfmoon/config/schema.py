@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import metadata
 from itertools import count
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -27,6 +26,7 @@ from halfmoon.core import hubs, plugins, toml, weight_files
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.label_locations import LABEL_LOCATIONS, LabelLocation
 from halfmoon.core.ranges import Range
+from halfmoon.core.versions import installed_version
 
 SETTINGS = (
     *("iid-iid", "iid-dir", "dir-dir", "semifl-iid", "semifl-shards", "semifl-dir", "feddb-iid", "feddb-dir"),
@@ -459,7 +459,7 @@ def to_toml(config: Config) -> str:
     """
     # Comments record the versions and hashes of the code and the weights. They are not options: `resolve` ignores them,
     # and `halfmoon.runs.outside.check_origins` compares them when a run resumes.
-    lines = [f"# {name} {metadata.version(name)}" for name in ("halfmoon", "torch")]
+    lines = [f"# {name} {installed_version(name)}" for name in ("halfmoon", "torch")]
     lines += [f"# {origin}" for origin in plugin_origins(config)]
     weights = initial_weights(config)
     if weights is not None:

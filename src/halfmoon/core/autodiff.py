@@ -140,7 +140,7 @@ def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def vectorized(*arguments: Any) -> Any:
         """Call `function` once, on tensors whose leading dimension it does not see."""
-        leaves = list(iterate_tensors(arguments))
+        leaves = list_tensors(arguments)
         clients = len(leaves[0])
         lazy_load_decompositions()  # vmap needs them for operators without a batching rule
         level = _vmap_increment_nesting(clients, "error")  # as in vmap: random numbers inside raise an error
@@ -148,7 +148,7 @@ def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
             # Batched tensors, which hide dimension 0 from `function`.
             wrapped = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
             result = function(*rebuild_nested(arguments, wrapped))
-            unwrapped = (_remove_batch_dim(leaf, level, clients, 0) for leaf in iterate_tensors(result))
+            unwrapped = (_remove_batch_dim(leaf, level, clients, 0) for leaf in list_tensors(result))
             return rebuild_nested(result, unwrapped)
         finally:
             _vmap_decrement_nesting()
@@ -287,17 +287,28 @@ def _gradient(
 
 def _detach(value: Any) -> Any:
     """Detach all tensors of nested dicts and tuples from the graph."""
-    return rebuild_nested(value, (leaf.detach() for leaf in iterate_tensors(value)))
+    return rebuild_nested(value, (leaf.detach() for leaf in list_tensors(value)))
 
 
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested dicts and tuples in order."""
+def list_tensors(value: Any) -> list[Tensor]:
+    """List the tensors of nested dicts and tuples in order."""
+    tensors: list[Tensor] = []
+    _append_tensors(value, tensors)
+    return tensors
+
+
+def _append_tensors(value: Any, tensors: list[Tensor]) -> None:
+    """Append the tensors of nested dicts and tuples to a list."""
     if isinstance(value, Tensor):
-        yield value
-    else:
-        children = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
-        for child in children:
-            yield from iterate_tensors(child)
+        tensors.append(value)
+        return
+    children = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+    for child in children:
+        # Compared by type, and without a call for each tensor, because every step of every client does this several times.
+        if type(child) is Tensor:
+            tensors.append(child)
+        else:
+            _append_tensors(child, tensors)
 
 
 def rebuild_nested(template: Any, leaves: Iterator[Tensor]) -> Any:
@@ -305,13 +316,16 @@ def rebuild_nested(template: Any, leaves: Iterator[Tensor]) -> Any:
 
     Args:
         template: the structure, whose tensors are replaced.
-        leaves: the new tensors, in the order of `iterate_tensors`; as many as the template has are taken.
+        leaves: the new tensors, in the order of `list_tensors`; as many as the template has are taken.
     """
+    if isinstance(template, dict):
+        return {
+            key: next(leaves) if type(value) is Tensor else rebuild_nested(value, leaves)
+            for key, value in cast(Tree, template).items()
+        }
     if isinstance(template, Tensor):
         return next(leaves)
-    if isinstance(template, dict):
-        return {key: rebuild_nested(value, leaves) for key, value in cast(Tree, template).items()}
-    children: Iterable[Any] = (rebuild_nested(child, leaves) for child in template)
+    children: Iterable[Any] = [rebuild_nested(child, leaves) for child in template]
     is_named_tuple = hasattr(template, "_fields")
     return type(template)(*children) if is_named_tuple else type(template)(children)
 

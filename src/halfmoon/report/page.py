@@ -1,9 +1,9 @@
 """Render studies as one self-contained HTML page: templates in web/ make the tables, a script there the charts."""
 
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
+from halfmoon.core.versions import installed_version
 from halfmoon.report import scores, series, templates
 from halfmoon.report.gather import common_options
 from halfmoon.report.headline import RowRoles, find_roles, write_headline
@@ -63,7 +63,7 @@ def render_html(studies: Sequence[Study]) -> str:
         "page.html",
         title=" · ".join(study.sweep.title for study in studies),
         studies=studies,
-        version=metadata.version("halfmoon"),
+        version=installed_version("halfmoon"),
         # For the script; NaN and infinity are not JSON.
         data=replace_nonfinite({"studies": [_chart_data(study) for study in studies]}),
         CHARTS=CHARTS,

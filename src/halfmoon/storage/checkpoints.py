@@ -8,8 +8,7 @@ checkpoint. The client memory is in a separate folder, in which a checkpoint wri
 import re
 import shutil
 from contextlib import suppress
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
+from halfmoon.core.versions import installed_version
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import FolderWriter, WriteError
 from halfmoon.storage.manifest import START, Commit, DamagedFile, StoreContents, remove_unreferenced, verify
@@ -295,11 +295,9 @@ def software_versions() -> dict[str, str]:
     return {"halfmoon": _find_version(), "torch": torch.__version__}
 
 
-@cache
 def _find_version() -> str:
-    # Cached: finding and parsing a package's metadata takes as long as writing a small checkpoint.
     try:
-        return version("halfmoon")
+        return installed_version("halfmoon")
     except PackageNotFoundError:  # run from source without installation
         return "unknown"
 

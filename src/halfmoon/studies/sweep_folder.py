@@ -4,12 +4,12 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from halfmoon.config.schema import identity
 from halfmoon.core.errors import UserError
+from halfmoon.core.versions import installed_version
 from halfmoon.report import tables
 from halfmoon.report.study import SWEEP_FILE, SWEEP_FORMAT
 from halfmoon.storage import atomic_io, integrity
@@ -106,7 +106,7 @@ class SweepFolder:
             "command": self.command,
             "machine": detect_machine(),
             "versions": {
-                **{name: metadata.version(name) for name in ("halfmoon", "torch")},
+                **{name: installed_version(name) for name in ("halfmoon", "torch")},
                 "python": platform.python_version(),
             },
             "cells": [self._cell_entry(cell) for cell in cells],

@@ -12,10 +12,10 @@ import tomllib
 import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 from halfmoon.core import toml
+from halfmoon.core.versions import installed_version
 
 APPS = ("halfmoon.federation.transport.server_app:app", "halfmoon.federation.transport.client_app:app")
 """The import paths of the ServerApp and the ClientApp of every federation."""
@@ -136,7 +136,7 @@ def describe_program(plugins: Mapping[str, str] | None = None) -> dict[str, Any]
     Returns:
         {"halfmoon": version, "bundle": digest, "plugins": `plugins`}.
     """
-    return {"halfmoon": metadata.version("halfmoon"), "bundle": expected_digest(), "plugins": dict(plugins or {})}
+    return {"halfmoon": installed_version("halfmoon"), "bundle": expected_digest(), "plugins": dict(plugins or {})}
 
 
 def describe_difference(server_program: Any) -> str | None:

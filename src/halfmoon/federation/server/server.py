@@ -6,7 +6,6 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from halfmoon.core import toml, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.core.user_cache import user_cache
+from halfmoon.core.versions import installed_version
 from halfmoon.data import Images, Split
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget, ClientSize
@@ -175,7 +175,7 @@ class FederationServer:
             log.record("warning", warning)
         if folder.lock_warning:
             log.record("warning", folder.lock_warning)
-        text = f"{terms.sentence()}; halfmoon {metadata.version('halfmoon')}"
+        text = f"{terms.sentence()}; halfmoon {installed_version('halfmoon')}"
         log.record("started", text, federation=terms.name, method=config.method, rounds=settings.count_rounds(config))
         warning = defense_warning(config)
         if warning is not None:
@@ -298,7 +298,7 @@ class FederationServer:
         terms = self.plan.terms
         public_card = replace(card, config=settings.to_toml(terms.config))
         card_text = json.dumps(public_card.render())
-        return write_message(FinalModel(terms.hash, metadata.version("halfmoon"), card_text, model))
+        return write_message(FinalModel(terms.hash, installed_version("halfmoon"), card_text, model))
 
     def _manager(self, transport: Transport, spool: Spool | None = None) -> ClientManager:
         """Create the manager that exchanges messages with the sites; `spool` stores their replies on the disk."""
@@ -306,7 +306,7 @@ class FederationServer:
         return ClientManager(
             transport,
             self.plan.terms,
-            version=metadata.version("halfmoon"),
+            version=installed_version("halfmoon"),
             timeout=rules.round_timeout,
             absence=rules.absence,
             log=self.log,
@@ -358,7 +358,7 @@ class FederationServer:
         calls = SiteCalls(
             link=manager,
             names=terms.sites,
-            run=RunIdentity(terms.hash, metadata.version("halfmoon"), self._random_bytes(RUN_NUMBER_FILE, 16).hex()),
+            run=RunIdentity(terms.hash, installed_version("halfmoon"), self._random_bytes(RUN_NUMBER_FILE, 16).hex()),
             rules=rules,
             quarantine=self._quarantine(),
             inspection=_inspection(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.core import plugins, tree
 from halfmoon.core.errors import Diverged, UserError
+from halfmoon.core.versions import installed_version
 from halfmoon.federation.protocol import limits, messages
 from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.messages import (
@@ -98,7 +98,7 @@ class SiteClient:
     consent: Consent
     trusted: tuple[str, ...] = ()
     keys: KeyFiles = field(default_factory=KeyFiles)
-    version: str = field(default_factory=lambda: metadata.version("halfmoon"))
+    version: str = field(default_factory=lambda: installed_version("halfmoon"))
     inspect: Callable[[str, tuple[str, ...]], TermsOffer] = field(default=inspect_terms, repr=False)
     _memberships: dict[str, tuple[Terms, SiteRuntime]] = field(default_factory=dict, repr=False)
 
