@@ -2,10 +2,9 @@
 
     python benchmarks/federation_link.py [--only loopback slow] [--turns 2] [--out results/federation_link]
 
-FedAvg with three sites (`federation_cost.py`'s) over real processes. On loopback in three ways, in turns: with the
-SuperLink's queue on the disk; with fixed pauses between polls, as before they were learned; and as it is. Then over a
-link of 20 ms each way and 1 Mbit/s in each direction for all sites together, which a proxy in this process imposes and
-whose bytes it counts.
+FedAvg with three sites (`federation_cost.py`'s) over real processes. On loopback in two ways, in turns: with the
+SuperLink's queue on the disk, and in memory, the default. Then over a link of 20 ms each way and 1 Mbit/s in each
+direction for all sites together, which a proxy in this process imposes and whose bytes it counts.
 
 The requests to the SuperLink are counted in the processes that send them. Its processor time and its memory are those
 of `/proc`, so this needs Linux.
@@ -41,9 +40,6 @@ DELAY, RATE = 0.02, 1e6 / 8
 
 COUNTING = """\
 import os, sys, time
-if {fixed} and "halfmoon.federation" in " ".join(sys.orig_argv):
-    from halfmoon.federation.protocol import polling
-    polling.PollSchedule.record = lambda self, waited: None
 class Counter:
     def find_spec(self, name, path=None, target=None):
         if name == "httpx":
@@ -57,7 +53,7 @@ class Counter:
             httpx.Client.send = counted
 sys.meta_path.insert(0, Counter())
 """
-"""A `sitecustomize` that writes the time of every request to a file, and may let polls have fixed pauses."""
+"""A `sitecustomize` that writes the time of every request to a file."""
 
 
 class Scene(NamedTuple):
@@ -70,7 +66,6 @@ class Scene(NamedTuple):
         rounds: rounds.
         slow: whether the link is slow.
         queue: where the SuperLink stores messages.
-        fixed: whether the pauses between polls are not learned from earlier waits.
     """
 
     network: str
@@ -79,15 +74,12 @@ class Scene(NamedTuple):
     rounds: int
     slow: bool = False
     queue: str = "memory"
-    fixed: bool = False
 
 
 LOOPBACK = {
-    "small, 20 steps, queue on disk, fixed pauses": Scene("small", 16, 20, 8, queue="disk", fixed=True),
-    "small, 20 steps, fixed pauses": Scene("small", 16, 20, 8, fixed=True),
+    "small, 20 steps, queue on disk": Scene("small", 16, 20, 8, queue="disk"),
     "small, 20 steps": Scene("small", 16, 20, 8),
-    "ResNet-9, 20 steps, queue on disk, fixed pauses": Scene("resnet9", 16, 20, 8, queue="disk", fixed=True),
-    "ResNet-9, 20 steps, fixed pauses": Scene("resnet9", 16, 20, 8, fixed=True),
+    "ResNet-9, 20 steps, queue on disk": Scene("resnet9", 16, 20, 8, queue="disk"),
     "ResNet-9, 20 steps": Scene("resnet9", 16, 20, 8),
     "small, 1,000 steps": Scene("small", 16, 1000, 5),
 }
@@ -217,7 +209,7 @@ def run_federation(here: Place, name: str, scene: Scene) -> Found:
     folder.mkdir()
     requests_log = folder / "requests"
     requests_log.touch()
-    (folder / "sitecustomize.py").write_text(COUNTING.format(fixed=scene.fixed, log=str(requests_log)))
+    (folder / "sitecustomize.py").write_text(COUNTING.format(log=str(requests_log)))
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     here = replace(here, more={**here.more, "PYTHONPATH": os.pathsep.join(paths)})
     plan = Plan(scene.network, scene.width, scene.rounds, scene.steps, folder)

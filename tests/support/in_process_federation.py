@@ -18,7 +18,6 @@ from safetensors.numpy import load_file
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.data import Images, sources
-from halfmoon.federation.protocol import polling
 from halfmoon.federation.protocol.messages import (
     Acceptance,
     FinalModel,
@@ -29,6 +28,7 @@ from halfmoon.federation.protocol.messages import (
     Request,
     read_message,
 )
+from halfmoon.federation.server import sessions
 from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.transport import client_app, local
 from halfmoon.federation.transport.grid import GridTransport
@@ -162,8 +162,7 @@ def speed_up_rehearsals() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "_load_digits", load_few_digits)
         patch.setattr(os, "fsync", lambda handle: None)
-        patch.setattr(polling, "UNKNOWN_STEP_SECONDS", 0.001)
-        patch.setattr(polling, "SHORTEST_SECONDS", 0.001)
+        patch.setattr(sessions, "MIN_PAUSE_SECONDS", 0.001)
         yield
 
 

@@ -298,6 +298,8 @@ def _run(args: argparse.Namespace) -> int:
             "halfmoon run": _with_processes(file_options, {}),
         }
         return _print_explanation(args, config, layers)
+    folder = config.run_dir or settings.next_free_folder(config, config.method)
+    _announce(config, [config.method, *config.baselines], folder)
     used_methods = [config.method, *config.baselines, *([config.reference] if config.reference else [])]
     base.check_option_flags(flags, used_methods)
     requested = {**file_options, **flags_and_recipe}
@@ -306,7 +308,6 @@ def _run(args: argparse.Namespace) -> int:
         limits = RECOMMENDATION_LIMITS.get(config.method, "")
         print(f"recommended method with labels at {config.labels_at}: {config.method}{limits}", file=sys.stderr)
     _print_notes(config, requested)
-    folder = config.run_dir or settings.next_free_folder(config, config.method)
     # Imported late, because it loads all that a training needs: --explain above does not wait for it.
     from halfmoon.runs import runner
 
@@ -376,6 +377,22 @@ def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool
         rows=plan.runs,
         seconds_after_runs=plan.seconds_after_runs,
     )
+
+
+def _announce(config: Config, methods: Sequence[str], folder: Path, seeds: int = 1) -> None:
+    """Print what will be trained, before PyTorch is loaded, which takes a second or more.
+
+    Args:
+        config: the configuration of the run; its own method is not read.
+        methods: names of all methods that will be trained.
+        folder: the run folder.
+        seeds: number of seeds of each method.
+    """
+    what = methods[0] if len(methods) == 1 else f"{len(methods)} methods"
+    if seeds > 1:
+        what = f"{what} with {seeds} seeds"
+    amount = f"{config.clients} clients, {config.rounds} {'round' if config.rounds == 1 else 'rounds'}"
+    print(f"halfmoon: training {what} on {config.data}: {amount}; run folder {folder}", file=sys.stderr, flush=True)
 
 
 def _print_notes(config: Config, requested: Mapping[str, Any]) -> None:
@@ -458,8 +475,9 @@ def _compare(args: argparse.Namespace) -> int:
     if args.explain:
         layers = {"flag": flags, f"file {file}": file_options, "halfmoon compare": _with_processes(file_options, {})}
         return _print_explanation(args, config, layers)
-    base.check_option_flags(flags, [*args.methods, *([config.reference] if config.reference else [])])
     folder = config.run_dir or settings.next_free_folder(config, "compare")
+    _announce(config, args.methods, folder, len(seeds))
+    base.check_option_flags(flags, [*args.methods, *([config.reference] if config.reference else [])])
     from halfmoon.runs import runner
 
     config = replace(config, run_dir=folder)

@@ -17,10 +17,12 @@ from halfmoon.federation.protocol.messages import (
     read_message,
     write_message,
 )
-from halfmoon.federation.protocol.polling import PollSchedule
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.connection import Clock, Connection, NodeIdentity, SiteReply, Spool, Transport
 from halfmoon.storage.events import EventRecorder
+
+MIN_PAUSE_SECONDS = 0.1
+"""Shortest pause between two polls for replies."""
 
 MAX_PAUSE_SECONDS = 0.5
 """Longest pause between two polls for replies.
@@ -29,11 +31,8 @@ A poll costs Flower, and the processes on its machine, a hundredth of a second. 
 half a second late.
 """
 
-MAX_FIRST_PAUSE_SECONDS = 2.0
-"""Longest pause before the first reply of an exchange is expected, in which sites may connect and disconnect."""
-
 PAUSE_SHARE = 0.1
-"""Pause between two polls, as a share of the time since the first one."""
+"""Pause between two polls, as a share of the time spent waiting so far."""
 
 TIMEOUTS_ALIVE = 2.0
 """How many timeouts a request stays valid. A reply within the second one is too late, but it is received and logged."""
@@ -77,11 +76,6 @@ def _has_not_joined(data: bytes) -> bool:
         return False
 
 
-def make_schedule() -> PollSchedule:
-    """Create a schedule of the server's polls, which has seen no reply yet."""
-    return PollSchedule(PAUSE_SHARE, MAX_PAUSE_SECONDS, MAX_FIRST_PAUSE_SECONDS)
-
-
 class ClientManager:
     """Sends requests to the connected sites of a federation and collects their replies, over an unreliable transport.
 
@@ -120,7 +114,6 @@ class ClientManager:
         self.connection = Connection(transport, log)
         self.members = Membership(self.connection, terms, version, timeout, log, self.clock)
         self._late: dict[str, _Pending] = {}  # requests whose timeout is over
-        self._schedule = make_schedule()  # of the polls for the replies of an exchange
         self._absent: set[str] = set()  # sites that were absent for a whole exchange and have not reconnected
 
     @property
@@ -157,7 +150,6 @@ class ClientManager:
         last_log = -math.inf
         last_missing = ""
         total = len(self.terms.sites)
-        schedule = make_schedule()
         # "nodes" is in `failing` while Flower cannot be asked which nodes (sites' processes) are connected.
         while "nodes" in self.connection.failing or not self.members.complete:
             self.poll()
@@ -177,7 +169,7 @@ class ClientManager:
                 self.log.record("waiting_for_sites", f"waiting for sites: {detail}", whom="sites", detail=detail)
                 last_log = now
                 last_missing = missing
-            self._pause(schedule, start, now)
+            self._pause(start, now)
         if last_missing:
             joined_count = len(self.members.nodes)
             text = f"{joined_count} of {total} sites are there"
@@ -207,7 +199,6 @@ class ClientManager:
         pending: dict[str, _Pending] = {}
         responses: dict[str, SiteReply] = {}
         send_count: dict[str, int] = dict.fromkeys(requests, 0)
-        replied = False  # whether a site has replied
         while len(responses) < len(requests):
             self.members.poll()
             now = self.clock.now()
@@ -219,9 +210,6 @@ class ClientManager:
                     # The request was lost: send it again. The time is not `now`, because receiving may take minutes.
                     waiting[name] = self.clock.now()
                 else:
-                    if response.has_arrived and not replied:
-                        replied = True
-                        self._schedule.record(now - start)
                     responses[name] = response
             if len(responses) < len(requests):
                 open_names = ", ".join(name for name in requests if name not in responses)
@@ -229,7 +217,7 @@ class ClientManager:
                     logged_names = open_names
                     text = f"waiting for {open_names}: {description}"
                     self.log.record("waiting_for_replies", text, whom=open_names, detail=description)
-                self._pause(self._schedule, start, now)
+                self._pause(start, now)
         # Sites that did not get a request in this exchange remain marked as absent or not.
         absent = {name for name in requests if responses[name].problem.startswith(NOT_CONNECTED)}
         self._absent = (self._absent - set(requests)) | (absent - self.members.nodes.keys())
@@ -275,18 +263,17 @@ class ClientManager:
                 last_contact=now,
             )
 
-    def _pause(self, schedule: PollSchedule, start: float, poll_start: float) -> None:
-        """Sleep until the next poll for replies.
+    def _pause(self, start: float, poll_start: float) -> None:
+        """Sleep until the next poll for replies: longer, the longer the server has waited already.
 
         Args:
-            schedule: chooses the pause.
             start: when the waiting began, in seconds of the clock.
             poll_start: when the last poll began.
         """
         now = self.clock.now()
         # A poll also costs the sites time, so the pause is at least as long as the poll, up to the limit.
-        poll_seconds = min(MAX_PAUSE_SECONDS, now - poll_start)
-        self.clock.sleep(max(schedule.pause(now - start), poll_seconds))
+        seconds = max(PAUSE_SHARE * (now - start), now - poll_start)
+        self.clock.sleep(max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds)))
 
     def _requeue_restarted(self, waiting: dict[str, float], pending: dict[str, _Pending], now: float) -> None:
         """Find sites that restarted after they were sent a request, which is lost, and queue the request for them.

@@ -23,7 +23,6 @@ from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import ForeignBundle
-from halfmoon.federation.protocol.polling import PollSchedule
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT, Fleet
 from halfmoon.federation.transport.processes import NODE_FILE, SUPERNODE, WORKER, claim_lock, command, interruptible
@@ -42,11 +41,21 @@ LOCAL_ID = 1
 FAILED = b""
 """What the worker sends instead of a reply if the app has failed. A message of halfmoon has at least its header."""
 
+MIN_POLL_SECONDS = 0.1
 MAX_POLL_SECONDS = 3.0
-"""Longest time between two polls, which is that of Flower's node."""
+"""Bounds of the time between two polls."""
 
 IDLE_SHARE = 0.5
-"""Time between two polls of a site whose next message is late, as a share of the delay."""
+"""Time between two polls as a share of the time since the last reply.
+
+A round has several messages to the same sites, so a site that has just replied is likely to get the next message soon. An
+idle site polls as rarely as Flower's node.
+"""
+
+
+def poll_delay(idle_seconds: float) -> float:
+    """Compute the seconds until the next poll of a site, from the seconds since its last reply."""
+    return min(MAX_POLL_SECONDS, max(MIN_POLL_SECONDS, IDLE_SHARE * idle_seconds))
 
 
 def run_node(folder: Path) -> int:
@@ -84,16 +93,14 @@ def _reply_forever(fleet: Fleet, worker: "Worker", checker: "BundleChecker") -> 
         worker: computes replies in another process.
         checker: finds runs whose program is not the one that the site's people agreed to; these get an error.
     """
-    schedule = PollSchedule(IDLE_SHARE, MAX_POLL_SECONDS, MAX_POLL_SECONDS)
     last_reply = time.monotonic()
     while True:
-        time.sleep(schedule.pause(time.monotonic() - last_reply))
         message = fleet.receive()
         if message is None:
+            time.sleep(poll_delay(time.monotonic() - last_reply))
             continue
-        start = time.monotonic()
-        schedule.record(start - last_reply)
         internals.print_line(MESSAGE_RECEIVED)
+        start = time.monotonic()
         if checker.find_fault(fleet, message.metadata.run_id) is not None:
             content: RecordDict | Error = Error(WRONG_BUNDLE, "another program")
         else:
