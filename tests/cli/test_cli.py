@@ -609,3 +609,26 @@ def test_the_time_left_is_that_of_all_rows() -> None:
     now[0] = 4.0
     watch.round(run, {"round": 4})
     assert watch.total_seconds_left() == pytest.approx(6 + 20 + 5)
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (
+            "run --rounds 3 --run-dir r --data nowhere",
+            "training 6 methods on nowhere: 20 clients, 3 rounds; run folder ",
+        ),
+        (
+            "compare --methods fedavg feddure --seeds 0 1 --rounds 1 --run-dir r --data nowhere",
+            "training 2 methods with 2 seeds on nowhere: 20 clients, 1 round; run folder ",
+        ),
+    ],
+)
+def test_a_terminal_shows_what_is_trained_before_anything_is_loaded(
+    command: str, sentence: str, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    # The data set does not exist, so that nothing is trained.
+    assert cli.main(command.split()) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"halfmoon: {sentence}{tmp_path / 'r'}"

@@ -382,12 +382,16 @@ def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool
 def _announce(config: Config, methods: Sequence[str], folder: Path, seeds: int = 1) -> None:
     """Print what will be trained, before PyTorch is loaded, which takes a second or more.
 
+    Only a terminal shows it: someone waits there. A log gets the plan and the progress of the run as before.
+
     Args:
         config: the configuration of the run; its own method is not read.
         methods: names of all methods that will be trained.
         folder: the run folder.
         seeds: number of seeds of each method.
     """
+    if not sys.stderr.isatty():
+        return
     what = methods[0] if len(methods) == 1 else f"{len(methods)} methods"
     if seeds > 1:
         what = f"{what} with {seeds} seeds"
