@@ -17,10 +17,10 @@ from halfmoon.report.styles import line_styles
 IMAGES = Path(__file__).resolve().parent / "images"
 
 THEMES = {
-    "front.png": {"page": "#ffffff", "text": "#1d1f23", "grid": "#e3e3e3", "white": 0.0},
-    "front-dark.png": {"page": "#1e2129", "text": "#e8eaed", "grid": "#3b414a", "white": 0.38},
+    "front.png": {"page": "#ffffff", "text": "#1d1f23", "grid": "#e3e3e3", "brightness": 1.0},
+    "front-dark.png": {"page": "#1e2129", "text": "#e8eaed", "grid": "#3b414a", "brightness": 1.25},
 }
-"""Colors of each file, and the share of white in the colors of its lines."""
+"""Colors of each file, and the brightness of its lines, as on pages."""
 
 
 def draw(runs: Sequence[StoredRun], path: Path) -> None:
@@ -32,7 +32,7 @@ def draw(runs: Sequence[StoredRun], path: Path) -> None:
     styles = line_styles([str(run.options["method"]) for run in runs])
     for number, (run, style) in enumerate(zip(runs, styles, strict=True)):
         curve = {round: 100 * share for round, share in run.series("test", "accuracy").items()}
-        color = to_hex([part + theme["white"] * (1 - part) for part in to_rgb(style.color)])
+        color = to_hex([min(1.0, theme["brightness"] * part) for part in to_rgb(style.color)])
         interval = max(1, len(curve) // 7)
         axes.plot(
             list(curve),

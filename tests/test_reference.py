@@ -1,12 +1,17 @@
 """The API reference: what `import halfmoon` gives says of every argument and field what it is, and what is raised."""
 
+import ast
+import re
 import sys
+from inspect import signature
+from operator import attrgetter
 from pathlib import Path
 
 import griffe
 import pytest
 
 import halfmoon
+from halfmoon import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 LONE = {"self", "cls"}
@@ -61,6 +66,29 @@ def test_a_public_name_says_what_it_takes_and_raises(package: griffe.Module, nam
         elif not docstring_text(each) and f"`{each.name}`" not in around and f"{each.name}:" not in around:
             missing.append(each.path)
     assert missing == []
+
+
+CALLED = [
+    *("run", "compare", "problem", "resume", "load_run", "sweep", "load_data", "save_data", "load_model", "tracker"),
+    *("Config", "Scenario", "Split", "FederatedClassifier", "Results", "Results.to_frame", "Results.plot"),
+    *("Results.to_latex", "Model.predict", "Model.predict_proba", "Model.evaluate", "Model.calibrate", "Model.export"),
+]
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_users_call_has_an_example_with_arguments_that_exist(name: str) -> None:
+    sys.path.append(str(ROOT / "tools"))
+    from docs_site import example
+
+    code = example(attrgetter(name)(halfmoon))
+    assert code
+    for call in [node for node in ast.walk(ast.parse("\n".join(code))) if isinstance(node, ast.Call)]:
+        called = ast.unparse(call.func)
+        if not re.fullmatch(r"halfmoon\.\w+", called):
+            continue
+        function = getattr(halfmoon, called.removeprefix("halfmoon."))
+        known = {*signature(function).parameters, *Config.__dataclass_fields__}
+        assert {keyword.arg for keyword in call.keywords} <= known
 
 
 def test_what_a_docstring_does_not_say_is_noticed() -> None:

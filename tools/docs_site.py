@@ -57,15 +57,39 @@ def reference(package: str) -> str:
 
 
 def public() -> str:
-    """Write the API page of the names that `import halfmoon` offers: the first line of each docstring, with a link."""
+    """Write the API page of the names that `import halfmoon` offers: first line and example of each, with a link."""
     import halfmoon
 
     lines = ["# halfmoon", "", "What `import halfmoon` gives. The pages beside this one have all modules.", ""]
-    for name in halfmoon.__all__:
+    # What is called, with an example each, comes before the types that methods use.
+    names = sorted(halfmoon.__all__, key=lambda name: not example(getattr(halfmoon, name)))
+    for name in names:
         value = getattr(halfmoon, name)
-        link = f"{value.__module__.split('.')[1]}.md#{value.__module__}.{value.__qualname__}"
-        lines.append(f"- [`{name}`]({link}): {(value.__doc__ or '').partition(chr(10))[0]}")
+        lines += describe(name, value)
+        if isinstance(value, type):
+            for part in vars(value).values():
+                if example(part) and part.__name__ in USED_METHODS:
+                    lines += describe(f"{name}.{part.__name__}", part)
     return "\n".join([*lines, ""])
+
+
+USED_METHODS = ("to_frame", "plot", "to_latex", "predict", "predict_proba", "evaluate", "calibrate", "export")
+"""Methods of public classes that have an entry of their own."""
+
+
+def describe(name: str, value: Any) -> list[str]:
+    """Describe a public name in a line with a link, and by its example."""
+    link = f"{value.__module__.split('.')[1]}.md#{value.__module__}.{value.__qualname__}"
+    lines = [f"- [`{name}`]({link}): {(value.__doc__ or '').partition(chr(10))[0]}"]
+    if code := example(value):
+        lines += ["", "    ```python", *(f"    {line}" for line in code), "    ```", ""]
+    return lines
+
+
+def example(value: Any) -> list[str]:
+    """Return the lines of the section Examples of a docstring."""
+    _, heading, section = (getattr(value, "__doc__", None) or "").partition("Examples:\n")
+    return re.findall(r"^\s*>>> (.*)$", section, flags=re.MULTILINE) if heading else []
 
 
 def modules_of(package: str) -> list[Path]:

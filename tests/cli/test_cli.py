@@ -37,6 +37,7 @@ from halfmoon.runs.progress import (
     duration,
     make_progress,
     print_line,
+    wrap_lines,
 )
 
 
@@ -525,6 +526,24 @@ def test_text_that_resembles_markup_is_printed_as_written() -> None:
     print_line(screen, "run folder: runs/:cat:")
     console.print_table(screen, [":dog:"], [["12:CD:34"]])
     assert all(word in file.getvalue() for word in ("runs/:cat:", ":dog:", "12:CD:34"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a remark that is longer than the terminal", "a remark that is longer than\nthe terminal"),
+        ("  mean: of the final model over seeds", "  mean: of the final model\n    over seeds"),
+        ("short\na table   of   columns", "short\na table   of   columns"),
+        ("see /a/path/that/is/longer/than/the/line/x.png", "see\n/a/path/that/is/longer/than/the/line/x.png"),
+        (
+            "2026-11-28 11:16:55  waiting for sites: 0 of 3 are there",
+            f"2026-11-28 11:16:55  waiting for sites: 0\n{21 * ' '}of 3 are there",
+        ),
+    ],
+)
+def test_long_lines_are_wrapped_between_words(text: str, expected: str) -> None:
+    """The terminal broke remarks within words."""
+    assert wrap_lines(text, 30) == expected
 
 
 @pytest.mark.parametrize(("seconds", "message"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])

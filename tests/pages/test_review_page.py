@@ -111,7 +111,7 @@ def page(tmp_path: Path) -> Iterator[str]:
 def cells(browser: Any) -> list[str]:
     found = browser.find_elements("css selector", "#wall .cell")
     found.sort(key=lambda cell: int(cell.get_attribute("data-place")))
-    return [each.get_attribute("aria-label") for each in found]
+    return [each.get_attribute("title") for each in found]
 
 
 def chosen(browser: Any, select: str, message: str) -> None:
@@ -195,7 +195,7 @@ def test_selected_images_get_one_label_and_lose_it_at_once(browser: Any, page: s
     before = read_labels(tmp_path)
     press_keys(browser, "x")
     for name in ("+a.png", "d.png"):
-        browser.find_element("css selector", f"#wall .cell[aria-label^='{name}']").click()
+        browser.find_element("css selector", f"#wall .cell[title^='{name}']").click()
     assert browser.find_element("id", "chosen").text == "2 selected"
     press_keys(browser, "2")
     wait_until(lambda: read_labels(tmp_path) == {**before, "+a.png": "dog", "d.png": "dog"})

@@ -189,6 +189,8 @@ def test_federation_view_has_the_state_of_each_site(tmp_path: Path):
         "site-01": "refused",
         "site-02": "connected",
     }
+    # Its numbers of images are in columns.
+    assert sites["site-02"]["words"] == "joined"
     assert (sites["site-01"]["late"], sites["site-01"]["refused"], sites["site-02"]["no reply"]) == (1, 1, 1)
     assert len(found["log"]) == 9
     assert (sites["site-02"]["labeled"], sites["site-02"]["unlabeled"]) == (40, 531)

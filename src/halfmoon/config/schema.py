@@ -99,6 +99,10 @@ class Config(
 
     Raises:
         UserError: a value has the wrong type or range, or two options exclude each other.
+
+    Examples:
+        >>> config = halfmoon.Config(method="feddure", rounds=10, clients=5)
+        >>> halfmoon.run(config)
     """
 
     def __new__(cls, *args: Any, **options: Any) -> "Config":

@@ -64,6 +64,10 @@ def load(
 
     Raises:
         UserError: If the name is unknown or a file cannot be read; the message names file and row.
+
+    Examples:
+        >>> digits = halfmoon.load_data("digits")
+        >>> X, y = digits.train.images, digits.train.labels
     """
     if memory.is_memory_name(name):
         return memory.load_memory(name, preparation)
@@ -175,6 +179,9 @@ def save(
 
     Raises:
         UserError: If images and classes disagree, or the folder cannot be written.
+
+    Examples:
+        >>> halfmoon.save_data("small", train=digits.train, test=digits.test, classes=digits.classes)
     """
     path = Path(folder)
     names = tuple(classes)

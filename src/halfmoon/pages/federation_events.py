@@ -108,7 +108,9 @@ def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dic
                 _update_site(sites, str(name), "left out", event.time, str(reason))
         elif event.name in STATES and "site" in event.fields:
             name = str(event.fields["site"])
-            _update_site(sites, name, STATES[event.name], event.time, event.text)
+            # The text of this event has the numbers of images, which the page shows in columns.
+            text = "joined" if event.name == "site_joined" else event.text
+            _update_site(sites, name, STATES[event.name], event.time, text)
             for kind in IMAGE_COUNTS:
                 if kind in event.fields:
                     sites[name][kind] = event.fields[kind]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from halfmoon.core import toml
 from halfmoon.pages import federation_events
 from halfmoon.report.bands import pick_evenly, six_digits
+from halfmoon.report.run_reader import read_title
 from halfmoon.report.styles import line_styles, style_to_json
 from halfmoon.storage import atomic_io, locks
 from halfmoon.storage.folder_writer import LOCK
@@ -125,6 +126,7 @@ class FollowedRun:
         timings: the rows of timings.jsonl.
         options: the options of the run, {} until they are written.
         summary: the contents of summary.json, None until the run has finished.
+        title: the title of the method, "" if the folder has none.
         version: a number that grows with every change.
     """
 
@@ -135,6 +137,7 @@ class FollowedRun:
         self.timings = JsonLinesFile(path / TIMINGS_FILE)
         self.options: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
+        self.title = ""
         self.version = 0
 
     def update(self) -> bool:
@@ -144,6 +147,7 @@ class FollowedRun:
         if not self.options:
             text = atomic_io.read(self.path / CONFIG_FILE) or b""
             self.options = toml.parse_or_empty(text.decode("utf-8", "replace"))
+            self.title = read_title(self.path)
             changed = changed or bool(self.options)
         summary = atomic_io.read_json(self.path / SUMMARY_FILE)
         if summary != self.summary:
@@ -251,7 +255,7 @@ class FollowedRun:
         return {
             "name": self.name,
             "method": self.method,
-            "title": str((self.summary or {}).get("title", self.method)),
+            "title": str((self.summary or {}).get("title") or self.title or self.method),
             "data": Path(str(self.options.get("data", ""))).name,
             "seed": self.options.get("seed", 0),
             "rounds": self.rounds,

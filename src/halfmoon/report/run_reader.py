@@ -165,7 +165,7 @@ class StoredRun:
     def title(self) -> str:
         if self.summary is not None:
             return str(self.summary["title"])
-        return str(self.options.get("method", self.path.name))
+        return read_title(self.path) or str(self.options.get("method", self.path.name))
 
     def series(self, group: str, name: str) -> dict[int, float]:
         """Collect a metric by round, without rounds that do not have it.
@@ -202,6 +202,12 @@ class StoredRun:
     def seconds(self) -> dict[int, float]:
         """Read the duration of each round from timings.jsonl; for a repeated round that of the last time."""
         return dict(read_number_pairs(self.path / "timings.jsonl", "round", "seconds"))
+
+
+def read_title(folder: Path) -> str:
+    """Read the title of a run's method, which its folder has from the start; "" for folders of earlier versions."""
+    head = read_json(folder / "run.json")
+    return str(head.get("title", "")) if isinstance(head, dict) else ""
 
 
 def read_runs(root: Path) -> list[StoredRun]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from halfmoon.runs.callbacks import RunInfo
 
 Row = dict[str, Any]
+
+_LOG_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ")
+"""The time at the beginning of a line of a server's or a site's log."""
 
 BAR = "bar"
 """The key of the cell with the progress bar."""
@@ -142,7 +147,8 @@ class NullProgress:
         # Each method of a comparison reports, for example, the same missing file.
         if text not in self._messages:
             self._messages.add(text)
-            print_line(self.console, f"halfmoon: {text}")
+            message = f"halfmoon: {text}"
+            print_line(self.console, wrap_lines(message, self.console.width) if self.console.is_terminal else message)
 
     def find(self, run: RunInfo) -> Progress:
         """Return the progress of a run; of the last one if its folder was used twice."""
@@ -349,6 +355,32 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def wrap_lines(text: str, width: int) -> str:
+    """Wrap the lines of a text that are too long between words; other lines are not changed.
+
+    Further lines are indented as the first one and two spaces more, and those of a log below the text after its time.
+
+    Args:
+        text: one or more lines.
+        width: columns of the terminal.
+    """
+    lines = []
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if stamp := _LOG_TIME.match(line):
+            indent = stamp.end()
+        elif indent:
+            indent += 2
+        wrapper = textwrap.TextWrapper(
+            max(20 + indent, width), subsequent_indent=" " * indent, replace_whitespace=False
+        )
+        # Paths and option names stay in one piece, so that they can be copied.
+        wrapper.break_long_words = False
+        wrapper.break_on_hyphens = False
+        lines.append(wrapper.fill(line) if len(line) > width else line)
+    return "\n".join(lines)
 
 
 def print_line(console: Console, text: str) -> None:

@@ -739,7 +739,7 @@ def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
                 option="run_dir",
             )
     else:
-        folder = RunFolder.create(path, to_toml(config), run_identity)
+        folder = RunFolder.create(path, to_toml(config), run_identity, registry.entry(config.method).title)
     with folder:
         yield folder
 

@@ -220,6 +220,9 @@ def tracker(name: str, group: str | None = None) -> Callback:
 
     Raises:
         UserError: the name is unknown, it is tensorboard and `group` is given, or the package is not installed.
+
+    Examples:
+        >>> halfmoon.run(data=(X, y), watch=halfmoon.tracker("tensorboard"))
     """
     if name not in TRACKERS:
         raise UserError(f"unknown tracker {name!r}: {suggest(name, TRACKERS)}")

@@ -68,13 +68,14 @@ class RunFolder:
         self.checkpoints = Checkpoints(self.writer, self.metrics)
 
     @classmethod
-    def create(cls, path: Path, config: str, identity: str) -> "RunFolder":
+    def create(cls, path: Path, config: str, identity: str, title: str = "") -> "RunFolder":
         """Create the folder of a new run with its `config.toml`.
 
         Args:
             path: the folder, which may exist if it is empty.
             config: text of `config.toml`.
             identity: SHA-256 of all options that affect results.
+            title: title of the method, for pages that show the run before it is finished.
 
         Raises:
             UserError: if the folder is not empty, is in use, or cannot be written.
@@ -87,6 +88,8 @@ class RunFolder:
         try:
             cls.check_unused(path, identity)  # repeated under the lock: another process may have created the run since
             head = {"identity": identity, "config": atomic_io.sha256(config.encode()), **software_versions()}
+            if title:
+                head["title"] = title
             # run.json first: a folder with only a config.toml may belong to the user.
             folder.writer.write(RUN, integrity.format_checked(head))
             folder.writer.write(CONFIG, config.encode())

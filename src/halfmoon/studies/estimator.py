@@ -67,6 +67,10 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):
         method_: name of the method that was trained.
         n_clients_: number of clients.
         model_: the trained model.
+
+    Examples:
+        >>> model = FederatedClassifier(n_clients=5).fit(X, y)
+        >>> model.predict(X_new)
     """
 
     def __init__(

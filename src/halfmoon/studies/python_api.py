@@ -83,6 +83,10 @@ def run(
     Raises:
         UserError: an option is invalid, or `run_dir` contains another configuration.
         Diverged: a loss or a weight is not finite.
+
+    Examples:
+        >>> results = halfmoon.run(data=(X, y), method="fedavg-soft-labels", rounds=10, clients=5)
+        >>> results.model.predict(X[:3])
     """
     _check_config(config)
     method_options: dict[str, Any] = {}
@@ -130,6 +134,10 @@ def compare(
     Raises:
         UserError: an option is invalid, or `run_dir` contains another comparison.
         Diverged: a loss or a weight is not finite.
+
+    Examples:
+        >>> results = halfmoon.compare(["fedavg-control", "fedavg-soft-labels"], data=(X, y), rounds=10, clients=5, seeds=2)
+        >>> print(results.summary)
     """
     # A string is a sequence too: of methods with names of one letter.
     if isinstance(methods, str):
@@ -171,6 +179,10 @@ def problem(
 
     Raises:
         UserError: the data, the split or the network do not fit.
+
+    Examples:
+        >>> problem = halfmoon.problem(data=(X, y), clients=5)
+        >>> print(problem.split)
     """
     _check_config(config)
     options, _ = _register_data(config, options, test)
@@ -207,6 +219,10 @@ def resume(
     Raises:
         UserError: the folder contains no run that can be resumed, or `data` is missing or differs.
         Diverged: a loss or a weight is not finite.
+
+    Examples:
+        >>> halfmoon.resume("runs/first")
+        >>> halfmoon.resume("runs/arrays", data=(X, y))
     """
     root = to_path(folder)
     if data is not None:
@@ -232,6 +248,10 @@ def load_run(folder: Path | str) -> Results:
 
     Raises:
         UserError: the folder contains none of these.
+
+    Examples:
+        >>> results = halfmoon.load_run("runs/first")
+        >>> results.plot(path="accuracy.pdf")
     """
     return load_results(to_path(folder))
 
@@ -263,6 +283,10 @@ def sweep(
 
     Raises:
         UserError: there is no such recipe, axis, value or scale, or an option changes numbers; so does data in memory.
+
+    Examples:
+        >>> table = halfmoon.sweep("feddure-table1", scale="tiny", only={"dataset": "digits", "method": ["fedavg", "feddure"]})
+        >>> print(table.summary)
     """
     plan = recipe.load(str(name))
     # A smaller version of the paper's experiment, with fewer rounds, clients or images.

@@ -44,6 +44,10 @@ class Results:
         runs: the run folders in it.
         curves: the figure of the learning curves.
         tables: the tables as CSV and Markdown.
+
+    Examples:
+        >>> print(results.summary)
+        >>> results.model.evaluate(test)["accuracy"]
     """
 
     def __init__(self, folder: Path, runs: Sequence[Path]) -> None:
@@ -133,6 +137,11 @@ class Results:
         training_loss, pseudo_label_accuracy, used_share (of the unlabeled images), and others in
         `halfmoon.report.frame.METRIC_NAMES`. Accuracies and shares have the unit "%"; megabytes_sent and seconds are
         totals since the first round.
+
+        Examples:
+            >>> table = results.to_frame()
+            >>> accuracy = table[table["metric"] == "accuracy"]
+            >>> print(accuracy.pivot(index="round", columns=["method", "seed"], values="value"))
         """
         rows: list[tuple[Any, ...]] = []
         for run in self._stored_runs:
@@ -154,6 +163,11 @@ class Results:
 
         Raises:
             UserError: there is no such kind, the runs have no values of it, or the file cannot be written.
+
+        Examples:
+            >>> results.plot(path="accuracy.pdf")
+            >>> results.plot("pseudo_labels")
+            >>> results.plot("clients", path="clients.svg")
         """
         # Matplotlib is slow to import.
         from halfmoon.report.curves import draw_client_accuracies, draw_metric
@@ -207,6 +221,9 @@ class Results:
 
         Raises:
             UserError: no run is finished, or the file cannot be written.
+
+        Examples:
+            >>> print(results.to_latex(path="table.tex"))
         """
         summary = self.summary
         if summary.empty:

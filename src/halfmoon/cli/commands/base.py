@@ -7,6 +7,7 @@ import codecs
 import io
 import json
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -358,13 +359,19 @@ def unknown_argument_error(
     return UserError(f"unknown option {flag!r}: {suggest(flag, list_flags(parsers[command], args))}")
 
 
-def print_text(text: str) -> None:
-    """Print a text to stdout without markup or wrapping."""
+def print_text(text: str, wrap: bool = True) -> None:
+    """Print a text to stdout without markup.
+
+    Args:
+        text: one or more lines.
+        wrap: wrap lines between words on a terminal; False for commands and paths that users copy.
+    """
     from rich.console import Console
 
-    from halfmoon.runs.progress import print_line
+    from halfmoon.runs.progress import print_line, wrap_lines
 
-    print_line(Console(), text)
+    console = Console()
+    print_line(console, wrap_lines(text, console.width) if wrap and console.is_terminal else text)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -471,10 +478,17 @@ def parse_int(flag: str, text: str, minimum: int, maximum: int | None = None) ->
 
 
 def line_writer(as_json: bool) -> Callable[[str], None]:
-    """Create a function that writes a line and flushes it, to stdout, or to stderr if stdout is for JSON."""
+    """Create a function that writes a line and flushes it, to stdout, or to stderr if stdout is for JSON.
+
+    On a terminal a long line is wrapped between words.
+    """
     stream = sys.stderr if as_json else sys.stdout
 
     def write_line(line: str) -> None:
+        if stream.isatty():
+            from halfmoon.runs.progress import wrap_lines
+
+            line = wrap_lines(line, shutil.get_terminal_size().columns)
         stream.write(f"{line}\n")
         stream.flush()
 
@@ -528,7 +542,7 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
         print_text(sentence)
     for note in notes:
         print_text(note)
-    print_text(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")
+    print_text(f"curves: {outcome.curves}\nrun folder: {outcome.folder}", wrap=False)
 
 
 def interrupt_on_sigterm() -> None:

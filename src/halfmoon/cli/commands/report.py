@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"page": page, "csv": sheet, "latex": latex, "missing": missing})
         return 0
-    print_text("\n".join([f"page: {page}", f"csv: {sheet}", f"latex: {latex}", *missing]))
+    print_text("\n".join([f"page: {page}", f"csv: {sheet}", f"latex: {latex}", *missing]), wrap=False)
     return 0

@@ -241,7 +241,7 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     if not written:
         print_text(f"{args.out} has the same sites already; no file was written.")
-    print_text(f"the same split in the simulator: halfmoon run --config {file}")
+    print_text(f"the same split in the simulator: halfmoon run --config {file}", wrap=False)
     return 0
 
 

@@ -111,7 +111,7 @@ def _sweep(args: argparse.Namespace) -> int:
             print_text(f"SCALED DOWN, not the paper's experiment: {scale.about}")
         headings, rows = build_table(contents)
         print_table(headings, rows)
-        print_text(f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
+        print_text(f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html", wrap=False)
     return code
 
 
@@ -440,5 +440,5 @@ def _tune(args: argparse.Namespace) -> int:
             f"Budget: the default steps of {config.method}. compare gives every method the largest budget of all: to "
             "search for a comparison, name the method with the largest budget with --reference."
         )
-    print_text(f"all trials: {folder / TABLE}\nthe best: halfmoon run --config {folder / BEST}")
+    print_text(f"all trials: {folder / TABLE}\nthe best: halfmoon run --config {folder / BEST}", wrap=False)
     return 0

@@ -141,7 +141,7 @@ def _predict(args: argparse.Namespace) -> int:
         print_text(f"unsure, below {args.sure:g}: {result.below_confidence:,} of {result.images:,} images")
         if reference is not None:
             print_text(f"unlike those of {args.like}: {result.outliers:,}")
-        print_text(f"table: {result.out}")
+        print_text(f"table: {result.out}", wrap=False)
     return _report_unreadable(result.unreadable)
 
 

@@ -70,6 +70,9 @@ class Scenario(SplitOptions):
         (FedLoKe, CIKM 2023, Figure 7)
     unknown_share: share of every client's unlabeled rows that are of unknown classes, see `split_open_set`
 
+    Examples:
+        >>> split = halfmoon.Scenario(setting="iid-dir", clients=5, labels_per_class=2.0).split(y, classes=10)
+
     In fedloke and fedloke-balanced with labels at clients there is no pool: int(label_ratio * rows) random rows of a
     labeled client are labeled, or labels_per_class * classes; some classes may have no label.
 

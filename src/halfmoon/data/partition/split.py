@@ -52,6 +52,9 @@ class Split:
 
     Raises:
         UserError: If the arrays disagree in length or type, or a row has an invalid client or stage.
+
+    Examples:
+        >>> split = halfmoon.Split(client=y // 2, labeled=np.arange(len(y)) % 10 == 0, clients=5)
     """
 
     client: np.ndarray

@@ -397,7 +397,8 @@ class FederationServer:
         """
         terms = self.plan.terms
         if not RunFolder.exists(self.path):
-            return RunFolder.create(self.path, _config_text(self.plan), terms.hash)
+            title = registry.entry(self.plan.config.method).title
+            return RunFolder.create(self.path, _config_text(self.plan), terms.hash, title)
         folder = RunFolder.open(self.path)
         if folder.identity != terms.hash:
             raise UserError(

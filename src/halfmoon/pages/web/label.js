@@ -262,8 +262,8 @@ const FILTERS = [
 
 function fill(at) {
   const label = labelName(at);
-  const mark = label || (data.unsure.has(at) ? "not sure" : "–");
-  return { alt: `${data.paths[at]}: ${label || (data.unsure.has(at) ? "not sure" : "no label")}`, lines: [html("b", null, mark), shortName(data, at)] };
+  const mark = label ? html("b", null, label) : html("span", { class: "less" }, data.unsure.has(at) ? "not sure" : "no label");
+  return { title: `${fullName(data, at)}: ${label || (data.unsure.has(at) ? "not sure" : "no label")}`, lines: [mark, shortName(data, at)] };
 }
 
 function showAll(keep = false, chosen = byId("which").value || "waiting") {
@@ -390,6 +390,7 @@ try {
   if (found.foldered) notice("Some labels are names of class folders. Your first label writes all of them to a labels.csv, which is used from then on.", false);
   next();
   askCaptions(data, () => {
+    wall.extra += 16; // a second line
     if (row >= 0) byId("path").textContent = fullName(data, row);
     if (!byId("all").hidden) showAll(true);
   });

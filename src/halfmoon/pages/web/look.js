@@ -3,6 +3,7 @@
 import { byId } from "./common.js";
 
 const STEPS = [1, 1.5, 2, 3, 4, 6, 8, 12, 16];
+const TINY = 64; // pixels of a side
 const KEPT = 5; // decoded images in memory
 
 // Center and width of the usual windows of a CT, in Hounsfield units.
@@ -96,6 +97,7 @@ export class Look {
     this.shown = image;
     this.canvas.dataset.row = row;
     if (!image) return;
+    for (const name of ["center", "width"]) this.tools[name].parentElement.hidden = !image.gray; // a photograph has no window
     Object.assign(this.canvas, { width: image.width, height: image.height });
     const { look } = this.tools;
     for (const option of look.querySelectorAll(".ct")) option.disabled = option.hidden = image.modality !== "CT";
@@ -174,7 +176,8 @@ export class Look {
     this.scale = Math.min(this.stage.clientWidth / width, this.stage.clientHeight / height) * this.zoom;
     this.canvas.style.width = `${width * this.scale}px`;
     this.canvas.style.height = `${height * this.scale}px`;
-    this.canvas.style.imageRendering = this.scale >= 3 ? "pixelated" : "auto";
+    // The pixels of a tiny or a zoomed image are shown as they are; a photograph that fits is smooth.
+    this.canvas.style.imageRendering = this.scale >= 3 && (this.zoom > 1 || Math.max(width, height) < TINY) ? "pixelated" : "auto";
     this.move(this.x, this.y);
   }
 

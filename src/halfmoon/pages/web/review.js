@@ -20,7 +20,7 @@ function fill(at) {
   const label = labelName(at);
   const mark = !label ? "no label" : wrong(at) ? html("span", { class: "no" }, `≠ label ${label}`) : `= label ${label}`;
   return {
-    alt: `${data.paths[at]}: ${said}, ${label ? `label ${label}` : "no label"}`,
+    title: `${fullName(data, at)}: ${said}, ${label ? `label ${label}` : "no label"}`,
     lines: [html("span", { class: "said" }, said), mark, shortName(data, at)],
     odd: wrong(at),
   };
@@ -43,7 +43,8 @@ function show(keep = false) {
   rows.sort((a, b) => unreadable(a) - unreadable(b) || SORTS[byId("sort").value](a, b) || a - b);
   const off = rows.filter(wrong).length;
   const some = rows.filter((at) => data.labels[at] >= 0).length;
-  byId("amount").textContent = `${count(rows.length)} images; ${count(off)} of ${count(some)} with a label disagree`;
+  const part = rows.length < data.paths.length ? `${count(rows.length)} images, ` : "";
+  byId("amount").textContent = `${part}${count(off)} of ${count(some)} labels disagree`;
   wall.show(rows, keep);
 }
 
@@ -167,11 +168,11 @@ async function quality() {
 
 function confusion({ classes, confusion: matrix }) {
   if (classes.length > NAMES) return html("p", { class: "less" }, `${classes.length} classes are too many for a table; halfmoon evaluate --out writes it.`);
-  const head = html("tr", null, html("th", null, ""), classes.map((word) => html("th", { scope: "col" }, word)));
+  const head = html("tr", null, html("td"), classes.map((word) => html("th", { scope: "col" }, word)));
   const rows = matrix.map((row, t) => {
     const all = row.reduce((sum, n) => sum + n, 0) || 1;
     return html("tr", null, html("th", { scope: "row" }, classes[t]), row.map((n, p) => html("td", null,
-      n ? html("button", { type: "button", class: n / all > 0.6 ? "dark" : null, style: `--share:${(100 * n) / all}`, "aria-label": `label ${classes[t]}, predicted ${classes[p]}: ${n}`, onclick: () => only(t, p, classes) }, count(n)) : null)));
+      n ? html("button", { type: "button", class: n / all > 0.77 ? "dark" : null, style: `--share:${(100 * n) / all}`, "aria-label": `label ${classes[t]}, predicted ${classes[p]}: ${n}`, onclick: () => only(t, p, classes) }, count(n)) : null)));
   });
   return html("table", { class: "confusion" }, html("thead", null, head), html("tbody", null, rows));
 }
@@ -209,7 +210,7 @@ function calibration({ reliability }) {
     root.append(bar);
   }
   root.append(svg("line", { class: "ideal", x1: x(0), y1: y(0), x2: x(1), y2: y(1) }));
-  root.append(svg("text", { x: x(0.5), y: y(0) + 34, "text-anchor": "middle" }, "probability; dark bars: many images"));
+  root.append(svg("text", { x: x(0.5), y: y(0) + 34, "text-anchor": "middle" }, "probability; stronger color: more images"));
   return root;
 }
 
@@ -294,7 +295,10 @@ try {
   fit();
   drawBulk();
   show();
-  askCaptions(data, () => show(true));
+  askCaptions(data, () => {
+    wall.extra += 16; // a second line
+    show(true);
+  });
   setTimeout(watch, EVERY);
 } catch (error) {
   notice(error.message);

@@ -5,7 +5,7 @@ import { html } from "./common.js";
 const PAUSE = 70; // ms that a cell is visible before its image is requested
 
 export class Wall {
-  // `fill(row)` returns {alt, lines: [text or element], odd}; `open(place)` is called for a click or Enter. Where
+  // `fill(row)` returns {title, lines: [text or element], odd}; `open(place)` is called for a click or Enter. Where
   // `changed` is given, rows can be selected: by Shift, Ctrl, Space, a drag, and while `selecting` by a click.
   // `unreadable(row)` is called for an image that the server cannot decode.
   constructor(host, { fill, open, source, changed = null, unreadable = null, side = 132, extra = 40 }) {
@@ -131,9 +131,9 @@ export class Wall {
   }
 
   dress(cell, place) {
-    const { alt, lines, odd } = this.fill(this.rows[place]);
-    cell.setAttribute("aria-label", alt);
-    cell.title = alt;
+    const { title, lines, odd } = this.fill(this.rows[place]);
+    // Its text is its name; the title describes it.
+    cell.title = title;
     cell.classList.toggle("odd", Boolean(odd));
     cell.classList.toggle("chosen", this.chosen.has(this.rows[place]));
     while (cell.childNodes.length > 1) cell.lastChild.remove();

@@ -24,9 +24,6 @@ const hidden = new Set();
 const figures = new Map();
 const sizes = new ResizeObserver(() => drawCharts()); // a new chart makes those next to it narrower
 const told = new Set(); // alarms that were announced, by method
-const dark = matchMedia("(prefers-color-scheme: dark)");
-
-const inDark = (look) => (dark.matches ? { ...look, color: `color-mix(in srgb, ${look.color} 62%, white)` } : look);
 const clock = (seconds) => {
   if (seconds === null || seconds === undefined) return "–";
   const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds % 60)];
@@ -71,13 +68,14 @@ function drawRuns() {
   // On a phone the first columns are visible.
   const head = ["", "method", "accuracy %", "state", "round", "best %", "time left", "data", "seed", "folder"];
   const left = new Set([0, 1, 3, 7, 9]);
+  for (const tool of document.querySelectorAll("#runs-section .several")) tool.hidden = runs.size < 2;
   table.replaceChildren(
-    html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: left.has(n) ? "left" : null }, word)))),
+    html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: left.has(n) ? "left" : null }, word || html("span", { class: "sr" }, "shown in the curves"))))),
     html("tbody", null, shown.map((run) => {
       const box = html("input", { type: "checkbox", checked: !hidden.has(run.id), "aria-label": `show ${label(run)}`, "data-run": run.id, onchange: () => toggle(run.id) });
       const bar = html("span", { class: "bar", "aria-hidden": "true" }, html("i", { style: `width:${run.rounds ? (100 * run.round) / run.rounds : 0}%` }));
       return html("tr", { class: hidden.has(run.id) ? "off" : null },
-        html("td", { class: "left" }, html("label", null, box, " ", sample(inDark(run.look)))),
+        html("td", { class: "left" }, html("label", null, box, " ", sample(run.look))),
         html("td", { class: "left title" }, run.title), html("td", null, number(run.accuracy, 2)),
         html("td", { class: "left" }, html("span", { class: `state ${run.state}` }, run.state)),
         html("td", null, bar, `${count(run.round)} of ${count(run.rounds)}`), html("td", null, number(run.best, 2)),
@@ -102,22 +100,34 @@ function lineOf(seeds, key, weight) {
   const alone = [...runs.values()].every((run) => run.title !== seeds[0].title || seeds.includes(run));
   const title = seeds.length === 1 ? label(seeds[0]) : alone ? seeds[0].title : `${seeds[0].title}, as ${seeds[0].name}`;
   return {
-    look: inDark({ ...seeds[0].look, title }), seeds: seeds.length, x,
+    look: { ...seeds[0].look, title }, seeds: seeds.length, x,
     mean: values.map((all) => all.reduce((a, b) => a + b) / all.length),
     low: values.map((all) => Math.min(...all)), high: values.map((all) => Math.max(...all)),
   };
 }
 
+// The lines of the curves by name; one line needs none.
+function drawLegend(shown) {
+  const named = new Map(shown.filter((run) => run.lines).map((run) => [JSON.stringify(run.look), run]));
+  const place = byId("legend");
+  place.hidden = named.size < 2;
+  const stamp = JSON.stringify([...named.values()].map((run) => [run.look, run.title]));
+  if (place.dataset.stamp === stamp) return;
+  place.dataset.stamp = stamp;
+  place.replaceChildren(...[...named.values()].map((run) => html("li", null, sample(run.look), " ", run.title)));
+}
+
 function drawCharts() {
   const shown = matching().filter((run) => !hidden.has(run.id));
   const weight = Number(byId("smooth").value);
+  drawLegend(shown);
   for (const [key, title, percent] of CHARTS) {
     const drawn = shown.filter((run) => run.lines?.[key]?.y.some((value) => value !== 0) && run.lines[key].x.length > 0);
     const looks = new Set(drawn.map((run) => JSON.stringify(run.look)));
     const lines = [...looks].map((look) => lineOf(drawn.filter((run) => JSON.stringify(run.look) === look), key, weight));
     const sites = (key === "evaluation" && drawn.length === 1 && drawn[0].sites) || [];
     if (sites.length) lines[0].look.title = "all sites";
-    lines.push(...sites.map(({ look, x, y }) => ({ look: inDark(look), seeds: 1, x, mean: y, low: y, high: y })));
+    lines.push(...sites.map(({ look, x, y }) => ({ look: look, seeds: 1, x, mean: y, low: y, high: y })));
     let figure = figures.get(key);
     if (!lines.length) {
       figure?.root.remove();
@@ -138,7 +148,7 @@ function drawCharts() {
     figure.lines = lines;
     const width = Math.floor(figure.plot.clientWidth);
     // A chart is drawn again only if it has changed, so that a tooltip remains open.
-    const now = JSON.stringify([width, dark.matches, weight, lines.map((line) => [line.look, line.x.length, line.mean.at(-1)])]);
+    const now = JSON.stringify([width, weight, lines.map((line) => [line.look, line.x.length, line.mean.at(-1)])]);
     if (now === figure.drawn || !width) continue;
     figure.drawn = now;
     tip.hide();
@@ -164,6 +174,9 @@ function drawTable() {
     html("tbody", null, rows.toReversed().map((row) => html("tr", null, columns.map(([key, , digits]) => html("td", null, number(row[key], digits)))))));
 }
 
+// The time of a contact, without the day if that is today.
+const recent = (when) => (when.startsWith(new Date().toLocaleDateString("sv")) ? when.split(" ")[1] : when) || "–";
+
 // Faults are shown only if a site had one.
 const FAULTS = ["late", "no reply", "refused", "left out"];
 
@@ -176,22 +189,24 @@ function drawSites(federation) {
   const over = [...runs.values()].some((run) => run.state === "finished");
   byId("sentence").hidden = false;
   byId("sentence").textContent = over ? `The federation is over; ${known} of ${sites.length} sites took part to the end.` : `${known} of ${sites.length} sites are connected.`;
+  // A server with test images asks no site for its accuracy.
+  const measured = shared.length > 0 || [...runs.values()].some((run) => run.lines?.evaluation?.x.length);
   const faults = FAULTS.filter((fault) => sites.some((site) => site[fault]));
-  const head = ["site", "state", "last contact", "labeled images", "unlabeled images", "accuracy %", ...faults, "last event"];
+  const head = ["site", "state", "last contact", "labeled images", ...(measured ? ["accuracy %"] : []), ...faults, "last event"];
   const left = new Set(["site", "state", "last contact", "last event"]);
-  const some = (value) => (value === null || value === undefined ? "–" : count(value));
+  const labeled = ({ labeled, unlabeled }) => (labeled === null ? "–" : unlabeled === null ? count(labeled) : `${count(labeled)} of ${count(labeled + unlabeled)}`);
   byId("sites").replaceChildren(
     html("thead", null, html("tr", null, head.map((word) => html("th", { scope: "col", class: left.has(word) ? "left" : null }, word)))),
     html("tbody", null, sites.map((site) => {
       const curve = shared.find(({ look }) => look.title === site.name);
       return html("tr", null,
-        html("th", { scope: "row", class: "left" }, curve ? [sample(inDark(curve.look)), " "] : null, site.name),
+        html("th", { scope: "row", class: "left" }, site.name, curve ? [" ", sample(curve.look)] : null),
         html("td", { class: "left" }, html("span", { class: `state ${site.state.replaceAll(" ", "-")}` }, site.state)),
-        html("td", { class: "left" }, site.contact || "–"), html("td", null, some(site.labeled)), html("td", null, some(site.unlabeled)),
-        html("td", null, curve ? number(curve.y.at(-1), 2) : "–"), faults.map((fault) => html("td", null, count(site[fault]))),
-        html("td", { class: "left name", title: site.words }, site.words || "–"));
+        html("td", { class: "left" }, recent(site.contact)), html("td", null, labeled(site)),
+        measured ? html("td", null, curve ? number(curve.y.at(-1), 2) : "–") : null, faults.map((fault) => html("td", null, count(site[fault]))),
+        html("td", { class: "left event" }, site.words || "–"));
     })));
-  byId("consent").hidden = shared.length > 0;
+  byId("consent").hidden = !measured || shared.length === sites.length;
 }
 
 function drawSite(site) {
@@ -299,10 +314,6 @@ byId("state").addEventListener("change", () => (drawRuns(), drawCharts(), drawTa
 byId("which").addEventListener("change", drawTable);
 byId("smooth").addEventListener("input", () => {
   byId("smoothed").textContent = byId("smooth").value;
-  drawCharts();
-});
-dark.addEventListener("change", () => {
-  if (!byId("runs-section").hidden) drawRuns();
   drawCharts();
 });
 watch();

@@ -19,7 +19,12 @@ from halfmoon.sites.inference import export, image_folder, load, measure
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Model(load.InferenceModel):
-    """A trained network with its classes and the preparation of its images, stored in the file `path`."""
+    """A trained network with its classes and the preparation of its images, stored in the file `path`.
+
+    Examples:
+        >>> model = halfmoon.load_model("runs/first")
+        >>> model.predict(X[:3])
+    """
 
     path: Path
 
@@ -43,6 +48,11 @@ class Model(load.InferenceModel):
 
         Raises:
             UserError: images have another shape, or there are none.
+
+        Examples:
+            >>> model.predict(X[:3])["label"]
+            >>> model.predict(PIL.Image.open("photo.jpg"))
+            >>> model.predict("folder").to_csv("predictions.csv")
         """
         image_folder.check_confidence(sure)
         if isinstance(images, str | Path) and not Path(images).is_file():
@@ -76,6 +86,9 @@ class Model(load.InferenceModel):
 
         Raises:
             UserError: images have another shape, or there are none.
+
+        Examples:
+            >>> model.predict_proba(X).argmax(axis=1)
         """
         if isinstance(images, str | Path) and not Path(images).is_file():
             folder = Path(images)
@@ -103,6 +116,9 @@ class Model(load.InferenceModel):
 
         Raises:
             UserError: labels are missing, or are not classes of the model.
+
+        Examples:
+            >>> model.evaluate((X_test, y_test))["accuracy"]
         """
         image_folder.check_confidence(sure)
         truth, logits = self._labeled(images)
@@ -125,6 +141,9 @@ class Model(load.InferenceModel):
 
         Raises:
             UserError: labels are missing, the model was trained on the folder, or its file cannot be written.
+
+        Examples:
+            >>> model = model.calibrate((X_validation, y_validation))
         """
         if isinstance(images, str | Path):
             measure.refuse_training_images(self, Path(images))
@@ -145,6 +164,9 @@ class Model(load.InferenceModel):
 
         Raises:
             UserError: the ending is another one, a package is missing, or the outputs differ.
+
+        Examples:
+            >>> model.export("model.onnx")
         """
         exporters = {".onnx": export.export_onnx, ".pt2": export.export_torch}
         export_model = exporters.get(Path(file).suffix)
@@ -223,6 +245,10 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
 
     Raises:
         UserError: there is no model, the run is not finished, or the file is damaged or of another version.
+
+    Examples:
+        >>> model = halfmoon.load_model("runs/first")
+        >>> print(model.classes)
     """
     file = load.find_model_file(to_path(path))
     model = load.load_model(file, device, network)
