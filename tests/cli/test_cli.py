@@ -176,6 +176,14 @@ MISTAKES = {
     "run --flip=3": "--flip takes no value: write --flip or --no-flip without one.",
     "run --option threshold": "--option 'threshold' is not NAME=VALUE: write, for example, --option threshold=0.9.",
     "compare --seeds 0": "the following arguments are required: --methods.",
+    "compare fedavg feddure --seeds 0": (
+        "compare has its methods after a flag: write halfmoon compare --methods fedavg feddure."
+    ),
+    "run .": "unexpected argument '.': a folder of images is --data .",
+    "data digits --png gone/x.png": "gone/x.png: the folder gone does not exist; make it, or choose another --png.",
+    "data digits --png x.jpg": "x.jpg does not end in .png, .pdf, .svg: the suffix chooses the format of a figure.",
+    "data digits --crop": "digits: --crop has no effect on its square images of 8 bits; leave it out.",
+    "data digits --window 0 9": "digits: --window has no effect on its square images of 8 bits; leave it out.",
     "compare --methods fedavg --seed 3": "unknown option '--seed' of compare: did you mean '--seeds'?",
     "compare --methods fedavg --seeds 0 x": "--seeds is 'x': it must be whole numbers from 0.",
     f"compare --methods fedavg --seeds {'9' * 5000}": "--seeds is '9999",

@@ -165,6 +165,43 @@ def test_a_plan_of_a_site_lists_them_too(tmp_path: Path) -> None:
     assert "cat/bad.png" in (tmp_path / "out" / "skipped.csv").read_text()
 
 
+def test_a_plan_of_a_site_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Images with a name that is not UTF-8, links, and an unreadable image were left out without a word."""
+    folder = tmp_path / "in"
+    write_classes(folder, 12)
+    (folder / "unlabeled").mkdir()
+    (folder / "unlabeled" / "bad.png").write_bytes(b"")
+    Path(os.fsdecode(os.fsencode(folder / "unlabeled") + b"/\xff.png")).write_bytes(b"")
+    (folder / "link").symlink_to("cat")
+    assert main(["run", "--data", str(folder), "--network", "small", "--plan"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "left out: images whose names are not UTF-8 (1): rename them" in output
+    assert "left out: links to folders and missing files (1), which are not followed" in output
+    assert "1 of 25 images cannot be read and is left out" in output
+    for path in [*folder.rglob("*.png")]:
+        path.write_bytes(encode_image(np.full((8, 8, 3), 7, np.uint8)))
+    assert main(["run", "--data", str(folder), "--network", "small", "--plan"]) == 2
+    assert "images have equal pixels, so no class can be learned" in capsys.readouterr().err
+
+
+def test_options_without_effect_on_any_image_are_refused(tmp_path: Path) -> None:
+    """Square images cannot be cropped to a square, and a window is for gray values of more than 8 bits."""
+    write_classes(tmp_path / "in", 6)
+    command = ["data", str(tmp_path / "in"), "--clients", "1", "--labels", "2", "--setting", "iid-iid"]
+    assert main([*command, "--crop", "--resize", "4"]) == 2
+    assert main([*command, "--window", "0", "99"]) == 2
+    site = ["site", "prepare", str(tmp_path / "in"), "--size", "4x4"]
+    assert main([*site, "--crop"]) == main([*site, "--window", "0", "99"]) == 2
+    with pytest.raises(UserError, match=r"crop has no effect: all images have the proportions of the result"):
+        halfmoon.run(data=(make_noise_images(9, 8), [0, 1, 2] * 3), method="fedavg", crop=True, resize=4)
+    Image.fromarray(make_noise_images(1, 8)[0][:6]).save(tmp_path / "in" / "cat" / "0.png")
+    assert main([*command, "--crop", "--resize", "4"]) == main([*site, "--crop"]) == 0
+    deep = Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8))
+    deep.save(tmp_path / "in" / "cat" / "0.png")
+    options = ["--window", "0", "99", "--channels", "1", "--resize", "4"]
+    assert main([*command, *options]) == main([*site, "--window", "0", "99"]) == 0
+
+
 def test_command_prompts_at_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
     import sys

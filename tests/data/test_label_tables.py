@@ -40,6 +40,10 @@ def write_table(folder: Path, header: str, line: str, count: int = 8, name: str 
         ("id,filename,category,group", "{number},{path},{label},p{number}", "labels.csv", ","),
         ("file_name,label", "{path},{label}", "metadata.csv", ","),
         ("file_name,text,label", "{path},a picture,{label}", "metadata.csv", ";"),
+        ("path,label", "{path},{label}", "Labels.TSV", "\t"),
+        ("path,label", "{path},{label}", "labels.txt", "\t"),
+        ("path,label,,", "{path},{label},,", "labels.csv", ","),  # empty columns of a spreadsheet
+        ("sep=;\npath;label", "{path};{label}", "labels.csv", ","),  # Excel's line about the separator
     ],
 )
 def test_a_table_with_other_titles_is_read(header: str, line: str, name: str, sep: str, tmp_path: Path) -> None:
@@ -65,6 +69,65 @@ def test_a_table_with_other_titles_is_read(header: str, line: str, name: str, se
 def test_a_table_without_path_and_label_is_refused(header: str, line: str, fault: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"labels.csv cannot be read: {fault}|{fault}"):
         read_site(write_table(tmp_path / "in", header, line))
+
+
+def test_a_table_in_a_format_that_is_not_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was ignored without a word, and all its images were unlabeled."""
+    folder = write_table(tmp_path / "in", "path,label", "{path},{label}", name="labels.xlsx")
+    (folder / "im" / "0.png").rename(folder / "0.png")  # images at the top as well: no class folders
+    for command in (["site", "check"], ["run", "--plan", "--data"], ["data"]):
+        assert main([*command, str(folder)]) in (1, 2)
+        assert "save it as CSV UTF-8 under the name labels.csv" in " ".join("".join(capsys.readouterr()).split())
+    (folder / "labels.csv").write_text("path,label\n0.png,cat\nim/1.png,dog\n")
+    assert read_site(folder).classes == ("cat", "dog")
+    (folder / "labels.tsv").write_text("path\tlabel\n0.png\tcat\n")
+    with pytest.raises(UserError, match=r"there are labels\.csv and labels\.tsv; keep one of them"):
+        read_site(folder)
+
+
+def test_json_lines_with_labels_are_refused_and_captions_are_not(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "in", "path,text", "{path},x", name="notes.csv")
+    (folder / "metadata.jsonl").write_text('{"file_name": "im/0.png", "text": "a picture"}\n')
+    assert read_label_table(folder).file is None
+    (folder / "metadata.jsonl").write_text('{"file_name": "im/0.png", "label": "cat"}\n')
+    assert read_label_table(folder).is_unread
+
+
+def test_class_folders_next_to_a_spreadsheet_give_the_labels(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write_table(tmp_path / "in" / name, "path,text", "{path},x", name="notes.csv")
+    (tmp_path / "in" / "labels.xlsx").write_bytes(b"PK")
+    source = load(str(tmp_path / "in"))
+    assert source.classes == ("cat", "dog")
+    assert any("labels.xlsx, whose format is not read" in note for note in source.notes)
+
+
+def test_labels_are_added_to_a_table_with_tabs(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "in", "path,label", "{path},{label}", 2, "labels.tsv", "\t")
+    write_labels(folder, LabelEdit("im/1.png", "cat", "dog"))
+    assert (folder / "labels.tsv").read_text() == "path\tlabel\nim/0.png\tcat\nim/1.png\tcat\n"
+    assert not (folder / "labels.csv").exists()
+
+
+def test_a_path_in_another_case_or_without_suffix_is_suggested(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "in", "path,label", "{path},{label}", 3)
+    (folder / "labels.csv").write_text("path,label\nIM/0.PNG,cat\nim/1,dog\nim/9.png,dog\n")
+    with pytest.raises(
+        UserError, match=r"IM/0\.PNG \(did you mean im/0\.png\?\), im/1 \(did you mean im/1\.png\?\), im/9"
+    ):
+        read_site(folder)
+
+
+def test_nearly_equal_names_in_a_table_of_training_images_are_refused(tmp_path: Path) -> None:
+    for subset in ("train", "test"):
+        folder = write_table(tmp_path / "in" / subset, "path,label", "{path},{label}", 6)
+        text = (folder / "labels.csv").read_text()
+        (folder / "labels.csv").write_text(text.replace("im/0.png,cat", "im/0.png,Cat"))
+    with pytest.raises(UserError, match=r"train/labels\.csv: the class names 'Cat' and 'cat' differ only in"):
+        load(str(tmp_path / "in"))
+    for subset in ("train", "test"):
+        (tmp_path / "in" / subset / "classes.txt").write_text("Cat\ncat\ndog\n")
+    assert load(str(tmp_path / "in")).classes == ("Cat", "cat", "dog")
 
 
 def test_captions_are_no_labels(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.data import Scenario, Split, load
 from halfmoon.data.partition.heterogeneity import class_shares, count_rows, total_variation
+from halfmoon.runs.factory import build_scenario
 
 Setting = Literal["iid-iid", "iid-dir", "dir-dir"]
 CIFAR = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
@@ -20,20 +22,20 @@ def sizes(split: Split, labeled: bool) -> np.ndarray:
     return np.array([len(split.rows(k, labeled)) for k in range(split.clients)])
 
 
-def test_the_defaults_are_the_papers() -> None:
-    s = Scenario()
-    assert (s.setting, s.clients, s.dirichlet_alpha, s.labels_per_class, s.label_ratio) == (
-        "dir-dir",
-        100,
-        0.5,
-        5,
-        None,
-    )
+def paper_scenario(setting: str = "dir-dir", clients: int = 100, *arguments: Any, **fields: Any) -> Scenario:
+    """Return a scenario of FedDure's size: 100 clients with 5 labels a class, unless an argument sets another amount."""
+    has_amount = len(arguments) > 1 or {"labels_per_class", "label_ratio", "labels"} & fields.keys()
+    return Scenario(setting, clients, *arguments, **fields, **({} if has_amount else {"labels_per_class": 5}))
+
+
+def test_the_defaults_are_those_of_a_configuration() -> None:
+    assert build_scenario(Config()) == Scenario()
+    assert (Scenario().clients, Scenario().labels_per_class) == (20, 0.5)
 
 
 def test_iid_iid_is_exact_on_cifar() -> None:
     """50,000 images, 100 clients, 5 labels a class and client: 5 labeled and 45 unlabeled of each class everywhere."""
-    split = Scenario(setting="iid-iid").split(CIFAR, 10)
+    split = paper_scenario(setting="iid-iid").split(CIFAR, 10)
     labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert (labeled == 5).all()
     assert (unlabeled == 45).all()
@@ -43,7 +45,7 @@ def test_iid_iid_is_exact_on_cifar() -> None:
 def test_iid_dir_has_the_published_shape(seed: int) -> None:
     """The notes measured, for the same routine on CIFAR, unlabeled sizes 108 / 458 / 826, 8.1 classes a client and
     a total variation of 0.53 against labels that were not stratified; stratified ones lie a little lower."""
-    split = Scenario(setting="iid-dir", seed=seed).split(CIFAR, 10)
+    split = paper_scenario(setting="iid-dir", seed=seed).split(CIFAR, 10)
     labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert (labeled == 5).all()
     of = unlabeled.sum(1)
@@ -58,7 +60,7 @@ def test_iid_dir_has_the_published_shape(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_dir_dir_has_the_published_shape(seed: int) -> None:
     """Measured in the notes: labeled 14..132 around 51, unlabeled 114..897 around 478, 6.8 and 8.1 classes, 0.64."""
-    split = Scenario(seed=seed).split(CIFAR, 10)
+    split = paper_scenario(seed=seed).split(CIFAR, 10)
     labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert labeled.sum(0).tolist() == [500] * 10
     assert unlabeled.sum(0).tolist() == [4500] * 10
@@ -73,7 +75,7 @@ def test_dir_dir_has_the_published_shape(seed: int) -> None:
 
 def test_the_two_draws_are_independent() -> None:
     """Were one Dirichlet shared by both pools, sizes would go together; independent, 100 clients give |r| < 0.3."""
-    split = Scenario().split(CIFAR, 10)
+    split = paper_scenario().split(CIFAR, 10)
     labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert abs(np.corrcoef(class_shares(labeled).ravel(), class_shares(unlabeled).ravel())[0, 1]) < 0.15
     assert abs(np.corrcoef(labeled.sum(1), unlabeled.sum(1))[0, 1]) < 0.3
@@ -81,14 +83,14 @@ def test_the_two_draws_are_independent() -> None:
 
 def test_settings_of_one_seed_share_their_pool_and_what_they_can() -> None:
     """The labeled pool depends on seed and count alone, the unlabeled Dirichlet not on how labels are dealt."""
-    iid, mid, both = (Scenario(setting=s).split(CIFAR, 10) for s in ("iid-iid", "iid-dir", "dir-dir"))
+    iid, mid, both = (paper_scenario(setting=s).split(CIFAR, 10) for s in ("iid-iid", "iid-dir", "dir-dir"))
     np.testing.assert_array_equal(iid.labeled, both.labeled)
     np.testing.assert_array_equal(iid.client[iid.labeled], mid.client[iid.labeled])
     np.testing.assert_array_equal(mid.client[~iid.labeled], both.client[~iid.labeled])
 
 
 def test_a_seed_is_a_split() -> None:
-    one, two, other = (Scenario(seed=seed).split(CIFAR, 10) for seed in (4, 4, 5))
+    one, two, other = (paper_scenario(seed=seed).split(CIFAR, 10) for seed in (4, 4, 5))
     np.testing.assert_array_equal(one.client, two.client)
     np.testing.assert_array_equal(one.labeled, two.labeled)
     assert (one.labeled != other.labeled).sum() > 5000
@@ -97,7 +99,7 @@ def test_a_seed_is_a_split() -> None:
 def test_the_order_of_the_file_does_not_choose_the_labels() -> None:
     """In sorted labels the authors' code would label rows 0..499 of each class; a permutation spreads them."""
     labels = np.sort(CIFAR)
-    split = Scenario().split(labels, 10)
+    split = paper_scenario().split(labels, 10)
     first = split.labeled[:5000]
     assert first.sum() == 500
     assert 20 < first[:500].sum() < 90
@@ -116,7 +118,7 @@ def test_every_row_has_one_client_and_labels_are_as_requested(
     setting: Setting, clients: int, dirichlet_alpha: float, requested: float, classes: int, seed: int
 ) -> None:
     labels = np.random.default_rng(seed).permutation(np.arange(600) % classes)
-    scenario = Scenario(setting, clients, dirichlet_alpha, requested, min_size=0, seed=seed)
+    scenario = paper_scenario(setting, clients, dirichlet_alpha, requested, min_size=0, seed=seed)
     split = scenario.split(labels, classes)
     pool = int(np.floor(clients * requested + 0.5))
     assert np.bincount(labels[split.labeled], minlength=classes).tolist() == [pool] * classes
@@ -135,8 +137,8 @@ def test_every_row_has_one_client_and_labels_are_as_requested(
 @pytest.mark.parametrize(("percent", "requested"), [(2, 1), (4, 2), (10, 5), (15, 7.5), (20, 10)])
 def test_a_ratio_is_so_many_labels_a_class(percent: int, requested: float) -> None:
     """CIFAR, 100 clients: 2, 4, 10, 15, 20 % are 1, 2, 5, 7.5, 10 labels a class and client (FedDure's Fig. 6)."""
-    by_ratio = Scenario(setting="iid-iid", label_ratio=percent / 100).split(CIFAR, 10)
-    by_count = Scenario(setting="iid-iid", labels_per_class=requested).split(CIFAR, 10)
+    by_ratio = paper_scenario(setting="iid-iid", label_ratio=percent / 100).split(CIFAR, 10)
+    by_count = paper_scenario(setting="iid-iid", labels_per_class=requested).split(CIFAR, 10)
     np.testing.assert_array_equal(by_ratio.labeled, by_count.labeled)
     np.testing.assert_array_equal(by_ratio.client, by_count.client)
     assert by_ratio.labeled.sum() == 500 * percent
@@ -144,19 +146,19 @@ def test_a_ratio_is_so_many_labels_a_class(percent: int, requested: float) -> No
 
 def test_a_ratio_follows_classes_of_different_size() -> None:
     labels = np.repeat([0, 1], [300, 50])
-    split = Scenario(setting="iid-iid", clients=5, label_ratio=0.1).split(labels, 2)
+    split = paper_scenario(setting="iid-iid", clients=5, label_ratio=0.1).split(labels, 2)
     assert np.bincount(labels[split.labeled]).tolist() == [30, 5]
 
 
 def test_everything_may_be_labeled() -> None:
-    split = Scenario(clients=4, label_ratio=1.0).split(CIFAR[:400], 10)
+    split = paper_scenario(clients=4, label_ratio=1.0).split(CIFAR[:400], 10)
     assert split.labeled.all()
     assert sizes(split, False).tolist() == [0] * 4
     assert split.client.min() == 0
 
 
 def test_ratio_replaces_only_the_default() -> None:
-    s = Scenario(label_ratio=0.1)
+    s = paper_scenario(label_ratio=0.1)
     assert (s.labels_per_class, s.label_ratio) == (None, 0.1)
     assert Scenario(**asdict(s)) == s
 
@@ -165,10 +167,10 @@ def test_the_smallest_client_has_a_fifth_of_the_mean_or_ten() -> None:
     """Digits: 10 clients, 5 a class: 500 labeled, mean 50, so 10; with 1 a class: mean 10, so 2. A given 8 holds."""
     source = load("digits")
     for seed in range(5):
-        split = Scenario(clients=10, seed=seed).split(source.train.labels, source.classes)
+        split = paper_scenario(clients=10, seed=seed).split(source.train.labels, source.classes)
         assert sizes(split, True).min() >= 10
         assert sizes(split, False).min() >= 10
-        few = Scenario(clients=10, labels_per_class=1, seed=seed)
+        few = paper_scenario(clients=10, labels_per_class=1, seed=seed)
         assert sizes(few.split(source.train.labels, source.classes), True).min() >= 2
         more = replace(few, min_size=5, dirichlet_alpha=2.0)
         assert sizes(more.split(source.train.labels, source.classes), True).min() >= 5
@@ -177,7 +179,7 @@ def test_the_smallest_client_has_a_fifth_of_the_mean_or_ten() -> None:
 def test_min_size_does_not_affect_an_even_split() -> None:
     """One label a class and client of two classes is two labeled rows; min_size 10 speaks of the Dirichlet part."""
     labels = np.arange(2000) % 2
-    split = Scenario("iid-dir", clients=10, dirichlet_alpha=5, labels_per_class=1, min_size=10).split(labels, 2)
+    split = paper_scenario("iid-dir", clients=10, dirichlet_alpha=5, labels_per_class=1, min_size=10).split(labels, 2)
     assert sizes(split, True).tolist() == [2] * 10
     assert sizes(split, False).min() >= 10
 
@@ -185,7 +187,7 @@ def test_min_size_does_not_affect_an_even_split() -> None:
 def test_the_cap_can_be_lifted() -> None:
     """Without a cap sizes are sums of ten free shares and spread wider: the largest client grows."""
     capped, free = (
-        [sizes(Scenario(cap=cap, seed=s, min_size=1).split(CIFAR, 10), False).max() for s in range(5)]
+        [sizes(paper_scenario(cap=cap, seed=s, min_size=1).split(CIFAR, 10), False).max() for s in range(5)]
         for cap in (True, False)
     )
     assert np.mean(free) > np.mean(capped)
@@ -229,14 +231,14 @@ def test_the_cap_can_be_lifted() -> None:
 )
 def test_field_out_of_range_is_refused_immediately(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        Scenario(**fields)
+        paper_scenario(**fields)
     assert str(caught.value).count(". ") == 0
 
 
 def test_more_labels_than_images_names_the_class_and_the_largest_value() -> None:
     """200 images of ant, 30 of bee; 8 clients at 5 want 40 bees; 30 / 8 = 3.75 a client or 30 / 5 = 6 clients fit."""
     labels = np.repeat([0, 1], [200, 30])
-    scenario = Scenario("iid-iid", clients=8)
+    scenario = paper_scenario("iid-iid", clients=8)
     with pytest.raises(
         UserError,
         match=r"needs 40 labeled images of class bee, which has 30; set labels_per_class to 3.75 or less, "
@@ -268,7 +270,7 @@ def test_more_labels_than_images_names_the_class_and_the_largest_value() -> None
 def test_impossible_request_is_refused(fields: dict[str, Any], classes: Any, message: str) -> None:
     labels = np.arange(100) % 2
     with pytest.raises(UserError, match=message):
-        Scenario(**fields).split(labels, classes)
+        paper_scenario(**fields).split(labels, classes)
 
 
 @pytest.mark.parametrize(
@@ -301,12 +303,12 @@ def test_request_that_uneven_classes_cannot_satisfy_is_refused(fields: dict[str,
     """200 images of ant and 30 of bee."""
     labels = np.repeat([0, 1], [200, 30])
     with pytest.raises(UserError, match=message):
-        Scenario(**fields).split(labels, ("ant", "bee"))
+        paper_scenario(**fields).split(labels, ("ant", "bee"))
 
 
 def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are() -> None:
     labels = np.arange(1000) % 10
-    scenario = Scenario(clients=5, labels_per_class=2, seed=3)
+    scenario = paper_scenario(clients=5, labels_per_class=2, seed=3)
     whole = scenario.split(labels, 10)
     half = replace(scenario, unlabeled_share=0.5).split(labels, 10)
     np.testing.assert_array_equal(half.labeled, whole.labeled)
@@ -318,7 +320,7 @@ def test_unknown_classes_replace_a_share_of_each_clients_unlabeled_rows() -> Non
     """No client has more rows than without, none of the unknown ones is labeled, and a larger share has the smaller one's."""
     labels = np.repeat(np.arange(5), 100)
     hidden = np.where(labels < 3, labels, -1)
-    scenario = Scenario("iid-dir", 6, labels_per_class=2, seed=3)
+    scenario = paper_scenario("iid-dir", 6, labels_per_class=2, seed=3)
     closed = scenario.split_open_set(hidden, ["a", "b", "c"])
     assert (closed.client[hidden < 0] == -1).all()
     single = scenario.split(labels[:300], 3)
@@ -338,5 +340,5 @@ def test_unknown_classes_replace_a_share_of_each_clients_unlabeled_rows() -> Non
 
 
 def test_origins_without_unknown_classes_are_those_of_earlier_versions() -> None:
-    scenario = Scenario("iid-iid", 5)
+    scenario = paper_scenario("iid-iid", 5)
     assert "unknown_share" not in scenario.split(CIFAR[:500], 10).origin.scenario

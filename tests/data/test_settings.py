@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scenario import CIFAR, sizes
+from test_scenario import CIFAR, paper_scenario, sizes
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import SERVER, Scenario, Split
@@ -40,7 +40,7 @@ def three_numbers(of: np.ndarray) -> list[float]:
 )
 def test_semifl_iid_sizes(labels: np.ndarray, classes: int, requested: int, size: int, dropped: int) -> None:
     """The notes' table A1: floor(pool / 100) rows a client, the remainder dropped; the pool is what is not labeled."""
-    split = Scenario("semifl-iid", labels=requested, labels_at="server").split(labels, classes)
+    split = paper_scenario("semifl-iid", labels=requested, labels_at="server").split(labels, classes)
     assert set(sizes(split, False)) == {size}
     assert (split.client == -1).sum() == dropped
     held = np.bincount(labels[split.rows(SERVER, True)], minlength=classes)
@@ -51,7 +51,7 @@ def test_semifl_iid_sizes(labels: np.ndarray, classes: int, requested: int, size
 def test_semifl_shards_of_cifar_and_svhn() -> None:
     """CIFAR-10 with 4,000 labels: 20 shards of 230 a class. SVHN's shards follow the class: class 1 has 13,861 - 100
     rows left, 13,761 / 20 = 688 and one more in the first shard; class 9 has 4,559, 227 and one more in 19."""
-    scenario = Scenario("semifl-shards", labels=4000, labels_at="server")
+    scenario = paper_scenario("semifl-shards", labels=4000, labels_at="server")
     _, held = count_rows(scenario.split(CIFAR, 10), CIFAR, 10)
     assert set(np.unique(held)) <= {0, 230, 460}
     assert (held.sum(1) == 460).all()
@@ -65,7 +65,7 @@ def test_semifl_shards_of_cifar_and_svhn() -> None:
 
 def test_more_shards_are_more_classes() -> None:
     """Five of CIFAR-10's 500 shards each: 10 * (1 - C(450, 5) / C(500, 5)) = 4.11 classes a client."""
-    split = Scenario("semifl-shards", classes_per_client=5, labels=4000).split(CIFAR, 10)
+    split = paper_scenario("semifl-shards", classes_per_client=5, labels=4000).split(CIFAR, 10)
     for held in count_rows(split, CIFAR, 10):
         assert 3.9 < (held > 0).sum(1).mean() < 4.3
 
@@ -74,7 +74,7 @@ def test_more_shards_are_more_classes() -> None:
 def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
     """Measured in the notes, min / median / max and classes: CIFAR-10 with 4,000 labels 18 / 406 / 1876 and 4.2 at
     gamma 0.1, 101 / 470 / 1070 and 7.1 at 0.3; CIFAR-100 with 10,000 189 / 408 / 594 and 31 at 0.1."""
-    scenario = Scenario("semifl-dir", dirichlet_alpha=0.1, labels=4000, labels_at="server", seed=seed)
+    scenario = paper_scenario("semifl-dir", dirichlet_alpha=0.1, labels=4000, labels_at="server", seed=seed)
     for dirichlet_alpha, middle, maximum, present in (
         (0.1, (340, 440), (1500, 2400), (3.8, 4.6)),
         (0.3, (440, 500), (900, 1400), (6.7, 7.5)),
@@ -99,7 +99,7 @@ def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
 )
 def test_feddb_spreads_its_labels_down_to_one(dirichlet_alpha, median, maximum, present):
     """Measured in the notes for 4,000 labels of CIFAR-10: 1 / 36 / 173 and 3.0 classes, 6 / 40 / 100 and 5.4."""
-    split = Scenario("feddb-dir", dirichlet_alpha=dirichlet_alpha, labels=4000).split(CIFAR, 10)
+    split = paper_scenario("feddb-dir", dirichlet_alpha=dirichlet_alpha, labels=4000).split(CIFAR, 10)
     labeled, unlabeled = count_rows(split, CIFAR, 10)
     smallest, middle, largest = three_numbers(labeled.sum(1))
     assert 1 <= smallest < 20
@@ -115,7 +115,9 @@ def test_feddb_requires_one_row_and_semifl_ten() -> None:
     """400 rows a client at gamma 0.1: a smallest client below 10 is common in the one and impossible in the other."""
 
     def least(setting: str) -> list[int]:
-        splits = [Scenario(setting, dirichlet_alpha=0.1, labels=4000, seed=s, labels_at="server") for s in range(8)]
+        splits = [
+            paper_scenario(setting, dirichlet_alpha=0.1, labels=4000, seed=s, labels_at="server") for s in range(8)
+        ]
         return [int(sizes(one.split(CIFAR, 10), False).min()) for one in splits]
 
     assert min(least("semifl-dir")) >= 10
@@ -124,12 +126,12 @@ def test_feddb_requires_one_row_and_semifl_ten() -> None:
 
 def test_feddb_iid_sizes() -> None:
     """40 + 460 for CIFAR-10 with 4,000 labels; 10 + 722 for SVHN with 1,000; random classes among the labels."""
-    split = Scenario("feddb-iid", labels=4000).split(CIFAR, 10)
+    split = paper_scenario("feddb-iid", labels=4000).split(CIFAR, 10)
     assert set(sizes(split, True)) == {40}
     assert set(sizes(split, False)) == {460}
     labeled, _ = count_rows(split, CIFAR, 10)
     assert (labeled == 0).any()
-    split = Scenario("feddb-iid", labels=1000).split(SVHN, 10)
+    split = paper_scenario("feddb-iid", labels=1000).split(SVHN, 10)
     assert (set(sizes(split, True)), set(sizes(split, False))) == ({10}, {722})
 
 
@@ -140,7 +142,7 @@ def test_feddb_iid_sizes() -> None:
 def test_fedloke_sizes(setting: str, labels: np.ndarray, size: int, dropped: int, marked: tuple[int, ...]) -> None:
     """The notes' 1.3: equal sizes and int(r * n) labels for r = 1, 5, 10 %; the same clients for every ratio, and the
     labels of a smaller ratio among those of a larger."""
-    splits = [Scenario(setting, 50, 0.1, label_ratio=r).split(labels, 10) for r in (0.01, 0.05, 0.1)]
+    splits = [paper_scenario(setting, 50, 0.1, label_ratio=r).split(labels, 10) for r in (0.01, 0.05, 0.1)]
     for split, wanted in zip(splits, marked, strict=True):
         assert set(sizes(split, True)) == {wanted}
         assert set(sizes(split, False)) == {size - wanted}
@@ -153,15 +155,15 @@ def test_fedloke_sizes(setting: str, labels: np.ndarray, size: int, dropped: int
 def test_fedloke_labels_have_the_mix_of_the_client(setting: str) -> None:
     """100 random labels of a client's 1,000 rows: class shares are off by sqrt(q (1 - q) / 100), a total variation of
     at most 0.4 * sqrt(9 / 100) = 0.12 by Cauchy and Schwarz; two independent Dirichlets at gamma 0.5 are 0.6 apart."""
-    labeled, unlabeled = count_rows(Scenario(setting, 50, 0.5, label_ratio=0.1).split(CIFAR, 10), CIFAR, 10)
+    labeled, unlabeled = count_rows(paper_scenario(setting, 50, 0.5, label_ratio=0.1).split(CIFAR, 10), CIFAR, 10)
     assert total_variation(class_shares(labeled), class_shares(unlabeled)).mean() < 0.12
     assert (labeled == 0).any()
 
 
 def test_fedloke_counts_labels_by_client() -> None:
     """5 labels a class and client are 50 of each client's 1,000 rows; 0.29 of 100 rows are 29, not the 28 of int()."""
-    assert set(sizes(Scenario("fedloke", 50).split(CIFAR, 10), True)) == {50}
-    assert set(sizes(Scenario("fedloke", 50, label_ratio=0.29).split(CIFAR[:5000], 10), True)) == {29}
+    assert set(sizes(paper_scenario("fedloke", 50).split(CIFAR, 10), True)) == {50}
+    assert set(sizes(paper_scenario("fedloke", 50, label_ratio=0.29).split(CIFAR[:5000], 10), True)) == {29}
 
 
 def test_pair_blocks_are_milder_than_their_alpha() -> None:
@@ -170,7 +172,7 @@ def test_pair_blocks_are_milder_than_their_alpha() -> None:
     has 2.6 at 0.1. Labeled and unlabeled rows are drawn apart, so a client's two mixes differ by about 0.4."""
     found = {}
     for alpha in (0.1, 0.5, 1.0):
-        split = Scenario("pair-dir", 20, dirichlet_alpha=alpha, labels_per_class=25).split(CIFAR, 10)
+        split = paper_scenario("pair-dir", 20, dirichlet_alpha=alpha, labels_per_class=25).split(CIFAR, 10)
         assert sizes(split, True).tolist() == [250] * 20
         assert sizes(split, False).tolist() == [2250] * 20
         mixes = np.array([np.bincount(CIFAR[split.rows(k, False)], minlength=10) / 2250 for k in range(20)])
@@ -189,13 +191,13 @@ def test_pair_blocks_are_milder_than_their_alpha() -> None:
 def test_the_last_of_an_odd_number_of_clients_has_no_partner() -> None:
     """Five clients of 100 rows: the fifth has random ones."""
     labels = np.repeat(np.arange(4), 130)
-    split = Scenario("pair-dir", 5, dirichlet_alpha=0.1, label_ratio=0.1).split(labels, 4)
+    split = paper_scenario("pair-dir", 5, dirichlet_alpha=0.1, label_ratio=0.1).split(labels, 4)
     assert len(set(sizes(split, False).tolist())) == 1
     assert min(np.bincount(labels[split.rows(4, False)], minlength=4)) > 10
 
 
 def test_fedmatch_iid_of_cifar() -> None:
-    labeled, unlabeled = count_rows(Scenario("fedmatch-iid").split(CIFAR, 10), CIFAR, 10)
+    labeled, unlabeled = count_rows(paper_scenario("fedmatch-iid").split(CIFAR, 10), CIFAR, 10)
     assert (labeled == 5).all()
     assert (unlabeled == 45).all()
 
@@ -203,7 +205,7 @@ def test_fedmatch_iid_of_cifar() -> None:
 def test_fedmatch_noniid_peaks_only_unlabeled_rows() -> None:
     """Half of 450 unlabeled rows are of the client's class, and labels are balanced: the total variation of
     (.50, .15, .15, .03 x 6, .02) to a tenth each is .4 + .05 + .05 = 0.5."""
-    split = Scenario("fedmatch-noniid").split(CIFAR, 10)
+    split = paper_scenario("fedmatch-noniid").split(CIFAR, 10)
     labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert (labeled == 5).all()
     assert np.abs(unlabeled[np.arange(100), np.arange(100) % 10] - 225).max() < 1
@@ -214,7 +216,7 @@ def test_a_stream_shows_its_parts_in_turn() -> None:
     """450 unlabeled rows in 4 stages are 113, 112, 113, 112; labeled rows stay; a stage has the client's mix, in
     whatever order the file has its rows."""
     labels = np.sort(CIFAR)
-    scenario = Scenario("fedmatch-stream", stages=4)
+    scenario = paper_scenario("fedmatch-stream", stages=4)
     split = scenario.split(labels, 10)
     still = replace(scenario, setting="fedmatch-noniid", stages=1).split(labels, 10)
     np.testing.assert_array_equal(split.client, still.client)
@@ -235,7 +237,7 @@ def scenario_of(
     """Return a scenario that 600 rows of 6 classes allow."""
     stages = 3 if setting == "fedmatch-stream" else 1
     some = 3 if label_location == "some" else None
-    return Scenario(
+    return paper_scenario(
         setting,
         clients,
         1.0,
@@ -298,7 +300,7 @@ def test_location_of_labels_changes_only_labels(setting: str) -> None:
 
 def test_some_clients_share_the_whole_pool() -> None:
     """500 labels of each class over 10 of 100 clients are 50 each, dealt evenly; 90 clients have unlabeled rows."""
-    scenario = Scenario("iid-dir", labels_at="some", labeled_clients=10)
+    scenario = paper_scenario("iid-dir", labels_at="some", labeled_clients=10)
     labeled, unlabeled = count_rows(scenario.split(CIFAR, 10), CIFAR, 10)
     assert sorted(set(map(tuple, labeled.tolist()))) == [(0,) * 10, (50,) * 10]
     assert (labeled.sum(1) > 0).sum() == 10
@@ -307,8 +309,8 @@ def test_some_clients_share_the_whole_pool() -> None:
 
 def test_labels_in_all_are_floor_labels_by_classes_of_each() -> None:
     """104 labels of 10 classes are 10 of each, as labels // classes is; 10 a class are also 2 a class and 5 clients."""
-    split = Scenario(clients=5, labels=104).split(CIFAR[:2000], 10)
-    same = Scenario(clients=5, labels_per_class=2).split(CIFAR[:2000], 10)
+    split = paper_scenario(clients=5, labels=104).split(CIFAR[:2000], 10)
+    same = paper_scenario(clients=5, labels_per_class=2).split(CIFAR[:2000], 10)
     np.testing.assert_array_equal(split.labeled, same.labeled)
     np.testing.assert_array_equal(split.client, same.client)
     assert split.labeled.sum() == 100
@@ -316,7 +318,7 @@ def test_labels_in_all_are_floor_labels_by_classes_of_each() -> None:
 
 def test_a_file_from_before_stages_is_read(tmp_path: Path) -> None:
     """Such a file has three columns and an origin without the newer fields."""
-    scenario = Scenario("iid-iid", 5)
+    scenario = paper_scenario("iid-iid", 5)
     split = scenario.split(CIFAR[:500], 10)
     newer = (
         "labels",

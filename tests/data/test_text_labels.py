@@ -12,6 +12,7 @@ from support.image_files import FakeHubDataset, install_fake_hub, make_noise_ima
 from halfmoon import UserError
 from halfmoon.data import load
 from halfmoon.data.preparation import Preparation
+from halfmoon.studies.scan_folder import scan_folder
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary", "bool", "float"])
@@ -45,6 +46,26 @@ def test_numbers_as_texts_are_sorted_as_numbers_and_unknown_names_are_refused(tm
     write_parquet(tmp_path / "train.parquet", list(make_noise_images(1)), [0.5], label_type=pa.float64())
     with pytest.raises(UserError, match=r"train\.parquet: column label holds double, but labels must be"):
         load(str(tmp_path))
+
+
+def test_nearly_equal_names_in_parquet_are_refused(tmp_path: Path) -> None:
+    """They were only noted. A classes.txt that names them confirms that they are different classes."""
+    for subset in ("train", "test"):
+        names = ["Cat", "cat", "dog"]
+        write_parquet(tmp_path / f"{subset}.parquet", list(make_noise_images(3)), names, label_type=pa.string())
+    with pytest.raises(UserError, match=r"train\.parquet, column of labels: the class names 'Cat' and 'cat' differ"):
+        load(str(tmp_path))
+    (tmp_path / "classes.txt").write_text("Cat\ncat\ndog\n")
+    assert load(str(tmp_path)).classes == ("Cat", "cat", "dog")
+    assert scan_folder(tmp_path) is None  # the data set is the parquet files, and no site's folder
+
+
+def test_image_files_next_to_parquet_are_counted(tmp_path: Path) -> None:
+    for subset in ("train", "test"):
+        write_parquet(tmp_path / f"{subset}.parquet", list(make_noise_images(2)), [0, 1])
+    (tmp_path / "cat").mkdir()
+    Image.fromarray(make_noise_images(1)[0]).save(tmp_path / "cat" / "0.png")
+    assert any(note.startswith("left out: image files (1)") for note in load(str(tmp_path)).notes)
 
 
 def test_images_of_parquet_may_be_files_next_to_it(tmp_path: Path) -> None:

@@ -452,12 +452,18 @@ def test_real_images_are_compared_on_as_well(workspace: Path, tmp_path: Path) ->
         ("predict run test --sure nan", "--sure is nan: it must be a probability"),
         ("predict run test --sure much", "--sure"),
         ("predict run test --device gpu", "--device is 'gpu'"),
-        ("predict run test --out run/summary.json/p.csv", "cannot be written"),
+        ("predict run test --out run/summary.json/p.csv", "run/summary.json is a file, not a folder"),
+        ("predict run test --out run", "run is a folder: --out needs the name of a file in it"),
         ("predict run gone", "no such folder"),
         ("evaluate run run/model.safetensors", "this is a file"),
-        ("evaluate run test --out run/summary.json", "cannot be written"),
+        ("evaluate run test --out run/summary.json", "run/summary.json is a file, not a folder"),
         ("export run", "give --onnx FILE, --torch FILE or both"),
-        ("export run --torch gone/m.pt2", "cannot be written"),
+        # Before the model is loaded: it is not read, and does not exist.
+        (
+            "export none --torch gone/m.pt2",
+            "gone/m.pt2: the folder gone does not exist; make it, or choose another --torch",
+        ),
+        ("export none --onnx run", "run is a folder: --onnx needs the name of a file in it"),
         ("export run --torch m.pt2 --images clients", "no such folder"),
     ],
 )

@@ -507,11 +507,8 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("export digits --sites 2 --out f --dirichlet-alpha x", '--dirichlet-alpha is "x": it must be a number.'),
         ("export digit --sites 2 --out f", "no data set or folder is called 'digit'; did you mean 'digits'?"),
         ("export digits --sites 2 --out f --stages 2", "the split has 2 stages, but a folder of images has no time; "),
-        ("export digits --sites 2 --out s/a.png", "s/a.png is a file; give a folder that is empty or does not exist."),
-        (
-            "export digits --sites 2 --out s/a.png/f",
-            "s/a.png/f cannot be written (Not a directory); resolve that, then",
-        ),
+        ("export digits --sites 2 --out s/a.png", "s/a.png is a file, not a folder; choose another --out."),
+        ("export digits --sites 2 --out s/a.png/f", "s/a.png is a file, not a folder; choose another --out."),
         ("export digits --sites 9999 --out f", "9999 clients cannot share 1437 images; ask for fewer clients."),
     ],
 )

@@ -324,7 +324,7 @@ def test_images_of_other_formats_are_left_out_with_a_word(
     assert "left out: images in no class folder (6): put them into a folder unlabeled" in output
     assert "left out: files of formats that are not read (2 .heic, 1 .ppm): convert them to PNG or JPEG, or" in output
     assert "pip install 'halfmoon[heif]'" in output
-    assert "animated: 1 GIF files with several frames: only the first frame is used" in output
+    assert "all frames but the first of files that have several (1)" in output
 
 
 @pytest.mark.parametrize(("count", "clients", "labels"), [(3, 1, 3), (8, 3, 9), (30, 12, 30), (60, 20, 30)])

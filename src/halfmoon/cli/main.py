@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -161,6 +162,10 @@ def _run_command_line(arguments: list[str]) -> int:
         synonym = COMMAND_SYNONYMS.get(arguments[0])
         hint = f"did you mean {synonym!r}?" if synonym else suggest(arguments[0], commands)
         raise UserError(f"unknown command {arguments[0]!r}: {hint}")
+    words = list(takewhile(lambda argument: not argument.startswith("-"), arguments[1:]))
+    if arguments[:1] == ["compare"] and words and "--methods" not in arguments:
+        # argparse would report that --methods is missing.
+        raise UserError(f"compare has its methods after a flag: write halfmoon compare --methods {' '.join(words)}.")
     # argparse would first report the missing positional argument, which does not help a user who wrote --model.
     has_model_flag = any(argument.split("=")[0] == "--model" for argument in arguments)
     if arguments and arguments[0] in base.MODEL_COMMANDS and has_model_flag:

@@ -26,6 +26,7 @@ from halfmoon.core import hubs, plugins, toml, weight_files
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.label_locations import LABEL_LOCATIONS, LabelLocation
 from halfmoon.core.ranges import Range
+from halfmoon.core.split_options import DEFAULT_LABELS_PER_CLASS
 from halfmoon.core.versions import installed_version
 
 SETTINGS = (
@@ -52,9 +53,6 @@ EXECUTION_OPTIONS = {
 
 ADDED_OPTIONS = ("patience", "class_weights", "unknown_classes", "unknown_share")
 """Options of later versions, which at their default are not part of the identity: runs of earlier versions resume."""
-
-DEFAULT_LABELS_PER_CLASS = 0.5
-"""Labeled images for each class and client if no option sets an amount."""
 
 FEDERATION_TABLE = "federation"
 """The table of a TOML file that describes a real federation to `halfmoon serve`. A simulation does not read it."""

@@ -10,6 +10,10 @@ from halfmoon.core.ranges import BELOW_ONE, POSITIVE, SHARE, Range, minimum
 ALPHA = Range(0, 1e9, "above 0 and at most 1e9", with_low=False)
 
 
+DEFAULT_LABELS_PER_CLASS = 0.5
+"""Labeled images for each class and client if no option sets an amount."""
+
+
 @dataclass(frozen=True)
 class SplitOptions:
     """Section of a configuration from which `halfmoon.data.partition.scenario.Scenario` makes a split."""

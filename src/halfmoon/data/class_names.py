@@ -2,8 +2,10 @@
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
+
+from halfmoon.core.errors import UserError
 
 MISSING_LABELS = frozenset({"nan", "na", "n/a", "#n/a", "<na>", "null"})
 """Labels, in lower case, that spreadsheets and pandas write for a missing value."""
@@ -52,6 +54,24 @@ def describe_near_equal(names: Sequence[str]) -> list[str]:
         f"the class names {' and '.join(map(repr, group))} are nearly the same: check that both are meant"
         for group in find_near_equal(names)
     ]
+
+
+def refuse_near_equal(names: Sequence[str], location: object, confirmed: Collection[str] = (), hint: str = "") -> None:
+    """Raise UserError for names that are nearly equal (see `find_near_equal`), unless the user has confirmed them.
+
+    Args:
+        names: the class names.
+        location: the file or folder that they are from.
+        confirmed: names that the user has listed as different classes.
+        hint: how to confirm that names are different classes, after "if both are meant, "; "" if that is impossible.
+    """
+    for group in find_near_equal(names):
+        if not set(group) <= set(confirmed):
+            remedy = f"; if both are meant, {hint}" if hint else ""
+            raise UserError(
+                f"{location}: the class names {' and '.join(map(repr, group))} differ only in case, blanks, dashes, "
+                f"underscores, Unicode forms or the form of a number: use one of them{remedy}."
+            )
 
 
 def match_class_name(name: str, classes: Iterable[str]) -> str | None:

@@ -246,6 +246,21 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
     )
 
 
+def check_crop(name: str, preparation: Preparation) -> None:
+    """Raise UserError if the option `crop` has no effect on any training image of a data set."""
+    train = find(name).train
+    if not preparation.crop:
+        return
+    if preparation.size is None:
+        raise UserError("{crop} has no effect: it needs {resize=N}; leave it out.", option=("crop", "resize"))
+    height, width = preparation.size
+    for row in range(len(train)):
+        shape = train.read(row, UNCHANGED).shape
+        if shape[0] * width != shape[1] * height:
+            return
+    raise UserError("{crop} has no effect: all images have the proportions of the result; leave it out.", option="crop")
+
+
 def _draw_test_rows(collection: ImageCollection, hashes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Draw `HELD_OUT_SHARE` of the labeled images of every class as test images, the same ones in every run.
 

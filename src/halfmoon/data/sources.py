@@ -12,7 +12,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError, escape_name, suggest
 from halfmoon.data import memory
-from halfmoon.data.class_names import describe_near_equal
+from halfmoon.data.class_names import describe_near_equal, refuse_near_equal
 from halfmoon.data.copies import group_copies
 from halfmoon.data.datasets import DATASETS, DatasetInfo
 from halfmoon.data.images import UNKNOWN, Images, SkippedImage, Source, channel_statistics
@@ -20,7 +20,7 @@ from halfmoon.data.partition.primitives import apportion, draw_labeled, named_ge
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import binary, class_folders, hub, idx, parquet, tinyimagenet
 from halfmoon.data.readers import cache as store
-from halfmoon.data.readers.decode import check_skipped
+from halfmoon.data.readers.decode import check_skipped, refuse_unused_options
 from halfmoon.data.readers.label_table import find_labels_file
 from halfmoon.storage import atomic_io
 
@@ -114,7 +114,7 @@ def load(
         raise UserError(
             f"{folder or name}: all training images are {only}; a classifier needs images of two or more classes."
         )
-    notes = _describe_skipped(skipped, len(train) + len(tests))
+    notes = describe_skipped(skipped, len(train) + len(tests))
     if info and not preparation.converts:
         mean, std = info.mean, info.std
     else:
@@ -126,6 +126,8 @@ def load(
         if _has_class_folders(folder):
             notes += _describe_nested(folder)
             notes += [f"left out: {note}" for note in class_folders.describe_left_out(folder)]
+        elif unused := class_folders.count_images(folder):
+            notes.append(f"left out: image files ({unused:,}), because the data set has parquet, Arrow or idx files")
         notes += describe_near_equal(classes)
     return Source(
         title,
@@ -141,7 +143,38 @@ def load(
     )
 
 
-def _describe_skipped(skipped: Sequence[SkippedImage], count: int) -> list[str]:
+def check_image_options(name: str, data_dir: Path | None, preparation: Preparation) -> None:
+    """Raise UserError if the options `crop` or `window` have no effect on the images of a data set.
+
+    Args:
+        name: as for `load`.
+        data_dir: as for `load`.
+        preparation: the conversion of images.
+    """
+    if not preparation.crop and preparation.window is None:
+        return
+    if memory.is_memory_name(name):
+        memory.check_crop(name, preparation)
+        return
+    info = DATASETS.get(name)
+    folder = None if name == "digits" else _find_folder(name, data_dir, info)
+    if folder is None and info is None and name != "digits":
+        return  # images on the hub, whose sizes are not known
+    if folder is not None and (shards := parquet.find_shards(folder, "train")):
+        refuse_unused_options(parquet.iterate_files(shards), preparation, folder)
+        return
+    if folder is not None and not has_official_files(folder):
+        refuse_unused_options(filter(class_folders.is_image, class_folders.walk_files(folder)), preparation, folder)
+        return
+    # Published data sets consist of square images of 8 bits.
+    option = "crop" if preparation.window is None else "window"
+    if option == "window" or preparation.size is None or preparation.size[0] == preparation.size[1]:
+        raise UserError(
+            f"{name}: {{{option}}} has no effect on its square images of 8 bits; leave it out.", option=option
+        )
+
+
+def describe_skipped(skipped: Sequence[SkippedImage], count: int) -> list[str]:
     """Describe in a sentence the images that were left out, next to `count` readable ones; no sentence without any."""
     if not skipped:
         return []
@@ -379,6 +412,9 @@ def _read_parquet(
 
     text_classes = parquet.read_text_classes(files)
     if text_classes is not None:
+        confirmation = f"name all classes in {folder / class_folders.CLASSES_FILE}, one a line"
+        confirmed = class_folders.read_confirmed_names(folder)
+        refuse_near_equal(text_classes, f"{files[0]}, column of labels", confirmed, confirmation)
         cache_id += repr(text_classes)  # the labels of the test files are numbers of the training files' names
 
     def read(paths: list[Path]) -> store.Decoded:

@@ -38,16 +38,22 @@ FORMATS: dict[str, dict[str, str | None]] = {
 """Suffixes of figures, with their metadata. Without a date, the same figure has the same bytes."""
 
 
+def check_figure_suffix(path: Path) -> str:
+    """Return the suffix of a figure's file, in lower case; raise UserError unless it is one of `FORMATS`."""
+    # Files that are renamed when they are complete end in .partial, after the suffix of their format.
+    suffix = Path(path.name.removesuffix(".partial")).suffix.lower()
+    if suffix not in FORMATS:
+        raise UserError(f"{path} does not end in {', '.join(FORMATS)}: the suffix chooses the format of a figure.")
+    return suffix
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Save a figure as PNG, PDF or SVG, by the suffix of the file.
 
     Raises:
         UserError: the suffix is another one, or the file cannot be written.
     """
-    # Files that are renamed when they are complete end in .partial, after the suffix of their format.
-    suffix = Path(path.name.removesuffix(".partial")).suffix.lower()
-    if suffix not in FORMATS:
-        raise UserError(f"{path} does not end in {', '.join(FORMATS)}: the suffix chooses the format of a figure.")
+    suffix = check_figure_suffix(path)
     try:
         with rc_context({"svg.hashsalt": "halfmoon"}):  # names in an SVG file are random otherwise
             figure.savefig(path, dpi=DOTS_PER_INCH, format=suffix[1:], metadata=FORMATS[suffix])

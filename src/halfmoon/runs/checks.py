@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from halfmoon.config.schema import check_label_location, explicit_method_options
+from halfmoon.config.schema import Config, check_label_location, explicit_method_options
 from halfmoon.core.arithmetic import GPU_PRECISIONS
 from halfmoon.core.errors import UserError
+from halfmoon.data import sources
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.methods import registry
@@ -70,6 +71,11 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     _check_unlabeled(entries, shared)
     _warn_of_small_clients(entries, shared, config.labeled_batch, watch)
     _report_federation_options(jobs, watch)
+
+
+def check_image_options(config: Config) -> None:
+    """Raise UserError if the options `crop` or `window` of a new run have no effect on any of its images."""
+    sources.check_image_options(config.data, config.data_dir, factory.image_preparation(config))
 
 
 def _semi_supervised(entries: Sequence[registry.MethodEntry]) -> list[registry.MethodEntry]:

@@ -76,6 +76,8 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     check_methods(config)
     for method in (config.method, *config.baselines):
         check_effects(config, method)
+    if shared is None:
+        checks.check_image_options(config)
     root = config.run_dir or next_free_folder(config, config.method)
     _refuse_existing(root, identity(config, config.method))  # the identity is a hash of the options
     jobs = _create_jobs(config)  # one for each method, with its folder
@@ -125,6 +127,7 @@ def compare(
     for job in jobs:
         check_methods(job.config)
         check_effects(job.config, job.config.method)
+    checks.check_image_options(config)
     root = config.run_dir or next_free_folder(config, "compare")
     # An existing comparison is refused only below: whether it is this one depends on the jobs.
     exists = (root / COMPARISON).exists()
@@ -291,6 +294,8 @@ def run_in_folder(
     check_methods(config)
     if not RunFolder.exists(path):
         check_effects(config, config.method)
+        if shared is None:
+            checks.check_image_options(config)
     job = Job(".", config)
     if not _is_finished(path, config):
         shared = _load_shared([job], _load_stored_split(path), watch, shared)

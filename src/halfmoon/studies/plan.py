@@ -18,6 +18,7 @@ from halfmoon.data import Images, Source, Split, take_share
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES
 from halfmoon.data.readers.class_folders import (
     HELD_OUT_SHARE,
+    count_animations,
     describe_left_out,
     describe_unsupported_formats,
 )
@@ -27,8 +28,9 @@ from halfmoon.methods.analytic import MixtureHead
 from halfmoon.models.efficientnet import FEATURES, SIDE
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.runs import factory, features
-from halfmoon.runs.checks import check_unlabeled_rows
+from halfmoon.runs.checks import check_image_options, check_unlabeled_rows
 from halfmoon.runs.factory import ImageSpec, Problem
+from halfmoon.sites.folders.site_folder import describe_ignored
 from halfmoon.studies.cost import (
     SOLVING_COST,
     RoundCost,
@@ -40,7 +42,7 @@ from halfmoon.studies.cost import (
     reference_network_seconds,
 )
 from halfmoon.studies.folds import DRAWS, FOLDS, count_repeats
-from halfmoon.studies.scan_folder import FolderContents, count_animations, load_site_source, scan_data
+from halfmoon.studies.scan_folder import FolderContents, load_site_source, scan_data
 
 EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
 """Options with which the user chooses what to train; the folder is then not planned."""
@@ -181,6 +183,7 @@ def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None, che
     if contents is None:
         return None
     plan = make_plan(options, contents, minutes or DEFAULT_MINUTES)
+    check_image_options(plan.config)
     return _check_images(plan) if check_images else plan
 
 
@@ -820,13 +823,12 @@ def _explain_files(contents: FolderContents) -> list[tuple[str, str]]:
     """Explain which files of a folder are left out, and that only the first frame of animations is used."""
     if contents.site:
         formats = describe_unsupported_formats(contents.folder)
-        notes = [formats] if formats else []
+        notes = [*describe_ignored(contents.folder), *([formats] if formats else [])]
+        if animations := count_animations(contents.folder):
+            notes.append(f"all frames but the first of files that have several ({animations:,})")
     else:
         notes = describe_left_out(contents.folder)
-    reasons = [("left out", note) for note in notes]
-    if animations := count_animations(contents.folder):
-        reasons.append(("animated", f"{animations:,} GIF files with several frames: only the first frame is used"))
-    return reasons
+    return [("left out", note) for note in notes]
 
 
 def _describe_imbalance(contents: FolderContents) -> str:

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source, memory
-from halfmoon.data.groups import describe_equal_images, hash_pixels, merge_equal_images
+from halfmoon.data.groups import (
+    describe_equal_images,
+    describe_only_equal_images,
+    hash_pixels,
+    merge_equal_images,
+)
 from halfmoon.data.groups import find_groups as groups_of
 from halfmoon.data.images import Images, SkippedImage, channel_statistics
 from halfmoon.data.partition.primitives import named_generator
@@ -21,13 +25,14 @@ from halfmoon.data.readers.class_folders import (
     check_same_classes,
     count_nested,
     find_subset,
+    find_unlabeled,
     has_classes,
     list_classes,
     refuse_unlabeled,
-    walk_files,
 )
 from halfmoon.data.readers.decode import check_skipped, decode_prepared, read_header
-from halfmoon.data.sources import has_official_files
+from halfmoon.data.readers.label_table import read_label_table
+from halfmoon.data.sources import describe_skipped, has_official_files
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LABELS_FILE
 from halfmoon.sites.folders.site_folder import is_site_folder
@@ -188,7 +193,7 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
     Raises:
         UserError: the labels have a fault, or no image has a label.
     """
-    if is_site_folder(folder):
+    if is_site_folder(folder) and not _has_only_class_names(folder):
         site_folder = read_site(folder)
         if not (site_folder.labels >= 0).any():
             raise UserError(
@@ -236,6 +241,11 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
     )
 
 
+def _has_only_class_names(folder: Path) -> bool:
+    """Check whether a folder has parquet or official files, and of a site's files only those that name classes."""
+    return has_official_files(folder) and read_label_table(folder).file is None and find_unlabeled(folder) is None
+
+
 def count_equal_files(paths: Sequence[Path]) -> int:
     """Count the files that are equal to an earlier one of the list.
 
@@ -261,17 +271,6 @@ def count_equal_files(paths: Sequence[Path]) -> int:
             with suppress(OSError):
                 copies += len(group) - len({hashlib.sha256(path.read_bytes()).digest() for path in group})
     return copies
-
-
-def count_animations(folder: Path) -> int:
-    """Count the GIF files in and below a folder that have several frames; only the first frame is read."""
-    animations = 0
-    for path in walk_files(folder):
-        if path.suffix.lower() == ".gif":
-            # Pillow raises many kinds of errors for damaged files; they are reported when all images are read.
-            with suppress(Exception), Image.open(path, formats=("GIF",)) as image:
-                animations += bool(getattr(image, "is_animated", False))
-    return animations
 
 
 def scan_images(
@@ -386,6 +385,8 @@ def load_site_source(
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
     groups = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
     hashes = hash_pixels(np.stack(images))
+    if len(set(hashes)) == 1 < len(hashes):
+        raise UserError(f"{contents.folder}: {describe_only_equal_images(f'{len(hashes):,} images')}.")
     notes = describe_equal_images(hashes, contents.labels[rows])
     for note in notes:
         report(note)
@@ -403,6 +404,6 @@ def load_site_source(
         mirror=flip,
         mean=mean,
         std=std,
-        notes=tuple(notes),
+        notes=(*describe_skipped(skipped, len(images)), *notes),
         skipped=skipped,
     )

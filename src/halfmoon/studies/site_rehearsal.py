@@ -24,7 +24,7 @@ from halfmoon.data.groups import drop_shared_groups, merge_equal_images
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.partition.split import Split
-from halfmoon.data.readers.decode import decode_prepared
+from halfmoon.data.readers.decode import decode_prepared, refuse_unused_options
 from halfmoon.data.readers.parquet import encode_png, write_parquet
 from halfmoon.engine.loop import Row
 from halfmoon.methods.analytic import RidgeHead
@@ -142,6 +142,9 @@ def rehearse(
     Raises:
         UserError: folders are unreadable, their images need a size (--resize) or channels, or too few are labeled.
     """
+    if not root.exists():
+        paths = (folder / path for folder in folders for path in read_site(folder).paths)
+        refuse_unused_options(paths, image_preparation(config), ", ".join(map(str, folders)))
     rows = _write_data_set(config, folders, root / "data", watch.say)
     base = replace(
         config,

@@ -339,7 +339,7 @@ def unknown_argument_error(
         return model_flag_error(command)
     flag = next((argument.split("=")[0] for argument in rest if argument.startswith("--")), None)
     if flag is None:
-        return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
+        return _unexpected_word_error(command, rest)
     # Options are compared by their names in files, which have underscores.
     name = flag[2:].replace("-", "_")
     if command is None:
@@ -357,6 +357,15 @@ def unknown_argument_error(
     if error is not None:
         return error
     return UserError(f"unknown option {flag!r}: {suggest(flag, list_flags(parsers[command], args))}")
+
+
+def _unexpected_word_error(command: str | None, words: Sequence[str]) -> UserError:
+    """Build the error about words that are the value of no flag; folders, and methods of `compare`, need a flag."""
+    if command == "compare":
+        return UserError(f"compare has its methods after a flag: write --methods {' '.join(words)}.")
+    if command in ("run", "tune") and Path(words[0]).is_dir():
+        return UserError(f"unexpected argument {words[0]!r}: a folder of images is --data {words[0]}.")
+    return UserError(f"unexpected argument {words[0]!r}; see halfmoon {command} --help.")
 
 
 def print_text(text: str, wrap: bool = True) -> None:

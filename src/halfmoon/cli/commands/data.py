@@ -12,6 +12,7 @@ from halfmoon.cli.commands.base import add_command, add_options, print_json, pri
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
+from halfmoon.storage.output_paths import check_output_file
 
 if TYPE_CHECKING:
     from halfmoon.data import Source, Split
@@ -63,6 +64,13 @@ def run(args: argparse.Namespace) -> int:
         requests = [settings.resolve_paths({**flags, "data": name}, Path()) for name in names]
     else:
         requests = [flags]
+    if args.png is not None:
+        from halfmoon.report.figures import check_figure_suffix
+
+        check_output_file(args.png, "png")
+        check_figure_suffix(args.png)
+    if args.save is not None:
+        check_output_file(args.save, "save", makes_folder=True)
     descriptions = [_describe_data(args, file_options, request, file) for request in requests]
     if args.json:
         print_json({"data": descriptions})
@@ -108,8 +116,8 @@ def _refuse_split_options(requested: Mapping[str, Any], contents: FolderContents
     for name in ("data_share", "unknown_classes", *settings.PARTITION_OPTIONS, "split", "png", "save"):
         if requested.get(name) is not None:
             raise UserError(
-                f"--{name.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, with "
-                "labels.csv, which is not split: leave it out."
+                f"--{name.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, "
+                "whose table says which images are labeled: it is not split, so leave the option out."
             )
 
 
@@ -166,8 +174,10 @@ def _describe_split(config: Config, args: argparse.Namespace, fit_clients: bool)
         fit_clients: use fewer clients if the images do not suffice for those of the configuration.
     """
     from halfmoon.data import pad_source, shrink, summarize
+    from halfmoon.runs.checks import check_image_options
     from halfmoon.runs.factory import channel_values, get_split, load_images
 
+    check_image_options(config)
     source = shrink(load_images(config), config.shrink)
     source = source if config.image_size is None else pad_source(source, config.image_size)
     split = _fitting_split(config, source) if fit_clients else get_split(config, source)

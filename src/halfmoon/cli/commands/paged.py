@@ -106,7 +106,8 @@ def run_label(args: argparse.Namespace) -> int:
     With `--model` the images whose predictions are uncertain come first. With `--list N` the first N images are printed
     instead of serving the page.
     """
-    from halfmoon.data.preparation import parse_window
+    from halfmoon.data.preparation import Preparation, parse_window
+    from halfmoon.data.readers.decode import refuse_unused_options
     from halfmoon.pages.label import LabelOptions, open_site_to_label, serve_label_page
 
     seed = parse_int("--seed", args.seed, 0, 2**32 - 1)
@@ -132,7 +133,9 @@ def run_label(args: argparse.Namespace) -> int:
     # The page may load the model later, in the background, so a missing one is reported now.
     if args.model is not None and not args.model.exists():
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
-    options = LabelOptions(args.by, seed, parse_window(args.window), args.reader)
+    window = parse_window(args.window)
+    refuse_unused_options((site.folder / path for path in site.paths), Preparation(window=window), args.folder)
+    options = LabelOptions(args.by, seed, window, args.reader)
     with exit_on_interrupt("the page is closed."):
         serve_label_page(site, load, classes, options, port, not args.no_browser, line_writer(as_json=False))
     return 0

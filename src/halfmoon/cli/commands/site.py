@@ -31,6 +31,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import PARTITION_OPTIONS, Config
 from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError, suggest
+from halfmoon.storage.output_paths import check_output_folder
 
 if TYPE_CHECKING:
     from halfmoon.sites.folders import Survey
@@ -165,17 +166,25 @@ def _shorten(lines: list[str]) -> list[str]:
 
 def _prepare(args: argparse.Namespace) -> int:
     """Run `site prepare`: decode a site's images and store them."""
-    from halfmoon.data.preparation import parse_window
-    from halfmoon.sites.folders import prepare_site
+    from halfmoon.data.preparation import Preparation, parse_window
+    from halfmoon.data.readers.decode import refuse_unused_options
+    from halfmoon.sites.folders import prepare_site, read_site
 
+    size = _parse_size(args.size)
+    channels = _parse_channels(args.channels)
+    window = parse_window(args.window)
+    site = read_site(args.folder)
+    # Without a size, images may get that of the last time, so that cropping has an effect.
+    preparation = Preparation(size, channels, args.crop and size is not None, window)
+    refuse_unused_options((site.folder / path for path in site.paths), preparation, args.folder)
     result = prepare_site(
         args.folder,
-        size=_parse_size(args.size),
-        channels=_parse_channels(args.channels),
+        size=size,
+        channels=channels,
         out=args.out,
         progress=image_progress(),
         crop=args.crop,
-        window=parse_window(args.window),
+        window=window,
     )
     assert result.site.images is not None
     count, height, width, channels = result.site.images.shape
@@ -228,6 +237,7 @@ def _export(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders.export import FEDERATION_FILE
 
     config, sites = _export_config(args)
+    check_output_folder(args.out, "out")
     images = load_source_for_network(config)
     split = get_split(config, images)
     if split.clients != sites:

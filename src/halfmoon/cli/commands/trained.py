@@ -28,6 +28,7 @@ from halfmoon.cli.commands.paged import (
 )
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError, escape_name
+from halfmoon.storage.output_paths import check_output_file, check_output_folder
 
 if TYPE_CHECKING:
     from halfmoon.sites.inference.image_folder import UnreadableImage
@@ -109,6 +110,19 @@ def _report_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
     return print_warning(f"{len(unreadable)} image(s) could not be read; the results are for the others.", 1)
 
 
+def _report_left_out(folder: Path, classes: Sequence[str] | None = None) -> None:
+    """Print a warning for each kind of image in a folder that a command does not use.
+
+    Args:
+        folder: the folder of images.
+        classes: the classes of a model, for a command that uses labeled images only; None if it uses all images.
+    """
+    from halfmoon.sites.inference.image_folder import describe_unused_images
+
+    for note in describe_unused_images(folder, classes):
+        print_warning(f"{folder}: left out: {note}.")
+
+
 def _predict(args: argparse.Namespace) -> int:
     """Run `halfmoon predict`: write the predicted labels of a folder's images to a table.
 
@@ -116,6 +130,7 @@ def _predict(args: argparse.Namespace) -> int:
     """
     from halfmoon.sites.inference.image_folder import predict_folder
 
+    check_output_file(args.out, "out", makes_folder=True)
     model = model_loader(args.model, args.device, args.network)()
     reference = None
     if args.like is not None:
@@ -124,6 +139,7 @@ def _predict(args: argparse.Namespace) -> int:
         reference = outliers.build_reference(model, args.like)
     find_outliers = None if reference is None else reference.find_outliers
     result = predict_folder(model, args.folder, args.out, args.sure, find_outliers)
+    _report_left_out(args.folder)
     if reference is not None and outliers.too_many_outliers(result.outliers, result.images):
         print_warning(
             f"{result.outliers:,} of {result.images:,} images differ from those of {args.like} "
@@ -149,8 +165,11 @@ def _evaluate(args: argparse.Namespace) -> int:
     """Run `evaluate`: measure a model on a folder of labeled images."""
     from halfmoon.sites.inference.measure import TRAINING_IMAGES_WARNING, evaluate_folder, write_evaluation
 
+    if args.out is not None:
+        check_output_folder(args.out, "out")
     model = model_loader(args.model, args.device, args.network)()
     result, unreadable = evaluate_folder(model, args.folder, args.sure)
+    _report_left_out(args.folder, model.classes)
     result["temperature"] = model.card.temperature
     files = []
     if args.out is not None:
@@ -238,6 +257,7 @@ def _review(args: argparse.Namespace) -> int:
     # Examine at most `MAX_EXAMINED_IMAGES`, evenly spaced.
     step = math.ceil(len(paths) / MAX_EXAMINED_IMAGES)
     sample = paths[::step]
+    _report_left_out(args.folder)
     if count := count_training_images(model, args.folder, sample):
         print_warning(f"{args.folder} ({count:,} of {len(sample):,} examined) {TRAINING_IMAGES_WARNING}", 0)
     with exit_on_interrupt("the page is closed."):
@@ -257,6 +277,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     check_network_flag(args.network)
     torch_device = select_device(settings.Config(device=settings.parse_option("device", args.device)))
     result = calibrate_model(args.model, args.folder, str(torch_device), args.network)
+    _report_left_out(args.folder, result.classes)
     if args.json:
         print_json(
             {
@@ -282,6 +303,9 @@ def _export(args: argparse.Namespace) -> int:
     """Run `export`: write a model as an ONNX file or a torch.export program, compared with the model."""
     if args.onnx is None and args.torch is None:
         raise UserError("no file is given: give {onnx=FILE}, {torch=FILE} or both.", option=("onnx", "torch"))
+    for option, path in (("onnx", args.onnx), ("torch", args.torch)):
+        if path is not None:
+            check_output_file(path, option)
     from halfmoon.sites.inference import load_model
     from halfmoon.sites.inference.export import export_onnx, export_torch, real_images
 

@@ -16,7 +16,7 @@ from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.label_locations import LabelLocation
 from halfmoon.core.ranges import Range, minimum
-from halfmoon.core.split_options import SplitOptions
+from halfmoon.core.split_options import DEFAULT_LABELS_PER_CLASS, SplitOptions
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition import rules
 from halfmoon.data.partition.primitives import (
@@ -28,9 +28,6 @@ from halfmoon.data.partition.primitives import (
 )
 from halfmoon.data.partition.rules import RowPool
 from halfmoon.data.partition.split import SERVER, Split, SplitOrigin, hash_labels
-
-DEFAULT_LABELS_PER_CLASS = 5
-"""Labeled images of each class per client, on average."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,6 @@ class Scenario(SplitOptions):
         UserError: If a field is out of its range.
     """
 
-    clients: int = 100
     labels_per_class: float | None = DEFAULT_LABELS_PER_CLASS
     cap: bool = True
     seed: int = 0

@@ -5,15 +5,23 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from halfmoon.core.errors import ImageReadError, UserError
 from halfmoon.data import dicom
-from halfmoon.data.class_names import find_near_equal, match_class_name, normalize_class_name, sort_class_names
+from halfmoon.data.class_names import (
+    find_near_equal,
+    match_class_name,
+    normalize_class_name,
+    refuse_near_equal,
+    sort_class_names,
+)
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES, find_groups, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
@@ -21,7 +29,13 @@ from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import decode_all, drop_skipped
 from halfmoon.data.readers.formats import AVIF_SUFFIXES, HEIF_SUFFIXES, list_suffixes
-from halfmoon.data.readers.label_table import LABELS_FILE, read_paths_by_class
+from halfmoon.data.readers.label_table import (
+    EXPORT_REMEDY,
+    LABELS_FILE,
+    decode_text_file,
+    read_label_table,
+    read_paths_by_class,
+)
 
 SUFFIXES = list_suffixes()
 SUBSET_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
@@ -166,14 +180,17 @@ def describe_left_out(folder: Path) -> list[str]:
     parts = [folder] if train is None else [folder, *(subset for subset in candidates if subset is not None)]
     loose = 0
     unlisted = 0
+    notes: list[str] = []
     for subset in parts:
+        table = read_label_table(subset)
+        if table.is_unread:
+            notes.append(f"{subset / str(table.file)}, whose format is not read: {EXPORT_REMEDY}")
         listed = read_paths_by_class(subset)
         if listed is None:
             loose += len(list_images(subset))
         else:
             used = {path.resolve() for paths in listed.values() for path in paths}
             unlisted += sum(is_image(path) and path.resolve() not in used for path in walk_files(subset))
-    notes = []
     if loose:
         target = (
             "a folder unlabeled, and they train without a label" if train is None else "the folders of their classes"
@@ -183,7 +200,20 @@ def describe_left_out(folder: Path) -> list[str]:
         notes.append(f"images that {LABELS_FILE} does not list ({unlisted:,}): add them, or remove them")
     if formats := describe_unsupported_formats(folder):
         notes.append(formats)
+    if animations := count_animations(folder):
+        notes.append(f"all frames but the first of files that have several ({animations:,})")
     return notes
+
+
+def count_animations(folder: Path) -> int:
+    """Count the GIF, WebP and TIFF files in and below a folder that have several frames; only the first one is read."""
+    animations = 0
+    for path in walk_files(folder):
+        if path.suffix.lower() in (".gif", ".webp", ".tif", ".tiff"):
+            # Pillow raises many kinds of errors for damaged files; they are reported when all images are read.
+            with suppress(Exception), Image.open(path, formats=("GIF", "WEBP", "TIFF")) as image:
+                animations += bool(getattr(image, "is_animated", False))
+    return animations
 
 
 def find_unlabeled(folder: Path) -> Path | None:
@@ -283,6 +313,11 @@ def walk_files(folder: Path, onerror: Callable[[OSError], None] | None = None) -
         # os.walk descends into the folders that remain in this list.
         folders[:] = [name for name in folders if not is_hidden(name) and not is_circular_link(Path(current, name))]
         yield from (Path(current, name) for name in files if not name.startswith("."))
+
+
+def count_images(folder: Path) -> int:
+    """Count the images in and below a folder."""
+    return sum(map(is_image, walk_files(folder)))
 
 
 def count_unsupported_formats(folder: Path) -> Counter[str]:
@@ -411,6 +446,12 @@ def list_classes(subset: Path) -> dict[str, list[Path]]:
         raise UserError(f"{subset}: there is no such folder; expected {subset.name}/CLASS/*.png.")
     paths_from_table = read_paths_by_class(subset)
     if paths_from_table is not None:
+        refuse_near_equal(
+            list(paths_from_table),
+            subset / str(read_label_table(subset).file),
+            read_confirmed_names(subset),
+            f"name all classes in {subset / CLASSES_FILE}, one a line",
+        )
         return paths_from_table
     folders = _list_folders(subset)
     if not folders:
@@ -442,11 +483,7 @@ def _refuse_similar_names(subset: Path, names: Sequence[str]) -> None:
     groups = find_near_equal(names)
     if not groups:
         return
-    try:
-        text = (subset / CLASSES_FILE).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError):
-        text = ""
-    listed = {normalize_class_name(line) for line in text.splitlines()}
+    listed = read_confirmed_names(subset)
     for group in groups:
         distinct = {normalize_class_name(name) for name in group}
         indistinguishable = len(distinct) < len(group)
@@ -457,6 +494,12 @@ def _refuse_similar_names(subset: Path, names: Sequence[str]) -> None:
                 "case, blanks, dashes, underscores, Unicode forms or the form of a number: move their images into one of "
                 f"them{'' if indistinguishable else confirmation}."
             )
+
+
+def read_confirmed_names(folder: Path) -> set[str]:
+    """Read the class names that a classes.txt in a folder lists; empty if there is none that can be read."""
+    text, _, _ = decode_text_file(folder / CLASSES_FILE)
+    return {normalize_class_name(line) for line in (text or "").splitlines()} - {""}
 
 
 def check_same_classes(folder: Path, train: Mapping[str, object], other: Mapping[str, object], test: str) -> None:

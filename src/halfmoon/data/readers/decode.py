@@ -3,7 +3,7 @@
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
@@ -165,32 +165,96 @@ def _apply_orientation(image: Image.Image) -> Image.Image:
     return image
 
 
+class ImageHeader(NamedTuple):
+    """What the header of an image file states.
+
+    Attributes:
+        height: in pixels, after rotation by the EXIF tag.
+        width: the same.
+        gray: True for gray values.
+        is_deep: True for gray values to which a window applies: those of more than 8 bits, and of DICOM files.
+    """
+
+    height: int
+    width: int
+    gray: bool
+    is_deep: bool
+
+
 def read_header(path: Path) -> tuple[int, int, bool] | None:
     """Read height and width (rotated by the EXIF tag) of an image file, and whether it is gray, without decoding it.
 
     Returns:
         Height and width in pixels, and True if it is gray; None if the file is no image or cannot be read.
     """
+    header = read_image_header(path)
+    return None if header is None else header[:3]
+
+
+def read_image_header(source: Path | bytes) -> ImageHeader | None:
+    """Read the header of an image file, or of its content; None if it is no image or cannot be read."""
     try:
-        if dicom.holds_image(path):
-            height, width, gray = dicom.read_header(path, str(path))[:3]
-            return (height, width, gray) if height and width else None  # None: a report or a radiotherapy plan
-        with path.open("rb") as file:
-            formats = find_formats(file.read(HEAD_BYTES), str(path))
-        with IGNORE_WARNINGS, Image.open(path, formats=formats) as image:
-            gray = ImageMode.getmode(image.mode).basemode == "L"
-            if image.format == "TIFF":  # the size before or after rotation, depending on Pillow's version and the file
-                upright = open_upright(path.read_bytes(), str(path))
-                return upright.height, upright.width, gray
-            # A PNG's tag may follow its pixels; `getexif` would decode all of them to find it.
-            may_have_tag = image.format != "PNG" or "exif" in image.info
-            if may_have_tag and _is_sideways(image):
-                return image.width, image.height, gray
-            return image.height, image.width, gray
+        if isinstance(source, Path) and dicom.holds_image(source):
+            height, width, gray = dicom.read_header(source, str(source))[:3]
+            # None: a report or a radiotherapy plan
+            return ImageHeader(height, width, gray, is_deep=gray) if height and width else None
+        with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
+            formats = find_formats(file.read(HEAD_BYTES), str(source)[:100])
+            file.seek(0)
+            with IGNORE_WARNINGS, Image.open(file, formats=formats) as image:
+                gray = ImageMode.getmode(image.mode).basemode == "L"
+                is_deep = has_over_8_bits(image)
+                # Pillow's size is that before or after rotation, depending on its version and the file.
+                if image.format == "TIFF":
+                    upright = open_upright(source.read_bytes() if isinstance(source, Path) else source, "")
+                    return ImageHeader(upright.height, upright.width, gray, is_deep)
+                # A PNG's tag may follow its pixels; `getexif` would decode all of them to find it.
+                may_have_tag = image.format != "PNG" or "exif" in image.info
+                if may_have_tag and _is_sideways(image):
+                    return ImageHeader(image.width, image.height, gray, is_deep)
+                return ImageHeader(image.height, image.width, gray, is_deep)
     except MemoryError:
         raise
     except Exception:  # any error, as in `_open`; decoding reports it
         return None
+
+
+def refuse_unused_options(sources: Iterable[Path | bytes], preparation: Preparation, location: object) -> None:
+    """Raise UserError if the options `crop` or `window` change none of the images, as their headers show.
+
+    Reading ends at the first image that the options change.
+
+    Args:
+        sources: The image files, or their contents.
+        preparation: The conversion.
+        location: The folder of the images, for the message.
+    """
+    unused = {"crop"} if preparation.crop else set()
+    if preparation.window is not None:
+        unused.add("window")
+    count = 0
+    for source in sources if unused else ():
+        header = read_image_header(source)
+        if header is None:
+            continue  # reported when all images are read
+        count += 1
+        if header.is_deep:
+            unused.discard("window")
+        # The proportions of image and result, without division.
+        if preparation.size is not None and header.height * preparation.size[1] != header.width * preparation.size[0]:
+            unused.discard("crop")
+        if not unused:
+            return
+    if not count:
+        return
+    if "window" in unused:
+        raise UserError(
+            f"{location}: {{window}} has no effect, because no image has gray values of more than 8 bits; leave it out.",
+            option="window",
+        )
+    if "crop" in unused:
+        reason = "all images have the proportions of the result" if preparation.size else "it needs {resize=N}"
+        raise UserError(f"{location}: {{crop}} has no effect: {reason}; leave it out.", option=("crop", "resize"))
 
 
 def _is_sideways(image: Image.Image) -> bool:

@@ -1,7 +1,7 @@
-"""Read tables of labels: labels.csv of a site's folder, or metadata.csv of Hugging Face's ImageFolder.
+"""Read tables of labels: labels.csv or labels.tsv of a site's folder, or metadata.csv of Hugging Face's ImageFolder.
 
 Spreadsheet programs write such tables in many dialects: other case of the file name, semicolons, tabs, byte order marks.
-All of these are read, and reported. `halfmoon.sites.folders.labels` writes them.
+All of these are read, and reported. `halfmoon.sites.folders.labels` writes them. The spreadsheets themselves are refused.
 """
 
 import codecs
@@ -9,6 +9,7 @@ import csv
 import io
 import os
 import posixpath
+import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,17 @@ from halfmoon.storage import atomic_io
 
 LABELS_FILE = "labels.csv"
 
+OTHER_NAMES = ("labels.tsv", "labels.txt")
+"""Other names, in lower case, of `LABELS_FILE`; labels.txt only if it has its header."""
+
 METADATA_FILE = "metadata.csv"
 """The table of Hugging Face's ImageFolder, with the column file_name; read if there is no labels.csv."""
+
+SPREADSHEETS = tuple(f"labels{suffix}" for suffix in (".xlsx", ".xlsm", ".xls", ".ods", ".numbers"))
+"""Names, in lower case, of tables of labels that are not read."""
+
+METADATA_LINES_FILE = "metadata.jsonl"
+"""Another form of `METADATA_FILE`, with a JSON object a line, which is not read."""
 
 PATH_COLUMN, LABEL_COLUMN = "path", "label"
 
@@ -64,6 +74,12 @@ class LabelTable(NamedTuple):
     file: str | None  # the file's name, None if there is no such file
     extra_titles: tuple[str, ...] = ()  # titles of further columns
     extra_cells: tuple[tuple[str, ...], ...] = ()  # the cells of these columns, for each of `rows`
+    remedy: str = "repair it: its header is path,label"  # what to do about the faults
+
+    @property
+    def is_unread(self) -> bool:
+        """True if the only table of the folder is in a format that is not read, such as that of a spreadsheet."""
+        return self.faults == [_UNREAD_FAULT]
 
 
 def read_label_table(folder: Path) -> LabelTable:
@@ -75,44 +91,82 @@ def read_label_table(folder: Path) -> LabelTable:
     """
     names = _labels_file_names(folder)
     if not names:
+        if unread := _find_unread_table(folder):
+            return LabelTable(rows=[], faults=[_UNREAD_FAULT], oddities=[], file=unread, remedy=EXPORT_REMEDY)
         return LabelTable(rows=[], faults=[], oddities=[], file=None)
     name = find_labels_file(folder).name
-    if len(names) > 1 and name != LABELS_FILE:
-        fault = f"there are {' and '.join(names)}: keep one of them"
-        return LabelTable(rows=[], faults=[fault], oddities=[], file=name)
+    if len(names) > 1:
+        fault = f"there are {' and '.join(names)}"
+        return LabelTable(rows=[], faults=[fault], oddities=[], file=name, remedy="keep one of them")
     oddities = [] if name == LABELS_FILE else [f"it is called {name}"]
     text, faults, encoding = decode_text_file(folder / name)
     if text is None:
-        return LabelTable([], faults, oddities, name)
-    parsed = _parse_rows(text)
+        return LabelTable([], faults, oddities, name, remedy="save it as UTF-8, and allow reading it")
+    parsed = _parse_rows(clear_separator_line(text))
     # The descriptions of usual separators and encodings are empty.
     oddities += [oddity for oddity in (_SEPARATORS[parsed.separator], _ENCODINGS[encoding]) if oddity]
     return LabelTable(parsed.rows, parsed.faults, oddities, name, parsed.extra_titles, tuple(parsed.extra_cells))
 
 
+_UNREAD_FAULT = "its format is not read, only text is"
+"""The fault of a folder whose only table of labels is in a format that is not read."""
+
+EXPORT_REMEDY = f"save it as CSV UTF-8 under the name {LABELS_FILE}, or rename it if it has no labels of these images"
+"""What to do about such a table."""
+
+
+def _find_unread_table(folder: Path) -> str | None:
+    """Find the name of a folder's table of labels in a format that is not read; None if there is none."""
+    try:
+        paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    except OSError:
+        return None
+    if spreadsheets := [path.name for path in paths if path.name.lower() in SPREADSHEETS]:
+        return spreadsheets[0]
+    names = [path.name for path in paths if path.name.lower() == METADATA_LINES_FILE and _has_line_labels(path)]
+    return names[0] if names else None
+
+
+def _has_line_labels(path: Path) -> bool:
+    """Check whether the first object of a metadata.jsonl has a path and a label; it may have captions instead."""
+    try:
+        with path.open("rb") as file:
+            row = atomic_io.parse_json(file.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(row, dict) and is_header(list(row))
+
+
 def find_labels_file(folder: Path) -> Path:
-    """Locate the file of a folder's labels: labels.csv (which need not exist), one whose name differs in case, or
-    metadata.csv.
+    """Locate the file of a folder's labels: labels.csv (which need not exist), one whose name differs in case,
+    labels.tsv, labels.txt, or metadata.csv.
     """
     names = _labels_file_names(folder)
     return folder / (LABELS_FILE if LABELS_FILE in names or not names else names[0])
 
 
 def _labels_file_names(folder: Path) -> list[str]:
-    """List the files that are named labels.csv in any case, otherwise metadata.csv; empty if there is none."""
+    """List the files that are named labels.csv, .tsv or .txt in any case, otherwise metadata.csv; empty if there is none."""
+    tables = (LABELS_FILE, *OTHER_NAMES, METADATA_FILE)
     try:
-        names = sorted(path.name for path in folder.iterdir() if path.name.lower() in (LABELS_FILE, METADATA_FILE))
+        names = sorted(path.name for path in folder.iterdir() if path.name.lower() in tables)
     except OSError:
         return []
     files = [name for name in names if (folder / name).is_file()]
-    labels_files = [name for name in files if name.lower() == LABELS_FILE]
+    labels_files = [
+        name
+        for name in files
+        if name.lower() in (LABELS_FILE, *OTHER_NAMES)
+        and (not name.lower().endswith(".txt") or _has_labels(folder / name))
+    ]
     return labels_files or [name for name in files if name.lower() == METADATA_FILE and _has_labels(folder / name)]
 
 
 def _has_labels(path: Path) -> bool:
     """Check whether a metadata.csv has a column of file names and one of labels; it may have captions instead."""
     text, _, _ = decode_text_file(path)
-    first_line = next((line for line in (text or "").splitlines() if line.strip()), "")
+    lines = clear_separator_line(text or "").splitlines()
+    first_line = next((line for line in lines if line.strip()), "")
     return any(is_header(first_line.split(separator)) for separator in _SEPARATORS)
 
 
@@ -137,7 +191,7 @@ def decode_text_file(path: Path) -> tuple[str | None, list[str], str]:
         return None, [atomic_io.error_reason(error)], encoding
     except UnicodeDecodeError as error:
         kind = "UTF-16" if encoding == "utf-16" else "UTF-8"
-        return None, [f"byte {error.start} is not {kind}: save the file as UTF-8"], encoding
+        return None, [f"byte {error.start} is not {kind}"], encoding
 
 
 def normalize_path(path: str) -> str:
@@ -185,7 +239,8 @@ def _parse_rows(text: str) -> _ParsedTable:
                     fault = f"line {lines.line_num} is {line!r}, not path,label"
                     return _ParsedTable([], [fault], separator, (), [])
                 header = normalize_header(stripped_cells)
-                extra_columns = [column for column, title in enumerate(header) if title not in STANDARD_COLUMNS]
+                titles = ("", *STANDARD_COLUMNS)  # columns without a title are left out
+                extra_columns = [column for column, title in enumerate(header) if title not in titles]
                 continue
             row = dict(zip(header, stripped_cells, strict=False))
             if len(cells) != len(header) or not row[PATH_COLUMN]:
@@ -217,6 +272,11 @@ def detect_separator(text: str) -> str:
     return ","
 
 
+def clear_separator_line(text: str) -> str:
+    """Empty the first line if it only names the separator for Excel ("sep=;"); the numbers of other lines remain."""
+    return re.sub(r'\A"?sep=.?"?(?=[\r\n])', "", text, flags=re.IGNORECASE)
+
+
 def normalize_header(cells: Sequence[str]) -> list[str]:
     """Name the columns of a header: "path", "label", "group", "by" and "at", and others as they are written.
 
@@ -237,7 +297,8 @@ def is_header(cells: Sequence[str]) -> bool:
     """Check whether cells are a header with a path and a label; author and time come together, and titles are unique."""
     names = normalize_header(cells)
     signed = [name in names for name in SIGNATURE_COLUMNS]
-    return {PATH_COLUMN, LABEL_COLUMN} <= set(names) and len(set(names)) == len(names) and len(set(signed)) == 1
+    titled = [name for name in names if name]  # spreadsheet programs write empty columns at the end
+    return {PATH_COLUMN, LABEL_COLUMN} <= set(names) and len(set(titled)) == len(titled) and len(set(signed)) == 1
 
 
 def read_paths_by_class(folder: Path) -> dict[str, list[Path]] | None:
@@ -255,9 +316,11 @@ def read_paths_by_class(folder: Path) -> dict[str, list[Path]] | None:
     table = read_label_table(folder)
     if table.file is None:
         return None
+    if table.is_unread and any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir()):
+        return None  # the names of the subfolders are the classes
     file = folder / table.file
     if table.faults:
-        raise UserError(f"{file} cannot be read: {table.faults[0]}; repair it: its header is path,label.")
+        raise UserError(f"{file} cannot be read: {table.faults[0]}; {table.remedy}.")
     if not table.rows:
         raise UserError(f"{file} lists no image: add a line path,label for each.")
     class_of: dict[str, str] = {}

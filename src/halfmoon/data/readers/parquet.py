@@ -133,7 +133,7 @@ def read_parquet(
     labels = np.concatenate([_read_labels(path, file, classes) for path, file in opened])
     if not len(labels):
         raise UserError(f"{paths[0]}: there are no rows in it.")
-    encoded = (item for path, file in opened for item in _iterate_encoded(path, file))
+    encoded = (item for path, file in opened for item in iterate_encoded(path, file))
     path, file = opened[0]
     pixels, skipped = decode_all(encoded, len(labels), rgb, preparation, into)
     names = classes or _read_class_names(file, find_column(path, file.schema_arrow.names, LABEL_COLUMNS))
@@ -257,7 +257,7 @@ def _read_labels(path: Path, file: File, classes: tuple[str, ...] | None) -> np.
     return labels
 
 
-def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageReadError, str]]:
+def iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageReadError, str]]:
     """Yield each encoded image of an open file, or the error that it has none, and its row for messages.
 
     Raises:
@@ -340,3 +340,11 @@ def write_parquet(path: Path, rows: Sequence[tuple[bytes, int | None]], classes:
     if atomic_io.read(path) != data:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_io.write_atomically(path, data)
+
+
+def iterate_files(paths: Sequence[Path]) -> Iterator[bytes]:
+    """Yield the content of each image of parquet or Arrow files, except of those that cannot be read."""
+    for path in paths:
+        for data, _ in iterate_encoded(path, _open(path)):
+            if isinstance(data, bytes):
+                yield data

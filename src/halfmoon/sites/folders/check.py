@@ -157,7 +157,8 @@ def check_site(
         ),
         Finding(
             "files of several frames",
-            "only the frame that the file names is used, else the middle one; extract others with another program",
+            "only the first frame is used, of DICOM the one that the file names, else the middle one; extract others with "
+            "another program",
             tuple(multi_frame),
             tuple(multi_frame.values()),
         ),
@@ -230,7 +231,7 @@ def _read_properties(folder: Path, name: str) -> _ImageProperties:
         size=(image.height, image.width, image.mode),
         pixel_hash=pixel_hash,
         used_range=used_range,
-        frames=image.info.get("frames", 1),
+        frames=image.info.get("frames", getattr(image, "n_frames", 1)),  # n_frames of GIF, WebP and TIFF
     )
 
 

@@ -20,6 +20,7 @@ from halfmoon.data.readers.label_table import (
     LABELS_FILE,
     PATH_COLUMN,
     SIGNATURE_COLUMNS,
+    clear_separator_line,
     decode_text_file,
     detect_separator,
     find_labels_file,
@@ -210,16 +211,17 @@ class _LabelsFile:
         """
         text, faults, encoding = decode_text_file(file)
         if faults:
-            raise UserError(f"{file} cannot be read ({faults[0]}); repair it: its header is path,label.")
+            raise UserError(f"{file} cannot be read ({faults[0]}); save it as UTF-8 with the header path,label.")
         if text is None or not text.strip():
-            return cls(["path", "label"], [])
+            return cls(["path", "label"], [], "\t" if file.suffix.lower() == ".tsv" else ",")
+        text = clear_separator_line(text)
         separator = detect_separator(text)
         try:
             reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-            lines = [cells for cells in reader if cells]
+            lines = [cells for cells in reader if any(cells)]
         except csv.Error as error:
             raise UserError(f"{file} cannot be read ({error}); repair it: its header is path,label.") from error
-        header = lines[0]
+        header = lines[0] if lines else []
         if not is_header(header):
             raise UserError(f"{file} does not begin with path,label; repair it, and label the image again.")
         rows = [[restore_cell(cell) for cell in row] for row in lines[1:]]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from halfmoon.data.readers.class_folders import (
     SUFFIXES,
     describe_unsupported_formats,
     find_unlabeled,
+    has_classes,
     is_hidden,
 )
 from halfmoon.data.readers.label_table import (
@@ -117,7 +119,11 @@ class Finding:
 
 def is_site_folder(folder: Path) -> bool:
     """Check whether a folder states which images are labeled: by labels.csv, classes.txt or a folder "unlabeled"."""
-    if read_label_table(folder).file is not None or (folder / CLASSES_FILE).exists():
+    table = read_label_table(folder)
+    # A spreadsheet, which is not read, does not stop class folders from giving the labels.
+    if table.file is not None and not (table.is_unread and has_classes(folder)):
+        return True
+    if (folder / CLASSES_FILE).exists():
         return True
     return find_unlabeled(folder) is not None
 
@@ -151,8 +157,9 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     """Read a site as far as possible, and list its peculiarities; raise UserError if there is no such folder."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
-    images, other_files, closed_folders = _list_files(folder)
     table = _drop_missing_labels(read_label_table(folder), folder)
+    files = _list_files(folder, table.file)
+    images = files.images
     classes, class_faults = _read_classes(folder, table, images)
     class_index = {name: index for index, name in enumerate(classes)}
     names_by_path, image_groups, missing = _match_labels(images, table)
@@ -176,19 +183,19 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     typos = []
     if not (folder / CLASSES_FILE).exists():
         typos = [*_find_similar_names(labels, classes), *_find_likely_typos(labels, classes)]
-    table_name = table.file if table.file is not None and table.file.lower() == METADATA_FILE else LABELS_FILE
+    table_name = table.file if table.file is not None and table.file.lower() != LABELS_FILE else LABELS_FILE
     remedy = f"correct {table_name}" if table.file is not None else "move their images into one folder"
     findings = [
-        Finding("folders that cannot be opened", "make them readable", tuple(closed_folders), blocks=True),
+        Finding("folders that cannot be opened", "make them readable", tuple(files.closed_folders), blocks=True),
         Finding(
             f"{table_name} cannot be read",
-            "repair it: its header is path,label",
+            table.remedy,
             tuple(table.faults),
             blocks=True,
         ),
         Finding(
             f"{CLASSES_FILE} cannot be read",
-            "repair it: one class name a line",
+            "repair it: one class name a line, in UTF-8",
             tuple(class_faults),
             blocks=True,
         ),
@@ -211,10 +218,27 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
             tuple(missing),
             blocks=True,
         ),
-        Finding("files that are no images", "they are ignored", tuple(other_files)),
+        Finding(_UNNAMED, "they are ignored; rename them", tuple(files.unnamed)),
+        Finding(_LINKS, "they are not followed; copy the images into the folder", tuple(files.links)),
+        Finding("files that are no images", "they are ignored", tuple(files.others)),
     ]
     site = SiteFolder(folder, tuple(images), labels, classes, groups=image_groups)
     return site, [finding for finding in findings if finding.names]
+
+
+_UNNAMED = "images whose names are not UTF-8"
+_LINKS = "links to folders and missing files"
+
+
+def describe_ignored(folder: Path) -> list[str]:
+    """Describe in sentences the images that `read_site` ignores, although they may be meant: by their name or a link."""
+    files = _list_files(folder, None)
+    notes = []
+    if files.unnamed:
+        notes.append(f"{_UNNAMED} ({len(files.unnamed):,}): rename them")
+    if files.links:
+        notes.append(f"{_LINKS} ({len(files.links):,}), which are not followed: copy the images into the folder")
+    return notes
 
 
 def suggest_class(name: str, classes: Iterable[str]) -> str:
@@ -326,6 +350,11 @@ def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, l
         image that has one, and the paths in the table that belong to no image.
     """
     exact_paths = set(images)
+    images_by_hint: dict[str, list[str]] = {}  # by their path in lower case, with and without the suffix
+    for path in exact_paths:
+        lowered = normalize_text(path).lower()
+        for hint in {lowered, os.path.splitext(lowered)[0]}:
+            images_by_hint.setdefault(hint, []).append(path)
     path_by_normalized = {normalize_text(path): path for path in exact_paths}
     labels: dict[str, list[str]] = {}
     image_groups: dict[str, str] = {}
@@ -333,7 +362,9 @@ def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, l
     for path, label, group in table.rows:
         image = path if path in exact_paths else path_by_normalized.get(normalize_path(path))
         if image is None:
-            missing[path] = None
+            lowered = normalize_path(path).lower()
+            similar = images_by_hint.get(lowered) or images_by_hint.get(os.path.splitext(lowered)[0]) or []
+            missing[f"{path} (did you mean {similar[0]}?)" if len(similar) == 1 else path] = None
             continue
         if group:
             image_groups[image] = group
@@ -356,24 +387,29 @@ def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     return text
 
 
-def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
+class _Files(NamedTuple):
+    """The contents of a site's folder: sorted paths relative to it, with forward slashes, other bytes than UTF-8 escaped."""
+
+    images: list[str]
+    others: list[str]  # files that are no images
+    unnamed: list[str]  # images whose names are not UTF-8: a table of labels could not name them
+    links: list[str]  # links to folders, and links with an image's suffix to a missing file
+    closed_folders: list[str]  # folders that cannot be opened
+
+
+def _list_files(folder: Path, table: str | None) -> _Files:
     """List the images of a site, other files, and folders that cannot be opened.
 
     Hidden files, tables of labels or classes, and the folder of a federation's model are left out.
 
     Args:
         folder: the site's folder.
-
-    Returns:
-        Three sorted lists of paths relative to `folder`, with forward slashes. Bytes of a name that are not UTF-8 are
-        escaped.
+        table: the name of its table of labels; None if there is none.
     """
-    images: list[str] = []
-    other_files: list[str] = []
-    closed_folders: list[str] = []
+    files = _Files([], [], [], [], [])
 
     def note_closed_folder(error: OSError) -> None:
-        closed_folders.append(_printable(Path(error.filename).relative_to(folder).as_posix()))
+        files.closed_folders.append(_printable(Path(error.filename).relative_to(folder).as_posix()))
 
     # A site may have a million files, and each start lists all of them: strings are much faster than Path objects.
     for current, subfolders, names in os.walk(folder, onerror=note_closed_folder):
@@ -383,17 +419,22 @@ def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
         prefix = "" if relative == "." else f"{relative}/"
         # os.walk does not follow links to folders, which could form circles or leave the site.
         linked_folders = [name for name in subfolders if os.path.islink(os.path.join(current, name))]
-        other_files += [_printable(prefix + name) for name in linked_folders]
+        files.links.extend(_printable(prefix + name) for name in linked_folders)
         for name in names:
             path = prefix + name
-            is_table = path.lower() == LABELS_FILE or path == CLASSES_FILE or path.lower() == METADATA_FILE
+            is_table = path in (table, CLASSES_FILE) or path.lower() in (LABELS_FILE, METADATA_FILE)
             if name.startswith(".") or is_table:
                 continue
-            if _is_image(current, name) and _printable(path) == path:
-                images.append(path)
-            else:  # also images whose name is not UTF-8: labels.csv could not name them
-                other_files.append(_printable(path))
-    return sorted(images), sorted(other_files), sorted(closed_folders)
+            if not _is_image(current, name):
+                is_dead_link = path.lower().endswith(SUFFIXES) and os.path.islink(os.path.join(current, name))
+                (files.links if is_dead_link else files.others).append(_printable(path))
+            elif _printable(path) == path:
+                files.images.append(path)
+            else:
+                files.unnamed.append(_printable(path))
+    for paths in files:
+        paths.sort()
+    return files
 
 
 def _is_image(folder: str, name: str) -> bool:

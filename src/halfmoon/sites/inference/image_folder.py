@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.core.errors import UserError
+from halfmoon.core.errors import UnknownRangeError, UserError
 from halfmoon.core.spreadsheet import escape_formulas
 from halfmoon.data.class_names import match_class_name, normalize_class_name
 from halfmoon.data.readers.cache import write_atomically
@@ -27,7 +27,7 @@ from halfmoon.data.readers.class_folders import (
 )
 from halfmoon.data.readers.decode import decode_to_shape
 from halfmoon.data.readers.label_table import LABELS_FILE, find_labels_file, normalize_path, read_label_table
-from halfmoon.sites.folders.site_folder import join_names, read_site
+from halfmoon.sites.folders.site_folder import is_site_folder, join_names, read_site
 from halfmoon.sites.inference.load import InferenceModel
 from halfmoon.storage import atomic_io
 
@@ -103,6 +103,22 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
     return list(class_by_path), labels
 
 
+def describe_unused_images(folder: Path, classes: Sequence[str] | None = None) -> list[str]:
+    """Describe the images of a folder that are not used, by kind: without a label, and in formats that are not read.
+
+    Args:
+        folder: the folder of images.
+        classes: the model's classes, if only labeled images are used; None if all images are.
+    """
+    notes: list[str] = []
+    if classes is not None:
+        labeled, _ = list_labeled_images(folder, classes)
+        if count := len(set(list_images(folder)) - set(labeled)):
+            notes.append(f"{count:,} images without a label" if count > 1 else "1 image without a label")
+    formats = describe_unsupported_formats(folder)
+    return [*notes, formats] if formats else notes
+
+
 def _read_class_names(folder: Path, classes: Sequence[str]) -> dict[str, str]:
     """Read the class name of each labeled image, from labels.csv or, without it, from the names of folders.
 
@@ -116,12 +132,12 @@ def _read_class_names(folder: Path, classes: Sequence[str]) -> dict[str, str]:
     Raises:
         UserError: no image has a label.
     """
-    if find_labels_file(folder).is_file():
+    if read_label_table(folder).file is not None and is_site_folder(folder):
         site = read_site(folder)
         labeled = [(path, label) for path, label in zip(site.paths, site.labels, strict=True) if label >= 0]
         if not labeled:
             raise UserError(
-                f"{folder / LABELS_FILE} names no image; write a line with path and label for each labeled one."
+                f"{find_labels_file(folder)} names no image; write a line with path and label for each labeled one."
             )
         return {path: site.classes[label] for path, label in labeled}
     class_by_path = {path: path.split("/")[0] for path in list_images(folder) if "/" in path}
@@ -173,6 +189,9 @@ def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> I
             return decode_to_shape((folder / path).read_bytes(), path, *model.shape, model.card.crop, model.card.window)
         except OSError as error:
             return UnreadableImage(path, atomic_io.error_reason(error))
+        except UnknownRangeError:
+            # The message of this error advises an option of training, which commands on a trained model do not have.
+            return UnreadableImage(path, "its pixels have 32 bits and no known range; convert it to 8 or 16 bits.")
         except UserError as error:
             return UnreadableImage(path, str(error).removeprefix(f"{path}: "))
 

@@ -340,6 +340,7 @@ class CalibrationResult:
         before: the fit at the previous temperature.
         after: the fit at the new temperature.
         unreadable: images that could not be decoded.
+        classes: the model's classes.
     """
 
     model: Path
@@ -347,6 +348,7 @@ class CalibrationResult:
     before: CalibrationFit
     after: CalibrationFit
     unreadable: list[UnreadableImage]
+    classes: tuple[str, ...]
 
 
 def measure_fit(logits: np.ndarray, labels: np.ndarray, temperature: float) -> CalibrationFit:
@@ -381,6 +383,7 @@ def calibrate_model(path: Path, folder: Path, device: str = "cpu", network: str 
         before=measure_fit(logits, labels, model.card.temperature),
         after=measure_fit(logits, labels, temperature),
         unreadable=unreadable,
+        classes=model.classes,
     )
 
 
