@@ -125,7 +125,7 @@ def test_skipped_image_is_last_on_the_wall(browser: Any, page: str) -> None:
 def test_page_shows_the_order(browser: Any, page: str) -> None:
     open_page(browser, page)
     way = Select(browser.find_element("id", "way"))
-    assert way.first_selected_option.text == "uncertain and different, classes in turn"
+    assert way.first_selected_option.text == "uncertain and different"
     text = browser.find_element("id", "rank").text
     assert re.fullmatch(rf"uncertainty 0\.\d\d, rank [\d,]+ of {COUNT:,}", text)
     way.select_by_value("unsure")
