@@ -1,6 +1,7 @@
 """Images that a program passes as objects: arrays, PIL images, and data sets of torch and Hugging Face."""
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -539,6 +540,70 @@ def test_tables_and_dictionaries_are_read() -> None:
         found = convert_images(data)
         assert np.array_equal(found.images[..., 0], X)
         assert np.array_equal(found.labels, Y)
+
+
+class Stream:
+    """As much of `datasets.IterableDataset` as is used: it has no length."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.column_names = rows.column_names
+        self.features = rows.features
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[row] for row in range(len(self.rows)))
+
+
+def test_streams_and_columns_of_hugging_face_are_read() -> None:
+    """A stream was refused with advice that lost its class names, and `dataset[:]` was taken for parts."""
+    names = [f"digit {label}" for label in range(10)]
+    stream = Stream(Rows(as_pil(X), Y.tolist(), names))
+    for data in (stream, {"train": stream}):
+        found = convert_images(data)
+        assert np.array_equal(found.images[..., 0], X)
+        assert np.array_equal(found.labels, Y)
+        assert found.classes == tuple(names)
+    assert np.array_equal(convert_images({"image": as_pil(X), "label": Y.tolist()}).images[..., 0], X)
+
+
+def test_images_that_are_not_decoded_are_read_from_their_files(tmp_path: Path) -> None:
+    """`Image(decode=False)` gives {"bytes": None, "path": ...} for a column of paths."""
+    items = []
+    for row, image in enumerate(as_pil(X[:20])):
+        image.save(tmp_path / f"{row}.png")
+        items.append({"bytes": None, "path": str(tmp_path / f"{row}.png")})
+    assert np.array_equal(convert_images((items, Y[:20])).images[..., 0], X[:20])
+
+
+class DamagedPairs(Pairs):
+    """A data set that decodes its images when they are taken, as torchvision's and Hugging Face's do."""
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        if row in (1, 3):
+            Image.open(io.BytesIO(b"no image"))
+        return super().__getitem__(row)
+
+
+class DamagedRows(Rows):
+    def __getitem__(self, key: int | str) -> Any:
+        if key in (1, 3):
+            Image.open(io.BytesIO(b"no image"))
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("kind", [DamagedPairs, DamagedRows])
+def test_a_data_set_that_cannot_decode_an_image_is_one_sentence(kind: type[Any]) -> None:
+    with pytest.raises(
+        UserError, match=r"image 1.*no known format.*image 3.*2 of 80 images of data cannot be read"
+    ) as e:
+        convert_images(kind(as_pil(X), Y.tolist()))
+    assert "0x" not in str(e.value)  # the address of an object
+
+
+def test_parts_that_are_not_used_are_named() -> None:
+    data = make_memory_data({"train": (X, Y), "test": (X[:10], Y[:10]), "extra": (X, Y)})
+    notes = load_memory(register(data)).notes
+    assert "left out: parts of data that are neither training nor test images (extra)" in notes
 
 
 def test_parts_have_the_names_that_folders_may_have() -> None:

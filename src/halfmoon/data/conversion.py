@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from halfmoon.core.errors import ImageReadError, UnknownRangeError, UserError, one_line
 from halfmoon.data import Images, Source
@@ -31,7 +31,7 @@ from halfmoon.data.images import UNKNOWN
 from halfmoon.data.memory import ImageCollection, MemoryData
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import SUBSET_NAMES
-from halfmoon.data.readers.decode import decode_prepared, prepare_image
+from halfmoon.data.readers.decode import MAX_LISTED, decode_prepared, prepare_image
 from halfmoon.data.readers.label_table import LABEL_TITLES, PATH_TITLES
 from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, find_column
 
@@ -116,10 +116,17 @@ def open_images(data: Any, *, classes: Sequence[str] | None = None, name: str = 
         return _open_pair(data.iloc[:, image_column].tolist(), data.iloc[:, label_column], classes, name)
     if isinstance(data, Mapping):
         subset = _find_subset(data, SUBSET_NAMES[0])
+        columns = list(map(str, data))
+        if subset is None and _has_columns(columns):  # the columns of a table, such as dataset[:] of Hugging Face
+            image_column = find_column(name, columns, IMAGE_COLUMNS)
+            label_column = find_column(name, columns, LABEL_COLUMNS)
+            return _open_pair(list(data[image_column]), data[label_column], classes, name)
         if subset is None:
             parts = ", ".join(map(str, data)) or "no parts"
             raise UserError(f"{name} has {parts}, but no part 'train'; rename the part of the training images.")
         return open_images(data[subset], classes=classes, name=name)
+    if _is_hugging_face_stream(data):
+        return _open_pairs(_read_stream(data, name), classes, name)
     if (
         hasattr(data, "__getitem__")
         and isinstance(data, Sized)
@@ -161,10 +168,13 @@ def make_memory_data(data: Any, test: Any = None, clients: Any = None) -> Memory
         unlabeled = np.flatnonzero(test_images.labels == UNKNOWN)
         if len(unlabeled):
             raise UserError(f"test: image {unlabeled[0]} has no label, but only training images can go without one.")
+    notes: list[str] = []
+    if unused := _list_unused_parts(data):
+        notes.append(f"left out: parts of data that are neither training nor test images ({', '.join(unused)})")
     client_numbers = None if clients is None else _number_clients(clients, len(train_images))
     # Whether a mirrored image has the same class, the default of augmentation by mirroring.
     mirror = data.mirror if isinstance(data, Source) else True
-    return MemoryData(train_images, test_images, client_numbers, mirror)
+    return MemoryData(train_images, test_images, client_numbers, mirror, tuple(notes))
 
 
 def read_unlabeled(
@@ -260,8 +270,13 @@ def _open_pairs(data: Any, classes: Sequence[str] | None, name: str) -> ImageCol
     """
     images: list[np.ndarray] = []
     values: list[Any] = []
+    unreadable: dict[int, str] = {}
     for row in range(len(data)):
-        pair = data[row]
+        try:
+            pair = data[row]
+        except OSError as error:  # a data set of files, such as torchvision's ImageFolder; also Pillow's errors
+            unreadable[row] = _describe_read_error(error)
+            continue
         if isinstance(pair, Mapping):
             location = f"{name}, item {row}"
             keys = list(map(str, pair))
@@ -274,12 +289,65 @@ def _open_pairs(data: Any, classes: Sequence[str] | None, name: str) -> ImageCol
             )
         images.append(_read_image(pair[0], UNCHANGED, f"{name}, image {row}"))
         values.append(_to_scalar(pair[1], f"{name}, image {row}"))
+    _refuse_unreadable_rows(unreadable, len(data), name)
     _check_lengths(len(images), len(values), name)
     class_names = getattr(data, "classes", None)
     if not isinstance(class_names, Sequence) or isinstance(class_names, str):
         class_names = None
     numbers, names = _classify(values, classes, class_names, name)
     return ImageCollection(_make_reader(images, name), numbers, names, name)
+
+
+class _StreamRows(list[Any]):
+    """The rows of a stream, with the class names of its labels."""
+
+    classes: Sequence[str] | None = None
+
+
+def _is_hugging_face_stream(data: Any) -> bool:
+    """Check for an `IterableDataset` of Hugging Face, without importing the library."""
+    return hasattr(data, "column_names") and hasattr(data, "features") and not isinstance(data, Sized | Mapping)
+
+
+def _read_stream(data: Any, name: str) -> _StreamRows:
+    """Read all rows of an `IterableDataset` of Hugging Face, which has no length and can be read in order only."""
+    rows = _StreamRows(data)
+    if data.features is not None:
+        label_column = find_column(name, list(data.features), LABEL_COLUMNS)
+        rows.classes = getattr(data.features[label_column], "names", None)
+    return rows
+
+
+def _has_columns(columns: Sequence[str]) -> bool:
+    """Check whether names of columns contain one of images and one of labels."""
+    lowered = {column.lower() for column in columns}
+    return not lowered.isdisjoint(IMAGE_COLUMNS) and not lowered.isdisjoint(LABEL_COLUMNS)
+
+
+def _list_unused_parts(data: Any) -> list[str]:
+    """List the parts of a `DatasetDict` that are neither the training nor the test images."""
+    train = _find_subset(data, SUBSET_NAMES[0]) if isinstance(data, Mapping) else None
+    if train is None:
+        return []
+    test = _find_subset(data, (*SUBSET_NAMES[1], *SUBSET_NAMES[2]))
+    return [str(key) for key in data if key not in (train, test)]
+
+
+def _describe_read_error(error: Exception) -> str:
+    """Describe why an image cannot be decoded; Pillow's message for an unknown format contains the address of an object."""
+    return "no known format" if isinstance(error, UnidentifiedImageError) else one_line(error)
+
+
+def _refuse_unreadable_rows(reasons: Mapping[int, str], count: int, name: str) -> None:
+    """Raise UserError for the rows of a data set that cannot be read, with their reasons."""
+    if not reasons:
+        return
+    listed = [f"{name}, image {row}: not a readable image ({reason})" for row, reason in reasons.items()]
+    more = f" and {len(listed) - MAX_LISTED:,} more" if len(listed) > MAX_LISTED else ""
+    raise UserError(
+        f"{'; '.join(listed[:MAX_LISTED])}{more}. {len(listed):,} of {count:,} images of {name} cannot be read; leave "
+        "them and their labels out."
+    )
 
 
 def _is_hugging_face(data: Any) -> bool:
@@ -299,6 +367,8 @@ def _open_hugging_face(data: Any, classes: Sequence[str] | None, name: str) -> I
         classes: the class names that are required; None: those of the data set.
         name: the argument that it is, for errors.
     """
+    if (getattr(data, "format", None) or {}).get("type") in ("pandas", "polars", "arrow"):
+        data = data.with_format(None)  # rows would be tables
     image_column = find_column(name, data.column_names, IMAGE_COLUMNS)
     label_column = find_column(name, data.column_names, LABEL_COLUMNS)
     values = _list_labels(list(data[label_column]), name)
@@ -309,12 +379,16 @@ def _open_hugging_face(data: Any, classes: Sequence[str] | None, name: str) -> I
     dtype = _find_pixel_type(data.features[image_column])
 
     def read(row: int, preparation: Preparation) -> np.ndarray:
-        image = data[row][image_column]
+        location = f"{name}, image {row}"
+        try:
+            image = data[row][image_column]  # decoded by Pillow
+        except OSError as error:
+            raise ImageReadError(f"{location}: not a readable image ({_describe_read_error(error)}).") from error
         if dtype is not None:
             image = np.asarray(
                 image, dtype
             )  # lists of numbers, and formatted data sets, have lost the type of the column
-        return _read_image(image, preparation, f"{name}, image {row}")
+        return _read_image(image, preparation, location)
 
     return ImageCollection(read, numbers, names, name)
 
@@ -400,9 +474,14 @@ def _read_image(image: Any, preparation: Preparation, name: str) -> np.ndarray:
             return prepare_image(image, name, preparation)
         if isinstance(image, str | Path):
             return decode_prepared(Path(image).read_bytes(), str(image), preparation)
-        # Hugging Face's images that are not decoded
+        # Hugging Face's images that are not decoded have the bytes of a file, or only its path
         if isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes):
             image = image["bytes"]
+        elif isinstance(image, Mapping) and isinstance(image.get("path"), str):
+            image = image["path"]
+            return decode_prepared(Path(image).read_bytes(), image, preparation)
+        if image is None:
+            raise ImageReadError(f"{name}: there is no image.")
         if isinstance(image, bytes):
             return decode_prepared(image, name, preparation)
     except OSError as error:

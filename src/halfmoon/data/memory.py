@@ -130,12 +130,14 @@ class MemoryData:
         test: the test images; None to hold out `HELD_OUT_SHARE` of the labeled training images of every class.
         clients: the client of each training image, int64 (N,), from 0; None if a scenario assigns them.
         mirror: True if a mirrored image has the same class.
+        notes: sentences for the user about what is not used.
     """
 
     train: ImageCollection
     test: ImageCollection | None = None
     clients: np.ndarray | None = None
     mirror: bool = True
+    notes: tuple[str, ...] = ()
 
     def compute_name(self) -> str:
         """Compute the name: a hash of the training images, and one of test images and clients."""
@@ -213,7 +215,7 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
     data = find(name)
     train = Images(data.train.load(preparation), data.train.labels, clients=data.clients)
     selection_note = ""
-    notes: list[str] = []
+    notes: list[str] = [*data.notes]
     if data.test is not None:
         test = Images(data.test.load(preparation), data.test.labels)
         if test.images.shape[3] != train.images.shape[3]:
