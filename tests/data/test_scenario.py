@@ -306,11 +306,19 @@ def test_request_that_uneven_classes_cannot_satisfy_is_refused(fields: dict[str,
         paper_scenario(**fields).split(labels, ("ant", "bee"))
 
 
-def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are() -> None:
+@pytest.mark.parametrize("given", ["all labels", "some labels", "clients"])
+def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are(given: str) -> None:
+    """Also where the data set lacks labels, or names the clients."""
     labels = np.arange(1000) % 10
+    names = [str(number) for number in range(10)]
     scenario = paper_scenario(clients=5, labels_per_class=2, seed=3)
-    whole = scenario.split(labels, 10)
-    half = replace(scenario, unlabeled_share=0.5).split(labels, 10)
+    draws = {
+        "all labels": lambda each: each.split(labels, names),
+        "some labels": lambda each: each.split_partially_labeled(np.where(np.arange(1000) < 100, labels, -1), names),
+        "clients": lambda each: each.split_partially_labeled(labels, names, client=np.arange(1000) % 5),
+    }
+    whole = draws[given](scenario)
+    half = draws[given](replace(scenario, unlabeled_share=0.5))
     np.testing.assert_array_equal(half.labeled, whole.labeled)
     np.testing.assert_array_equal(half.client[half.labeled], whole.client[whole.labeled])
     np.testing.assert_array_equal(sizes(half, False), np.round(sizes(whole, False) / 2))

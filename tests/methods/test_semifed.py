@@ -97,6 +97,8 @@ def test_votes_by_hand():
         method = SemiFed(threshold=threshold, agree=agree, confident=confident)
         assert labeled(method, models, data) == [expected, -1]
     assert labeled(SemiFed(threshold=0.9, agree=1.0), [OTHER], data) == [1, -1]  # the server's model alone
+    # A confidence equal to the threshold is enough: classes 0 and 1 have 0.5 each at x = 1. At x = -1 class 2 has 1.
+    assert labeled(SemiFed(threshold=0.5, agree=1.0), [model(800, 800, 0)], data) == [0, 2]
 
 
 def test_the_threshold_moves_in_a_straight_line():
