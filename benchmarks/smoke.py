@@ -121,11 +121,9 @@ BENCHMARKS: dict[str, Small] = {
         {
             "federation_cost.SITES": 1,
             "LOOPBACK": {
-                "small, 20 steps, queue on disk, fixed pauses": None,
-                "small, 20 steps, fixed pauses": ("small", 4, 1, 2, False, "memory", True),
-                "small, 20 steps": None,
-                "ResNet-9, 20 steps, queue on disk, fixed pauses": None,
-                "ResNet-9, 20 steps, fixed pauses": None,
+                "small, 20 steps, queue on disk": None,
+                "small, 20 steps": ("small", 4, 1, 2),
+                "ResNet-9, 20 steps, queue on disk": None,
                 "ResNet-9, 20 steps": None,
                 "small, 1,000 steps": None,
             },
