@@ -27,7 +27,7 @@ PATIENCE = 400.0
 """Seconds until a run counts as stuck."""
 
 
-class Stuck(RuntimeError):
+class EventTimeout(RuntimeError):
     """An expected event did not happen in time."""
 
 
@@ -95,12 +95,12 @@ class Federation:
         return (atomic_io.read(path) or b"").decode()
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait until a condition is true; raise Stuck if it takes too long, or the server ends."""
+        """Wait until a condition is true; raise EventTimeout if it takes too long, or the server ends."""
         end = time.monotonic() + PATIENCE
         while not condition():
             server = self.running["serve"].poll()
             if time.monotonic() > end or server not in (None, 0, -signal.SIGKILL):
-                raise Stuck(f"waited in vain for {what}; the server's log ends: {self.log()[-600:]}")
+                raise EventTimeout(f"waited in vain for {what}; the server's log ends: {self.log()[-600:]}")
             time.sleep(0.02)
 
     def number(self, who: str, script: str) -> int:
@@ -126,13 +126,13 @@ class Federation:
             self.until(half, f"{VICTIM} to train")
             if over not in self.log(VICTIM):
                 return found
-        raise Stuck(f"{VICTIM} finished every local update before it could be disturbed")
+        raise EventTimeout(f"{VICTIM} finished every local update before it could be disturbed")
 
     def kill(self, who: str, *scripts: str) -> None:
         """Kill processes with SIGKILL: those of these scripts, or else the command."""
         numbers = [self.number(who, script) for script in scripts] or [self.running[who].pid]
         if 0 in numbers:
-            raise Stuck(f"{scripts} of {who} does not run")
+            raise EventTimeout(f"{scripts} of {who} does not run")
         for number in numbers:
             os.kill(number, signal.SIGKILL)
         if not scripts:

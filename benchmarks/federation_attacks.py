@@ -47,7 +47,7 @@ RUNS = {UNDISTURBED: Attack("nothing", ()), **ATTACKS}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttackOutcome:
     """The outcome of a run: the messages, each with its log, the rounds, and the digest of the weights."""
 
     what: str
@@ -59,7 +59,7 @@ class Outcome:
     seconds: float
 
 
-def run_attacks(names: list[str], fed: AttackedFederation) -> dict[str, Outcome]:
+def run_attacks(names: list[str], fed: AttackedFederation) -> dict[str, AttackOutcome]:
     """Run a federation with attacks; raise AttackNotRefused if a log lacks the message of a refusal."""
     attacks = {name: RUNS[name] for name in names}
     fed.site_attack = " ".join(attack.site_attack for attack in attacks.values() if attack.site_attack)
@@ -91,7 +91,7 @@ def run_attacks(names: list[str], fed: AttackedFederation) -> dict[str, Outcome]
     weights = atomic_io.sha256((fed.run / "model.safetensors").read_bytes())
     seconds = round(time.monotonic() - start, 1)
     return {
-        name: Outcome(attack.description, said[name], log, rounds, weights, len(names), seconds)
+        name: AttackOutcome(attack.description, said[name], log, rounds, weights, len(names), seconds)
         for name, attack in attacks.items()
     }
 
@@ -99,7 +99,7 @@ def run_attacks(names: list[str], fed: AttackedFederation) -> dict[str, Outcome]
 WHERE = {"serve.log": "serve.log", "nginx": "nginx's access.log", "caller": "the attacker's terminal"}
 
 
-def table(outcomes: dict[str, Outcome]) -> str:
+def table(outcomes: dict[str, AttackOutcome]) -> str:
     """Format the table of all attacks."""
     lines = ["| attack | refused with (and the log) | rounds | weights |", "|---|---|---|---|"]
     undisturbed = outcomes.get(UNDISTURBED)
@@ -136,7 +136,7 @@ played again. An attack begins when round 1 is over; the run ends by itself.
 """
 
 
-def format_page(record: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
+def format_page(record: dict[str, Any], outcomes: dict[str, AttackOutcome]) -> str:
     """Return the page of results."""
     held = record["machine"]
     undisturbed = outcomes.get(UNDISTURBED)
@@ -170,7 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     file, written = options.out.with_suffix(".json.gz"), options.out.with_suffix(".md")
     before = records.read_json(file) or {"attacks": {}}
-    outcomes = {name: Outcome(**row) for name, row in before["attacks"].items() if name in RUNS}
+    outcomes = {name: AttackOutcome(**row) for name, row in before["attacks"].items() if name in RUNS}
     version = subprocess.run([str(NGINX), "-v"], capture_output=True, text=True, check=True).stderr.strip()
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="halfmoon-attacks-") as folder, interruptible():

@@ -1,15 +1,15 @@
-"""What a round of a federation costs: seconds and bytes beside the simulator and stock Flower, and our own share of it.
+"""What a round of a federation costs: seconds and bytes next to the simulator and stock Flower, and halfmoon's share of it.
 
     OMP_NUM_THREADS=1 python benchmarks/federation_cost.py [--rounds 8] [--steps 20] [--out results/federation_cost]
 
-FedAvg with three sites and labeled images alone, in one run one after the other: halfmoon (i) in the simulator, (ii)
+FedAvg with three sites and only labeled images, in one run one after the other: halfmoon (i) in the simulator, (ii)
 over the in-process grid, (iii) over real processes on loopback, and (iv) stock Flower (`federation_stock.py`: Flower's
-own FedAvg, plain PyTorch) over real processes on loopback. The same networks, images, numbers of local steps, batch and
-optimizer; nothing is evaluated. Of the rounds all count but the first and the last (which alone is evaluated in the
-simulator). Bytes are those of the arrays in requests and replies, and what `flwr ls` says of a run's network traffic.
+FedAvg, plain PyTorch) over real processes on loopback. The same networks, images, numbers of local steps, batch and
+optimizer, without evaluations. Of the rounds all count but the first and the last (the simulator evaluates only
+the last). Bytes are those of the arrays in requests and replies, and the network traffic of a run by `flwr ls`.
 
-halfmoon's own share is what a round over real processes takes beyond the computing of its slowest site, as the sites'
-logs say it, to a tenth of a second.
+halfmoon's share is the time of a round over real processes beyond the computing of its slowest site, which the sites'
+logs have to a tenth of a second.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from unittest import mock
 import numpy as np
 import torch
 from federation_parity import (
-    Place,
+    BenchmarkProcesses,
     about,
     connection,
     export,
@@ -40,7 +40,7 @@ from federation_parity import (
     joined,
     machine,
     names,
-    place,
+    open_processes,
     project,
     save,
     script,
@@ -70,7 +70,7 @@ STOCK = ("federation_stock:server", "federation_stock:client")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is played: network and width, rounds, local steps; `folder` is where one model's files lie."""
+    """The size of a federation: network and width, rounds, local steps; `folder` has the files of one model."""
 
     network: str
     width: int
@@ -78,12 +78,12 @@ class Plan:
     steps: int
     folder: Path
 
-    def sites(self, here: Place) -> Path:
+    def sites(self, here: BenchmarkProcesses) -> Path:
         """Write three sites whose images are decoded; return the federation's file."""
         sites = self.folder / "sites"
         if not sites.exists():
-            words = ("--sites", str(SITES), "--labels-per-class", "8", "--image-size", str(SIDE))
-            export("site", "export", "digits", *words, out=sites)
+            options = ("--sites", str(SITES), "--labels-per-class", "8", "--image-size", str(SIDE))
+            export("site", "export", "digits", *options, out=sites)
             for name in names(sites):
                 found = prepare_site(sites / name, (SIDE, SIDE), 1, sites / name / ".halfmoon").site
                 assert found.images is not None
@@ -91,9 +91,9 @@ class Plan:
                 images = np.ascontiguousarray(np.array(found.images[rows]).transpose(0, 3, 1, 2))
                 np.savez(sites / f"{name}.npz", images=images, labels=found.labels[rows])
             text = (sites / "federation.toml").read_text()
-            # Without test images nothing is evaluated between rounds.
-            kept = [line for line in text.splitlines() if line.split(" = ")[0] != "test"]
-            (sites / "federation.toml").write_text("\n".join(kept) + "\n")
+            # Without test images no round is evaluated.
+            lines = [line for line in text.splitlines() if line.split(" = ")[0] != "test"]
+            (sites / "federation.toml").write_text("\n".join(lines) + "\n")
         options = {
             "method": "fedavg", "rounds": self.rounds, "cohort": SITES, "steps": self.steps, "labeled_batch": BATCH,
             "budget": "none", "labeled_view": "plain", "optimizer": "sgd", "lr": LR, "network": self.network,
@@ -103,22 +103,22 @@ class Plan:
 
 
 def check(file: Path, name: str, width: int) -> None:
-    """Raise ValueError where stock Flower's network is not ours: with the same weights the same logits."""
+    """Raise ValueError if stock Flower's network and halfmoon's have other logits with the same weights."""
     config, form = load_plan(file).config, load_plan(file).terms.image_spec
     model = build_task(config, form).network.init(rng.generator(0, "model"))
-    theirs = NETWORKS[name](width).eval()
-    ours = iter(tree.leaves(model["params"]))
-    for leaf in theirs.parameters():
-        leaf.data.copy_(next(ours))
+    flower_network = NETWORKS[name](width).eval()
+    leaves = iter(tree.leaves(model["params"]))
+    for leaf in flower_network.parameters():
+        leaf.data.copy_(next(leaves))
     images = torch.rand(4, *form.image, generator=torch.Generator().manual_seed(0))
     logits = build_task(config, form).network.predict(model["params"], model["stats"], images)
-    if next(ours, None) is not None or not torch.allclose(logits, theirs(images), atol=1e-5):
+    if next(leaves, None) is not None or not torch.allclose(logits, flower_network(images), atol=1e-5):
         raise ValueError(f"{name} is not the same network in both")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each round, bytes a round, the run's traffic as `flwr ls` says, and seconds beyond the computing."""
+    """Seconds of each round, bytes a round, the run's traffic by `flwr ls`, and seconds beyond the computing."""
 
     seconds: list[float]
     bytes: int
@@ -127,14 +127,14 @@ class Measured:
 
     @property
     def spread(self) -> "Spread":
-        """The spread of the seconds between the first round and the last, or of all where there are no others."""
+        """The spread of the seconds between the first round and the last; of all if there are only two."""
         return Spread(self.seconds[1:-1] or self.seconds)
 
 
-def traffic(said: Any) -> int | None:
-    """Return the bytes that `flwr ls` counts of the only run, None where it says nothing."""
+def traffic(listing: Any) -> int | None:
+    """Return the bytes that `flwr ls` counts of the only run; None if it lists none."""
     with suppress(LookupError, TypeError):
-        return said["runs"][0]["network-traffic"]["total-bytes"]
+        return listing["runs"][0]["network-traffic"]["total-bytes"]
     return None
 
 
@@ -142,56 +142,61 @@ LOGS = "*/.halfmoon/join.log"
 
 
 def seconds(run: Path) -> list[float]:
-    """Return how long each round of a run folder took."""
+    """Read the seconds of each round of a run folder."""
     return [row["seconds"] for row in atomic_io.read_rows(run / TIMINGS)]
 
 
-def in_simulator(here: Place, plan: Plan, file: Path) -> Measured:
-    """Play (i)."""
+def in_simulator(here: BenchmarkProcesses, plan: Plan, file: Path) -> Measured:
+    """Run way (i)."""
     run = plan.folder / "simulated"
     row = runner.run_in_folder(settings.resolve(settings.load_file(file), {}), run)
     return Measured(seconds(run), (row["cost"]["bytes_down"] + row["cost"]["bytes_up"]) // plan.rounds)
 
 
-def in_process(here: Place, plan: Plan, file: Path) -> Measured:
-    """Play (ii), and count the bytes of every request for work and its reply."""
-    run, total = plan.folder / "rehearsed", [0]
+def in_process(here: BenchmarkProcesses, plan: Plan, file: Path) -> Measured:
+    """Run way (ii), and count the bytes of every request for work and its reply."""
+    run = plan.folder / "rehearsed"
+    total = 0
     original = local.LocalGrid._reply
 
-    def answered(self: local.LocalGrid, asked: Any) -> Any:
-        reply = original(self, asked)
-        if asked.metadata.message_type == "train":
-            total[0] += len(unwrap_message(asked.content)) + len(unwrap_message(reply.content))
+    def reply_and_count(self: local.LocalGrid, message: Any) -> Any:
+        nonlocal total
+        reply = original(self, message)
+        if message.metadata.message_type == "train":
+            total += len(unwrap_message(message.content)) + len(unwrap_message(reply.content))
         return reply
 
-    with mock.patch.object(local.LocalGrid, "_reply", answered):
+    with mock.patch.object(local.LocalGrid, "_reply", reply_and_count):
         local.rehearse(file, run, file.parent)
-    clients._open_client.cache_clear()  # who plays next begins anew
-    return Measured(seconds(run), total[0] // plan.rounds)
+    clients._open_client.cache_clear()  # the next way must not reuse these sites
+    return Measured(seconds(run), total // plan.rounds)
 
 
 SIZE = re.compile(r"([\d.]+) (B|kB|MB)")
 TRAINED = re.compile(r"round (\d+), \S+ received ([^;]+); trained .* in ([\d.]+) s.*; sends (.*)")
 
 
-def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
-    """Play (iii), and read the sites' logs."""
-    run, port = plan.folder / "served", free_port()
+def over_processes(here: BenchmarkProcesses, plan: Plan, file: Path) -> Measured:
+    """Run way (iii), and read the sites' logs."""
+    run = plan.folder / "served"
+    port = free_port()
     for log in file.parent.glob(LOGS):
-        log.unlink()  # of the play in one process
+        log.unlink()  # of way (ii)
     # Flower's default. The shorter time of the other ways would add requests to a round.
     here = replace(here, more={**here.more, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1"})
     with joined(here, file.parent, port):
         here.run(*halfmoon("serve", file, "--run-dir", run, "--port", str(port)))
     here.clear()
-    took, (slowest, total) = seconds(run), trained(file.parent, plan.rounds)
+    took = seconds(run)
+    slowest, total = trained(file.parent, plan.rounds)
     beyond = [round - computing for round, computing in zip(took, slowest, strict=True)]
     return Measured(took, int(total) // plan.rounds, beyond=beyond)
 
 
 def trained(sites: Path, rounds: int) -> tuple[list[float], float]:
     """Return from the sites' logs the seconds that the slowest computed in each round, and the bytes of all rounds."""
-    slowest, total = [0.0] * rounds, 0.0
+    slowest = [0.0] * rounds
+    total = 0.0
     for log in sites.glob(LOGS):
         for match in TRAINED.finditer(log.read_text()):
             number = int(match[1]) - 1
@@ -201,32 +206,33 @@ def trained(sites: Path, rounds: int) -> tuple[list[float], float]:
     return slowest, total
 
 
-def stock(here: Place, plan: Plan, file: Path) -> Measured:
-    """Play (iv)."""
-    home, times = plan.folder / "stock", plan.folder / "stock/times.jsonl"
-    (home / "app").mkdir(parents=True)
+def stock(here: BenchmarkProcesses, plan: Plan, file: Path) -> Measured:
+    """Run way (iv)."""
+    folder = plan.folder / "stock"
+    times = folder / "times.jsonl"
+    (folder / "app").mkdir(parents=True)
     address = Address("127.0.0.1", free_port())
     config = {"network": plan.network, "width": plan.width, "steps": plan.steps, "batch": BATCH, "lr": LR}
     config |= {"rounds": plan.rounds, "sites": SITES, "times": str(times)}
-    (home / "app/pyproject.toml").write_text(project(STOCK, config))
-    (home / "config.toml").write_text(connection(address))
-    here = replace(here, more={"PYTHONPATH": str(Path(__file__).parent), "FLWR_HOME": str(home)})
-    with superlink(here, address, home):
+    (folder / "app/pyproject.toml").write_text(project(STOCK, config))
+    (folder / "config.toml").write_text(connection(address))
+    here = replace(here, more={"PYTHONPATH": str(Path(__file__).parent), "FLWR_HOME": str(folder)})
+    with superlink(here, address, folder):
         for name in names(file.parent):
             node = f'images="{file.parent / name}.npz"'
-            words = ["--insecure", "--superlink", str(address), "--port", str(free_port()), "--node-config", node]
-            here.start(script("flower-supernode"), *words, log=home / f"{name}.log")
-        here.run(script("flwr"), "run", home / "app", "here")
-        wait(lambda: len(atomic_io.read_rows(times)) > plan.rounds, home / "superlink.log")
-        time.sleep(5)  # the run's last words
-        said = json.loads(here.run(script("flwr"), "ls", "here", "--format", "json"))
+            arguments = ["--insecure", "--superlink", str(address), "--port", str(free_port()), "--node-config", node]
+            here.start(script("flower-supernode"), *arguments, log=folder / f"{name}.log")
+        here.run(script("flwr"), "run", folder / "app", "here")
+        wait(lambda: len(atomic_io.read_rows(times)) > plan.rounds, folder / "superlink.log")
+        time.sleep(5)  # until Flower has counted the last messages
+        listing = json.loads(here.run(script("flwr"), "ls", "here", "--format", "json"))
     here.clear()
     rows = atomic_io.read_rows(times)
     passed = [round(b["at"] - a["at"], 4) for a, b in pairwise(rows)]
-    return Measured(passed, rows[-1]["bytes"] // plan.rounds, traffic(said))
+    return Measured(passed, rows[-1]["bytes"] // plan.rounds, traffic(listing))
 
 
-WAYS: dict[str, Callable[[Place, Plan, Path], Measured]] = {
+WAYS: dict[str, Callable[[BenchmarkProcesses, Plan, Path], Measured]] = {
     "halfmoon, simulator": in_simulator,
     "halfmoon, in-process grid": in_process,
     "halfmoon, real processes": over_processes,
@@ -238,16 +244,18 @@ class Spread:
     """The median and the range of some numbers."""
 
     def __init__(self, values: Sequence[float]) -> None:
-        self.median, self.least, self.most = statistics.median(values), min(values), max(values)
+        self.median = statistics.median(values)
+        self.minimum = min(values)
+        self.maximum = max(values)
 
-    def said(self, digits: int, unit: float = 1.0) -> str:
-        """Return the spread in words, in multiples of `unit`."""
-        middle, low, high = (f"{value / unit:.{digits}f}" for value in (self.median, self.least, self.most))
+    def format(self, digits: int, unit: float = 1.0) -> str:
+        """Format the spread, in multiples of `unit`."""
+        middle, low, high = (f"{value / unit:.{digits}f}" for value in (self.median, self.minimum, self.maximum))
         return f"{middle} ({low} to {high})"
 
 
-def run_federation(here: Place, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
-    """Play every model in every way."""
+def run_federation(here: BenchmarkProcesses, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
+    """Run every model in every way."""
     found: dict[str, dict[str, Measured]] = {}
     for name, (network, width) in MODELS.items():
         folder = here.folder / network
@@ -261,21 +269,21 @@ def run_federation(here: Place, options: argparse.Namespace) -> dict[str, dict[s
     return found
 
 
-SCENE = """\
+SET_UP = """\
 FedAvg with three sites of `halfmoon site export digits` (images padded to 16x16; {labels},
 which alone are trained on), {rounds} rounds with all of them, {steps} local steps of 10 images, SGD, one thread a
 process; nothing is evaluated. Stock Flower is its own FedAvg around the same networks in plain PyTorch
-(`benchmarks/federation_stock.py`). The ways were played one after the other in one run; seconds are the median (and
+(`benchmarks/federation_stock.py`). The ways ran one after the other in one run; seconds are the median (and
 range) of the {counted} rounds between the first and the last.
 """
 
 
-def page(found: Mapping[str, Mapping[str, Measured]], facts: Mapping[str, Any], options: argparse.Namespace) -> str:
+def page(found: Mapping[str, Mapping[str, Measured]], metadata: Mapping[str, Any], options: argparse.Namespace) -> str:
     """Return the results as a page."""
-    load = " to ".join(f"{value:.0f}" for value in facts["load"])
-    words = {"labels": "8 labeled images of each class a site", "rounds": options.rounds, "steps": options.steps}
-    lines = ["# What a round of a federation costs", "", f"    {facts['command']}", ""]
-    lines += [SCENE.format(**words, counted=options.rounds - 2), f"{about(facts)} Load of the machine: {load}.", ""]
+    load = " to ".join(f"{value:.0f}" for value in metadata["load"])
+    sizes = {"labels": "8 labeled images of each class a site", "rounds": options.rounds, "steps": options.steps}
+    lines = ["# What a round of a federation costs", "", f"    {metadata['command']}", ""]
+    lines += [SET_UP.format(**sizes, counted=options.rounds - 2), f"{about(metadata)} Load of the machine: {load}.", ""]
     head = "s a round | times the simulator | bytes of messages a round | `flwr ls`: bytes a round"
     for model, ways in found.items():
         first = next(iter(ways.values())).spread.median
@@ -283,31 +291,31 @@ def page(found: Mapping[str, Mapping[str, Measured]], facts: Mapping[str, Any], 
         for way, each in ways.items():
             spread = each.spread
             seen = "" if each.traffic is None else f"{each.traffic // options.rounds:,}"
-            lines.append(f"| {way} | {spread.said(2)} | {spread.median / first:.1f} | {each.bytes:,} | {seen} |")
+            lines.append(f"| {way} | {spread.format(2)} | {spread.median / first:.1f} | {each.bytes:,} | {seen} |")
         lines.append("")
         if "halfmoon, real processes" in ways:
             beyond = Spread(ways["halfmoon, real processes"].beyond[1:-1])
-            sentence = f"Beyond its slowest site's computing, a round over real processes takes {beyond.said(1)} s."
+            sentence = f"Beyond its slowest site's computing, a round over real processes takes {beyond.format(1)} s."
             lines += [sentence, ""]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a round of a federation costs, beside stock Flower.")
+    parser = argparse.ArgumentParser(description="What a round of a federation costs, next to stock Flower.")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("results/federation_cost"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = os.getloadavg()[0]
-    with place() as here:
+    with open_processes() as here:
         found = run_federation(here, options)
     command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
-    facts = {**machine(), "command": command, "load": [before, os.getloadavg()[0]]}
-    words = page(found, facts, options)
+    metadata = {**machine(), "command": command, "load": [before, os.getloadavg()[0]]}
+    text = page(found, metadata, options)
     rows = {model: {way: asdict(each) for way, each in ways.items()} for model, ways in found.items()}
-    save(options.out, words, {**facts, "rounds": options.rounds, "steps": options.steps, "models": rows})
-    sys.stdout.write(words)
+    save(options.out, text, {**metadata, "rounds": options.rounds, "steps": options.steps, "models": rows})
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "results"))
 
 import records
-from disturbed import LATE, SITES, TIMEOUT, VICTIM, Federation, Stuck
+from disturbed import LATE, SITES, TIMEOUT, VICTIM, EventTimeout, Federation
 from federation_parity import export
 from safetensors.numpy import load_file
 
@@ -150,7 +150,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FaultOutcome:
     """The outcome of a run; `weights` and `memories` are digests, `seconds` those from the end of round 1 to the end."""
 
     what: str
@@ -165,8 +165,8 @@ class Outcome:
     seconds: float
 
 
-def run_with_fault(name: str, exported: Path, folder: Path) -> Outcome:
-    """Run a federation with a fault; raise Stuck if it does not finish or the log lacks the expected text."""
+def run_with_fault(name: str, exported: Path, folder: Path) -> FaultOutcome:
+    """Run a federation with a fault; raise EventTimeout if it does not finish or the log lacks the expected text."""
     fault = FAULTS[name]
     shutil.copytree(exported, folder / "sites")
     _write(folder / "sites" / "federation.toml", fault)
@@ -183,7 +183,7 @@ def run_with_fault(name: str, exported: Path, folder: Path) -> Outcome:
         seconds = time.monotonic() - start
         fed.until(lambda: fed.running["serve"].poll() == 0, "the server's end")
         if fault.spoil in ("twice", "cut") and not (fed.of(VICTIM) / f"sent-{fault.spoil}").exists():
-            raise Stuck("the site did not misbehave")
+            raise EventTimeout("the site did not misbehave")
         return _outcome(fed, fault, seconds)
     finally:
         fed.end()
@@ -197,15 +197,15 @@ def _write(path: Path, fault: Fault) -> None:
     path.write_text("\n".join([*options, *lines, fault.rules]) + "\n")
 
 
-def _outcome(fed: Federation, fault: Fault, seconds: float) -> Outcome:
+def _outcome(fed: Federation, fault: Fault, seconds: float) -> FaultOutcome:
     lines = read_log_lines(fed, "serve")
     if not re.search(re.escape(fault.sign), "\n".join(lines)):
-        raise Stuck(f"the server's log does not contain {fault.sign!r}: {lines}")
+        raise EventTimeout(f"the server's log does not contain {fault.sign!r}: {lines}")
     rows = atomic_io.read_rows(fed.run / "metrics.jsonl")
     summary = atomic_io.read_json(fed.run / "summary.json") or {}
     folders = {who: fed.of(who).parent / "federations" for who in SITES}
     stored = {who: sorted(path.stem for path in folder.rglob("memory-*")) for who, folder in folders.items()}
-    return Outcome(
+    return FaultOutcome(
         what=fault.what,
         method=fault.method,
         log=lines,
@@ -257,18 +257,18 @@ computed half of its local update.
 """
 
 
-def new_log_lines(outcome: Outcome, undisturbed: Outcome) -> list[str]:
+def new_log_lines(outcome: FaultOutcome, undisturbed: FaultOutcome) -> list[str]:
     """Return the lines of the server's log that the undisturbed run does not have, ignoring numbers."""
     usual = {re.sub(r"[\d.]+", "#", line) for line in undisturbed.log}
     return list(dict.fromkeys(line for line in outcome.log if re.sub(r"[\d.]+", "#", line) not in usual))
 
 
-def like(outcome: Outcome) -> tuple[str, list[list[int]]]:
+def like(outcome: FaultOutcome) -> tuple[str, list[list[int]]]:
     """Return the properties that determine the final weights: runs that agree in them have equal bytes."""
     return outcome.method, outcome.cohorts
 
 
-def table(outcomes: dict[str, Outcome]) -> str:
+def table(outcomes: dict[str, FaultOutcome]) -> str:
     """Return the table of all faults."""
     lines = ["| fault | what the server's log said | rounds | the end | seconds lost |", "|---|---|---|---|---|"]
     for name, outcome in outcomes.items():
@@ -301,7 +301,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def format_page(record: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
+def format_page(record: dict[str, Any], outcomes: dict[str, FaultOutcome]) -> str:
     """Return the page of results."""
     machine_ = record["machine"]
     undisturbed = [
@@ -331,7 +331,7 @@ def main() -> None:
     options = parser.parse_args()
     file, written = options.out.with_suffix(".json.gz"), options.out.with_suffix(".md")
     before = records.read_json(file) or {"faults": {}}
-    outcomes = {name: Outcome(**row) for name, row in before["faults"].items() if name in FAULTS}
+    outcomes = {name: FaultOutcome(**row) for name, row in before["faults"].items() if name in FAULTS}
     command = f"python benchmarks/{Path(__file__).name}"
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="halfmoon-faults-") as folder, interruptible():
@@ -340,7 +340,7 @@ def main() -> None:
         for name in options.only:
             try:
                 outcomes[name] = run_with_fault(name, exported, Path(folder, name))
-            except Stuck as error:
+            except EventTimeout as error:
                 failed[name] = str(error).replace(folder, "...")
             sys.stderr.write(f"{name}: {failed.get(name) or outcomes[name]}\n")
             outcomes = {each: outcomes[each] for each in FAULTS if each in outcomes}
@@ -353,7 +353,7 @@ def main() -> None:
         sys.exit("\n".join(f"{name}: {reason}" for name, reason in failed.items()))
 
 
-def _unequal(outcomes: dict[str, Outcome]) -> dict[str, str]:
+def _unequal(outcomes: dict[str, FaultOutcome]) -> dict[str, str]:
     """Return the runs that should have ended as the undisturbed one and did not."""
     found: dict[str, str] = {}
     for name, outcome in outcomes.items():

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from federation_cost import SITES, Plan, seconds, trained
-from federation_parity import Place, about, free_port, halfmoon, joined, machine, place, save
+from federation_parity import BenchmarkProcesses, about, free_port, halfmoon, joined, machine, open_processes, save
 
 from halfmoon.core import rng, tree
 from halfmoon.federation.server.plan import load_plan
@@ -203,7 +203,7 @@ def read_superlink(run: Path) -> tuple[float, float]:
     return sum(map(int, times)) / os.sysconf("SC_CLK_TCK"), memory
 
 
-def run_federation(here: Place, name: str, scene: Scene) -> Found:
+def run_federation(here: BenchmarkProcesses, name: str, scene: Scene) -> Found:
     """Run one federation and measure all of its rounds but the first."""
     folder = here.folder / f"{name}-{len(list(here.folder.iterdir()))}"
     folder.mkdir()
@@ -297,7 +297,7 @@ def main() -> None:
     torch.set_num_threads(1)
     before = os.getloadavg()[0]
     found: dict[str, dict[str, Found]] = {}
-    with place() as here:
+    with open_processes() as here:
         here = replace(here, more={"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1"})
         for way in options.only:
             for turn in range(options.turns if way == "loopback" else 1):

@@ -59,12 +59,12 @@ TIMEOUT = 600.0
 """Seconds until a federation counts as stuck."""
 
 
-class Stuck(Exception):
+class FederationTimeout(Exception):
     """A federation did not finish; the message has the ends of its logs."""
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchmarkProcesses:
     """The processes of a benchmark.
 
     Attributes:
@@ -92,12 +92,14 @@ class Place:
         }
 
     def run(self, *arguments: str | Path) -> str:
-        """Run a command, and return its output; raise Stuck with the output if it fails."""
+        """Run a command, and return its output; raise FederationTimeout with the output if it fails."""
         command = [str(argument) for argument in arguments]
         done = subprocess.run(command, capture_output=True, env=self.environment, timeout=TIMEOUT)
         output = (done.stdout + done.stderr).decode(errors="replace")
         if done.returncode:
-            raise Stuck(f"{' '.join(map(str, arguments[:3]))} ended with {done.returncode}: {output[-2000:]}")
+            raise FederationTimeout(
+                f"{' '.join(map(str, arguments[:3]))} ended with {done.returncode}: {output[-2000:]}"
+            )
         return done.stdout.decode()
 
     def start(self, *arguments: str | Path, log: Path) -> subprocess.Popen[bytes]:
@@ -136,10 +138,10 @@ class Place:
 
 
 @contextmanager
-def place(where: Path | None = None) -> Iterator[Place]:
-    """Yield a new `Place`, and end its processes afterwards."""
+def open_processes(where: Path | None = None) -> Iterator[BenchmarkProcesses]:
+    """Yield a new `BenchmarkProcesses`, and end its processes afterwards."""
     with tempfile.TemporaryDirectory(prefix="federation-", dir=where, ignore_cleanup_errors=True) as folder:
-        here = Place(Path(folder), uuid.uuid4().hex)
+        here = BenchmarkProcesses(Path(folder), uuid.uuid4().hex)
         try:
             with interruptible():
                 yield here
@@ -165,9 +167,9 @@ def halfmoon(*arguments: str | Path) -> list[str | Path]:
 
 
 def export(*arguments: str, out: Path) -> None:
-    """Run `halfmoon site export` in this process; raise Stuck if it fails."""
+    """Run `halfmoon site export` in this process; raise FederationTimeout if it fails."""
     if cli.main([*arguments, "--out", str(out)]):
-        raise Stuck(f"halfmoon {' '.join(arguments)} failed")
+        raise FederationTimeout(f"halfmoon {' '.join(arguments)} failed")
 
 
 def written(sites: Path, options: Mapping[str, Any]) -> Path:
@@ -192,17 +194,17 @@ def names(sites: Path) -> list[str]:
     return sorted(path.name for path in sites.glob("site-*") if path.is_dir())
 
 
-def train_simulated(here: Place, file: Path, run: Path) -> None:
+def train_simulated(here: BenchmarkProcesses, file: Path, run: Path) -> None:
     """Train in the simulator."""
     runner.run_in_folder(settings.resolve(settings.load_file(file), {}), run)
 
 
-def train_rehearsed(here: Place, file: Path, run: Path) -> None:
+def train_rehearsed(here: BenchmarkProcesses, file: Path, run: Path) -> None:
     """Train over the in-process grid."""
     rehearse(file, run, file.parent)
 
 
-def train_on_ray(here: Place, file: Path, run: Path) -> None:
+def train_on_ray(here: BenchmarkProcesses, file: Path, run: Path) -> None:
     """Train on Flower's simulation engine."""
     app_folder = run.with_name(f"{run.name}-flower")
     (app_folder / "app").mkdir(parents=True)
@@ -240,7 +242,7 @@ def connection(address: Address) -> str:
 
 
 @contextmanager
-def superlink(here: Place, address: Address, app_folder: Path, *more: str) -> Iterator[None]:
+def superlink(here: BenchmarkProcesses, address: Address, app_folder: Path, *more: str) -> Iterator[None]:
     """Run a SuperLink, with its log in `app_folder`."""
     arguments = ["--insecure", "--host", address.host, "--port", str(address.port)]
     arguments += ["--disable-runtime-dependency-installation", *more]
@@ -264,15 +266,15 @@ def is_reachable(address: Address) -> bool:
 
 
 def wait(condition: Callable[[], bool], *logs: Path) -> None:
-    """Wait until a condition is true; raise Stuck with the ends of logs after `TIMEOUT`."""
+    """Wait until a condition is true; raise FederationTimeout with the ends of logs after `TIMEOUT`."""
     end = time.monotonic() + TIMEOUT
     while not condition():
         if time.monotonic() > end or any(log.exists() and "stopped: " in log.read_text() for log in logs):
-            raise Stuck("\n".join(log.read_text()[-2000:] for log in logs if log.exists()))
+            raise FederationTimeout("\n".join(log.read_text()[-2000:] for log in logs if log.exists()))
         time.sleep(0.1)
 
 
-def train_over_processes(here: Place, file: Path, run: Path) -> None:
+def train_over_processes(here: BenchmarkProcesses, file: Path, run: Path) -> None:
     """Train over real processes on loopback."""
     port = free_port()
     with joined(here, file.parent, port):
@@ -281,7 +283,9 @@ def train_over_processes(here: Place, file: Path, run: Path) -> None:
 
 
 @contextmanager
-def joined(here: Place, sites: Path, port: int, command: Sequence[str | Path] | None = None) -> Iterator[None]:
+def joined(
+    here: BenchmarkProcesses, sites: Path, port: int, command: Sequence[str | Path] | None = None
+) -> Iterator[None]:
     """Join every site, by `halfmoon site join` or another `command` with the same flags."""
     join = halfmoon("site", "join") if command is None else command
     nodes = []
@@ -299,7 +303,7 @@ def joined(here: Place, sites: Path, port: int, command: Sequence[str | Path] | 
                 node.wait(20)
 
 
-WAYS: dict[str, Callable[[Place, Path, Path], None]] = {
+WAYS: dict[str, Callable[[BenchmarkProcesses, Path, Path], None]] = {
     "simulator": train_simulated,
     "in-process grid": train_rehearsed,
     "Flower on Ray": train_on_ray,
@@ -307,7 +311,7 @@ WAYS: dict[str, Callable[[Place, Path, Path], None]] = {
 }
 
 
-def exported(here: Place, labels: str) -> Path:
+def exported(here: BenchmarkProcesses, labels: str) -> Path:
     """Write three sites once, for every copy; return their folder."""
     out = here.folder / f"sites-{labels}"
     if not out.exists():
@@ -338,7 +342,7 @@ def about(record: Mapping[str, Any]) -> str:
     return f"{record['cores']} cores of an {record['processor']}, Python {record['python']}, {versions}."
 
 
-def compare_ways(here: Place, method: str, rounds: int, ways: Sequence[str]) -> dict[str, Any]:
+def compare_ways(here: BenchmarkProcesses, method: str, rounds: int, ways: Sequence[str]) -> dict[str, Any]:
     """Train one method in every way; return its hashes and seconds."""
     sites = exported(here, METHODS.get(method, "clients"))
     hashes: dict[str, str] = {}
@@ -391,7 +395,7 @@ def main() -> int:
     options = parser.parse_args()
     command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
     record = machine()
-    with place() as here:
+    with open_processes() as here:
         rows = [compare_ways(here, method, options.rounds, options.ways) for method in options.methods]
     page = table(rows, record, command, options.rounds)
     save(options.out, page, {"command": command, "machine": record, "rounds": options.rounds, "methods": rows})

@@ -320,10 +320,10 @@ class RecordingSimulation(Simulation):
     forwarded: set[str]
     senders: dict[int, set[int]]
 
-    def _client_rounds(
+    def train(
         self, context: ClientContext, clients: Sequence[int], down: Tree, per_client: Tree
     ) -> Iterator[tuple[int, ClientResult]]:
-        """Train the clients of a query as `Simulation` does, and record what they receive and send."""
+        """Train the clients of a query as `LocalClients` does, and record what they receive and send."""
         received: dict[int, set[int]] = {}
         for place, client in enumerate(clients):
             for path, leaf in tree.flatten({**down, **tree.index(per_client, place)}).items():
@@ -333,18 +333,15 @@ class RecordingSimulation(Simulation):
                 received.setdefault(client, set()).update(hashes)
                 if any(self.senders.get(value, {client}) - {client} for value in hashes):
                     self.forwarded.add(path.split("/")[0])
-        results = dict(super()._client_rounds(context, clients, down, per_client))
+        results = dict(self.local_clients.train(context, clients, down, per_client))
         for client, result in results.items():
             for leaf in tree.leaves(result.upload.update) if client != SERVER else ():
                 # A tensor that a client returns as it was received says nothing about the client.
                 if leaf.numel() > MIN_IDENTIFIABLE_SIZE and _hash_tensor(leaf) not in received[client]:
                     self.senders.setdefault(_hash_tensor(leaf), set()).add(client)
-        name = next(
-            name for name, client_update in self.client_updates.items() if client_update is context.client_update
-        )
         for client, result in results.items():
             if client != SERVER:
-                sections, metrics = self.sent_names.setdefault(name, (set(), set()))
+                sections, metrics = self.sent_names.setdefault(context.name, (set(), set()))
                 sections.update(result.upload.parts)
                 metrics |= set(result.samples)
         yield from results.items()
@@ -384,7 +381,10 @@ def _run_method(name: str, labels_at: str) -> tuple[RecordingSimulation, Tree]:
     training = Training(Batching(LABELED, LABELED), Budget())
     dataset = _random_images(entry, labels_at)
     simulation = RecordingSimulation(method, task, dataset, Views(), training, RuntimeSettings(COHORT))
-    simulation.sent_names, simulation.forwarded, simulation.senders = {}, set(), {}
+    simulation.sent_names = {}
+    simulation.forwarded = set()
+    simulation.senders = {}
+    simulation.trainer = simulation
     model = initial_model(task, 0, torch.device("cpu"))
     server = method.start(task, model)
     for number in range(rounds):

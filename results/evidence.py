@@ -153,20 +153,20 @@ ROWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Part(NamedTuple):
-    """Something that is measured: what it adds to a table's name, on which images, and the head of its column."""
+class Measure(NamedTuple):
+    """A measured quantity: the suffix of a table's name, the images, and the heading of its column."""
 
-    words: str
+    suffix: str
     images: str
     head: str
 
 
-PARTS = {
-    "last": Part("", "test", "last %"),
-    "auc": Part(", area under the ROC curve", "AUC, test", "AUC %"),
-    "held": Part(", held-out training images", "held-out training", "last %"),
-    "held_balanced": Part(", balanced accuracy of held-out training images", "balanced, held-out", "balanced %"),
-    "balanced": Part(", balanced accuracy", "balanced, test", "balanced %"),
+MEASURES = {
+    "last": Measure("", "test", "last %"),
+    "auc": Measure(", area under the ROC curve", "AUC, test", "AUC %"),
+    "held": Measure(", held-out training images", "held-out training", "last %"),
+    "held_balanced": Measure(", balanced accuracy of held-out training images", "balanced, held-out", "balanced %"),
+    "balanced": Measure(", balanced accuracy", "balanced, test", "balanced %"),
 }
 """The last round on the test images; of two classes, the area under the ROC curve of the model that a run keeps; and
 the last round on the validation images, where some are set aside. "balanced" is the mean over two classes of the share
@@ -194,7 +194,7 @@ SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased
          "all labels": ("fedavg-sl",), "in one place": ("supervised",)}  # fmt: skip
 """The columns of the table in short, each the first of these rows that was played."""
 
-GUESSING = ("fixmatch-received", "fixmatch-global", "fixmatch-debiased", "feddb", "fixmatch-feddpl")
+WITH_THRESHOLD = ("fixmatch-received", "fixmatch-global", "fixmatch-debiased", "feddb", "fixmatch-feddpl")
 """The rows that take `THRESHOLD`."""
 FLOOR, CONTROL, CEILING = "fedavg", "control", "fedavg-sl"
 FLOORS = ("alone", "forest")
@@ -204,11 +204,11 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
     """Return the configuration of a run."""
     from halfmoon.config.schema import Config
 
-    said = {name: value for name, value in ROWS[row].items() if name != "title"}
+    options = {name: value for name, value in ROWS[row].items() if name != "title"}
     values = {"data": data, "split_seed": seed, "method": row if row not in FLOORS else FLOOR}
-    values |= {**SHARED, **SETS[data], **said}
-    values["options"] = {**SETS[data].get("options", {}), **said.get("options", {})}
-    if row in GUESSING:
+    values |= {**SHARED, **SETS[data], **options}
+    values["options"] = {**SETS[data].get("options", {}), **options.get("options", {})}
+    if row in WITH_THRESHOLD:
         values["options"]["threshold"] = THRESHOLD.get(data, 0.7)
     config = Config(**values, seed=seed, data_dir=folder)
     if row == "supervised":  # as many steps in one place as all clients of a round take together
@@ -224,9 +224,15 @@ def train_missing(data: str, rows: list[str], seeds: list[int], runs: Path, fold
         for row in rows:
             if (data, row, seed) in done:
                 continue
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             made = floor(data, row, seed, folder) if row in FLOORS else train_run(data, row, seed, runs, folder)
-            line = {"data": data, "row": row, "seed": seed, **made, "seconds": round(time.perf_counter() - began, 1)}
+            line = {
+                "data": data,
+                "row": row,
+                "seed": seed,
+                **made,
+                "seconds": round(time.perf_counter() - start_time, 1),
+            }
             records.append_line(LINES, line)
             print(json.dumps(line), flush=True)
 
@@ -235,19 +241,19 @@ def train_run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -
     """Train one run in its folder, or resume it there, and measure it."""
     from halfmoon.runs import runner
 
-    place = runs / f"{data.replace(', ', '-').replace(' ', '')}-{row}-{seed}"
-    summary = runner.run_in_folder(configured(data, row, seed, folder), place)
-    score = {**summary["accuracy"], **held(place), **area(data, place, folder)}
+    run_dir = runs / f"{data.replace(', ', '-').replace(' ', '')}-{row}-{seed}"
+    summary = runner.run_in_folder(configured(data, row, seed, folder), run_dir)
+    score = {**summary["accuracy"], **held(run_dir), **area(data, run_dir, folder)}
     return {"accuracy": score, "labeled_steps": summary["cost"]["labeled_steps"], "correct": summary["correct"]}
 
 
-def area(data: str, place: Path, folder: Path | None) -> dict[str, float]:
-    """Return {"auc": area under the ROC curve}: the kept model on the test images, where there are two classes."""
+def area(data: str, run_dir: Path, folder: Path | None) -> dict[str, float]:
+    """Compute {"auc": area under the ROC curve} of a run's model on the test images; {} unless there are two classes."""
     from halfmoon import load_data
     from halfmoon.sites.inference.load import load_model
     from halfmoon.sites.inference.measure import area_under_roc
 
-    model = load_model(place)
+    model = load_model(run_dir)
     if len(model.classes) != 2:
         return {}
     test = load_data(SETS[data].get("data", data), folder).test
@@ -255,18 +261,18 @@ def area(data: str, place: Path, folder: Path | None) -> dict[str, float]:
     return {} if found is None else {"auc": found}
 
 
-def held(place: Path) -> dict[str, float]:
+def held(run_dir: Path) -> dict[str, float]:
     """Return the last round's accuracy on validation images, where a run has some, and balanced accuracies."""
-    end = json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])
+    end = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     found = {"held": end["validation"]["accuracy"]} if "validation" in end else {}
-    for name, part in (("balanced", "test"), ("held_balanced", "validation")):
-        if part in end and len(end[part]["per_class"]) == 2:
-            found[name] = statistics.fmean(end[part]["per_class"])
+    for name, subset in (("balanced", "test"), ("held_balanced", "validation")):
+        if subset in end and len(end[subset]["per_class"]) == 2:
+            found[name] = statistics.fmean(end[subset]["per_class"])
     return found
 
 
 def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]:
-    """Return the accuracy of what needs no federation: the sites' own models, or a forest on all labels."""
+    """Measure a baseline without a federation: the mean of one model a site, or a forest on all labels."""
     from halfmoon.data.partition.split import Split
     from halfmoon.runs import factory
     from halfmoon.sites.inference.measure import area_under_roc
@@ -283,26 +289,26 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
             forest = RandomForestClassifier(500, random_state=seed)
             forest.fit(train.images[rows].reshape(len(rows), -1), train.labels[rows])
             score = {}
-            for name, part in (("last", test), ("held", problem.source.validation)):
-                if part is not None:
-                    share = forest.predict_proba(part.images.reshape(len(part), -1))
-                    guesses = forest.classes_[share.argmax(1)]
-                    score[name] = float((guesses == part.labels).mean())
+            for name, images in (("last", test), ("held", problem.source.validation)):
+                if images is not None:
+                    share = forest.predict_proba(images.images.reshape(len(images), -1))
+                    predicted = forest.classes_[share.argmax(1)]
+                    score[name] = float((predicted == images.labels).mean())
                     if share.shape[1] == 2:
-                        found = float(balanced_accuracy_score(part.labels, guesses))
+                        found = float(balanced_accuracy_score(images.labels, predicted))
                         score["balanced" if name == "last" else "held_balanced"] = found
                     if name == "last" and share.shape[1] == 2:
-                        score |= {"auc": area_under_roc(part.labels, share)}
+                        score |= {"auc": area_under_roc(images.labels, share)}
             return {"accuracy": score}
         shares = []
         for client in range(split.clients):
-            mine = np.where((split.client == client) & split.labeled, 0, -1)
-            shares.append(_alone(config, replace(problem, split=Split(mine, mine == 0, 1)), split.clients))
+            site = np.where((split.client == client) & split.labeled, 0, -1)
+            shares.append(_train_single_site(config, replace(problem, split=Split(site, site == 0, 1)), split.clients))
         return {"accuracy": {"last": statistics.fmean(shares)}}
 
 
-def _alone(config: Any, problem: Any, clients: int) -> float:
-    """Train on one site's labels for as many visits as a site has in the federation, at the same decaying rate."""
+def _train_single_site(config: Any, problem: Any, clients: int) -> float:
+    """Train on one site's labels for as many local updates as a site has in the federation, at the same decaying rate."""
     from halfmoon.engine.budget import Budget
     from halfmoon.engine.evaluation import evaluate_model
     from halfmoon.engine.local_clients import FederatedDataset, Training
@@ -312,10 +318,12 @@ def _alone(config: Any, problem: Any, clients: int) -> float:
     from halfmoon.runs import factory
 
     rounds = max(1, config.rounds * config.cohort // clients)
-    task, method = replace(problem.task, rounds=rounds), factory.build_method(config)
-    own = FederatedDataset(problem.train, problem.split)
-    training, settings = Training(problem.batching, Budget()), RuntimeSettings(1, config.seed)
-    runtime = Simulation(method, task, own, problem.views, training, settings)
+    task = replace(problem.task, rounds=rounds)
+    method = factory.build_method(config)
+    dataset = FederatedDataset(problem.train, problem.split)
+    training = Training(problem.batching, Budget())
+    settings = RuntimeSettings(1, config.seed)
+    runtime = Simulation(method, task, dataset, problem.views, training, settings)
     server = method.start(task, initial_model(task, config.seed, runtime.device))
     for number in range(rounds):
         runtime.open(number)
@@ -327,7 +335,7 @@ def _alone(config: Any, problem: Any, clients: int) -> float:
 
 
 def renewed(page: str, begin: str, text: str) -> str:
-    """Return a page with a text in place of what stands between the mark `begin` and the next `END`."""
+    """Replace the text of a page between the marker `begin` and the next `END`."""
     before, after = page.split(begin, 1)
     return f"{before}{begin}\n{text}\n{END}{after.split(END, 1)[1]}"
 
@@ -343,7 +351,7 @@ def write_sheet(path: Path, names: tuple[str, ...], rows: Iterable[dict[str, Any
 def table(data: str, key: str = "last") -> list[dict[str, Any]]:
     """Compute a row for each method that was run, with its differences to labels only and to the control, by seed.
 
-    `key` is one of `PARTS`.
+    `key` is one of `MEASURES`.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
     right: dict[str, dict[int, np.ndarray | None]] = {}
@@ -365,7 +373,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
         way = [top[seed] - start[seed] for seed in both if seed in top and seed in start]
         line: dict[str, Any] = {
             "data": data,
-            "images": PARTS[key].images,
+            "images": MEASURES[key].images,
             "row": row,
             "title": ROWS[row]["title"],
             "seeds": len(last),
@@ -422,12 +430,14 @@ def half_interval(differences: list[float]) -> float | None:
 
 def report() -> None:
     """Write the tables, the numbers behind them, and the forest plot."""
-    found = {(data, key): table(data, key) for data in SETS for key in PARTS}
+    found = {(data, key): table(data, key) for data in SETS for key in MEASURES}
     found = {which: rows for which, rows in found.items() if any(row["row"] == FLOOR for row in rows)}
     names = ("data", "images", "row", "seeds", "last", "deviation", "chosen", "difference", "half", "over_control",
              "control_half", "control_seeds", "share")  # fmt: skip
     write_sheet(SHEET, names, chain.from_iterable(found.values()))
-    tables = {f"{data}{PARTS[key].words}": _markdown(rows, PARTS[key].head) for (data, key), rows in found.items()}
+    tables = {
+        f"{data}{MEASURES[key].suffix}": _markdown(rows, MEASURES[key].head) for (data, key), rows in found.items()
+    }
     tables["in short"] = _columns(_short(found, PICTURED))
     pages = {path: path.read_text() for path in PAGES}
     for title, table_ in tables.items():
@@ -484,7 +494,7 @@ def _short(
 def _place(data: str, key: str) -> tuple[str, str, str]:
     """Return in words the data set, how its labels lie, and the images on which is judged."""
     lie = LABELS.get(data) or LABELS[{**SHARED, **SETS[data]}["setting"]]
-    return SETS[data].get("data", data), lie, PARTS[key].images
+    return SETS[data].get("data", data), lie, MEASURES[key].images
 
 
 def _columns(columns: dict[str, list[str]]) -> str:

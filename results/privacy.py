@@ -49,7 +49,7 @@ CLIP = 0.5
 FIELDS = ("method", "noise", "epsilon", "seeds", "last", "last_sd", "best", "best_sd")
 
 
-class Cell(NamedTuple):
+class PrivacyCell(NamedTuple):
     """One run; without `noise` updates are not clipped."""
 
     seed: int
@@ -57,15 +57,15 @@ class Cell(NamedTuple):
     noise: float | None
 
 
-def cells(seeds: list[int]) -> Iterator[Cell]:
+def cells(seeds: list[int]) -> Iterator[PrivacyCell]:
     """Yield all runs, seed by seed."""
     for seed in seeds:
         for method in reversed(METHODS):  # the fast one first
             for noise in (None, 4.0, 2.0, 8.0, CLIP_ONLY):  # the most informative runs first
-                yield Cell(seed, method, noise)
+                yield PrivacyCell(seed, method, noise)
 
 
-def run_cell(cell: Cell, data: Path, cache: Path, more: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: PrivacyCell, data: Path, cache: Path, more: dict[str, Any]) -> dict[str, Any]:
     """Run a cell, and return its record; `more` are other options."""
     start = time.process_time()
     private = {} if cell.noise is None else {"dp_clip": CLIP, "dp_noise": cell.noise}
@@ -134,7 +134,7 @@ def measure_accuracy(options: argparse.Namespace) -> None:
     """Run the cells that are not finished."""
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in options.records.read_text().splitlines()] if options.records.exists() else []
-    finished = {Cell(row["seed"], row["method"], row["noise"]) for row in rows}
+    finished = {PrivacyCell(row["seed"], row["method"], row["noise"]) for row in rows}
     with tempfile.TemporaryDirectory() as cache:
         for cell in cells(options.seeds):
             if cell not in finished:

@@ -49,7 +49,7 @@ FIELDS: list[str] = [
 ]  # fmt: skip
 
 
-class Cell(NamedTuple):
+class RobustCell(NamedTuple):
     """One run."""
 
     seed: int
@@ -59,16 +59,16 @@ class Cell(NamedTuple):
     aggregation: str
 
 
-def cells(seeds: list[int]) -> Iterator[Cell]:
+def cells(seeds: list[int]) -> Iterator[RobustCell]:
     """Yield all cells in the order in which they run: seed by seed, share by share, the fast method first."""
     for seed in seeds:
         for shares in ((0.0, SHARES[0]), *((share,) for share in SHARES[1:])):
             for method in reversed(METHODS):
                 kinds = [(share, attack) for share in shares for attack in (get_args(Attack) if share else ("none",))]
-                yield from (Cell(seed, method, attack, share, rule) for share, attack in kinds for rule in RULES)
+                yield from (RobustCell(seed, method, attack, share, rule) for share, attack in kinds for rule in RULES)
 
 
-def run_cell(cell: Cell, data: Path, cache: Path) -> dict[str, Any]:
+def run_cell(cell: RobustCell, data: Path, cache: Path) -> dict[str, Any]:
     """Run a cell; return its accuracies, or the message of the error that stopped it."""
     start = time.process_time()
     options: dict[str, Any] = {**cell._asdict(), "split_seed": cell.seed}
@@ -139,7 +139,7 @@ def measure_attacks(options: argparse.Namespace) -> None:
     """Run the cells that are not finished."""
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in options.records.read_text().splitlines()] if options.records.exists() else []
-    finished = {Cell(*(row[name] for name in Cell._fields)) for row in rows}
+    finished = {RobustCell(*(row[name] for name in RobustCell._fields)) for row in rows}
     with tempfile.TemporaryDirectory() as cache:
         for cell in cells(options.seeds):
             if cell in finished or (options.clean and (cell.attack, cell.aggregation) != ("none", "mean")):

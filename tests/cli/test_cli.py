@@ -575,7 +575,7 @@ def test_warning_common_to_many_runs_is_printed_once(terminal: bool) -> None:
     file = io.StringIO()
     with make_progress(Console(file=file, force_terminal=terminal, width=80)) as watch:
         for text in ("batches repeat", "batches repeat", "another", "batches repeat"):
-            watch.say(text)
+            watch.record("warning", text)
     assert (file.getvalue().count("batches repeat"), file.getvalue().count("another")) == (1, 1)
 
 

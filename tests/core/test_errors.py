@@ -116,7 +116,7 @@ def test_messages_of_a_run_spell_no_flag() -> None:
             continue
         for call in ast.walk(ast.parse(path.read_text())):
             is_message = isinstance(call, ast.Call) and ast.unparse(call.func).endswith(
-                (".say", "note", "warn", "OptionText")
+                (".record", "print_message", "warn", "OptionText")
             )
             if is_message and FLAG.search(COMMANDS.sub("", ast.unparse(call))):
                 flags.append(f"{location}:{call.lineno}")

@@ -351,13 +351,13 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
     weights = [leaf.shape for path, leaf in params.items() if path.endswith("conv/weight")]
     assert weights.count(weights[0]) == 1
     counter = Passing(weights[0], weights[-1])
-    update_index = simulation._client_rounds
+    train = simulation.local_clients.train
 
     def watched(*given):
         with counter:
-            return iter(list(update_index(*given)))
+            return iter(list(train(*given)))
 
-    simulation._client_rounds = watched  # the server's computing, an embedding say, is nobody's local update
+    simulation.local_clients.train = watched  # the server's computing, an embedding say, is nobody's local update
     (_, last) = run_rounds(method, simulation, start_server(method, shared), range(2))
     cost = last.report.cost
     backward = counter.backward // weights.count(weights[-1])

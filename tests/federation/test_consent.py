@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fake_transport import FakeNode, FakeTransport, make_acceptance, make_node, make_refusal
 from test_site_client import ROUNDS, TERMS, discreet, folder, logged, made, offer, read_refusal, run_rounds
+from text_log import TextLog
 
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
@@ -154,7 +155,7 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
     )
     consent.save_offer(site_home_folder, TERMS.summary())
     shown: list[str] = []
-    return site_process._SiteNode(site, EventTail(site_home_folder), shown.append, person), shown
+    return site_process._SiteNode(site, EventTail(site_home_folder), TextLog(shown), person), shown
 
 
 def test_consent_is_recorded_and_requested_once(tmp_path: Path):

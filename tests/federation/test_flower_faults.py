@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 from fake_transport import FakeNode, FakeTransport, exchange_messages, make_acceptance, make_node
+from text_log import TextLog
 
 pytest.importorskip("flwr")
 
@@ -108,7 +109,7 @@ def test_site_with_an_unwritable_log_continues(tmp_path: Path, monkeypatch: pyte
     )
     shown: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        site_process.join_federation(site, shown.append)
+        site_process.join_federation(site, TextLog(shown))
     assert shown == ["site-00 (3 images, 2 labeled) joins 127.0.0.1:9092"]
 
 

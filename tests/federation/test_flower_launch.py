@@ -40,7 +40,7 @@ from halfmoon.federation.transport.node import APP_FAILED, WORKER_DIED, Worker, 
 from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, ProcessFolder, exclusive
 from halfmoon.federation.transport.site_process import SiteOptions, join_federation, node_options
 from halfmoon.sites.keys import certificates
-from halfmoon.storage.events import EventLog, Tail
+from halfmoon.storage.events import EventLog, NullRecorder, Tail
 
 pytest.importorskip("flwr")
 
@@ -156,7 +156,7 @@ def test_a_key_that_flower_does_not_take_is_refused_before_anything_starts(tmp_p
     subprocess.run(["ssh-keygen", "-q", *flags, "-f", str(key)], check=True)
     site = member(tmp_path, ca=files["ca"], key=key.with_suffix(".pub") if make == "public" else key)
     with pytest.raises(UserError, match="is no private key that Flower takes"):
-        join_federation(site, print)
+        join_federation(site, NullRecorder())
     assert not site.processes.folder.exists()
 
 
@@ -451,17 +451,18 @@ def test_what_the_log_calls_stopped_is_the_end(tmp_path: Path, monkeypatch: pyte
     server = ServerOptions(tmp_path / "f.toml", tmp_path / "run", port=free_port())
     seen: list[str] = []
 
-    def show(line: str) -> None:
-        seen.append(line)
-        with pytest.raises(UserError, match="served by another process"):
-            serve(server, show)
+    class Display:
+        def record(self, name: str, text: str, /, **fields: Any) -> None:
+            seen.append(text)
+            with pytest.raises(UserError, match="served by another process"):
+                serve(server, self)
 
     with pytest.raises(Halted, match=r"^there is no disk left\.$"):
-        serve(server, show)
+        serve(server, Display())
     assert [line.split("  ")[1] for line in seen] == ["goes on after round 0", "stopped: there is no disk left."]
     assert started == [SUPERLINK]
     with listening() as other, pytest.raises(UserError, match=f"port {other.port} is taken"):
-        serve(replace(server, port=other.port), show)
+        serve(replace(server, port=other.port), Display())
 
 
 def test_flower_prints_no_colors_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

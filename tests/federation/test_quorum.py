@@ -101,7 +101,9 @@ def stage(tmp_path: Path) -> Make:
         link = Link(wire.sites, tmp_path / str(len(count)), fate)
         messages = list[str]()
         identity = RunIdentity(HASH, VERSION, run)
-        remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), log=TextLog(messages))
+        remote.sites.calls = SiteCalls(
+            link, remote.names, identity, rules or Rules(min_replies=2), log=TextLog(messages)
+        )
         remote.cohorts.quarantine = remote.calls.quarantine
         return Stage(method, start_server(method, shared), remote, link, messages)
 

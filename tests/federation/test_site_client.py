@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from fake_transport import make_message_bytes, make_terms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from text_log import TextLog
 
 from halfmoon.core import rng, tree
 from halfmoon.engine.runtime import RuntimeSettings
@@ -40,6 +41,7 @@ from halfmoon.federation.site.runtime import SiteMemory, prune_memories
 from halfmoon.methods import registry
 from halfmoon.runs.factory import build_task, build_views
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import EventRecorder
 from halfmoon.storage.state_store import TreeStore
 
 WARD = "ward-7-b41"
@@ -368,10 +370,11 @@ def test_a_damaged_memory_is_named_and_the_one_before_counts(ward, member, scrip
 
 
 def at(
-    folder: Path, *update_index: int, latest: tuple[int, int, int] | None = None, warn: Any = pytest.fail
+    folder: Path, *update_index: int, latest: tuple[int, int, int] | None = None, log: TextLog | None = None
 ) -> SiteMemory:
+    """Return a site's memory; without `log` a test fails at an event."""
     round, attempt, query = update_index
-    return SiteMemory(folder, (round, attempt, query), latest, torch.device("cpu"), warn)
+    return SiteMemory(folder, (round, attempt, query), latest, torch.device("cpu"), cast(EventRecorder, log))
 
 
 def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
@@ -385,7 +388,7 @@ def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
     (tmp_path / "memory-000001-000-000-00.safetensors").write_bytes(b"")
     for length in (0, 7, 8, len(data) - 1):
         whole.write_bytes(data[:length])
-        found = at(tmp_path, 2, 0, 0, latest=(1, 0, 0), warn=messages.append).get("0")
+        found = at(tmp_path, 2, 0, 0, latest=(1, 0, 0), log=TextLog(messages)).get("0")
         assert found["a"].tolist() == [0, 1, 2]
     assert len(messages) == 4
     assert at(tmp_path, 2, 0, 0).get("0") is None, "the server says that nothing counted"
@@ -394,7 +397,7 @@ def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
 def test_a_memory_that_is_missing_is_named(tmp_path: Path) -> None:
     """Somebody put back an old backup of the site: what is there counts, or nothing."""
     messages: list[str] = []
-    memory = at(tmp_path, 6, 0, 0, latest=(5, 1, 0), warn=messages.append)
+    memory = at(tmp_path, 6, 0, 0, latest=(5, 1, 0), log=TextLog(messages))
     assert memory.get("0") is None
     at(tmp_path, 3, 0, 0).put("0", {"a": torch.ones(1)})
     at(tmp_path, 5, 2, 0).put("0", {"a": torch.zeros(1)})

@@ -147,8 +147,8 @@ def test_equal_requests_are_written_once(monkeypatch: pytest.MonkeyPatch):
     runtime, broadcast = server(post, None)
     sent: list[bytes] = []
     monkeypatch.setattr(post, "answer", lambda number, data: (sent.append(data), Desk.answer(post, number, data))[1])
-    runtime._versions.add(ABOUT.sites[2], (0, 0, 0))
-    runtime._versions.saved()
+    runtime.sites.versions.add(ABOUT.sites[2], (0, 0, 0))
+    runtime.sites.versions.saved()
     runtime.average("train", broadcast)
     assert len({id(data) for data in sent}) <= 2
     assert {read_message(data, Request).download.keys() == broadcast.keys() for data in sent} == {True}

@@ -66,11 +66,12 @@ def queries(name: str, labels_at: str | None = None, **options: Any) -> tuple[Ta
     method, shared, simulation = build_simulation(name, "both", labels_at=labels_at, **options)
     requests: list[Trip] = []
     local_clients = simulation.local_clients
-    update_index = local_clients.update
+    train = local_clients.train
     held = local_clients.dataset
 
-    def spied(context, clients, stage, broadcast, each, quality):
-        outcomes = list(update_index(context, clients, stage, broadcast, each, quality))
+    def spied(context, clients, broadcast, each):
+        results = list(train(context, clients, broadcast, each))
+        outcomes = [result for _, result in results]
         if list(clients) != [SERVER]:
             downlinks = [{**broadcast, **tree.index(each, k)} for k in range(len(clients))]
             client_sizes = [(held.training_size(k), held.split_size(k)) for k in clients]
@@ -80,9 +81,9 @@ def queries(name: str, labels_at: str | None = None, **options: Any) -> tuple[Ta
             ]
             images = [int((held.split.client == k).sum()) for k in clients]
             requests.append(Trip(context, clients, downlinks, outcomes, maximum, images))
-        return outcomes
+        return results
 
-    simulation.local_clients.update = spied
+    simulation.local_clients.train = spied
     server = start_server(method, shared)
     for number in range(2):
         simulation.open(number)

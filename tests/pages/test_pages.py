@@ -35,6 +35,7 @@ from halfmoon.pages.browser_images import (
 )
 from halfmoon.pages.label import LabelOptions, LabelPage, open_site_to_label
 from halfmoon.pages.server import MAX_BODY_BYTES, open_socket, serve_in_background
+from halfmoon.storage.events import NullRecorder
 
 
 def site(path: Path, count: int = 4) -> Path:
@@ -383,7 +384,7 @@ def test_a_page_closes_no_handler_of_the_program() -> None:
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-    with serve_in_background(app, "page", None, lambda line: None):
+    with serve_in_background(app, "page", None, NullRecorder()):
         pass
     assert closed == []
     handler.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from browsers import needs_browser, open_page, serve_app, set_viewport, wait_until
 from report_folders import write_run, write_sweep
+from text_log import TextLog
 
 from halfmoon.cli import main as cli
 from halfmoon.pages import federation_events as views
@@ -341,7 +342,7 @@ def test_folder_that_cannot_be_watched_gives_a_message(tmp_path: Path, capsys: p
 def test_page_of_a_federation_is_read_only(tmp_path: Path):
     record(tmp_path, *SERVER)
     messages: list[str] = []
-    with serve_in_background(WatchPage(tmp_path).app(), "page", None, messages.append) as address:
+    with serve_in_background(WatchPage(tmp_path).app(), "page", None, TextLog(messages)) as address:
         assert messages == [f"page: {address}"]
         with urllib.request.urlopen(f"{address}data") as reply:
             assert len(json.load(reply)["federation"]["sites"]) == 2

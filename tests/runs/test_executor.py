@@ -109,7 +109,7 @@ class Messages(Callback):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def say(self, text: str) -> None:
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
         self.texts.append(text)
 
 

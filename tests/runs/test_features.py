@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,8 +166,8 @@ def test_the_time_left_is_that_of_the_images_at_hand() -> None:
     messages: list[str] = []
 
     class Watch(NullCallback):
-        def say(self, words: str) -> None:
-            messages.append(words)
+        def record(self, name: str, text: str, /, **fields: Any) -> None:
+            messages.append(text)
 
     tell = feature_progress(Watch(), lambda: float(next(times)))
     for number, count in ((16, 1000), (192, 1000), (352, 1000), (1000, 1000), (16, 500), (136, 500)):

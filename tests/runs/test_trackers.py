@@ -150,6 +150,17 @@ def test_failing_callback_does_not_stop_a_run_or_comparison(tmp_path: Path) -> N
     assert broken.asked == 1
 
 
+def test_callback_with_the_old_function_for_messages_is_refused(tmp_path: Path) -> None:
+    class Old(halfmoon.NullCallback):
+        def say(self, text: str) -> None: ...
+
+    with pytest.raises(
+        halfmoon.UserError, match=r"Old has a method say\(text\), which is record\(name, text, \*\*fields\)"
+    ):
+        halfmoon.run(config(tmp_path / "run"), Old())
+    assert not (tmp_path / "run").exists()
+
+
 def test_command_line_reports_a_failed_tracker(monkeypatch, capsys):
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -287,13 +287,13 @@ def test_messages_are_plain_text(capsys: pytest.CaptureFixture[str], monkeypatch
     """To stderr, in a notebook to stdout, and with Python's names of options."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        python_progress.note(OptionText("give {clients=2}.", "clients"))
+        python_progress.print_message(OptionText("give {clients=2}.", "clients"))
         assert capsys.readouterr() == ("", "halfmoon: give clients=2.\n")
-        python_progress.note("give more clients.", show=False)
+        python_progress.print_message("give more clients.", show=False)
         assert capsys.readouterr() == ("", "")
         monkeypatch.setattr(python_progress, "in_notebook", lambda: True)
-        python_progress.note(OptionText("give {clients=2}.", "clients"))
+        python_progress.print_message(OptionText("give {clients=2}.", "clients"))
         assert capsys.readouterr() == ("halfmoon: give clients=2.\n", "")
         with python_progress.make_progress(show=False) as screen:
-            screen.say("give --clients 2.")
+            screen.record("message", "give --clients 2.")
     assert capsys.readouterr() == ("", "")

@@ -38,8 +38,9 @@ def start_chromium() -> Iterator[Any]:
 def serve_app(app: Any) -> Iterator[str]:
     """Serve a page's app with its access control in a thread, and yield its address."""
     from halfmoon.pages.server import serve_in_background
+    from halfmoon.storage.events import NullRecorder
 
-    with serve_in_background(app, "page", None, str) as address:
+    with serve_in_background(app, "page", None, NullRecorder()) as address:
         yield address
 
 

@@ -28,6 +28,7 @@ Damage = Callable[[bytes, random.Random], bytes | None]
 def flip_bit(data: bytes, generator: random.Random) -> bytes:
     changed = bytearray(data)
     if changed:
+        # One bit: the smallest damage, which a checksum has to find.
         changed[generator.randrange(len(changed))] ^= 1 << generator.randrange(8)
     return bytes(changed)
 
@@ -63,9 +64,11 @@ def damage_file(path: Path, damage: str, generator: random.Random) -> bool:
 def read_numbers(folder: Path) -> tuple[Any, ...]:
     """Return every number that a reader of a run folder gets: rows, summary, split, and predictions of the model."""
     run = StoredRun.read(folder)
+    # The time differs between a run and the same run after a resume.
     summary = {key: value for key, value in (run.summary or {}).items() if key != "seconds"}
     predictions: tuple[Any, ...] = ()
     if run.summary is not None:
+        # Any two images will do: predictions depend on every weight.
         images = np.arange(2 * 64, dtype=np.uint8).reshape(2, 8, 8, 1)
         predictions = tuple(load_model(folder).probabilities(images).ravel().tolist())
     return json.dumps(run.rows), json.dumps(summary), json.dumps(run.split), predictions

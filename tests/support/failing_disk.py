@@ -97,7 +97,7 @@ def replace_file_calls(disk: FailingDisk) -> Iterator[FailingDisk]:
         found = disk.find_path(path)
         if found is not None:
             disk.count_call()
-            if flags & os.O_TRUNC:
+            if flags & os.O_TRUNC:  # opening empties the file, so what it had is unflushed from now on
                 disk.record_durable_content(found)
         handle = real["open"](path, flags, *args, **kwargs)
         if found is not None:
@@ -121,6 +121,7 @@ def replace_file_calls(disk: FailingDisk) -> Iterator[FailingDisk]:
             return
         disk.count_call()
         if path.is_dir():
+            # Flushing a folder makes renames and removals in it final; flushing a file, its bytes.
             disk.moves = [move for move in disk.moves if move[0] != path]
         disk.durable.pop(path, None)
 
@@ -131,6 +132,7 @@ def replace_file_calls(disk: FailingDisk) -> Iterator[FailingDisk]:
             disk.count_call()
             before = {source: source.read_bytes(), target: target.read_bytes() if target.is_file() else None}
             disk.moves.append((target.parent, before))
+            # Unflushed bytes move with the file: a rename does not flush them.
             if source in disk.durable:
                 disk.durable[target] = disk.durable.pop(source)
         real["replace"](old, new, *args, **kwargs)

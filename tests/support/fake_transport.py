@@ -29,7 +29,7 @@ DelayedReply = tuple[float, bytes | None]
 def free_port() -> int:
     """Return a port of the loopback interface that is free now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", 0))  # 0: the system chooses a free port
         return probe.getsockname()[1]
 
 
@@ -44,6 +44,7 @@ TERMS = make_terms()
 def make_message_bytes(header: str, body: bytes = b"") -> bytes:
     """Return a message with an arbitrary header."""
     data = header.encode()
+    # The wire format: the length of the header in 8 bytes, the header, the tensors.
     return len(data).to_bytes(8, "little") + data + body
 
 
@@ -121,11 +122,13 @@ class FakeTransport:
 
     def schedule(self, time: float, callback: Callable[[], Any]) -> None:
         """Call `callback` when the clock reaches `time`."""
+        # The result of the callback is dropped: events return nothing.
         self.events.append((time, lambda: (callback(), None)[1]))
 
     def sleep(self, seconds: float) -> None:
         """Advance the clock and call what is due."""
         self.time += seconds
+        # Removed before they are called: a callback may schedule the next event.
         due = [callback for time, callback in self.events if time <= self.time]
         self.events = [each for each in self.events if each[0] > self.time]
         for callback in due:

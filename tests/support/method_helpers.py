@@ -39,6 +39,7 @@ class TwoWeightNetwork(Network):
         return make_two_weight_model(0.0, 0.0)
 
     def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
+        # One pixel, so that losses and gradients can be derived by hand.
         return run.linear("head", x.flatten(1)[:, :1])
 
     def check(self, shape: tuple[int, int, int]) -> None:
@@ -119,6 +120,7 @@ def make_batches(names: tuple[str, ...], count: int = 3) -> list[Batch]:
         y = torch.randint(0, CLASSES, (5,), generator=g)
         u = {name: draw_images(6) for name in names}
         views = {name: draw_images(5) for name in names}
+        # 5 and 6 images: a function that confuses labeled and unlabeled ones fails by their number.
         result.append(Batch(x, y, torch.arange(5), u, torch.arange(6), x_views=views))
     return result
 
@@ -144,6 +146,7 @@ def forward_groups(task: Task, params: Tree, *groups: Tensor) -> tuple[list[Tens
     There is one pass for all groups if the task's statistics are "joint", otherwise one for each group.
     """
     if task.statistics == "joint":
+        # Batch statistics are computed over all groups, as in one forward pass of concatenated views.
         logits, moments = task.network.train(params, torch.cat(groups))
         return list(logits.split([len(group) for group in groups])), [moments]
     outputs = [task.network.train(params, group) for group in groups]
@@ -166,6 +169,7 @@ def autograd_step(losses: dict[str, Tensor], leaves: dict[str, Tree], lr: float)
     """Return each tree after a step of SGD on the sum of all losses, differentiated in one backward pass."""
     total = torch.stack(list(losses.values())).sum()
     flat = [leaf for params in leaves.values() for leaf in tree.leaves(params)]
+    # One backward pass through the sum, so that parameters which several losses share get the sum of their gradients.
     gradients = iter(torch.autograd.grad(total, flat))
     step: Callable[[Tensor], Tensor] = lambda leaf: leaf.detach() - lr * next(gradients)  # noqa: E731
     return {name: tree.map(step, params) for name, params in leaves.items()}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-HEAD = struct.Struct(">III")
+HEAD = struct.Struct(">III")  # big-endian, unsigned, 4 bytes each
 
 
 def write_parcel(pipe: BinaryIO, node: int, message_id: int, data: bytes) -> None:
@@ -41,6 +41,7 @@ class PipeTransport:
         self.output = output_pipe
         self.count = 0
         self.received: queue.SimpleQueue[tuple[int, int, bytes]] = queue.SimpleQueue()
+        # A thread, because reading from a pipe blocks until there is a message.
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

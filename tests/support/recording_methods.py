@@ -36,6 +36,7 @@ class RecordingUpdate(ClientUpdate):
         return replace(
             self.inner.requirements,
             all_rows=self.inner.requirements.needs_full_batch,
+            # Without padding, so that the recorded tensors are those of one client in full.
             masks_padding=False,
             row_memory={},
         )
@@ -132,6 +133,7 @@ class CountingUpdate(ClientUpdate):
         return {"updates": torch.zeros((), dtype=torch.float64)}
 
     def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor:
+        # All rows or none. Computed with tensors only, because under vmap the tag differs between clients.
         return (torch.arange(len(data.u)) >= 0) & (carry["tag"] != self.idle_tag)
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -180,6 +182,7 @@ class CountingMethod:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         uploads: Tree = {}
         for query in range(self.queries):
+            # Step -1 never comes: the loss of all other clients stays finite.
             fails = (federation.cohort == self.failing_client) & (server["round"] == self.failing_round)
             per_client = {"tag": federation.cohort.double(), "failing_step": torch.where(fails, self.failing_step, -1)}
             uploads[f"query{query}"] = federation.query("count", {"base": torch.tensor(100.0)}, per_client).aux

@@ -54,6 +54,7 @@ class ReferenceFedDure:
     literal: bool = False
 
     def __post_init__(self) -> None:
+        # C-reg and the local model start from the received model, each with its optimizer state.
         self.student = copy.deepcopy(self.local)
         self.start = copy.deepcopy(self.local)
         self.local_optimizer = self.optimizer(self.local.parameters(), lr=self.lr)
@@ -100,6 +101,7 @@ class ReferenceFedDure:
     def compute_labeled_loss(self, net: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of labeled images."""
         if self.running_labeled_loss:
+            # The running statistics from before this step: its own passes have changed the module's already.
             stats = {k: v for k, v in self.state_before_step.items() if "running" in k or "num" in k}
             net.eval()
             logits = functional_call(net, {**params, **stats}, (x,))
@@ -191,6 +193,7 @@ class ReferenceFedDure:
         else:
             z = self.forward_views(net, params, x, weak, strong)[2]
         gradient = torch.autograd.grad(self.compute_weighted_loss(z, label), list(params.values()), create_graph=True)
+        # A step of plain SGD whatever the optimizer is, as part of the graph: F-reg's gradient passes through it.
         virtual = {k: p - self.lr * g for (k, p), g in zip(params.items(), gradient, strict=True)}
         loss = self.compute_labeled_loss(net, virtual, x, y)
         self.hypergradient = list(torch.autograd.grad(loss, list(self.regulator.parameters())))
@@ -199,6 +202,7 @@ class ReferenceFedDure:
         self.regulator_optimizer.step()
 
     def _update_student(self, x: Tensor, y: Tensor, strong: Tensor, label: Tensor) -> Tensor:
+        # The reward d of the pseudo-labels: how much a step on them reduces the labeled loss.
         with torch.no_grad():
             before = self.compute_labeled_loss(self.student, dict(self.student.named_parameters()), x, y)
         self.student_optimizer.zero_grad()

@@ -21,7 +21,7 @@ def make_batch(labeled: int = 5, unlabeled: int = 6, views: tuple[str, ...] = ()
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     drawn = {
-        "mix": torch.tensor(0.3, dtype=torch.float64),
+        "mix": torch.tensor(0.3, dtype=torch.float64),  # below 1/2, so that the losses have to replace it by 0.7
         "order": torch.randperm(labeled + len(views) * unlabeled, generator=g),
         "turn": torch.randint(4, (unlabeled,), generator=g),
     }
@@ -74,7 +74,7 @@ class ReferenceModel:
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Return the mean of -sum target ln softmax over rows, 0 without rows. Targets are classes or distributions."""
     if not len(target):
-        return logits.sum() * 0
+        return logits.sum() * 0  # 0 with a gradient, as the loss of other terms has
     if target.dim() == 1:
         target = torch.eye(logits.shape[-1], dtype=logits.dtype)[target]
     return -(target * torch.log(F.softmax(logits, -1))).sum(-1).mean()
@@ -91,7 +91,7 @@ def mean_teacher(model: ReferenceModel, teacher: nn.Module, batch: Batch, weight
     """Return Tarvainen and Valpola's loss. With "running" the teacher uses the student's running statistics."""
     (x, student), _ = model.forward([batch.x, batch.u["weak"]])
     if model.labeling == "running":
-        teacher = copy.deepcopy(teacher)
+        teacher = copy.deepcopy(teacher)  # its buffers are replaced below, which the caller must not see
         for teacher_buffer, student_buffer in zip(teacher.buffers(), model.eval_module.buffers(), strict=True):
             teacher_buffer.copy_(student_buffer)
         teacher.eval()
@@ -105,6 +105,7 @@ def pseudo_label(model: ReferenceModel, batch: Batch, weight: float, threshold: 
     (x, u), pseudo_logits = model.forward([batch.x, batch.u["weak"]], labeling_groups)
     p = F.softmax(pseudo_logits[0] if pseudo_logits else u.detach(), -1)
     total = torch.zeros((), dtype=x.dtype)
+    # Row by row, unlike the vectorized implementation that it is compared with.
     for row, each in zip(u, p, strict=True):
         if each.max() >= threshold:
             total = total - torch.log(F.softmax(row, -1)[each.argmax()])
@@ -112,6 +113,7 @@ def pseudo_label(model: ReferenceModel, batch: Batch, weight: float, threshold: 
 
 
 def _mix(rows: Tensor, batch: Batch) -> Tensor:
+    # At least 1/2, so that a mixed image is closer to its first image than to its partner (MixMatch, Eq. 9).
     lam = max(float(batch.mixing["mix"]), 1 - float(batch.mixing["mix"]))
     partners = torch.stack([rows[int(k)] for k in batch.mixing["order"]])
     return lam * rows + (1 - lam) * partners
@@ -127,6 +129,7 @@ def mixmatch(model: ReferenceModel, batch: Batch, weight: float, temperature: fl
     mean = sum(F.softmax(each, -1) for each in pseudo_logits) / 2
     q = mean ** (1 / temperature)
     q = q / q.sum(-1, keepdim=True)
+    # Both weak views have the same target, so it appears twice.
     targets = _mix(torch.cat([torch.eye(4, dtype=q.dtype)[batch.y], q, q]), batch)
     squared_differences = (targets[count:] - F.softmax(torch.cat([one, two]), -1)) ** 2
     return cross_entropy(x, targets[:count]) + weight * squared_differences.sum() / squared_differences.numel()

@@ -23,6 +23,7 @@ def create_authority(folder: Path) -> dict[str, Path]:
     """Write the certificate of an authority, and the certificate and key of a server that it signed; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC)
+    # Valid for 2 days and for 1: an authority must outlive the certificates that it signs.
     signer = certificates.create_authority(2, now)
     server = certificates.create_server_certificate(signer, (), 1, now)
     files = {name: folder / f"{name}.pem" for name in ("ca", "certificate", "key")}
@@ -81,19 +82,19 @@ def query(message: Message, context: Context) -> Message:
 SERVE = """
 import sys
 from pathlib import Path
-from halfmoon.cli.commands.base import line_writer
+from halfmoon.cli.commands.base import event_printer
 from halfmoon.federation.transport.launch import ServerOptions, serve
 from halfmoon.federation.transport.processes import interruptible
 config, run, port, *files = sys.argv[1:]
 with interruptible():
     apps = ("toys:server", "toys:client")
-    serve(ServerOptions(Path(config), Path(run), "127.0.0.1", int(port), *map(Path, files), apps=apps), line_writer(False))
+    serve(ServerOptions(Path(config), Path(run), "127.0.0.1", int(port), *map(Path, files), apps=apps), event_printer(False))
 """
 
 JOIN = """
 import sys
 from pathlib import Path
-from halfmoon.cli.commands.base import line_writer
+from halfmoon.cli.commands.base import event_printer
 from halfmoon.federation.transport.contact import Address
 from halfmoon.federation.transport.site_process import SiteOptions, join_federation
 from halfmoon.federation.transport.processes import interruptible
@@ -101,7 +102,7 @@ port, folder, ca = sys.argv[1:]
 server, folder = Address("127.0.0.1", int(port)), Path(folder)
 site = SiteOptions(server, "site-00", folder, 3, 2, folder / "home", Path(ca), apps=("toys:server", "toys:client"))
 with interruptible():
-    join_federation(site, line_writer(False))
+    join_federation(site, event_printer(False))
 """
 
 
@@ -150,8 +151,9 @@ class ToyFederation:
         found = []
         for each in Path("/proc").glob("[0-9]*"):
             try:
+                # By an environment variable, which children inherit: a process that was left behind has another parent.
                 if f"{processes.FOLDER_VARIABLE}={self.folder / subfolder}".encode() in (each / "environ").read_bytes():
                     found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
+            except OSError:  # the process has ended, or belongs to another user
                 continue
         return found

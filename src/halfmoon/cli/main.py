@@ -549,7 +549,7 @@ def _train(
     trackers = base.make_trackers(args)
     try:
         with progress:
-            result = run(Callbacks(progress, *trackers, warn=progress.say))
+            result = run(Callbacks(progress, *trackers, failures=progress))
     except KeyboardInterrupt as error:
         advice = how_to_resume or _resume_advice(folder) or "nothing was saved yet."
         raise base.CommandExit(f"stopped; {advice}", 130) from error
@@ -564,9 +564,10 @@ def _train(
         raise base.CommandExit(f"{message} {saved}") from error
     # No method has started: all of them were finished by an earlier process.
     if not progress.runs:
-        progress.say(f"{folder} is finished already; these are its results.")
+        progress.record("finished_before", f"{folder} is finished already; these are its results.")
         if others := [name for name in dict.fromkeys(args.tracker) if name != "tensorboard"]:
-            progress.say(f"nothing is logged to {' and '.join(others)}, which follow runs only while they train.")
+            text = f"nothing is logged to {' and '.join(others)}, which follow runs only while they train."
+            progress.record("tracker_unused", text)
     print_result(args, folder, result)
     return 0
 

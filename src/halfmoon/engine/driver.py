@@ -55,6 +55,7 @@ class ClientContext:
         round: the round, from 0.
         query: the number of earlier queries in this round.
         view_images: the number of images whose views are made in one call.
+        name: the name of the update, by which a server requests it from its sites.
     """
 
     client_update: ClientUpdate
@@ -63,6 +64,7 @@ class ClientContext:
     round: int
     query: int
     view_images: int = 512
+    name: str = ""
 
     def path(self, client: int) -> tuple[str, int, int, int]:
         """Return the name of the random stream of a client's update; with the seed it determines all draws."""

@@ -164,6 +164,8 @@ class LocalClients:
         training: how they train.
         seed: the seed of the run.
         memories: what clients store between their updates, by number.
+        quality: collects the quality of pseudo-labels, for which a simulation, not the method, knows the true labels;
+            None if they are not measured.
     """
 
     dataset: FederatedDataset
@@ -171,16 +173,11 @@ class LocalClients:
     training: Training
     seed: int
     memories: StateStore
+    quality: Quality | None = None
 
-    def update(
-        self,
-        context: ClientContext,
-        clients: Sequence[int],
-        stage: int | None,
-        broadcast: Tree,
-        per_client: Tree,
-        quality: Quality,
-    ) -> Iterator[ClientResult]:
+    def train(
+        self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
+    ) -> Iterator[tuple[int, ClientResult]]:
         """Train clients (or the `SERVER`), store their memories, and yield their results in the order of `clients`.
 
         Results are not stored here, so that the caller can free an upload before the next client trains.
@@ -188,14 +185,15 @@ class LocalClients:
         Args:
             context: the query.
             clients: numbers of the clients.
-            stage: the stage of a data stream, in which clients get more images over the rounds; None if there is none.
             broadcast: the tree that all clients receive.
             per_client: leaves (K, ...), of which each client receives its slice too.
-            quality: collects the quality of pseudo-labels, for which this machine, not the method, knows true labels.
 
         Yields:
-            Results without the memory and the pseudo-labels; the upload in the precision in which it would be sent.
+            Each client and its result, without the memory and the pseudo-labels; the upload in the precision in which it
+            would be sent.
         """
+        # In a data stream clients get more images over the rounds.
+        stage = self.dataset.stage(context.round, context.client_update.task.rounds)
         hidden_labels: dict[int, Tensor] = {}  # true labels of unlabeled images, filled while clients train
         tasks = self._make_tasks(context.client_update, clients, stage, broadcast, per_client, hidden_labels)
         results = self.training.executor.run_clients(Query(context, broadcast), tasks)
@@ -205,13 +203,14 @@ class LocalClients:
                 result = next(results)
             if result.memory:
                 self.memories.put(str(client), result.memory)
-            for observed in result.observations:
-                quality.add(observed.pseudo, hidden_labels[client][observed.rows], observed.models)
+            if self.quality is not None:
+                for observed in result.observations:
+                    self.quality.add(observed.pseudo, hidden_labels[client][observed.rows], observed.models)
             result = result._replace(memory={}, observations=())
             if client != SERVER and context.client_update.task.upload_precision != "float32":
                 received = {**broadcast, **tree.index(per_client, position)}
                 result = _encode_upload(context, client, received, result)
-            yield result
+            yield client, result
             del result  # free the upload before the next client trains
         with torch.no_grad():
             next(results, None)  # let the map finish: a pool of processes ends its queue after the last result

@@ -70,18 +70,6 @@ class Experiment:
     patience: int | None = None
 
 
-class _State(NamedTuple):
-    """The trees of a run that a checkpoint stores, under these names; unused ones are {}."""
-
-    server: Tree
-    average: Tree = EMPTY  # the moving average of the server's models
-    chosen: Tree = EMPTY  # the model with the best validation accuracy until now
-
-    def solution(self, experiment: Experiment) -> Tree:
-        """Return the model {"params", "stats"} to evaluate."""
-        return self.average or experiment.method.solution(experiment.task, self.server)
-
-
 class _ValidationScore(NamedTuple):
     """The validation result of one round; the largest is the best."""
 
@@ -125,119 +113,258 @@ def run_rounds(
         Diverged: a loss is not a finite number.
         UserError: the run may not start, or the checkpoint and the metrics do not belong together.
     """
-    task = experiment.task
-    runtime = experiment.runtime
-    state, number = _start(experiment, folder, loaded, runtime.device)
-    scores = _validation_scores(folder.rows())
-    test: ModelEvaluation | None = None
-    stop_reason = _stop_reason(experiment, number, scores)
-    if stop_reason is not None and number == 0:
+    run = _Run.start(experiment, folder, loaded)
+    stop_reason = run.stop_reason()
+    if stop_reason is not None and run.round == 0:
         raise UserError(stop_reason)
-    while number < task.rounds and stop_reason is None:
+    while run.round < experiment.task.rounds and stop_reason is None:
         start_time = time.perf_counter()
-        previous_model = state.solution(experiment)
-        server = _run_round(experiment, number, state)
-        runtime.record_server_bytes(tree.nbytes(server))
-        state = state._replace(server=server, average=_update_average(experiment, number, server, state.average))
-        row = _metrics_row(number, runtime.close())
-        # Validation results of clients are about the model that they received, that of the round before.
-        state, scores = _keep_best(state, scores, previous_model, _validation_scores([row]))
-        number += 1
-        stop_reason = _stop_reason(experiment, number, scores)
-        is_last = number == task.rounds or stop_reason is not None
-        if number % experiment.evaluate_every == 0 or is_last:
-            state, scores, test = _evaluate(experiment, state, scores, test, row)
-            stop_reason = stop_reason or _stop_reason(experiment, number, scores)
-            is_last = is_last or stop_reason is not None
-            release_memory(tree.nbytes(server))
+        row = run.train_round()
+        stop_reason = run.stop_reason()
+        if run.is_due(experiment.evaluate_every) or stop_reason is not None:
+            run.evaluate(row)
+            stop_reason = stop_reason or run.stop_reason()
         folder.log(row)
-        if number % experiment.checkpoint_every == 0 or is_last:
-            _save(folder, number, state, runtime, row["cost"])
-            release_memory(tree.nbytes(server))
-        folder.log_timing({"round": number, "seconds": round(time.perf_counter() - start_time, 4)})
+        if run.is_due(experiment.checkpoint_every) or stop_reason is not None:
+            run.save(row["cost"])
+        folder.log_timing({"round": run.round, "seconds": round(time.perf_counter() - start_time, 4)})
         watch(row)
-    return _conclude(experiment, folder, state, scores, test, number, stop_reason)
+    return run.conclude(stop_reason)
 
 
-def _conclude(
-    experiment: Experiment,
-    folder: RunFolder,
-    state: _State,
-    scores: list[_ValidationScore],
-    test: ModelEvaluation | None,
-    number: int,
-    stop_reason: str | None,
-) -> Row:
-    """Evaluate the last model at the clients, select the run's model, and build the results of `run_rounds`.
+class _State(NamedTuple):
+    """The trees of a run that a checkpoint stores, under these names; unused ones are {}."""
 
-    Args:
+    server: Tree
+    average: Tree = EMPTY  # the moving average of the server's models
+    chosen: Tree = EMPTY  # the model with the best validation accuracy until now
+
+
+@dataclass
+class _Run:
+    """A run between two rounds.
+
+    Attributes:
         experiment: the method and its federation.
-        folder: the run folder, with the metrics of all rounds.
-        state: the state after the last round; `chosen` is the model with the best validation accuracy, {} without one.
-        scores: the validation scores of all rounds.
-        test: the test result of the best model until now; None if none was tested.
-        number: the number of finished rounds.
-        stop_reason: a sentence on why the run stopped before its last round, or None.
-
-    Returns:
-        "model" and its test results: "confusion" matrix, "correct" (a bit for each image), "client_accuracy". Where
-        clients have validation images: "chosen", the round whose model was the best on these, with its accuracy there,
-        and "concluded", the clients' test results for the last model. "ended" is `stop_reason`.
+        folder: the run folder.
+        state: the trees that a checkpoint stores.
+        round: the number of finished rounds.
+        scores: the validation scores of these rounds.
+        test: the test result of the best model until now; without validation images, of the latest tested model.
     """
-    last_model = state.solution(experiment)
-    client_test, client_validation = experiment.runtime.final_evaluation(last_model)
-    if client_validation is not None:
-        # The last round has no later one in which clients would evaluate its model: that was done just now.
-        latest = _validation_scores([{"validation": {**client_validation, "round": number}, "round": number}])
-        state, scores = _keep_best(state, scores, last_model, latest)
-    model = state.chosen or state.solution(experiment)
-    if test is None and experiment.test is not None:
-        # The run was stopped after its last evaluation, before its end.
-        test = _evaluate_images(experiment, model, experiment.test)
-    best = None
-    if client_validation is not None and scores:
-        best = max(scores)
-    return {
-        "model": model,
-        "confusion": None if test is None else [to_ints(counts) for counts in test.confusion],
-        "concluded": client_test,
-        "chosen": None if best is None else {"round": best.round, "accuracy": best.accuracy},
-        **_summarize_rows(folder.verified_rows(), scores),
-        "correct": None if test is None else test.packed,
-        "client_accuracy": _final_client_accuracy(experiment, test),
-        "ended": stop_reason,
-    }
 
+    experiment: Experiment
+    folder: RunFolder
+    state: _State
+    round: int
+    scores: list[_ValidationScore]
+    test: ModelEvaluation | None = None
 
-def _run_round(experiment: Experiment, number: int, state: _State) -> Tree:
-    """Train one round, repeatedly until enough clients have replied, and return the server's new state.
+    @classmethod
+    def start(cls, experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None) -> "_Run":
+        """Start a run from the initial model, or continue it from a checkpoint.
 
-    Without test or validation images at the server, clients are asked to evaluate the model that they receive in this
-    round, that of the round before. Round 0 has none.
+        Args:
+            experiment: the method and its federation. Its runtime, with the clients' memories and the bytes sent until
+                then ("cost"), is restored from the checkpoint.
+            folder: the run folder; a new run saves its first checkpoint there.
+            loaded: the newest checkpoint; None for a new run.
 
-    Args:
-        experiment: the method and its federation.
-        number: the round, from 0.
-        state: the state after the previous round.
-    """
-    runtime = experiment.runtime
-    while True:
-        runtime.open(number)
+        Raises:
+            UserError: the checkpoint and the metrics do not belong together.
+        """
+        runtime = experiment.runtime
+        device = runtime.device
+        if loaded is not None:
+            _check_checkpoint(folder, loaded)
+            runtime.restore(loaded.clients, loaded.meta["cost"])
+            state = _State(**{name: tree.to(subtree, device) for name, subtree in loaded.state.items()})
+            return cls(experiment, folder, state, loaded.round, _validation_scores(folder.rows()))
+        model = initial_model(experiment.task, experiment.seed, device)
+        state = _State(tree.to(experiment.method.start(experiment.task, model), device))
+        run = cls(experiment, folder, state, 0, _validation_scores(folder.rows()))
+        # What initialization and saving freed goes back to the system before training needs memory.
+        run.save(cost=runtime.close().cost)
+        return run
+
+    def model(self) -> Tree:
+        """Return the model {"params", "stats"} to evaluate: the method's, or the moving average of its models."""
+        return self.state.average or self.experiment.method.solution(self.experiment.task, self.state.server)
+
+    def train_round(self) -> Row:
+        """Train the next round, and return its line of metrics.
+
+        The round is repeated until enough clients have replied. Without test or validation images at the server, clients
+        are asked to evaluate the model that they receive in this round, that of the round before. Round 0 has none.
+        """
+        experiment = self.experiment
+        runtime = experiment.runtime
+        previous_model = self.model()
         clients_may_evaluate = experiment.test is None or experiment.validation is None
-        if clients_may_evaluate and number and number % experiment.evaluate_every == 0:
-            runtime.evaluate_next_round(state.solution(experiment))
-        try:
-            return experiment.method.round(experiment.task.at(number), state.server, runtime)
-        except TooFewReplies as error:
-            runtime.retry_round(error)  # waits, or raises an error after too many tries
+        server: Tree | None = None
+        while server is None:
+            runtime.open(self.round)
+            if clients_may_evaluate and self.round and self.round % experiment.evaluate_every == 0:
+                runtime.evaluate_next_round(previous_model)
+            try:
+                server = experiment.method.round(experiment.task.at(self.round), self.state.server, runtime)
+            except TooFewReplies as error:
+                runtime.retry_round(error)  # waits, or raises an error after too many tries
+        runtime.record_server_bytes(tree.nbytes(server))
+        self.state = self.state._replace(server=server, average=self._update_average(server))
+        row = _metrics_row(self.round, runtime.close())
+        # Validation results of clients are about the model that they received, that of the round before.
+        self._keep_best(previous_model, _validation_scores([row]))
+        self.round += 1
+        return row
 
+    def is_due(self, period: int) -> bool:
+        """Check whether work that is done every `period` rounds, and after the last one, is done now."""
+        return self.round % period == 0 or self.round == self.experiment.task.rounds
 
-def _update_average(experiment: Experiment, number: int, server: Tree, average: Tree) -> Tree:
-    """Return the moving average of the server's models after a round, {} if the experiment has none."""
-    if not experiment.ema:
-        return {}
-    model = experiment.method.solution(experiment.task, server)
-    return tree.moving_average(average, model, number, experiment.ema) if average else model
+    def evaluate(self, row: Row) -> None:
+        """Add the evaluation of the latest model to its row, and keep the model if its validation accuracy is the best.
+
+        Args:
+            row: the round's line of metrics, which is extended.
+
+        Raises:
+            Diverged: the test loss is not finite.
+        """
+        experiment = self.experiment
+        model = self.model()
+        test = None
+        if experiment.test is not None:
+            test = self._test(model, experiment.test, row)
+        is_best = True
+        if experiment.validation is not None:
+            row["validation"] = _evaluate_images(experiment, model, experiment.validation).row()
+            is_best = self._keep_best(model, _validation_scores([row]))
+        if is_best:
+            self.test = test
+        release_memory(tree.nbytes(self.state.server))
+
+    def _test(self, model: Tree, images: Examples, row: Row) -> ModelEvaluation:
+        """Evaluate the latest model on the server's test images, and add the results to its row.
+
+        Args:
+            model: the model.
+            images: the test images.
+            row: the round's line of metrics, which is extended.
+
+        Raises:
+            Diverged: the loss is not finite.
+        """
+        experiment = self.experiment
+        test = _evaluate_images(experiment, model, images)
+        if not math.isfinite(test.loss):
+            raise Diverged(row["round"] - 1, client=None, step=None, value=test.loss, quantity="test loss")
+        row["test"] = test.row()
+        client_accuracies = _client_accuracies(experiment, test)
+        if client_accuracies:
+            row["test"]["clients"] = summarize_clients([*client_accuracies.values()])
+        # Class bias: the model's mean prediction, and the accuracy of each class, also of clients' uploaded models.
+        row["prior"] = experiment.runtime.prediction_bias(model, test.per_class)
+        client_bias = experiment.runtime.client_prediction_bias(
+            model, test.per_class, lambda client_model: _evaluate_images(experiment, client_model, images).per_class
+        )
+        if client_bias is not None:
+            row["clients"] = client_bias
+        return test
+
+    def stop_reason(self) -> str | None:
+        """Check whether training stops early: by an aggregator's limit, or after `patience` evaluations without a gain.
+
+        Returns:
+            A sentence on why training stops before its last round; None if it continues.
+        """
+        rounds = self.experiment.task.rounds
+        if self.round >= rounds:
+            return None
+        reason = self.experiment.runtime.stop_reason(self.round)
+        patience = self.experiment.patience
+        if reason is not None or patience is None or not self.scores:
+            return reason
+        values = [(score.accuracy, score.negative_loss) for score in self.scores]
+        # `index` finds the first best score: one that only equals it is no improvement.
+        evaluations_since_best = len(values) - 1 - values.index(max(values))
+        if evaluations_since_best < patience:
+            return None
+        evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
+        return (
+            f"stopped after round {self.round} of {rounds}: no better validation accuracy in {evaluations}; "
+            f"best round {max(self.scores).round}"
+        )
+
+    def save(self, cost: dict[str, int]) -> None:
+        """Save a checkpoint with the cost of the run until now, and notify the runtime."""
+        runtime = self.experiment.runtime
+        trees = {name: subtree for name, subtree in self.state._asdict().items() if subtree or name == "server"}
+        self.folder.save(self.round, trees, {"cost": cost}, runtime.store)
+        runtime.on_checkpoint(self.round)
+        release_memory(tree.nbytes(self.state.server))
+
+    def conclude(self, stop_reason: str | None) -> Row:
+        """Evaluate the last model at the clients, select the run's model, and build the results of `run_rounds`.
+
+        Args:
+            stop_reason: a sentence on why the run stopped before its last round, or None.
+
+        Returns:
+            "model" and its test results: "confusion" matrix, "correct" (a bit for each image), "client_accuracy". Where
+            clients have validation images: "chosen", the round whose model was the best on these, with its accuracy
+            there, and "concluded", the clients' test results for the last model. "ended" is `stop_reason`.
+        """
+        experiment = self.experiment
+        last_model = self.model()
+        client_test, client_validation = experiment.runtime.final_evaluation(last_model)
+        if client_validation is not None:
+            # The last round has no later one in which clients would evaluate its model: that was done just now.
+            row = {"validation": {**client_validation, "round": self.round}, "round": self.round}
+            self._keep_best(last_model, _validation_scores([row]))
+        model = self.state.chosen or last_model
+        if self.test is None and experiment.test is not None:
+            # The run was stopped after its last evaluation, before its end.
+            self.test = _evaluate_images(experiment, model, experiment.test)
+        best = None
+        if client_validation is not None and self.scores:
+            best = max(self.scores)
+        test = self.test
+        return {
+            "model": model,
+            "confusion": None if test is None else [to_ints(counts) for counts in test.confusion],
+            "concluded": client_test,
+            "chosen": None if best is None else {"round": best.round, "accuracy": best.accuracy},
+            **_summarize_rows(self.folder.verified_rows(), self.scores),
+            "correct": None if test is None else test.packed,
+            "client_accuracy": _final_client_accuracy(experiment, test),
+            "ended": stop_reason,
+        }
+
+    def _update_average(self, server: Tree) -> Tree:
+        """Return the moving average of the server's models after a round, {} if the experiment has none."""
+        experiment = self.experiment
+        if not experiment.ema:
+            return {}
+        model = experiment.method.solution(experiment.task, server)
+        average = self.state.average
+        return tree.moving_average(average, model, self.round, experiment.ema) if average else model
+
+    def _keep_best(self, model: Tree, latest: list[_ValidationScore]) -> bool:
+        """Keep a model if its validation score is the best until now, and return whether it is.
+
+        A later model replaces an earlier one only if it is better: scores are ordered by accuracy, loss and, with both
+        equal, round.
+
+        Args:
+            model: the model that `latest` is about.
+            latest: its validation score in a list; empty if it was not validated.
+        """
+        self.scores = [*self.scores, *latest]
+        if not latest or max(self.scores) != latest[-1]:
+            return False
+        self.state = self.state._replace(chosen=model)
+        return True
 
 
 def _client_accuracies(experiment: Experiment, test: ModelEvaluation) -> dict[int, float]:
@@ -269,81 +396,6 @@ def _evaluate_images(experiment: Experiment, model: Tree, images: Examples) -> M
     )
 
 
-def _evaluate(
-    experiment: Experiment,
-    state: _State,
-    scores: list[_ValidationScore],
-    previous: ModelEvaluation | None,
-    row: Row,
-) -> tuple[_State, list[_ValidationScore], ModelEvaluation | None]:
-    """Add the evaluation of a round's model to its row, and keep the model if it has the best validation accuracy.
-
-    Args:
-        experiment: the experiment.
-        state: the state after the round.
-        scores: the validation scores of earlier rounds.
-        previous: the test result of the best model of earlier rounds.
-        row: the round's line of metrics, which is extended.
-
-    Returns:
-        The new state and scores, and the test result of the best model until now; without validation images, of this
-        model.
-    """
-    model = state.solution(experiment)  # the method's model, or the moving average of its models
-    images = experiment.test
-    test: ModelEvaluation | None = None
-    if images is not None:
-        test = _evaluate_images(experiment, model, images)
-        if not math.isfinite(test.loss):
-            raise Diverged(row["round"] - 1, client=None, step=None, value=test.loss, quantity="test loss")
-        row["test"] = test.row()
-        client_accuracies = _client_accuracies(experiment, test)
-        if client_accuracies:
-            row["test"]["clients"] = summarize_clients([*client_accuracies.values()])
-        # Class bias: the model's mean prediction, and the accuracy of each class, also of clients' uploaded models.
-        row["prior"] = experiment.runtime.prediction_bias(model, test.per_class)
-        client_bias = experiment.runtime.client_prediction_bias(
-            model, test.per_class, lambda client_model: _evaluate_images(experiment, client_model, images).per_class
-        )
-        if client_bias is not None:
-            row["clients"] = client_bias
-    if experiment.validation is None:
-        return state, scores, test
-    row["validation"] = _evaluate_images(experiment, model, experiment.validation).row()
-    new_state, scores = _keep_best(state, scores, model, _validation_scores([row]))
-    return new_state, scores, test if new_state is not state else previous
-
-
-def _stop_reason(experiment: Experiment, number: int, scores: Sequence[_ValidationScore]) -> str | None:
-    """Check whether training stops early: by an aggregator's limit, or without improvement for `patience` evaluations.
-
-    Args:
-        experiment: the experiment.
-        number: the number of finished rounds.
-        scores: the validation scores of these rounds.
-
-    Returns:
-        A sentence on why training stops before its last round; None if it continues.
-    """
-    rounds = experiment.task.rounds
-    if number >= rounds:
-        return None
-    reason = experiment.runtime.stop_reason(number)
-    patience = experiment.patience
-    if reason is not None or patience is None or not scores:
-        return reason
-    values = [(score.accuracy, score.negative_loss) for score in scores]
-    # `index` finds the first best score: one that only equals it is no improvement.
-    evaluations_since_best = len(values) - 1 - values.index(max(values))
-    if evaluations_since_best < patience:
-        return None
-    evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
-    return (
-        f"stopped after round {number} of {rounds}: no better validation accuracy in {evaluations}; "
-        f"best round {max(scores).round}"
-    )
-
-
 def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
     """Read the validation scores from rows of metrics, skipping rounds without validation.
 
@@ -357,59 +409,6 @@ def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
         if result is not None:
             scores.append(_ValidationScore(result["accuracy"], -result["loss"], result.get("round", row["round"])))
     return scores
-
-
-def _keep_best(
-    state: _State, scores: list[_ValidationScore], model: Tree, latest: list[_ValidationScore]
-) -> tuple[_State, list[_ValidationScore]]:
-    """Store a model in the run's state if its validation score is the best until now.
-
-    A later model replaces an earlier one only if it is better: scores are ordered by accuracy, loss and, with both equal,
-    round.
-
-    Args:
-        state: the state of the run; `chosen` is the best model.
-        scores: the validation scores of earlier rounds.
-        model: the model that `latest` is about.
-        latest: its validation score in a list; empty if it was not validated.
-
-    Returns:
-        The state, with the model if it is the best, and all scores.
-    """
-    if not latest:
-        return state, scores  # the round was not validated
-    scores = [*scores, *latest]
-    if max(scores) == scores[-1]:
-        state = state._replace(chosen=model)
-    return state, scores
-
-
-def _start(
-    experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, device: torch.device
-) -> tuple[_State, int]:
-    """Start a run from the initial model, or continue it from a checkpoint.
-
-    Args:
-        experiment: the method and its federation. Its runtime, with the clients' memories and the bytes sent until then
-            ("cost"), is restored from the checkpoint.
-        folder: the run folder; a new run saves its first checkpoint there.
-        loaded: the newest checkpoint; None for a new run.
-        device: the device of the state.
-
-    Returns:
-        The state of the run, and its number of finished rounds.
-    """
-    if loaded is None:
-        model = initial_model(experiment.task, experiment.seed, device)
-        state = _State(tree.to(experiment.method.start(experiment.task, model), device))
-        cost_of_no_round = experiment.runtime.close().cost
-        _save(folder, 0, state, experiment.runtime, cost_of_no_round)
-        # What initialization and saving freed goes back to the system before training needs memory.
-        release_memory(tree.nbytes(state.server))
-        return state, 0
-    _check_checkpoint(folder, loaded)
-    experiment.runtime.restore(loaded.clients, loaded.meta["cost"])
-    return _State(**{name: tree.to(subtree, device) for name, subtree in loaded.state.items()}), loaded.round
 
 
 def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
@@ -454,13 +453,6 @@ def _is_round_row(row: Row, number: int) -> bool:
             return False
     has_loss = type(validation.get("loss")) is float
     return row.get("round") == number and isinstance(row.get("cost"), dict) and has_loss
-
-
-def _save(folder: RunFolder, number: int, state: _State, runtime: ServerRuntime, cost: dict[str, int]) -> None:
-    """Save the checkpoint after so many rounds, and notify the runtime."""
-    parts = {name: subtree for name, subtree in state._asdict().items() if subtree or name == "server"}
-    folder.save(number, parts, {"cost": cost}, runtime.store)
-    runtime.on_checkpoint(number)
 
 
 def _metrics_row(number: int, report: RoundReport) -> Row:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import ClientContext, ClientResult, add_metrics, images_per_call
-from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.manifest import StoreContents
 from halfmoon.storage.state_store import StateView, TreeStore
@@ -31,8 +30,28 @@ UINT32_VALUES = 2**32
 Row = dict[str, Any]
 """One round's line of metrics.jsonl."""
 
-ClientResults = Iterator[tuple[int, ClientResult]]
-"""Clients and the results of their updates, one after the other."""
+
+class ClientTrainer(Protocol):
+    """Trains clients, wherever they are: on this machine (`LocalClients`) or at sites (`SiteClients`)."""
+
+    def train(
+        self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
+    ) -> Iterator[tuple[int, ClientResult]]:
+        """Have clients (or the `SERVER`) train, and yield their results in the order of `clients`.
+
+        A result is not stored here, so that the caller can free an upload before it takes the next one.
+
+        Args:
+            context: the query.
+            clients: numbers of the clients.
+            broadcast: the tree that all clients receive.
+            per_client: leaves (len(clients), ...), of which each client receives its slice too.
+
+        Yields:
+            Each client that replies, with its result. If `clients` is the cohort, one or more reply: an implementation
+            that gets fewer raises an error instead.
+        """
+        ...
 
 
 class TooFewReplies(UserError):
@@ -44,8 +63,8 @@ class RoundReport(NamedTuple):
 
     cohort: list[int]
     samples: dict[str, WeightedMetric]  # training metrics, summed over clients and steps
-    pseudo: Row | None  # quality of pseudo-labels
     cost: dict[str, int]  # of the run until now
+    pseudo: Row | None = None  # quality of pseudo-labels, measured by a simulation
     evaluation: Row | None = None  # of the model before this round, on test images that only clients have
     validation: Row | None = None  # the same on their validation images
     aggregator: Row | None = None  # what the aggregators report
@@ -81,9 +100,10 @@ class ServerRuntime(ABC):
 
     A round is `open`, any number of queries, `close`. All random numbers depend only on (seed, round, query, client).
     A client of the cohort does not reply with probability `settings.client_dropout`, for a whole round; one client
-    or more replies. Subclasses implement `_client_rounds`, which reaches the clients.
+    or more replies. Subclasses set `trainer`, which reaches the clients.
 
     Attributes:
+        trainer: trains the clients.
         method: the method that trains.
         base: its task, with the learning rate of the first round.
         task: the task at the current round.
@@ -94,6 +114,8 @@ class ServerRuntime(ABC):
         aggregators: through which uploads pass, one after the other, before the method gets them.
         cost: the cost of the run until now.
     """
+
+    trainer: ClientTrainer
 
     def __init__(
         self,
@@ -135,7 +157,6 @@ class ServerRuntime(ABC):
         self._query = 0
         self._uniform_cohort = True  # whether the cohort is a uniform sample of all clients
         self._samples: dict[str, WeightedMetric] = {}
-        self._quality = self._new_quality()
 
     @property
     @abstractmethod
@@ -173,23 +194,6 @@ class ServerRuntime(ABC):
         """
         return None
 
-    @abstractmethod
-    def _client_rounds(
-        self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
-    ) -> ClientResults:
-        """Have clients (or the `SERVER`) train and yield their results in the order of `clients`.
-
-        Args:
-            context: the query.
-            clients: numbers of the clients.
-            broadcast: the tree that all clients receive.
-            per_client: leaves (len(clients), ...), of which each client receives its slice too.
-
-        Yields:
-            Each client that replies, with its result. If `clients` is the cohort, one or more reply: an implementation
-            that gets fewer raises an error instead.
-        """
-
     def retry_round(self, few: TooFewReplies) -> None:
         """Prepare to retry a round that had too few replies, or raise `few`."""
         raise few  # a simulated client that drops out would drop out of the retry, too
@@ -219,7 +223,6 @@ class ServerRuntime(ABC):
         self._round = round
         self._query = 0
         self._samples = {}
-        self._quality = self._new_quality()
 
     def query(
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
@@ -249,7 +252,7 @@ class ServerRuntime(ABC):
         query = self._query  # the next call increases it
         update = self.client_updates[client_update]
         uploads: dict[int, Upload] = {}
-        for client, result in self._train_clients(update, recipients, broadcast, private):
+        for client, result in self._train_clients(client_update, update, recipients, broadcast, private):
             uploads[client] = result.upload
             del result
         upload = stack(list(uploads.values()))  # a copy
@@ -300,7 +303,7 @@ class ServerRuntime(ABC):
         mean = UploadMean(upload_spec, client_update)
         recipients = self.cohort
         responders: list[int] = []
-        for client, result in self._train_clients(update, recipients, broadcast, {}):
+        for client, result in self._train_clients(client_update, update, recipients, broadcast, {}):
             mean.add(result.upload)
             responders.append(client)
             del result  # free the upload before the next client trains
@@ -315,7 +318,7 @@ class ServerRuntime(ABC):
         bytes_down = self.cost.bytes_down
         bytes_up = self.cost.bytes_up
         update = self.client_updates[client_update].at_server
-        ((_, result),) = self._train_clients(update, torch.tensor([SERVER]), broadcast, {})
+        ((_, result),) = self._train_clients(client_update, update, torch.tensor([SERVER]), broadcast, {})
         self.cost.bytes_down = bytes_down
         self.cost.bytes_up = bytes_up
         return result.upload
@@ -341,7 +344,6 @@ class ServerRuntime(ABC):
         return RoundReport(
             cohort=to_ints(self.cohort),
             samples=self._samples,
-            pseudo=self._quality.row(),
             cost=self.cost.row(),
             aggregator=aggregator_row or None,
         )
@@ -356,11 +358,12 @@ class ServerRuntime(ABC):
         self.cost = Cost(**cost)
 
     def _train_clients(
-        self, client_update: ClientUpdate, recipients: Tensor, broadcast: Tree, per_client: Tree
-    ) -> ClientResults:
+        self, name: str, client_update: ClientUpdate, recipients: Tensor, broadcast: Tree, per_client: Tree
+    ) -> Iterator[tuple[int, ClientResult]]:
         """Send the next query of the round to clients; count the cost and the metrics of each result, and yield it.
 
         Args:
+            name: the name of the update.
             client_update: the update that they run.
             recipients: numbers of the clients, (n,). Those that drop out of this round do not train.
             broadcast: the tree that all of them receive.
@@ -373,11 +376,11 @@ class ServerRuntime(ABC):
         clients = to_ints(recipients[present])
         per_client = tree.map(lambda leaf: leaf[present], per_client)
         context = ClientContext(
-            client_update, self.views, self.seed, self._round, self._query, images_per_call(self.device)
+            client_update, self.views, self.seed, self._round, self._query, images_per_call(self.device), name
         )
         self._query += 1
         precision = client_update.task.upload_precision
-        for client, result in self._client_rounds(context, clients, broadcast, per_client):
+        for client, result in self.trainer.train(context, clients, broadcast, per_client):
             if client != SERVER:
                 self.cost.stored_client = max(self.cost.stored_client, result.memory_bytes)
             for name, sample in result.samples.items():
@@ -428,10 +431,6 @@ class ServerRuntime(ABC):
                 context = context.only(positions)
         self.responders = torch.tensor(context.clients, dtype=torch.int64)
         return upload
-
-    def _new_quality(self) -> Quality:
-        """Create empty counts of the quality of pseudo-labels."""
-        return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)
 
 
 def read_all(store: StateStore) -> Tree:

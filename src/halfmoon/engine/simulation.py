@@ -13,10 +13,9 @@ from halfmoon.core import rng
 from halfmoon.core.tensors import tensor_from_numpy, to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
-from halfmoon.engine.driver import ClientContext
-from halfmoon.engine.evaluation import compute_mean_prediction, prediction_bias
+from halfmoon.engine.evaluation import Quality, compute_mean_prediction, prediction_bias
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
-from halfmoon.engine.runtime import ClientResults, Row, RuntimeSettings, ServerRuntime, read_all
+from halfmoon.engine.runtime import RoundReport, Row, RuntimeSettings, ServerRuntime, read_all
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.state_store import StateView, TreeStore
 
@@ -58,7 +57,8 @@ class Simulation(ServerRuntime):
         super().__init__(method, task, views, settings, store, aggregators)
         self.dataset = dataset
         self.memories: StateStore = StateView(self.store, "client/", device)
-        self.local_clients = LocalClients(dataset, views, training, self.seed, self.memories)
+        self.local_clients = LocalClients(dataset, views, training, self.seed, self.memories, self._new_quality())
+        self.trainer = self.local_clients
         self._executor = training.executor
         self._stage: int | None = None
         self._client_models: dict[int, Tree] = {}  # the latest models of some clients of this round
@@ -71,6 +71,16 @@ class Simulation(ServerRuntime):
         super().open(round)
         self._stage = self.dataset.stage(round, self.base.rounds)
         self._client_models = {}
+        self.local_clients.quality = self._new_quality()
+
+    def close(self) -> RoundReport:
+        """End the round and return its measurements, with the quality of its pseudo-labels."""
+        quality = self.local_clients.quality
+        return super().close()._replace(pseudo=None if quality is None else quality.row())
+
+    def _new_quality(self) -> Quality:
+        """Create empty counts of the quality of pseudo-labels."""
+        return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)
 
     def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
         """Measure the class bias of a model's predictions on the unlabeled images of this round's cohort.
@@ -162,24 +172,6 @@ class Simulation(ServerRuntime):
 
     def state(self) -> Tree:
         return {"client": read_all(self.memories), **super().state()}
-
-    def _client_rounds(
-        self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
-    ) -> ClientResults:
-        """Train clients on this machine, and yield each client's number and result.
-
-        Args:
-            context: the query.
-            clients: numbers of the clients.
-            broadcast: the tree that all clients receive.
-            per_client: leaves (len(clients), ...), of which each client receives its slice too.
-        """
-        # Not zip, which retains a reference to the last result while the next client trains.
-        remaining = iter(clients)
-        results = self.local_clients.update(context, clients, self._stage, broadcast, per_client, self._quality)
-        for result in results:
-            yield next(remaining), result
-            del result  # free the upload before the next client trains
 
     def _on_upload(self, client: int, broadcast: Tree, upload: Upload) -> None:
         """Store the models of the first `client_models` clients of the cohort, to measure their bias."""

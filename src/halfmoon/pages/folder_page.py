@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from halfmoon.pages.label_store import LabelStore
 from halfmoon.pages.server import BadRequest, Endpoint, build_app, serve_page
 from halfmoon.sites.folders.site_folder import LABELS_FILE, SiteFolder
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import EventRecorder
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -195,7 +196,7 @@ class FolderPage:
         noun: str,
         port: int | None,
         open_browser: bool,
-        write_line: Callable[[str], None],
+        display: EventRecorder,
     ) -> None:
         """Serve the page until Ctrl-C, while the model predicts the images, and report how many labels were written.
 
@@ -205,7 +206,7 @@ class FolderPage:
             noun: the name of a written label in the report, in the singular.
             port: the port, None for a free one.
             open_browser: whether to open the page in a browser.
-            write_line: prints a line.
+            display: shows messages on the terminal.
 
         Raises:
             KeyboardInterrupt: the user pressed Ctrl-C.
@@ -213,13 +214,14 @@ class FolderPage:
         if self.prediction is not None:
             self.prediction.start()
         try:
-            serve_page(app, f"{action} {self.site.folder}", port, open_browser, write_line)
+            serve_page(app, f"{action} {self.site.folder}", port, open_browser, display)
         finally:
             if self.prediction is not None:
                 self.prediction.stop()
             count = self.store.written_count
             nouns = noun if count == 1 else f"{noun}s"
-            write_line(f"{count} {nouns} written to {self.site.folder / self.store.labels_file}.")
+            file = self.site.folder / self.store.labels_file
+            display.record("labels_written", f"{count} {nouns} written to {file}.", count=count, file=str(file))
 
 
 def parse_body(request: Request) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from halfmoon.pages.training import BackgroundTraining
 from halfmoon.sites.folders.labels import find_disagreements, normalize_path, reader_labels_file
 from halfmoon.sites.folders.site_folder import CLASSES_FILE, LABELS_FILE, SiteFolder, read_site
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import EventRecorder
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -295,7 +296,7 @@ def serve_label_page(
     options: LabelOptions,
     port: int | None,
     open_browser: bool,
-    write_line: Callable[[str], None],
+    display: EventRecorder,
 ) -> None:
     """Serve the page on which a person labels the images of a site in a browser, until Ctrl-C.
 
@@ -306,7 +307,7 @@ def serve_label_page(
         options: the options of the page.
         port: the port, None for a free one.
         open_browser: whether to open the page in a browser.
-        write_line: prints a line.
+        display: shows messages on the terminal.
 
     Raises:
         UserError: there are no classes, or the port is not available.
@@ -321,8 +322,6 @@ def serve_label_page(
     prediction = BackgroundPrediction(load, site.folder, site.paths) if load is not None else None
     page = LabelPage(site, classes, prediction, options)
     try:
-        page.serve(
-            page.app(), action="label", noun="label", port=port, open_browser=open_browser, write_line=write_line
-        )
+        page.serve(page.app(), action="label", noun="label", port=port, open_browser=open_browser, display=display)
     finally:
         page.training.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from halfmoon.pages.folder_page import FolderPage
 from halfmoon.pages.label_order import Predictions
 from halfmoon.sites.folders.labels import find_labels_file
 from halfmoon.sites.folders.site_folder import CLASSES_FILE, UNLABELED, SiteFolder, read_site
+from halfmoon.storage.events import EventRecorder
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -163,7 +164,7 @@ def serve_review_page(
     folder: Path,
     port: int | None,
     open_browser: bool,
-    write_line: Callable[[str], None],
+    display: EventRecorder,
 ) -> None:
     """Serve the page on which a person reviews and corrects a model's predictions of a folder, until Ctrl-C.
 
@@ -173,7 +174,7 @@ def serve_review_page(
         folder: the folder of the images.
         port: the port, None for a free one.
         open_browser: whether to open the page in a browser.
-        write_line: prints a line.
+        display: shows messages on the terminal.
 
     Raises:
         UserError: the folder cannot be read, or the port is not available.
@@ -183,6 +184,4 @@ def serve_review_page(
     prediction = BackgroundPrediction(lambda: model, folder, site.paths)
     prediction.classes = model.classes  # the page needs them before the prediction is complete
     page = ReviewPage(name, site, prediction, model.card.window)
-    page.serve(
-        page.app(), action="review", noun="correction", port=port, open_browser=open_browser, write_line=write_line
-    )
+    page.serve(page.app(), action="review", noun="correction", port=port, open_browser=open_browser, display=display)

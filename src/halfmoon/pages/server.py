@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from halfmoon.core.errors import UserError, install_command
 from halfmoon.report import templates
 from halfmoon.sites.folders.labels import LabelConflict
+from halfmoon.storage.events import EventRecorder
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -244,9 +245,7 @@ def open_socket(port: int | None) -> socket.socket:
     return sock
 
 
-def serve_page(
-    app: ASGIApp, title: str, port: int | None, open_browser: bool, write_line: Callable[[str], None]
-) -> None:
+def serve_page(app: ASGIApp, title: str, port: int | None, open_browser: bool, display: EventRecorder) -> None:
     """Serve a page in this thread until Ctrl-C, and print its address.
 
     Args:
@@ -254,14 +253,15 @@ def serve_page(
         title: printed before the address.
         port: the port, None for a free one.
         open_browser: whether to open the page in a browser.
-        write_line: prints a line.
+        display: shows messages on the terminal.
 
     Raises:
         UserError: the port is not available.
         KeyboardInterrupt: the user pressed Ctrl-C.
     """
     with _server(app, port) as (server, sock, address):
-        write_line(f"{title}: {address}\nOnly this machine can open it. Press Ctrl-C to stop it.")
+        text = f"{title}: {address}\nOnly this machine can open it. Press Ctrl-C to stop it."
+        display.record("page_opened", text, address=address)
         with _open_browser(address) if open_browser else nullcontext():
             server.run(sockets=[sock])
     raise KeyboardInterrupt  # some versions of uvicorn catch it and return
@@ -280,14 +280,14 @@ def _open_browser(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def serve_in_background(app: ASGIApp, title: str, port: int | None, write_line: Callable[[str], None]) -> Iterator[str]:
+def serve_in_background(app: ASGIApp, title: str, port: int | None, display: EventRecorder) -> Iterator[str]:
     """Serve a page in a thread until the context ends, and print its address.
 
     Args:
         app: the app of the page.
         title: printed before the address.
         port: the port, None for a free one.
-        write_line: prints a line.
+        display: shows messages on the terminal.
 
     Yields:
         The address, with its secret token.
@@ -298,7 +298,7 @@ def serve_in_background(app: ASGIApp, title: str, port: int | None, write_line: 
     with _server(app, port) as (server, sock, address):
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
-        write_line(f"{title}: {address}")
+        display.record("page_opened", f"{title}: {address}", address=address)
         try:
             yield address
         finally:

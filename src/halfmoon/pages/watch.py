@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from halfmoon.pages import federation_events
 from halfmoon.pages.follow import FollowedRun, Follower, find_ceiling_alarms
 from halfmoon.pages.server import build_app, serve_page
 from halfmoon.report.styles import line_styles, style_to_json
+from halfmoon.storage.events import EventRecorder
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -134,14 +135,14 @@ def name_variants(runs: Sequence[FollowedRun]) -> list[str]:
     return names
 
 
-def serve_watch_page(root: Path, port: int | None, open_browser: bool, write_line: Callable[[str], None]) -> None:
+def serve_watch_page(root: Path, port: int | None, open_browser: bool, display: EventRecorder) -> None:
     """Serve the page on which a person follows the runs in a folder while they train, until Ctrl-C.
 
     Args:
         root: the folder to watch.
         port: the port, None for a free one.
         open_browser: whether to open the page in a browser.
-        write_line: prints a line.
+        display: shows messages on the terminal.
 
     Raises:
         UserError: there is nothing to watch, or the port is not available.
@@ -149,4 +150,4 @@ def serve_watch_page(root: Path, port: int | None, open_browser: bool, write_lin
     """
     page = WatchPage(root)
     threading.Thread(target=page.load_methods, daemon=True).start()
-    serve_page(page.app(), f"watch {root}", port, open_browser, write_line)
+    serve_page(page.app(), f"watch {root}", port, open_browser, display)

@@ -5,14 +5,16 @@ Everything that they receive is also stored in the run folder. metrics.jsonl is 
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from halfmoon.config.schema import Config, count_rounds
+from halfmoon.core.errors import UserError
+from halfmoon.core.python_names import warn
 from halfmoon.engine.loop import Row
+from halfmoon.storage.events import EventRecorder
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,12 @@ class RunInfo:
         return count_rounds(self.config)
 
 
-class Callback(Protocol):
-    """Follow runs while they train; `run` tells several runs apart."""
+class Callback(EventRecorder, Protocol):
+    """Follow runs while they train; `run` distinguishes several runs.
+
+    Messages for the user are events: `record(name, text, **fields)` displays the sentence `text`, and programs read the
+    event's name and fields (`halfmoon.storage.events.EventRecorder`).
+    """
 
     def begin(self, run: RunInfo) -> None:
         """Handle the start of a run, or its resumption after round `run.first`; its folder and config.toml exist."""
@@ -52,12 +58,12 @@ class Callback(Protocol):
     def end(self, run: RunInfo, summary: Row) -> None:
         """Handle the end of a run; `summary` is its summary.json, which is already written."""
 
-    def say(self, text: str) -> None:
-        """Show the user `text`, a message of one or more sentences."""
-
 
 class NullCallback(Callback):
-    """Ignore `run`, `row`, `summary` and `text`: a base class for callbacks that handle only some events."""
+    """Ignore runs, rounds and events: a base class for callbacks that handle only some of them."""
+
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Ignore an event."""
 
 
 NULL_CALLBACK = NullCallback()
@@ -84,35 +90,46 @@ class GroupedRuns(NullCallback):
     def end(self, run: RunInfo, summary: Row) -> None:
         self._watch.end(replace(run, group=self._group), summary)
 
-    def say(self, text: str) -> None:
-        self._watch.say(text)
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        self._watch.record(name, text, **fields)
 
 
 FEATURE_PROGRESS_SECONDS = 10.0
 """Seconds between two messages about the progress of feature extraction."""
 
 
-def _warn(text: str) -> None:
-    # Level 2 is the line in `Callbacks`; the message names the callback itself.
-    warnings.warn(text, RuntimeWarning, stacklevel=2)
+class _WarningRecorder:
+    """Issue each event as a Python warning."""
+
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        warn(text)
 
 
 class Callbacks:
     """Several callbacks as one, called in order. One that raises an exception is removed, and the run continues.
 
     An exception that is no `Exception`, such as KeyboardInterrupt, is not caught: with it a callback can stop a run,
-    which can be resumed. Each method passes its `run`, `row`, `summary` or `text` on.
+    which can be resumed.
     """
 
-    def __init__(self, *callbacks: Callback, warn: Callable[[str], None] = _warn) -> None:
+    def __init__(self, *callbacks: Callback, failures: EventRecorder | None = None) -> None:
         """Combine callbacks.
 
         Args:
             callbacks: these, in the order of the calls.
-            warn: receives the message about a callback that failed; by default it is a Python warning.
+            failures: receives an event for each callback that failed; None: it is a Python warning.
+
+        Raises:
+            UserError: a callback has the method `say` of halfmoon 0.1 instead of `record`.
         """
+        for callback in callbacks:
+            if hasattr(callback, "say"):
+                raise UserError(
+                    f"The callback {type(callback).__name__} has a method say(text), which is record(name, text, **fields) "
+                    "now: rename it."
+                )
         self._callbacks = list(callbacks)
-        self._warn = warn
+        self._failures = _WarningRecorder() if failures is None else failures
 
     def begin(self, run: RunInfo) -> None:
         self._call(lambda callback: callback.begin(run))
@@ -123,8 +140,8 @@ class Callbacks:
     def end(self, run: RunInfo, summary: Row) -> None:
         self._call(lambda callback: callback.end(run, summary))
 
-    def say(self, text: str) -> None:
-        self._call(lambda callback: callback.say(text))
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        self._call(lambda callback: callback.record(name, text, **fields))
 
     def _call(self, event: Callable[[Callback], None]) -> None:
         """Pass an event of a run to all callbacks; remove one that raises an exception, with a warning.
@@ -140,10 +157,11 @@ class Callbacks:
                 event(callback)
             except Exception as error:
                 self._callbacks = [other for other in self._callbacks if other is not callback]
-                self._warn(
+                text = (
                     f"The callback {type(callback).__name__} failed ({type(error).__name__}: {error}); the run "
                     "continues without it."
                 )
+                self._failures.record("callback_failed", text)
 
 
 def isolate_failures(watch: Callback) -> Callbacks:
@@ -157,7 +175,7 @@ def feature_progress(watch: Callback, clock: Callable[[], float] = time.monotoni
     Features are the outputs of a frozen backbone, computed once before training, which may take hours.
 
     Args:
-        watch: receives a message every `FEATURE_PROGRESS_SECONDS`: the number of finished images and the time left.
+        watch: receives an event every `FEATURE_PROGRESS_SECONDS`: the number of finished images and the time left.
         clock: returns the time in seconds.
 
     Returns:
@@ -179,6 +197,7 @@ def feature_progress(watch: Callback, clock: Callable[[], float] = time.monotoni
             last_message_time = now
             seconds_per_image = (now - start_time) / (number - start_number)
             minutes, seconds = divmod(round(seconds_per_image * (count - number)), 60)
-            watch.say(f"features: {number:,} of {count:,} images, {minutes}:{seconds:02} left.")
+            text = f"features: {number:,} of {count:,} images, {minutes}:{seconds:02} left."
+            watch.record("features_progress", text, done=number, images=count)
 
     return report

@@ -41,12 +41,13 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
         )
     device = factory.select_device(config)
     if shared.source.selection_note:
-        watch.say(f"{shared.source.selection_note}.")
+        watch.record("data_note", f"{shared.source.selection_note}.")
     if is_emulated(config.precision, device):
-        watch.say(
+        text = (
             "this processor has no bfloat16, so precision = 'bf16' is several times slower here than float32 and "
             "gains nothing; leave it out, or take a GPU or a processor with AVX-512."
         )
+        watch.record("warning", text)
     if config.precision in GPU_PRECISIONS and device.type == "cpu":
         raise UserError(
             f"precision = {config.precision!r} has an effect on a GPU only, and this run trains on the processor: leave "
@@ -168,20 +169,22 @@ def _warn_of_small_clients(
         update for entry in _semi_supervised(entries) for update in entry.method.client_updates(shared.task).values()
     ]
     if small_clients and any(update.requirements.trains for update in updates):
-        watch.say(
+        text = (
             f"{small_clients} of {shared.split.clients} clients have fewer labeled images than a batch of "
             f"{labeled_batch}: their images repeat within a batch."
         )
+        watch.record("small_clients", text, clients=small_clients)
 
 
 def _report_federation_options(jobs: Sequence[Job], watch: Callback) -> None:
     """Report an option that a simulation ignores. It is not refused: a federation may read the same file."""
     for job in jobs:
         if "min_class_images" in explicit_method_options(job.config, job.config.method):
-            watch.say(
+            text = (
                 f"min_class_images of {job.config.method} has no effect in a simulation: only the sites of a federation "
                 "compare it with their labels."
             )
+            watch.record("option_ignored", text, option="min_class_images")
 
 
 def _check_titles(entries: Sequence[registry.MethodEntry]) -> None:

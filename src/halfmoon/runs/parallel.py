@@ -20,6 +20,7 @@ from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import count_threads, select_device
 from halfmoon.runs.workers import share_processors
+from halfmoon.storage.events import Event
 
 MIN_ROUNDS = 100
 """With fewer rounds of all runs together, starting processes takes longer than it saves."""
@@ -131,7 +132,7 @@ def _forward_messages(
 
     Args:
         messages: the queue of (event, sender, content). Events are named like the methods of a callback. The sender is
-            the number of the run for "begin" and "say", otherwise its folder.
+            the number of the run for "begin" and "record", otherwise its folder.
         runs: the runs that have started, by folder; updated.
         acknowledged: by number, an event to set when the callback knows of a run's start, for which the run waits.
         watch: the callback.
@@ -145,8 +146,8 @@ def _forward_messages(
             runs[content.folder] = content
             watch.begin(content)
             acknowledged[sender].set()
-        elif event == "say":
-            watch.say(content)
+        elif event == "record":
+            watch.record(content.name, content.text, **content.fields)
         elif event == "round":
             watch.round(runs[sender], content)
         else:
@@ -176,8 +177,8 @@ class _MessageCallback:
     def end(self, run: RunInfo, summary: Row) -> None:
         _STATE["messages"].put(("end", run.folder, summary))
 
-    def say(self, text: str) -> None:
-        _STATE["messages"].put(("say", self.number, text))
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        _STATE["messages"].put(("record", self.number, Event(name, text, fields)))
 
 
 def _initialize_process(

@@ -140,10 +140,10 @@ class NullProgress:
         progress = self.find(run)
         progress.took = self.clock() - progress.start_time
         if summary.get("ended"):
-            self.say(f"{run.title}: {summary['ended']}")
+            self.record("run_stopped", f"{run.title}: {summary['ended']}")
 
-    def say(self, text: str) -> None:
-        """Print a message once, even if several runs report it."""
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Print the sentence of an event once, even if several runs report it."""
         # Each method of a comparison reports, for example, the same missing file.
         if text not in self._messages:
             self._messages.add(text)
@@ -183,7 +183,7 @@ class NullProgress:
         """Print the defenses, privacy options and attacks of a run that has some."""
         options = [f"{name} {toml_text(value)}" for name, value in security_options(run.config).items()]
         if options:
-            self.say(f"{run.title}: {', '.join(options)}.")
+            self.record("security_options", f"{run.title}: {', '.join(options)}.")
 
 
 class LineProgress(NullProgress):
@@ -193,7 +193,8 @@ class LineProgress(NullProgress):
         """Print the security options of a method, and the round from which it is resumed."""
         super().begin(run)
         if run.first:
-            self.say(f"{run.title}: going on after round {run.first} of {run.rounds}.")
+            text = f"{run.title}: going on after round {run.first} of {run.rounds}."
+            self.record("resumed", text, round=run.first)
         self.print_security_options(run)
 
     def round(self, run: RunInfo, row: Row) -> None:

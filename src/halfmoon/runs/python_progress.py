@@ -25,24 +25,24 @@ REFRESH_SECONDS = 0.25
 class QuietProgress(NullProgress):
     """Show nothing."""
 
-    def say(self, text: str) -> None:
-        """Ignore a message."""
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Ignore an event."""
 
 
 class MessageProgress(NullProgress):
     """Print only messages."""
 
-    def say(self, text: str) -> None:
-        """Print a message once, with options as Python's keywords."""
-        super().say(in_python(text))
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Print the sentence of an event once, with options as Python's keywords."""
+        super().record(name, in_python(text), **fields)
 
 
 class TerminalProgress(LiveProgress):
     """Show one live row for each method on a terminal, and print messages above."""
 
-    def say(self, text: str) -> None:
-        """Print a message once, with options as Python's keywords."""
-        super().say(in_python(text))
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Print the sentence of an event once, with options as Python's keywords."""
+        super().record(name, in_python(text), **fields)
 
 
 class NotebookProgress(MessageProgress):
@@ -120,6 +120,6 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def note(text: str, show: bool = True) -> None:
+def print_message(text: str, show: bool = True) -> None:
     """Print a message, outside of a run's progress display, unless `show` is False."""
-    make_progress(show).say(text)
+    make_progress(show).record("message", text)

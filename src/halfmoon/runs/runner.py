@@ -399,14 +399,15 @@ def _choose_by_time(config: Config, shared: Problem, watch: Callback) -> Literal
         vmap_seconds = _time_cohort(replace(config, executor="vmap"), shared)
     except (RuntimeError, UserError) as error:  # too little memory, or a layer for which vmap has no rule
         reason = str(error).partition("\n")[0].rstrip(".")
-        watch.say(f"Clients train one by one, as they cannot be batched by vmap: {reason}.")
+        text = f"Clients train one by one, as they cannot be batched by vmap: {reason}."
+        watch.record("executor_chosen", text, executor="loop")
         return "loop"
     faster: Literal["loop", "vmap"] = "vmap" if vmap_seconds < loop_seconds else "loop"
     text = (
         f"Clients train {'batched by vmap' if faster == 'vmap' else 'one by one'}: {TIMED_STEPS} steps of a cohort took "
         f"{loop_seconds:.2f} s one by one and {vmap_seconds:.2f} s by vmap ({{executor}} chooses without a trial)."
     )
-    watch.say(OptionText(text, "executor"))
+    watch.record("executor_chosen", OptionText(text, "executor"), executor=faster)
     return faster
 
 
@@ -499,11 +500,11 @@ def _load_shared(
         # All jobs share the options of the data, so the configuration of the first one will do.
         shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_progress)
         for note in shared.source.notes:
-            watch.say(note)
+            watch.record("data_note", note)
     checks.check_jobs(jobs, shared, watch)
     text = training_summary(shared.task.network)  # how much of a pretrained network is trained
     if text is not None:
-        watch.say(text)
+        watch.record("pretrained_network", text)
     return shared
 
 
@@ -532,7 +533,8 @@ def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Cal
         if finished:
             write_comparison(outcome)
             names = ", ".join(dict.fromkeys(jobs[number].config.method for number in sorted(failures)))
-            watch.say(f"{names} failed; the results of the other methods are in {outcome.tables[1]}.")
+            text = f"{names} failed; the results of the other methods are in {outcome.tables[1]}."
+            watch.record("methods_failed", text)
         raise failures[min(failures)]
     if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
         write_comparison(outcome)
@@ -644,15 +646,15 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
         checkpoint = folder.load()
         if checkpoint is not None:
             for warning in checkpoint.warnings:
-                watch.say(warning)
+                watch.record("warning", warning)
             if factory.select_device(config).type == "cuda" and not config.deterministic:
                 text = (
                     "some sums on a GPU have no fixed order, so a resumed run may differ from a straight one; new runs "
                     "with {deterministic} do not."
                 )
-                watch.say(OptionText(text, "deterministic"))
+                watch.record("warning", OptionText(text, "deterministic"))
         if folder.lock_warning:
-            watch.say(folder.lock_warning)
+            watch.record("warning", folder.lock_warning)
         if not (path / SPLIT).exists():
             assembly.save_split(path, shared.split, shared.source)
         assembly.record_split_checksums(path)
@@ -770,7 +772,7 @@ def _build_experiment(config: Config, shared: Problem, path: Path, executor: Exe
     interval = choose_evaluation_interval(config, shared)
     if interval > 1 and config.evaluate_every is None:
         text = f"Test images are evaluated every {interval} rounds ({{evaluate_every=1}}: after each)."
-        watch.say(OptionText(text, "evaluate_every"))
+        watch.record("evaluation_interval", OptionText(text, "evaluate_every"), rounds=interval)
     experiment = assembly.build_experiment(config, runtime.task, runtime, shared.test, shared.validation)
     test_clients = None
     if shared.test is not None:

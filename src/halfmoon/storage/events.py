@@ -1,8 +1,9 @@
-"""Event records of a federation, written by the server and by each site.
+"""Events: records of what happened, for people (a sentence) and for programs (a name and fields).
 
-Every event is one JSON line in `events.jsonl`: the time, the event's name, its fields, and a sentence for people. Programs
-read names and fields; the sentence is only displayed. A copy of the sentences is appended to a readable log next to it.
-Imports no torch, so it loads fast.
+Code that has something to report gets an `EventRecorder`. A terminal prints the sentences (`EventPrinter`), a callback of
+a run displays them (`halfmoon.runs.callbacks.Callback`), and the server and each site of a federation write them to files
+(`EventLog`): one JSON line each in `events.jsonl`, and the sentences in a readable log next to it. Programs read names
+and fields, never sentences. Imports no torch, so it loads fast.
 """
 
 import json
@@ -11,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from halfmoon.storage import atomic_io
 
@@ -30,7 +31,7 @@ MAX_READ_BYTES = 2**22
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened in a federation.
+    """One thing that happened.
 
     Attributes:
         name: the kind of event, such as "site_joined".
@@ -51,7 +52,7 @@ class Event:
 
 
 class EventRecorder(Protocol):
-    """Interface of objects that store events."""
+    """Interface of objects that store or display events."""
 
     def record(self, name: str, text: str, /, **fields: Any) -> None:
         """Record an event.
@@ -70,9 +71,11 @@ class EventLog:
 
     Attributes:
         path: the readable log. The records are in `EVENTS_FILE` of the same folder.
+        ignore_errors: whether an event is dropped if it cannot be written, for example because the disk is full.
     """
 
     path: Path
+    ignore_errors: bool = False
 
     def record(self, name: str, text: str, /, **fields: Any) -> None:
         """Append an event with the current time to the log file for people, and to the file of JSON records.
@@ -83,8 +86,16 @@ class EventLog:
             **fields: further values of the record.
 
         Raises:
-            OSError: if a file cannot be written.
+            OSError: a file cannot be written, and errors are not ignored.
         """
+        try:
+            self._append(name, text, fields)
+        except OSError:
+            if not self.ignore_errors:
+                raise
+
+    def _append(self, name: str, text: str, fields: dict[str, Any]) -> None:
+        """Append an event to both files."""
         sentence = " ".join(text.splitlines())
         event = Event(name, sentence, fields, time.strftime("%Y-%m-%d %H:%M:%S"))
         row = {"time": event.time, "event": event.name, "fields": dict(event.fields), "text": event.text}
@@ -110,6 +121,31 @@ class EventList:
     def texts(self) -> list[str]:
         """The sentences of the events."""
         return [event.text for event in self.events]
+
+
+@dataclass(frozen=True)
+class EventPrinter:
+    """Print the sentence of each event as a line.
+
+    Attributes:
+        stream: the stream to print to.
+        prefix: text before each sentence.
+    """
+
+    stream: TextIO
+    prefix: str = ""
+
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Print the sentence, and flush the stream, so that a program which reads it sees each event at once."""
+        self.stream.write(f"{self.prefix}{text}\n")
+        self.stream.flush()
+
+
+class NullRecorder:
+    """Ignore events."""
+
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Ignore an event."""
 
 
 class Tail:

@@ -342,7 +342,7 @@ def solve_heads(methods: Sequence[Method], task: Task, data: Examples, fold: Fol
         labeled=counts[0],
         unlabeled=counts[1],
     )
-    federation = _SingleClientFederation(client_data)
+    federation = SingleClientFederation(client_data)
     models: list[Tree] = []
     for method in methods:
         updates = cast(Mapping[str, SumsUpdate], method.client_updates(task))
@@ -369,7 +369,7 @@ def orthonormal_basis(rows: Tensor) -> Tensor:
     return cast(Tensor, columns[0])
 
 
-class _SingleClientFederation:
+class SingleClientFederation:
     """A federation of one client, which is in every cohort.
 
     The sums of `SHARED_SUMS` depend on the images and labels only, so they are computed once for all methods.
@@ -380,6 +380,7 @@ class _SingleClientFederation:
     labeled = 0
 
     def __init__(self, data: ClientData) -> None:
+        """Make the federation of a client with these images, whose `updates` are set before the first round."""
         self.updates: Mapping[str, ClientUpdate] = {}
         self.data = data
         self.cohort = torch.zeros(1, dtype=torch.int64)
@@ -391,11 +392,15 @@ class _SingleClientFederation:
         """Compute the sums of the only client: they are the average."""
         sums = self._shared_sums.get(client_update)
         if sums is None:
-            data = self.data if client_update == "mean" else self._center_data(broadcast["head"]["center"])
-            sums = self.updates[client_update].begin(broadcast, {}, data)
+            sums = self.compute_sums(client_update, broadcast)
         if client_update in SHARED_SUMS:
             self._shared_sums[client_update] = sums
         return Upload({"sums": sums}, torch.ones(1))
+
+    def compute_sums(self, client_update: str, broadcast: Tree) -> Tree:
+        """Compute the sums of a client update over the client's images."""
+        data = self.data if client_update == "mean" else self._center_data(broadcast["head"]["center"])
+        return self.updates[client_update].begin(broadcast, {}, data)
 
     def _center_data(self, center: Tensor) -> ClientData:
         """Convert the vectors q to h once: all methods and rounds have the same center, the mean of all images."""

@@ -9,7 +9,7 @@ label: the mean that features are centered by, and the span in which the princip
 `DrawSolver` centers by the mean of a draw's training images, and its span is wider.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -18,14 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import ClientData, ClientUpdate, Federation, Method, Task
-from halfmoon.api.uploads import Upload
+from halfmoon.api.types import ClientData, Federation, Method, Task
 from halfmoon.core import rng
 from halfmoon.core.tree import Tree
 from halfmoon.engine.evaluation import Examples, ModelEvaluation
 from halfmoon.methods.analytic import MixtureHead, SumsUpdate, eigen_decomposition, principal_directions
 from halfmoon.models.vectors import LinearClassifier, Standardize
-from halfmoon.studies.decision import SHARED_SUMS, evaluate_rows, solve_heads
+from halfmoon.studies.decision import SingleClientFederation, evaluate_rows, solve_heads
 from halfmoon.studies.folds import Fold
 
 FIRST_DIRECTIONS = 160
@@ -268,30 +267,9 @@ def _common_basis(features: Tensor, labeled: Tensor, directions: int) -> Tensor:
     return cast(Tensor, torch.linalg.qr(columns)[0])  # pyright: ignore[reportUnknownMemberType]
 
 
-class _CenteredFederation:
-    """A federation of one client, whose vectors are centered already: the mean that it reports is zero.
+class _CenteredFederation(SingleClientFederation):
+    """A federation of one client, whose vectors are centered already: the mean that it reports is zero."""
 
-    The sums of `SHARED_SUMS` depend on the images and labels only, so they are computed once for all methods.
-    """
-
-    clients = 1
-    size = 1
-    labeled = 0
-
-    def __init__(self, data: ClientData) -> None:
-        self.updates: Mapping[str, ClientUpdate] = {}
-        self.data = data
-        self.cohort = torch.zeros(1, dtype=torch.int64)
-        self.responders = self.cohort
-        self._shared_sums: dict[str, Tree] = {}
-
-    def average(self, client_update: str, broadcast: Tree) -> Upload:
-        """Compute the sums of the only client: they are the average."""
-        sums = self._shared_sums.get(client_update)
-        if sums is None:
-            sums = self.updates[client_update].begin(broadcast, {}, self.data)
-            if client_update == "mean":
-                sums = {**sums, "q": torch.zeros_like(sums["q"])}
-        if client_update in SHARED_SUMS:
-            self._shared_sums[client_update] = sums
-        return Upload({"sums": sums}, torch.ones(1))
+    def compute_sums(self, client_update: str, broadcast: Tree) -> Tree:
+        sums = self.updates[client_update].begin(broadcast, {}, self.data)
+        return {**sums, "q": torch.zeros_like(sums["q"])} if client_update == "mean" else sums

@@ -27,6 +27,7 @@ from halfmoon.models.efficientnet import MEAN, STD, centered
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.runs.features import load_or_compute_features
+from halfmoon.storage.events import NullRecorder
 from halfmoon.studies.decision import MARGIN, difference_interval, solve_head
 from halfmoon.studies.fold_solver import FoldSolver
 from halfmoon.studies.folds import Fold, cross_validation_folds
@@ -121,7 +122,7 @@ def folder_features(folder: Path, paths: Sequence[str], report_progress: Progres
         # People label one image at a time: whatever cannot be read is left out of the training, however many.
         preparation = replace(factory.image_preparation(config), skip_unreadable=True)
         # `rows` are then those of the readable images.
-        pixels, rows, _ = decode_images(contents, rows, preparation, report=lambda line: None)
+        pixels, rows, _ = decode_images(contents, rows, preparation, display=NullRecorder())
         if pixels:
             images = factory.to_examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
             values.append(load_or_compute_features(head, views, normalize, cache, images).images)

@@ -31,6 +31,7 @@ from halfmoon.runs import factory, features
 from halfmoon.runs.checks import check_image_options, check_unlabeled_rows
 from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.sites.folders.site_folder import describe_ignored
+from halfmoon.storage.events import NullRecorder
 from halfmoon.studies.cost import (
     SOLVING_COST,
     RoundCost,
@@ -232,7 +233,7 @@ def _check_images(plan: Plan) -> Plan:
         return plan
     if plan.contents.site:
         preparation = factory.image_preparation(plan.config)
-        source = load_site_source(plan.contents, preparation, plan.share, flip=False, report=lambda _: None)
+        source = load_site_source(plan.contents, preparation, plan.share, flip=False, display=NullRecorder())
     else:
         source = factory.load_images(plan.config)
         factory.get_split(plan.config, source)

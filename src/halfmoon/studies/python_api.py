@@ -21,7 +21,7 @@ from halfmoon.runs import factory, outside, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
 from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import parse_config
-from halfmoon.runs.python_progress import make_progress, note
+from halfmoon.runs.python_progress import make_progress, print_message
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import BASELINES, RunFolder
 from halfmoon.studies import grid, recipe, run_plan, run_sweep
@@ -100,7 +100,7 @@ def run(
     config = _make_config(config, options, method_options)
     entry = registry.entry(config.method)
     if entry.pooled:
-        note(f"{config.method} is centralized: it trains on all rows in one place.", progress)
+        print_message(f"{config.method} is centralized: it trains on all rows in one place.", progress)
     with _show_progress(watch, progress) as callbacks:
         if config.run_dir is not None and _contains_run(config.run_dir, config, progress):
             return _make_results(runner.resume(config.run_dir, callbacks), progress)
@@ -154,7 +154,7 @@ def compare(
         # `resume_existing`: a comparison that its folder contains already is resumed or read.
         result = _make_results(runner.compare(config, names, numbers, callbacks, resume_existing=True), progress)
     if len(numbers) == 1:
-        note(one_seed_hint("seeds=5"), progress)
+        print_message(one_seed_hint("seeds=5"), progress)
     return result
 
 
@@ -406,9 +406,11 @@ def _start_plan(plan: Plan, watch: Callback, progress: bool) -> Results:
         # Without test images the methods are tested on the labeled images, by cross-validation.
         tests = reasons.get("test") or reasons["labels"]
         minutes = f"about {plan.seconds / 60:.1f} minutes"
-        note(f"{plan.contents.sentence}; {reasons['methods']}; test: {tests}; {minutes}", progress)
+        print_message(f"{plan.contents.sentence}; {reasons['methods']}; test: {tests}; {minutes}", progress)
         return _run_plan(plan, root, watch, progress=progress)
-    note(f"{root} contains a run on these images: it is resumed or read; set another run_dir for a new run.", progress)
+    print_message(
+        f"{root} contains a run on these images: it is resumed or read; set another run_dir for a new run.", progress
+    )
     return _run_plan(before, root, watch, resume=True, progress=progress)
 
 
@@ -434,7 +436,7 @@ def _make_config(config: Config | None, options: dict[str, Any], method_options:
 def _show_progress(watch: Callback, show: bool) -> Iterator[Callbacks]:
     """Show progress on the screen, unless `show` is False, and pass events to a callback as well."""
     with make_progress(show) as screen:
-        yield Callbacks(screen, watch, warn=warn)
+        yield Callbacks(screen, watch)
 
 
 def _contains_run(root: Path, config: Config, progress: bool) -> bool:
@@ -449,7 +451,7 @@ def _contains_run(root: Path, config: Config, progress: bool) -> bool:
         same = folder.identity == schema.identity(config, config.method)
         if same and folder.finished:
             text = f"{root} contains this run, finished: its results are read; set another run_dir for a new run."
-            note(text, progress)
+            print_message(text, progress)
         return same and parse_config(folder.config, root).baselines == config.baselines
 
 
@@ -457,5 +459,5 @@ def _make_results(outcome: RunResult, progress: bool) -> Results:
     """Make the results of a run, and print the remarks about them."""
     for remark in list_remarks(outcome.summaries, registry.ceilings()):
         if not remark.startswith("Budget"):
-            note(remark, progress)
+            print_message(remark, progress)
     return Results(outcome.folder, outcome.runs)

@@ -101,13 +101,13 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
     methods = [config.method, *config.baselines]
     if plan.contents.site:
         source = load_site_source(
-            plan.contents, factory.image_preparation(config), plan.share, flip=bool(config.flip), report=watch.say
+            plan.contents, factory.image_preparation(config), plan.share, flip=bool(config.flip), display=watch
         )
         split = single_client_split(source.train.labels)
     else:
         source = replace(factory.load_images(config), mirror=bool(config.flip))
         for note in source.notes:
-            watch.say(note)
+            watch.record("data_note", note)
         split = None
     if source.skipped:
         runner.write_skipped(root, source.skipped)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from halfmoon.data.sources import describe_skipped, has_official_files
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LABELS_FILE
 from halfmoon.sites.folders.site_folder import is_site_folder
+from halfmoon.storage.events import EventRecorder
 
 HEAD_BYTES = 4096
 """Bytes that are compared first to find equal files."""
@@ -320,7 +321,7 @@ def scan_images(
 
 
 def decode_images(
-    contents: FolderContents, rows: np.ndarray, preparation: Preparation, report: Callable[[str], None]
+    contents: FolderContents, rows: np.ndarray, preparation: Preparation, display: EventRecorder
 ) -> tuple[list[np.ndarray], np.ndarray, tuple[SkippedImage, ...]]:
     """Decode images of a folder, without those that are unreadable or of another size.
 
@@ -328,7 +329,7 @@ def decode_images(
         contents: the scanned folder.
         rows: int64, indices into its paths.
         preparation: the resizing and the channels.
-        report: receives one line for each image that is left out.
+        display: receives an event for each image that is left out.
 
     Returns:
         The images, each uint8 (H, W, C), their rows, int64, and the images that were left out.
@@ -349,7 +350,7 @@ def decode_images(
                     option="resize",
                 )
         except (UserError, OSError) as error:
-            report(f"left out: {error}")
+            display.record("image_left_out", f"left out: {error}", image=str(path))
             skipped.append(SkippedImage(row, str(path), str(error).removeprefix(f"{path}: ")))
             continue
         images.append(image)
@@ -359,7 +360,7 @@ def decode_images(
 
 
 def load_site_source(
-    contents: FolderContents, preparation: Preparation, share: float, flip: bool, report: Callable[[str], None]
+    contents: FolderContents, preparation: Preparation, share: float, flip: bool, display: EventRecorder
 ) -> Source:
     """Load the images of a site's folder, of which few have labels, as a data set in memory.
 
@@ -371,7 +372,7 @@ def load_site_source(
         preparation: the resizing and the channels.
         share: the share of the unlabeled images to use, 0 to 1. They are drawn at random, the same ones every time.
         flip: whether images may be mirrored.
-        report: receives one line for each image that is left out.
+        display: receives an event for each image that is left out.
 
     Raises:
         UserError: none of its images is readable.
@@ -380,7 +381,7 @@ def load_site_source(
     unlabeled = named_generator(0, "own folder").permutation(np.flatnonzero(contents.labels < 0))
     used = unlabeled[: round(share * len(unlabeled))]
     rows = np.sort(np.concatenate([np.flatnonzero(contents.labels >= 0), used]))
-    images, rows, skipped = decode_images(contents, rows, preparation, report)
+    images, rows, skipped = decode_images(contents, rows, preparation, display)
     if not images:
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
     groups = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
@@ -389,7 +390,7 @@ def load_site_source(
         raise UserError(f"{contents.folder}: {describe_only_equal_images(f'{len(hashes):,} images')}.")
     notes = describe_equal_images(hashes, contents.labels[rows])
     for note in notes:
-        report(note)
+        display.record("data_note", note)
     # Equal images form a group, so that no fold trains on a copy of a test image.
     groups = merge_equal_images(groups, hashes)
     train = Images(np.stack(images), contents.labels[rows], groups=groups)

@@ -8,10 +8,10 @@ labels in one place, a federation with labels only, with unlabeled images as wel
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import image_preparation
 from halfmoon.runs.runner import run_in_folder
 from halfmoon.sites.folders import SiteFolder, read_site
+from halfmoon.storage.events import EventRecorder
 from halfmoon.studies.decision import (
     JOINING_VERDICTS,
     UNLABELED_VERDICTS,
@@ -123,9 +124,9 @@ class _RenamedRuns:
         """Forward the end of a run."""
         self.watch.end(replace(run, title=self.name, group=self.group), summary)
 
-    def say(self, text: str) -> None:
-        """Forward a message."""
-        self.watch.say(text)
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Forward an event."""
+        self.watch.record(name, text, **fields)
 
 
 def rehearse(
@@ -145,7 +146,7 @@ def rehearse(
     if not root.exists():
         paths = (folder / path for folder in folders for path in read_site(folder).paths)
         refuse_unused_options(paths, image_preparation(config), ", ".join(map(str, folders)))
-    rows = _write_data_set(config, folders, root / "data", watch.say)
+    rows = _write_data_set(config, folders, root / "data", watch)
     base = replace(
         config,
         data=str(root / "data"),
@@ -242,7 +243,8 @@ def estimate_gains(
                 model_accuracy(problem.task, site_model, problem.data, site_fold.test),
             )
             results.setdefault(name, []).append(site_accuracies)
-        watch.say(f"split {len(results[FEDERATION])} of {FOLDS * REPEATS}")
+        number = len(results[FEDERATION])
+        watch.record("fold_finished", f"split {number} of {FOLDS * REPEATS}", fold=number, folds=FOLDS * REPEATS)
     label_counts = {name: int((site.labels >= 0).sum()) for name, site in zip(names, sites, strict=True)}
     label_counts[FEDERATION] = sum(label_counts.values())
     decisions: dict[str, Decision] = {}
@@ -269,7 +271,9 @@ def _pool_features(
     groups: list[str] = []
     hashes: list[bytes] = []
     for number, site in enumerate(sites):
-        watch.say(f"features of {len(site):,} images of {site.folder.resolve().name}, kept for the next time")
+        name = site.folder.resolve().name
+        text = f"features of {len(site):,} images of {name}, stored for the next time"
+        watch.record("features_started", text, site=name, images=len(site))
         folder = folder_features(site.folder, site.paths, lambda *_: None)
         site_groups = site.image_groups(group_pattern) or [""] * len(site)
         for row in folder.rows.tolist():
@@ -310,9 +314,7 @@ def _select_labels(rows: _TrainingRows, share: float) -> np.ndarray:
     return selected
 
 
-def _write_data_set(
-    config: Config, folders: Sequence[Path], folder: Path, report: Callable[[str], None]
-) -> _TrainingRows:
+def _write_data_set(config: Config, folders: Sequence[Path], folder: Path, display: EventRecorder) -> _TrainingRows:
     """Decode the sites' images into train.parquet, test.parquet and, if requested, validation.parquet."""
     if len(folders) < 2 or len({path.resolve() for path in folders}) < len(folders):
         raise UserError(
@@ -326,14 +328,16 @@ def _write_data_set(
     for number, site in enumerate(sites):
         if not (site.labels >= 0).any():
             check = f"`halfmoon site check {site.folder}`"
-            report(f"{site.folder.name}: no image has a label; {check} says which folders look like classes.")
+            text = f"{site.folder.name}: no image has a label; {check} lists the folders that look like classes."
+            display.record("labels_missing", text, site=site.folder.name)
         subsets = _assign_subsets(site, config.validation_share, config.group_pattern)
         left_out = int((subsets == "").sum())
         if left_out:
-            report(
+            text = (
                 f"{site.folder.name}: {left_out:,} images without a label are left out: their patients are test "
                 "patients."
             )
+            display.record("images_left_out", text, site=site.folder.name, images=left_out)
         for row, path in enumerate(site.paths):
             if not subsets[row]:
                 continue
@@ -342,11 +346,12 @@ def _write_data_set(
             try:
                 png = encode_png(decode_prepared((site.folder / path).read_bytes(), path, decoding))
             except (UserError, OSError) as error:
-                report(f"{site.folder.name}: left out: {error}")
+                text = f"{site.folder.name}: left out: {error}"
+                display.record("image_left_out", text, site=site.folder.name, image=str(path))
                 continue
             decoded.append(_EncodedImage(number, str(subsets[row]), png, class_number))
     names = tuple(site.folder.resolve().name for site in sites)
-    used = _leave_out_copies(decoded, names, report)
+    used = _leave_out_copies(decoded, names, display)
     encoded: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
     for image in used:
         encoded[image.subset].append((image.png, image.label))
@@ -384,14 +389,14 @@ class _EncodedImage(NamedTuple):
 
 
 def _leave_out_copies(
-    images: Sequence[_EncodedImage], names: Sequence[str], report: Callable[[str], None]
+    images: Sequence[_EncodedImage], names: Sequence[str], display: EventRecorder
 ) -> list[_EncodedImage]:
     """Leave out training and validation images that are copies of test images, and training ones of validation images.
 
     Args:
         images: the images of all sites.
         names: the names of the sites.
-        report: receives a line about copies at several sites, and a line for each site with images that are left out.
+        display: receives an event about copies at several sites, and one for each site with images that are left out.
     """
     sites_with: dict[bytes, set[int]] = {}
     for image in images:
@@ -399,7 +404,8 @@ def _leave_out_copies(
     shared_count = sum(len(sites) > 1 for sites in sites_with.values())
     if shared_count:
         have = "image is" if shared_count == 1 else "images are"
-        report(f"{shared_count:,} {have} at more than one site (equal pixels).")
+        text = f"{shared_count:,} {have} at more than one site (equal pixels)."
+        display.record("copies_found", text, images=shared_count)
     tests = {image.png for image in images if image.subset == "test"}
     validation = {image.png for image in images if image.subset == "validation"}
     used: list[_EncodedImage] = []
@@ -412,7 +418,8 @@ def _leave_out_copies(
             used.append(image)
     for site, count in sorted(left_out.items()):
         copies = "image is" if count == 1 else "images are"
-        report(f"{names[site]}: {count:,} {copies} left out: copies of images to test on (equal pixels).")
+        text = f"{names[site]}: {count:,} {copies} left out: copies of images to test on (equal pixels)."
+        display.record("images_left_out", text, site=names[site], images=count)
     return used
 
 

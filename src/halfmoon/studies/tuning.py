@@ -13,7 +13,7 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -28,6 +28,7 @@ from halfmoon.core.errors import Diverged, UserError, install_command
 from halfmoon.core.spreadsheet import escape_formula
 from halfmoon.runs import runner
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import EventRecorder, NullRecorder
 
 if TYPE_CHECKING:
     import optuna
@@ -149,7 +150,7 @@ def tune(
     trials: int,
     seeds: Sequence[int],
     folder: Path,
-    print_line: Callable[[str], None] = lambda line: None,
+    display: EventRecorder = NullRecorder(),  # noqa: B008 (it has no state)
 ) -> list[Trial]:
     """Train trials until the folder has the requested number; a search that was stopped resumes.
 
@@ -159,7 +160,7 @@ def tune(
         trials: The number of trials, including those that the folder has; at most the number of different ones.
         seeds: The seeds of every trial. Its accuracy is the mean over seeds of the best validation accuracy.
         folder: The folder of the search.
-        print_line: Receives one line for every finished trial.
+        display: Receives an event for every finished trial.
 
     Returns:
         All trials in the folder, the best first.
@@ -211,7 +212,9 @@ def tune(
         # The sampler needs a number to learn from, so a trial that diverged counts as 0.
         study.tell(trial, 0.0 if accuracy is None else accuracy)
         outcome = "diverged" if accuracy is None else f"{100 * accuracy:.2f} %"
-        print_line(f"trial {len(finished) + 1} of {trials}: {outcome} with {_format_values(values)}")
+        number = len(finished) + 1
+        text = f"trial {number} of {trials}: {outcome} with {_format_values(values)}"
+        display.record("trial_finished", text, trial=number, trials=trials, accuracy=accuracy)
         _write_results(folder, config, _finished_trials(study), knobs)
     _write_results(folder, config, finished, knobs)
     return sorted(finished, key=lambda trial: -1.0 if trial.accuracy is None else trial.accuracy, reverse=True)

@@ -24,6 +24,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.option_types import describe_type
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, escape_controls, suggest
+from halfmoon.storage.events import EventPrinter
 
 if TYPE_CHECKING:
     from halfmoon.config.explain import ExplainedOption
@@ -484,6 +485,11 @@ def parse_int(flag: str, text: str, minimum: int, maximum: int | None = None) ->
         limit = "" if maximum is None else f" to {maximum}"
         raise UserError(f"{flag} is {text!r}: it must be a whole number from {minimum}{limit}.")
     return int(text)
+
+
+def event_printer(as_json: bool) -> EventPrinter:
+    """Create a recorder that prints the sentences of events to stdout, or to stderr if stdout is for JSON."""
+    return EventPrinter(sys.stderr if as_json else sys.stdout)
 
 
 def line_writer(as_json: bool) -> Callable[[str], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from halfmoon.cli.commands.base import (
     CommandExit,
     add_actions,
     add_command,
+    event_printer,
     exit_on_interrupt,
-    line_writer,
     parse_int,
     print_json,
     print_table,
@@ -28,6 +28,7 @@ from halfmoon.cli.commands.base import (
 )
 from halfmoon.core.errors import UserError
 from halfmoon.sites.keys.key_folder import AUTHORITY_DAYS, DEFAULT_CERTIFICATE_DAYS, DEFAULT_LISTEN_PORT, DEFAULT_PORT
+from halfmoon.storage.events import EventRecorder
 
 if TYPE_CHECKING:
     from halfmoon.federation.transport.launch import ServerOptions
@@ -263,41 +264,39 @@ def _serve(args: argparse.Namespace) -> int:
     plan = load_plan(args.config)
     folder = args.run_dir or plan.config.run_dir or Path("runs", plan.terms.name)
     server_options = _server_options(args, folder, port, plan.terms.sites, restarts)
-    write_line = line_writer(args.json)
+    display = event_printer(args.json)
     # Check the folder before Flower writes into it: a folder with other files is not a run folder.
     server = FederationServer(plan, folder)
     server.prepare()
     for name in args.readmit or ():
         server.readmit(name)
-        write_line(f"{name} is readmitted.")
+        display.record("site_readmitted", f"{name} is readmitted.", site=name)
     # Sites fetch the final model themselves, so a finished federation is served until all of them have it.
     waiting_sites = sites_without_model(folder)
     if is_finished(folder) and not waiting_sites:
-        write_line(f"{folder} is finished already.")
+        display.record("finished_before", f"{folder} is finished already.")
     else:
         if waiting_sites:
-            write_line(
-                f"{folder} is finished; it is served until {', '.join(waiting_sites)} have the model (Ctrl-C ends this)."
-            )
+            names = ", ".join(waiting_sites)
+            text = f"{folder} is finished; it is served until {names} have the model (Ctrl-C ends this)."
+            display.record("waiting_to_deliver", text, sites=waiting_sites)
             server_options = replace(server_options, redeliver=True)
         # The same command continues the run: `serve` resumes a folder that is not finished.
         message = f"stopped; go on with: {shlex.join(['halfmoon', *args.words])}"
         try:
-            with exit_on_interrupt(message), interruptible(), _serve_page(args, folder, write_line):
-                serve(server_options, write_line)
+            with exit_on_interrupt(message), interruptible(), _serve_page(args, folder, display):
+                serve(server_options, display)
         except Halted as error:
             raise CommandExit(str(error)) from error
     model = folder / MODEL_FILE
     if args.json:
         print_json({"folder": str(folder), "model": str(model)})
     else:
-        write_line(f"model: {model}")
+        print_text(f"model: {model}")
     return 0
 
 
-def _serve_page(
-    args: argparse.Namespace, folder: Path, write_line: Callable[[str], None]
-) -> AbstractContextManager[object]:
+def _serve_page(args: argparse.Namespace, folder: Path, display: EventRecorder) -> AbstractContextManager[object]:
     """Serve the page of the run in the background, if `--page` is given; close it at the end of the block."""
     if args.page is None:
         return nullcontext()
@@ -305,7 +304,7 @@ def _serve_page(
     from halfmoon.pages.watch import WatchPage
 
     port = parse_int("--page", args.page, 0, MAX_PORT) or None  # 0: any free port
-    return serve_in_background(WatchPage(folder).app(), "page", port, write_line)
+    return serve_in_background(WatchPage(folder).app(), "page", port, display)
 
 
 def _check_access_flags(args: argparse.Namespace) -> None:

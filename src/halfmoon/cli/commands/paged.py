@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from halfmoon.cli.commands.base import (
     MAX_PORT,
     add_command,
+    event_printer,
     exit_on_interrupt,
     image_progress,
     line_writer,
@@ -137,7 +138,7 @@ def run_label(args: argparse.Namespace) -> int:
     refuse_unused_options((site.folder / path for path in site.paths), Preparation(window=window), args.folder)
     options = LabelOptions(args.by, seed, window, args.reader)
     with exit_on_interrupt("the page is closed."):
-        serve_label_page(site, load, classes, options, port, not args.no_browser, line_writer(as_json=False))
+        serve_label_page(site, load, classes, options, port, not args.no_browser, event_printer(False))
     return 0
 
 
@@ -210,5 +211,5 @@ def _watch(args: argparse.Namespace) -> int:
 
     port = parse_page_port(args)
     with exit_on_interrupt("the page is closed; the run continues."):
-        watch(args.folder, port, not args.no_browser, line_writer(False))
+        watch(args.folder, port, not args.no_browser, event_printer(False))
     return 0

@@ -16,9 +16,9 @@ from halfmoon.cli.commands.base import (
     add_actions,
     add_command,
     add_option,
+    event_printer,
     exit_on_interrupt,
     image_progress,
-    line_writer,
     parse_int,
     print_json,
     print_table,
@@ -31,6 +31,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import PARTITION_OPTIONS, Config
 from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError, suggest
+from halfmoon.storage.events import EventPrinter
 from halfmoon.storage.output_paths import check_output_folder
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def _export(args: argparse.Namespace) -> int:
         raise UserError(
             f"--sites is {sites}, but {config.split} is a split among {split.clients} clients: give --sites {split.clients}."
         )
-    written = export_sites(config, images, split, args.out, _print_progress)
+    written = export_sites(config, images, split, args.out, EventPrinter(sys.stderr, prefix="halfmoon: "))
     file = args.out / FEDERATION_FILE
     if args.json:
         print_json({"folder": str(args.out), "federation": str(file), "written": written, "sites": sites})
@@ -253,10 +254,6 @@ def _export(args: argparse.Namespace) -> int:
         print_text(f"{args.out} has the same sites already; no file was written.")
     print_text(f"the same split in the simulator: halfmoon run --config {file}", wrap=False)
     return 0
-
-
-def _print_progress(text: str) -> None:
-    sys.stderr.write(f"halfmoon: {text}\n")
 
 
 def _export_config(args: argparse.Namespace) -> tuple[Config, int]:
@@ -359,14 +356,14 @@ def _join(args: argparse.Namespace) -> int:
     message = f"{args.name} has left; the same command joins again, with its stored state."
     try:
         with exit_on_interrupt(message), interruptible():
-            join_federation(site, line_writer(args.json), None if args.json else terminal())
+            join_federation(site, event_printer(args.json), None if args.json else terminal())
     except SiteFinished as finished:
         # A code other than 0 means that the server refuses the site for good, so retrying is no use.
         if finished.code:
             message = f"{finished} Waiting cannot change this: {args.name} does not join."
             raise CommandExit(message, finished.code) from finished
         if not args.json:
-            line_writer(False)(str(finished))
+            print_text(str(finished))
         return 0
     except Declined as error:
         raise CommandExit(f"{error} The same command asks again.") from error

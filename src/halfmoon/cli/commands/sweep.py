@@ -32,6 +32,7 @@ from halfmoon.cli.commands.base import (
 from halfmoon.config import schema as settings
 from halfmoon.core import toml
 from halfmoon.core.errors import UserError
+from halfmoon.storage.events import EventPrinter
 
 if TYPE_CHECKING:
     from halfmoon.studies.grid import GridExplanation
@@ -159,7 +160,7 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
             cleanup.callback(executor.close)
             # With several processes, trackers run in the workers; the progress display cannot be sent there.
             is_here = args.engine != "ray" and jobs == 1
-            callback = Callbacks(progress, trackers, warn=progress.say) if is_here else trackers
+            callback = Callbacks(progress, trackers, failures=progress) if is_here else trackers
             failed = run_sweep(folder, cells, executor, print_step, callback)
     except KeyboardInterrupt:
         if args.debug:
@@ -405,9 +406,6 @@ def _tune(args: argparse.Namespace) -> int:
     A knob is an option that is searched, with its range or choices. Each trial trains with one value of every knob, once
     for each seed.
     """
-    from rich.console import Console
-
-    from halfmoon.runs.progress import print_line
     from halfmoon.studies.tuning import BEST, DEFAULT_KNOBS, TABLE, Knob
     from halfmoon.studies.tuning import tune as search
 
@@ -417,9 +415,8 @@ def _tune(args: argparse.Namespace) -> int:
     knobs = [Knob.parse(text) for text in args.knob or DEFAULT_KNOBS]
     config = settings.resolve(file_options, flags, file)
     folder = config.run_dir or settings.next_free_folder(config, "tune")
-    console = Console(stderr=True)
     # All trials in the folder, the best first. With enough trials from an earlier call nothing is trained.
-    trials = search(config, knobs, args.trials, args.seeds, folder, lambda text: print_line(console, text))
+    trials = search(config, knobs, args.trials, args.seeds, folder, EventPrinter(sys.stderr))
     if args.json:
         rows = [
             {"trial": trial.number, "validation_accuracy": trial.accuracy, "values": trial.values} for trial in trials

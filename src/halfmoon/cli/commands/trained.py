@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import (
     add_command,
+    event_printer,
     exit_on_interrupt,
-    line_writer,
     print_json,
     print_table,
     print_text,
@@ -261,7 +261,7 @@ def _review(args: argparse.Namespace) -> int:
     if count := count_training_images(model, args.folder, sample):
         print_warning(f"{args.folder} ({count:,} of {len(sample):,} examined) {TRAINING_IMAGES_WARNING}", 0)
     with exit_on_interrupt("the page is closed."):
-        review(model, args.model.resolve().name, args.folder, port, not args.no_browser, line_writer(False))
+        review(model, args.model.resolve().name, args.folder, port, not args.no_browser, event_printer(False))
     return 0
 
 

@@ -18,7 +18,7 @@ from halfmoon.data.partition.split import Split
 from halfmoon.data.views import Plain
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import ClientContext
-from halfmoon.engine.evaluation import Examples, Quality
+from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.storage.state_store import StateView, TreeStore
@@ -101,17 +101,13 @@ class UploadProbe:
         training = Training(batching, Budget())  # the default budget does not shorten the one step
         local_clients = LocalClients(self.dataset, self.views, training, self.seed, empty_memories)
         context = replace(context, views=self.views, seed=self.seed)
-        # `update` counts correct pseudo-labels in this object. The counts are not used, so any threshold will do.
-        unused_quality = Quality(self.task.network.classes, threshold=1.0, device=cpu)
         zeros = tree.zeros_like(broadcast)
         try:
-            (result,) = local_clients.update(
+            ((_, result),) = local_clients.train(
                 context,
                 clients=[0],  # the only client of the dataset
-                stage=None,  # all images are there from the start
                 broadcast=zeros,
                 per_client={},  # the zeros contain the values for this client too
-                quality=unused_quality,
             )
         except Diverged:
             return None

@@ -60,7 +60,7 @@ from halfmoon.sites.folders.site_folder import MODEL_FOLDER, suggest_class
 from halfmoon.sites.inference import card_document
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io
-from halfmoon.storage.events import SITE_LOG, Event, EventLog
+from halfmoon.storage.events import SITE_LOG, Event, EventLog, EventRecorder
 from halfmoon.storage.image_digests import DIGESTS
 from halfmoon.storage.run_folder import MODEL
 from halfmoon.storage.serialization import pack, with_checksum
@@ -143,8 +143,8 @@ class SiteClient:
 
     @property
     def log(self) -> EventLog:
-        """The site's log."""
-        return EventLog(self.state_folder / SITE_LOG)
+        """The site's log. A full disk must not prevent a reply, so errors are ignored."""
+        return EventLog(self.state_folder / SITE_LOG, ignore_errors=True)
 
     def reply_to(self, data: bytes) -> bytes:
         """Reply to a message of the server. No exception leaves this function.
@@ -186,18 +186,10 @@ class SiteClient:
 
     def _refuse(self, kind: str, reason: str, details: str) -> bytes:
         """Write the details to the log and make a refusal with the reason, which contains nothing private."""
-        self._record("request_failed", f"not done: {details}")
+        self.log.record("request_failed", f"not done: {details}")
         # The reason may quote the server's message, so it may be long or contain control characters.
         printable = "".join(char if char.isprintable() else "?" for char in reason[: messages.MAX_TEXT_LENGTH])
         return messages.write_message(Refusal(self.version, kind, printable))
-
-    def _record(self, name: str, text: str, /, **fields: Any) -> None:
-        # A full disk must not prevent the reply.
-        with suppress(OSError):
-            self.log.record(name, text, **fields)
-
-    def _record_note(self, text: str) -> None:
-        self._record("note", text)
 
     def _handle(self, unparsed: UnparsedMessage[Offer | Request | FinalModel]) -> Acceptance | Reply | Receipt:
         """Process a message by its type and return the reply; a failure raises an exception."""
@@ -224,10 +216,10 @@ class SiteClient:
         text, accuracy = save_final_model(self.state_folder, unparsed, terms, site)
         with suppress(OSError):  # a failure only disables the warning below
             # Hashes of the training images, by which later commands warn if they evaluate the model on such an image.
-            self.images.write_training_digests(terms, self._record_note)
+            self.images.write_training_digests(terms, self.log)
         text = copy_final_model(self.images.folder, self.state_folder, text)
         secure_sum.erase_secrets(folder)
-        self._record("finished", text, accuracy=accuracy)
+        self.log.record("finished", text, accuracy=accuracy)
         # Written last: the process that shows the site's state ends when it finds this record, with this exit code.
         consent.save_end(self.state_folder, code=0, reason=text)
         return Receipt(message.federation, self.version, self.name)
@@ -253,7 +245,7 @@ class SiteClient:
             RefusalError: this site has not joined, or its people do not agree to the terms or to the method.
         """
         cached = self._memberships.get(federation)
-        terms = cached[0] if cached else load_terms(folder, self._record_note)
+        terms = cached[0] if cached else load_terms(folder, self.log)
         if terms is None or terms.hash != federation:
             raise RefusalError(f"this site has not joined federation {federation[:8]} yet.", NOT_JOINED)
         self._require_method(terms.config.method)
@@ -309,7 +301,7 @@ class SiteClient:
             text += f"; it tests models on {test_count:,} other images"
         if validation_count:
             text += f"; {validation_count:,} other images choose the best round"
-        self._record("joined", text, labeled=labeled, unlabeled=unlabeled, **_terms_fields(terms))
+        self.log.record("joined", text, labeled=labeled, unlabeled=unlabeled, **_terms_fields(terms))
         return Acceptance(
             federation=terms.hash,
             version=self.version,
@@ -354,18 +346,18 @@ class SiteClient:
             return
         if consent.load_offer(self.state_folder) != summary:
             fields = {"federation": offer.name, "method": offer.title, "rounds": offer.rounds}
-            self._record("terms_offered", f"asked to take part in {summary.sentence}", **fields)
+            self.log.record("terms_offered", f"asked to take part in {summary.sentence}", **fields)
             if self.consent.terms:
                 advice = f"--terms {self.consent.terms} is for other terms; start it again with --terms {summary.hash}"
             else:
                 advice = f"answer yes where halfmoon site join asks, or start it again with --terms {summary.hash}"
-            self._record("consent_missing", f"this site does not take part before its people agree: {advice}")
+            self.log.record("consent_missing", f"this site does not take part before its people agree: {advice}")
             # Written last: a process that finds the saved terms shows the log up to here before it asks for consent.
             consent.save_offer(self.state_folder, summary)
         raise _NotAgreed(NOT_AGREED, kind)
 
     def _make_runtime(self, terms: Terms) -> SiteRuntime:
-        return self.images.make_runtime(terms, self.name, self.version, self._record_note)
+        return self.images.make_runtime(terms, self.name, self.version, self.log)
 
     def _run_request(self, unparsed: UnparsedMessage[Any], request: Request) -> Reply:
         """Check a request for a local update, an evaluation or a step of a secure sum, and run it.
@@ -395,7 +387,7 @@ class SiteClient:
             current=(request.round, request.attempt, request.query),
             latest=latest,
             device=site.local_clients.dataset.train.labels.device,
-            warn=self._record_note,
+            log=self.log,
         )
         limits.check_free_disk(self.state_folder, 0)  # the minimum of free disk space, and 0 bytes of this request
         start = time.perf_counter()
@@ -404,7 +396,7 @@ class SiteClient:
         seconds = time.perf_counter() - start
         prune_memories(run_folder, oldest)
         for event in describe_request(request, reply, received_bytes=len(unparsed.data), seconds=seconds):
-            self._record(event.name, event.text, **event.fields)
+            self.log.record(event.name, event.text, **event.fields)
         return reply
 
     def _compute_reply(self, request: Request, terms: Terms, site: SiteRuntime, memory: SiteMemory) -> Reply:
@@ -422,7 +414,7 @@ class SiteClient:
             key=self.keys.load(self.state_folder),
             folder=memory.folder,
             number=site.number,
-            sites=KnownKeys(terms.sites, memory.folder.parent, self.keys.public_keys, self._record_note),
+            sites=KnownKeys(terms.sites, memory.folder.parent, self.keys.public_keys, self.log),
             # With differential privacy all sites weigh the same: their numbers of images are not revealed.
             equal_weights=terms.config.dp_clip is not None,
             min_sites=terms.config.cohort,
@@ -439,13 +431,14 @@ def _refuse_permanently() -> Iterator[None]:
         raise PermanentRefusal(str(error)) from error
 
 
-def load_terms(folder: Path, log: Callable[[str], None]) -> Terms | None:
+def load_terms(folder: Path, log: EventRecorder) -> Terms | None:
     """Load the terms in a federation's folder; None if they are missing or damaged, so that the site has to rejoin."""
     text = atomic_io.read(folder / TERMS_FILE)
     try:
         return None if text is None else Terms.parse(text.decode())
     except ValueError as error:
-        log(f"{folder / TERMS_FILE} is damaged, so this site has to join again: {error}")
+        text = f"{folder / TERMS_FILE} is damaged, so this site has to join again: {error}"
+        log.record("terms_damaged", text)
         return None
 
 

@@ -1,7 +1,7 @@
 """One site of a federation: it runs local updates on its own images, and retains a memory between rounds."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
 from halfmoon.engine.driver import ClientContext, ClientResult, images_per_call
-from halfmoon.engine.evaluation import Examples, Quality, evaluate_model
+from halfmoon.engine.evaluation import Examples, evaluate_model
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
@@ -50,6 +50,7 @@ from halfmoon.runs.features import Progress, select_inputs
 from halfmoon.sites.folders.prepare import open_prepared_site
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
+from halfmoon.storage.events import EventRecorder
 from halfmoon.storage.image_digests import write_digests
 from halfmoon.storage.state_store import StateView, TreeStore
 
@@ -71,14 +72,14 @@ class SiteMemory:
         current: the local update that is run.
         latest: the local update whose memory it continues from; None to start without.
         device: where memories are loaded to.
-        warn: writes a warning to the site's log.
+        log: the site's log.
     """
 
     folder: Path
     current: RoundKey
     latest: RoundKey | None
     device: torch.device
-    warn: Callable[[str], None]
+    log: EventRecorder
 
     def get(self, key: str) -> Tree | None:
         """Load the client's state from which this local update continues.
@@ -99,13 +100,14 @@ class SiteMemory:
         candidates = [(round_key, path) for round_key, path in _list_memories(self.folder) if round_key <= self.latest]
         newest = candidates[-1][0] if candidates else None
         if newest != self.latest:
-            self.warn(f"the memory of round {self.latest[0] + 1} is missing: {_USE_OLDER}")
+            number = self.latest[0] + 1
+            self.log.record("memory_missing", f"the memory of round {number} is missing: {_USE_OLDER}", round=number)
         for _, path in reversed(candidates):
             memory = _read_memory(path)
             if memory is not None:
                 # The tensors are mapped from the file: copy them, so that the file can be replaced.
                 return tree.map(lambda leaf: leaf.to(self.device, copy=True), memory)
-            self.warn(f"{path.name} is damaged: {_USE_OLDER}")
+            self.log.record("memory_damaged", f"{path.name} is damaged: {_USE_OLDER}", file=path.name)
         return None
 
     def put(self, key: str, tree: Tree) -> None:
@@ -364,17 +366,11 @@ class SiteRuntime:
             query=request.query,
             view_images=images_per_call(compute_device),  # images that are augmented in one call
         )
-        # The part of the images that is there in this round, if they arrive over time; None if all are.
-        stage = local_clients.dataset.stage(request.round, self.task.rounds)
-        # Measures how many pseudo-labels are right. A site has no labels of unlabeled images, so the result is unused.
-        unused_quality = Quality(round_task.network.classes, threshold=1.0, device=compute_device)
-        (result,) = local_clients.update(
+        ((_, result),) = local_clients.train(
             context,
             clients=[self.number],
-            stage=stage,
             broadcast=request.download,
             per_client={},  # the download contains the values for this site too
-            quality=unused_quality,
         )
         return replace(Reply.from_result(request, self.version, result), evaluation=evaluation)
 
@@ -477,12 +473,13 @@ def _check_class_counts(class_counts: Sequence[int], unlabeled: int, requirement
         ) from details
 
 
-def _make_progress(log: Callable[[str], None]) -> Progress:
+def _make_progress(log: EventRecorder) -> Progress:
     """Make a callback that logs the progress of computing features, about every thousand images and at the end."""
 
     def report(number: int, count: int) -> None:
         if number == count or number % PROGRESS_IMAGES == 0:
-            log(f"{number:,} of {count:,} images have features, which are computed once and stay at this site")
+            text = f"{number:,} of {count:,} images have features, which are computed once and stay at this site"
+            log.record("features_progress", text, done=number, images=count)
 
     return report
 
@@ -505,14 +502,14 @@ class SiteImages:
     device: str = "auto"
     validations: Path | None = None
 
-    def make_runtime(self, terms: Terms, name: str, version: str, log: Callable[[str], None]) -> SiteRuntime:
+    def make_runtime(self, terms: Terms, name: str, version: str, log: EventRecorder) -> SiteRuntime:
         """Decode the images to the size of the terms and set up the site.
 
         Args:
             terms: the configuration that the server and all sites of a federation share.
             name: name of the site.
             version: version of the site's halfmoon.
-            log: writes a line to the site's log.
+            log: the site's log.
 
         Raises:
             RefusalError: the images or labels do not fit the terms.
@@ -540,20 +537,20 @@ class SiteImages:
         local_clients = replace(local_clients, dataset=dataset, views=model_inputs.views)
         return replace(site, task=model_inputs.task, local_clients=local_clients, held_out=HeldOut(**held_out))
 
-    def write_training_digests(self, terms: Terms, log: Callable[[str], None]) -> None:
+    def write_training_digests(self, terms: Terms, log: EventRecorder) -> None:
         """Write the digests of the training images next to the final model; later commands recognize them by it."""
         images = self._decode(terms, log).images
         if images is not None:
             write_digests(self.state_folder, images, replace=True)
 
-    def _decode(self, terms: Terms, log: Callable[[str], None]) -> SiteFolder:
+    def _decode(self, terms: Terms, log: EventRecorder) -> SiteFolder:
         """Open the folder of training images with its images decoded to the size of the terms.
 
         Decoded images are stored in the state folder, or in a subfolder if it has images of another size already.
 
         Args:
             terms: the configuration that the server and all sites of a federation share.
-            log: writes a line to the site's log.
+            log: the site's log.
         """
         folder = open_prepared_folder(self.folder, self.state_folder, terms)
         if folder is not None:
@@ -563,7 +560,9 @@ class SiteImages:
             output_folder /= image_spec_name(terms)
         result = decode_folder(self.folder, output_folder, terms)
         if result.decoded:
-            log(f"decoded {result.decoded:,} images; {len(result.left_out):,} cannot be read and are left out")
+            left_out = len(result.left_out)
+            text = f"decoded {result.decoded:,} images; {left_out:,} cannot be read and are left out"
+            log.record("images_decoded", text, images=result.decoded, left_out=left_out)
         return result.site
 
     def _has_decoded_images(self) -> bool:

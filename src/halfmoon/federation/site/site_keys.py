@@ -7,8 +7,8 @@ later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from halfmoon.aggregation.secure import signing
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import RefusalError
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import EventRecorder, NullRecorder
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -107,13 +108,13 @@ class KnownKeys:
         names: names of the sites, by number.
         folder: the federation's folder, in which the first key of each site is stored.
         file: a file with all keys that the server's people distribute; None to trust the first key of each site.
-        log: writes a line to the site's log.
+        log: the site's log.
     """
 
     names: Sequence[str]
     folder: Path
     file: Path | None = None
-    log: Callable[[str], None] = lambda _: None
+    log: EventRecorder = field(default_factory=NullRecorder)
 
     def check(self, keys: Mapping[int, bytes]) -> None:
         """Check long-term keys of other sites that the server sent, as SSH checks the keys of hosts.
@@ -147,7 +148,8 @@ class KnownKeys:
         for number, key in keys.items():
             name = self.names[number]
             if name not in (stored_keys or {}):
-                self.log(f"from now on the key of {name} is {fingerprint(key)}; its people can confirm that")
+                text = f"from now on the key of {name} is {fingerprint(key)}; its people can confirm that"
+                self.log.record("key_trusted", text, site=name, fingerprint=fingerprint(key))
 
     def _check_with_file(self, file_keys: Mapping[str, bytes], keys: Mapping[int, bytes]) -> None:
         """Compare the keys that the server sent with those in the file that its people distribute.

@@ -9,11 +9,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.transport.internals import ControlApi, Node
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import EventRecorder
 
 KEYS_FILE = "keys.json"
 """File in the folder of Flower's processes with the owner of each node's key."""
@@ -44,7 +46,7 @@ class Admission:
         registry: ControlApi,
         path: Path,
         names: Sequence[str],
-        log: Callable[[str], None],
+        log: EventRecorder,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the admission of sites by their keys.
@@ -54,7 +56,7 @@ class Admission:
             registry: the register of keys of the SuperLink, the process of Flower that sites connect to.
             path: the file that names the site of each node, for the ServerApp: Flower tells it only a message's node.
             names: the sites of the federation.
-            log: receives a sentence for each event.
+            log: receives events.
             now: a clock, in seconds.
         """
         self.folder = access.folder
@@ -83,9 +85,8 @@ class Admission:
             raise UserError(f"the keys of {self.folder} cannot be registered with the SuperLink: {error}.") from error
         missing = [name for name in self.names if name not in self._access.sites]
         if missing:
-            self._log_once(
-                f"{', '.join(missing)} of this federation cannot come in: {self.folder} has no key of theirs"
-            )
+            text = f"{', '.join(missing)} of this federation cannot come in: {self.folder} has no key of theirs"
+            self._log_once("site_keys_missing", text, sites=missing)
         self._warn_of_expiry()
 
     def poll(self) -> None:
@@ -98,11 +99,11 @@ class Admission:
         try:
             self._read_keys()
         except UserError as error:
-            self._log_once(f"who may come in stays as it was: {error}")
+            self._log_once("site_keys_unreadable", f"the admitted sites are not changed: {error}")
         try:
             self._synchronize()
         except ValueError as error:
-            self._log_once(f"Flower does not say who is registered: {error}")
+            self._log_once("site_keys_unknown", f"Flower does not list the registered keys: {error}")
         except ConnectionError:
             pass  # the session notices a SuperLink that does not reply
         self._warn_of_expiry()
@@ -144,7 +145,9 @@ class Admission:
             if node.key not in self._keys:
                 self.registry.unregister(node.number)
                 owner = earlier_owners.get(str(node.number), {}).get("name")
-                self.log(self._describe_removal(node.number, owner))
+                self.log.record(
+                    "key_removed", self._describe_removal(node.number, owner), node=node.number, owner=owner
+                )
         new_keys = [key for key in self._keys if key not in admitted]
         for key in new_keys:
             name = self._keys[key]
@@ -152,13 +155,14 @@ class Admission:
                 number = self.registry.register(key, name)
                 admitted[key] = Node(number, key, since="")  # it has not connected yet
             except ValueError as error:
-                self._log_once(
+                text = (
                     f"{name} cannot come in: its key was removed from this run earlier, or Flower does not take it "
                     f"({error}); give it a new one: halfmoon federation rotate {self.folder} --site {name}"
                 )
+                self._log_once("key_refused", text, owner=name)
                 continue
             self._write_owners(admitted)
-            self.log(f"{name} may come in: its key is registered")
+            self.log.record("key_registered", f"{name} may come in: its key is registered", owner=name)
 
     def _describe_removal(self, number: int, name: str | None) -> str:
         if name is None:
@@ -181,7 +185,7 @@ class Admission:
         try:
             atomic_io.write_atomically(self.path, (json.dumps({"nodes": owners}, indent=1) + "\n").encode())
         except OSError as error:  # the keys are registered all the same
-            self._log_once(f"{self.path} cannot be written: {atomic_io.error_reason(error)}")
+            self._log_once("warning", f"{self.path} cannot be written: {atomic_io.error_reason(error)}")
 
     def _warn_of_expiry(self) -> None:
         """Log keys and certificates that expire soon; the check is repeated every `WARNING_SECONDS`.
@@ -196,13 +200,13 @@ class Admission:
         except (OSError, ValueError):  # `poll` has logged that the folder cannot be read
             return
         for text in warnings:
-            self._log_once(text)
+            self._log_once("expiry_warning", text)
 
-    def _log_once(self, text: str) -> None:
-        """Log a text unless it was logged before, because polls repeat every few seconds."""
+    def _log_once(self, name: str, text: str, **fields: Any) -> None:
+        """Log an event unless one with this text was logged before, because polls repeat every few seconds."""
         if text not in self._logged:
             self._logged.add(text)
-            self.log(text)
+            self.log.record(name, text, **fields)
 
 
 def _read_owners(path: Path) -> dict[str, dict[str, str]]:

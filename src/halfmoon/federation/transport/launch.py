@@ -29,7 +29,7 @@ from halfmoon.federation.transport.processes import (
 )
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
-from halfmoon.storage.events import SERVER_LOG, EventLog, EventTail, Tail
+from halfmoon.storage.events import SERVER_LOG, EventLog, EventRecorder, EventTail, Tail
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -235,12 +235,12 @@ def sites_without_model(run: Path) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
+def serve(server: ServerOptions, display: EventRecorder) -> None:
     """Run the server of a federation until its run is finished, and end all processes that it has started.
 
     Args:
         server: the options.
-        show: prints a line of the log to the terminal.
+        display: shows the events of the log on the terminal.
 
     Raises:
         Halted: the federation cannot continue.
@@ -255,10 +255,10 @@ def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
         _write_files(server)
         tail = EventTail(server.run)
         try:
-            _Session(server, tail, show).run()
+            _Session(server, tail, display).run()
         finally:
             for event in tail.read_events():
-                show(event.line)
+                display.record(event.name, event.line, **event.fields)
 
 
 def _write_files(server: ServerOptions) -> None:
@@ -283,17 +283,17 @@ def _write_files(server: ServerOptions) -> None:
 class _Session:
     """One call of `halfmoon serve`: it starts Flower's SuperLink, submits the run, and restarts programs that die."""
 
-    def __init__(self, server: ServerOptions, tail: EventTail, show: Callable[[str], None]) -> None:
+    def __init__(self, server: ServerOptions, tail: EventTail, display: EventRecorder) -> None:
         """Prepare to run Flower's SuperLink and the ServerApp of a federation, and to restart them.
 
         Args:
             server: the options.
             tail: reads the events that the ServerApp adds to the log of the run folder.
-            show: prints a line.
+            display: shows events on the terminal.
         """
         self.server = server
         self.tail = tail
-        self.show = show
+        self.display = display
         self.processes = server.processes
         self.log = EventLog(server.run / SERVER_LOG)
         self.superlink: subprocess.Popen[bytes] | None = None
@@ -354,7 +354,7 @@ class _Session:
             registry=registry,
             path=self.processes.folder / KEYS_FILE,
             names=server.sites,
-            log=self._record_admission,
+            log=self.log,
         )
         self.admission.open()
         self._show()
@@ -464,12 +464,9 @@ class _Session:
 
     def _show(self) -> None:
         for event in self.tail.read_events():
-            self.show(event.line)
+            self.display.record(event.name, event.line, **event.fields)
             if event.name == "stopped":
                 raise Halted(str(event.fields.get("reason", event.text)))
-
-    def _record_admission(self, text: str) -> None:
-        self.log.record("admission", text)
 
     def _restart(self, died: Outcome) -> None:
         """Restart after a program has died, from the last checkpoint of the run.

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +32,7 @@ from halfmoon.federation.transport.processes import (
     stop_process,
 )
 from halfmoon.storage import atomic_io
-from halfmoon.storage.events import SITE_LOG, EventLog, EventTail, Tail
+from halfmoon.storage.events import SITE_LOG, EventLog, EventRecorder, EventTail, Tail
 
 POLL_SECONDS = 0.2
 """Time between two polls of processes and events."""
@@ -213,12 +212,12 @@ def node_options(site: SiteOptions) -> dict[str, Any]:
     }
 
 
-def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prompt | None = None) -> None:
+def join_federation(site: SiteOptions, display: EventRecorder, person: Prompt | None = None) -> None:
     """Take part in a federation as a site, until its end or an interrupt, and end all processes that were started.
 
     Args:
         site: the options.
-        show: prints a line of the site's log to the terminal.
+        display: shows the events of the site's log on the terminal.
         person: decides about the terms; None if there is no terminal.
 
     Raises:
@@ -239,27 +238,27 @@ def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prom
         site.processes.log(SUPERNODE).write_bytes(b"")
         tail = EventTail(site.state_folder)
         try:
-            _SiteNode(site, tail, show, person).run_forever()
+            _SiteNode(site, tail, display, person).run_forever()
         finally:
             for event in tail.read_events():
-                show(event.line)
+                display.record(event.name, event.line, **event.fields)
 
 
 class _SiteNode:
     """The node of a site that takes part, and the state of its connection."""
 
-    def __init__(self, site: SiteOptions, tail: EventTail, show: Callable[[str], None], person: Prompt | None) -> None:
+    def __init__(self, site: SiteOptions, tail: EventTail, display: EventRecorder, person: Prompt | None) -> None:
         """Prepare to run and watch the node, the process of a site that exchanges messages with the server.
 
         Args:
             site: the options.
             tail: reads the events that the node adds to the site's log.
-            show: prints a line.
+            display: shows events on the terminal.
             person: decides about the terms; None if there is no terminal.
         """
         self.site = site
         self.tail = tail
-        self.show = show
+        self.display = display
         self.person = person
         self.processes = site.processes
         self.log = EventLog(site.state_folder / SITE_LOG)
@@ -400,12 +399,12 @@ class _SiteNode:
         try:
             self.log.record("connection", text)
         except OSError:
-            self.show(text)
+            self.display.record("connection", text)
 
     def _show(self) -> None:
         events = self.tail.read_events()
         for event in events:
-            self.show(event.line)
+            self.display.record(event.name, event.line, **event.fields)
         if events:
             self._ask()  # the lines hide the question, so it is repeated
 
@@ -439,7 +438,7 @@ class _SiteNode:
         self._show()
         show_all = self.site.all or not offer.brief
         for line in offer.format_lines() if show_all else offer.brief:
-            self.show(line)
+            self.display.record("terms", line)
         self._ask()
 
     def _responder(self) -> Prompt | None:

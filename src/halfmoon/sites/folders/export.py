@@ -7,7 +7,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from halfmoon.data.images import Images, Source
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.sites.folders.site_folder import CLASSES_FILE, LABELS_FILE
 from halfmoon.storage import atomic_io, locks
+from halfmoon.storage.events import EventRecorder, NullRecorder
 
 if TYPE_CHECKING:
     from halfmoon.core.label_locations import LabelLocation
@@ -60,7 +61,11 @@ class _FolderContents:
 
 
 def export_sites(
-    config: Config, source: Source, split: Split, out: Path, report: Callable[[str], object] = str
+    config: Config,
+    source: Source,
+    split: Split,
+    out: Path,
+    display: EventRecorder = NullRecorder(),  # noqa: B008
 ) -> bool:
     """Write a data set as folders of sites, a folder "test", and federation.toml, to rehearse a federation.
 
@@ -72,7 +77,7 @@ def export_sites(
         source: the data set.
         split: the images of each client.
         out: a folder that is new, empty, or has an unfinished export of the same sites.
-        report: receives a line about each folder.
+        display: receives an event for each folder.
 
     Returns:
         Whether the export was unfinished before this call.
@@ -91,11 +96,13 @@ def export_sites(
                 return False
             for folder in folders:
                 if (out / folder.name).exists():
-                    report(f"{folder.name}: exists already")
+                    display.record("folder_exists", f"{folder.name}: exists already", folder=folder.name)
                     continue
                 _write_folder(source, folder, out)
                 labeled = int(folder.labeled.sum())
-                report(f"{folder.name}: {len(folder.rows):,} images, {labeled:,} with a label")
+                images = len(folder.rows)
+                text = f"{folder.name}: {images:,} images, {labeled:,} with a label"
+                display.record("folder_written", text, folder=folder.name, images=images, labeled=labeled)
             if config.split is not None:
                 split.save(out / SPLIT_FILE)
             atomic_io.write_atomically(out / FEDERATION_FILE, federation_text.encode())
