@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from text_log import TextLog
 
 from halfmoon import Config, UserError
 from halfmoon.cli import studies as command
@@ -209,7 +210,7 @@ def test_copies_at_other_sites_are_reported_and_not_on_both_sides(tmp_path: Path
     for number in range(12):
         (folders[1] / f"{number:03d}.png").write_bytes((folders[0] / f"{number:03d}.png").read_bytes())
     messages: list[str] = []
-    rows = site_rehearsal._write_data_set(Config(validation_share=0.3), folders, tmp_path / "data", messages.append)
+    rows = site_rehearsal._write_data_set(Config(validation_share=0.3), folders, tmp_path / "data", TextLog(messages))
     source = load(str(tmp_path / "data"))
     assert source.validation is not None or (tmp_path / "data" / "validation.parquet").exists()
     hashes = {}

@@ -103,11 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # argparse, after --help and --version
         return int(error.code or 0)
     except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe. Python flushes stdout at exit, which must not fail again.
+        # The reader, such as `head`, has closed the pipe. Python flushes stdout at exit, which must not fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (base.CommandExit, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
-        # Too many images are unreadable, and the user agrees at the terminal to leave them out: run the command again.
+        # Too many images are unreadable, and the user agrees at the terminal to leave them out: re-run the command.
         if _is_skip_confirmed(error, arguments):
             return main([*arguments, SKIP_FLAG])
         is_debug = "--debug" in arguments

@@ -15,7 +15,7 @@ RESUME = "resume"
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. Its text says what is wrong, where, and what to do.
+    """A mistake of the user. Its text states what is wrong, where, and what to do.
 
     Users write options as flags (`--run-dir DIR`) or as Python keywords (`run_dir=DIR`). So that the text fits both,
     write an option in `message` and `hint` as `{run_dir}`, or with a value as `{clients=2}`, and list the names in

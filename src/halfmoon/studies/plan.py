@@ -238,7 +238,7 @@ def _check_images(plan: Plan) -> Plan:
         source = factory.load_images(plan.config)
         factory.get_split(plan.config, source)
     # The first sentence of the plan already counts the images in nested folders.
-    # Files that are left out have reasons of their own.
+    # Files that are left out have other reasons.
     notes = [note for note in source.notes if NESTED_NOTE not in note and not note.startswith("left out: ")]
     if not notes:
         return plan
@@ -310,7 +310,7 @@ def _training_labels(contents: FolderContents) -> np.ndarray:
     Raises:
         UserError: a class has one image, and the folder has no test subset.
     """
-    if contents.tests:  # test images are in a folder of their own
+    if contents.tests:  # test images are in a separate folder
         return contents.labels
     counts = np.bincount(contents.labels, minlength=len(contents.classes))
     for name, count in zip(contents.classes, counts.tolist(), strict=True):
@@ -392,7 +392,7 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: f
     share = _choose_share(reference_costs, counts, seconds_limit=60 * minutes)
     if not contents.site:
         share = _enlarge_share(config, contents, share)
-        share *= config.data_share  # the user's own limit on the data
+        share *= config.data_share  # the user's limit on the data
         config = replace(config, data_share=share)
     steps = _head_steps(config, measured_costs, counts, share)
     # Larger images are reduced, to a quarter of the pixels that the network was pretrained on (224 x 224). Smaller ones
@@ -873,7 +873,7 @@ def _image_spec(config: Config, contents: FolderContents) -> ImageSpec:
 
 
 def head_task(config: Config, image_spec: ImageSpec) -> tuple[FeatureHead, Task, Normalize]:
-    """Build the last layer of a pretrained network as a network of its own, which is trained on features.
+    """Build the last layer of a pretrained network as a separate network, which is trained on features.
 
     The layers before it are frozen, so the features of an image are computed once, and the head is trained on these.
 
@@ -918,11 +918,11 @@ def _blank_problem(config: Config, contents: FolderContents) -> Problem:
     image_spec = _image_spec(config, contents)
     channels, height, width = image_spec.image
     if contents.site:
-        # A site may have few labels among many images: all are kept, and as many unlabeled images as fit.
+        # A site may have few labels among many images: all are used, and as many unlabeled images as fit.
         labeled_first = np.argsort(contents.labels < 0, kind="stable")
         labels = contents.labels[labeled_first][:SYNTHETIC_IMAGES]
     else:
-        # Class folders are listed class by class: every n-th image keeps the shares of the classes.
+        # Class folders are listed class by class: every n-th image has the same shares of the classes.
         stride = -(-len(contents.labels) // SYNTHETIC_IMAGES)  # rounded up
         labels = contents.labels[::stride]
     test_labels = np.arange(min(_count_tests(contents), SYNTHETIC_IMAGES)) % len(contents.classes)

@@ -313,7 +313,7 @@ def sweep(
 
 
 def _warn_of_failure(report: run_sweep.RunReport) -> None:
-    """Warn that a run of a sweep failed; say nothing about other runs."""
+    """Warn that a run of a sweep failed; finished runs give no warning."""
     if report.failed:
         warn(f"failed: {report.label}: {in_python(report.failed)}")
 

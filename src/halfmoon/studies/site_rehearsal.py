@@ -91,17 +91,17 @@ class _TrainingRows:
         """Split the images of all sites among clients: each site is a client, or one site is the only one.
 
         Args:
-            used_labels: bool (N,), the labels to train on; other labeled images take no part, not even as unlabeled
+            used_labels: bool (N,), the labels to train on; other labeled images are not used, not even as unlabeled
                 ones. None for all labels.
             site: the number of the site to train by itself, as client 0; None for all sites.
         """
         labeled = self.labeled if used_labels is None else self.labeled & used_labels
-        nobody = -1  # the client of an image that takes no part
-        client = np.where(self.labeled & ~labeled, nobody, self.client)
+        unused = -1  # the client of an image that is not trained on
+        client = np.where(self.labeled & ~labeled, unused, self.client)
         if site is None:
             return Split(client=client, labeled=labeled, clients=len(self.names))
         is_site = client == site
-        return Split(client=np.where(is_site, 0, nobody), labeled=labeled & is_site, clients=1)
+        return Split(client=np.where(is_site, 0, unused), labeled=labeled & is_site, clients=1)
 
 
 class _RenamedRuns:
@@ -161,7 +161,7 @@ def rehearse(
         crop=False,
         window=None,
         reference=config.reference or config.method,
-        # The validation images are in a file of their own there, not drawn from the training images.
+        # The validation images are in a separate file there, not drawn from the training images.
         validation_share=0.0,
         validation_part=config.validation_share > 0,
     )
@@ -221,7 +221,7 @@ def estimate_gains(
     names = [site.folder.resolve().name for site in sites]
     problem, client, groups = _pool_features(sites, group_pattern, watch)
     labels = problem.data.labels.numpy()
-    # Folds are stratified by class and site: each pair of them is a stratum of its own.
+    # Folds are stratified by class and site: each pair of them is a stratum.
     strata = np.where(labels >= 0, labels * len(sites) + client, -1)
     results: dict[str, list[tuple[float, float]]] = {}
     for fold in cross_validation_folds(strata, groups, repeats=REPEATS):

@@ -207,7 +207,7 @@ class ClientManager:
             self._send_waiting(requests, description, start, now, waiting, pending, send_count)
             for name, response in self._receive(pending).items():
                 if not response.has_arrived and send_count[name] <= MAX_RESENDS:
-                    # The request was lost: send it again. The time is not `now`, because receiving may take minutes.
+                    # The request was lost: resend it. The time is not `now`, because receiving may take minutes.
                     waiting[name] = self.clock.now()
                 else:
                     responses[name] = response
@@ -374,7 +374,7 @@ class ClientManager:
         return responses
 
     def _discard_late(self, request: _Pending, data: bytes | None) -> None:
-        """Log a reply that came after its timeout; nothing is logged if `data` is None, because there is no reply."""
+        """Log a reply that arrived after its timeout; without `data` there is no reply to log."""
         if data is not None:
             late_seconds = self.clock.now() - request.end
             text = f"{request.name} answered {request.description} {late_seconds:.0f} s too late: discarded"

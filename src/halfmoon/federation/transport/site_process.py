@@ -74,7 +74,7 @@ class SiteFinished(UserError):
 
 
 class Prompt(Protocol):
-    """A person at a terminal, who is asked a question and may answer later."""
+    """A person at a terminal, who is asked a question and may reply later."""
 
     def ask(self, question: str) -> None:
         """Show a question."""
@@ -264,8 +264,8 @@ class _SiteNode:
         self.log = EventLog(site.state_folder / SITE_LOG)
         self.node: subprocess.Popen[bytes] | None = None
         self.pause = RECONNECT_SECONDS
-        self.lost = False  # whether the server does not answer
-        # Set when the server answers again: until then a server that has just started may not know the site's key yet.
+        self.lost = False  # whether the server does not reply
+        # Set when the server replies after a loss: until then a server that has just started may not know the site's key yet.
         self.admission_deadline = 0.0
         # Set by `_finish` at the end of the participation: whether the last reply is sent, and since when.
         self.over: tuple[bool, float] | None = None
