@@ -19,7 +19,7 @@ class MethodEntry:
         paper: reference.
         about: one-line description.
         method: the method with its default options.
-        all_labels: whether it is a supervised upper bound, which trains on all images of the clients with their labels.
+        all_labels: whether it is a supervised upper bound ("ceiling"), which trains on all images of the clients with their labels.
         pooled: whether it is a centralized baseline: one client has all images.
         paper_options: options that the method's paper fixes; preset "paper" sets them.
         paper_run: settings of a run that the paper fixes; preset "paper" sets them, too.

@@ -110,12 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Too many images are unreadable, and the user agrees at the terminal to leave them out: re-run the command.
         if _is_skip_confirmed(error, arguments):
             return main([*arguments, SKIP_FLAG])
-        is_debug = "--debug" in arguments
-        # A command raises CommandExit for a message and an exit code; for debugging, its cause has the traceback.
-        if is_debug and isinstance(error, base.CommandExit) and error.__cause__ is not None:
-            raise error.__cause__ from None
+        if "--debug" in arguments:
+            # A command raises CommandExit for a message and an exit code; its cause has the traceback.
+            if isinstance(error, base.CommandExit) and error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
         message_and_code = _describe_error(error)
-        if is_debug or message_and_code is None:
+        if message_and_code is None:  # a bug
             raise
         message, code = message_and_code
         return base.print_warning(message, code)
@@ -281,7 +282,7 @@ def _run(args: argparse.Namespace) -> int:
         args: the parsed command line.
     """
     # Three layers of options: flags win over the file of --config, and both over the recipe below.
-    file_options, flags, file = base.read_layers(args)
+    file_options, flags, file = base.read_options(args)
     if args.sites:
         return _rehearse_sites(args, file_options, flags, file)
     studies.refuse_federation(args.config, file_options, flags)
@@ -463,7 +464,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     Options come from two layers, a file (`--config`) and flags, which override the file. `--explain` prints them instead.
     """
-    file_options, flags, file = base.read_layers(args)
+    file_options, flags, file = base.read_options(args)
     seeds = []
     for text in args.seeds:
         # Python refuses to parse numbers of thousands of digits.

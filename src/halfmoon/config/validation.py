@@ -110,9 +110,11 @@ def _check_exclusive_options(config: Any) -> None:
 def _check_batches(config: Any) -> None:
     """Raise UserError for batch sizes that do not fit the normalization, or the definition of an epoch."""
     for name in ("labeled_batch", "unlabeled_batch"):
-        # Joint statistics normalize an unlabeled image together with the labeled ones, so its batch may be one image.
-        normalized_separately = name == "labeled_batch" or config.statistics == "separate"
-        if getattr(config, name) == 1 and config.norm == "batch" and normalized_separately:
+        # Batch normalization needs two images. With joint statistics a single unlabeled image is normalized together
+        # with the labeled ones.
+        may_be_normalized_alone = name == "labeled_batch" or config.statistics == "separate"
+        size = getattr(config, name)  # a number or a rule, such as "rest"
+        if size == 1 and config.norm == "batch" and may_be_normalized_alone:
             raise UserError(f"{name} is 1: a batch of one image has no variance to normalize by; use at least 2.")
     if config.unlabeled_batch == "rest" and config.epoch == "unlabeled":
         raise UserError(

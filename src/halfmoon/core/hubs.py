@@ -225,12 +225,12 @@ def _download_model(name: str) -> Path:
     Raises:
         UserError: the package is missing, or the hub cannot be reached or has no such model.
     """
-    package_version(f"transformers:{name}")
+    package_version(f"transformers:{name}")  # raises an error if the package is missing
     hub: Any = importlib.import_module("huggingface_hub")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
     except Exception as error:  # no network, no such model, no permission
         raise UserError(
-            f"network transformers:{name}: there is no folder {name} here, and the Hugging Face hub does not give it "
-            f"({one_line(error)[:160]}); fetch it where there is a network, and name its folder."
+            f"network transformers:{name}: there is no folder {name} here, and it cannot be downloaded from the Hugging "
+            f"Face hub ({one_line(error)[:160]}); download it on a machine with internet access, and name its folder."
         ) from error

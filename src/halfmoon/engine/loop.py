@@ -71,10 +71,13 @@ class Experiment:
 
 
 class _ValidationScore(NamedTuple):
-    """The validation result of one round; the largest is the best."""
+    """The validation result of one round; the largest is the best.
+
+    Tuples are compared field by field: by accuracy, between equal accuracies by loss, and then by round.
+    """
 
     accuracy: float
-    negative_loss: float  # decides between equal accuracies
+    negative_loss: float
     round: int  # counted from 1
 
 
@@ -285,15 +288,17 @@ class _Run:
         patience = self.experiment.patience
         if reason is not None or patience is None or not self.scores:
             return reason
-        values = [(score.accuracy, score.negative_loss) for score in self.scores]
-        # `index` finds the first best score: one that only equals it is no improvement.
-        evaluations_since_best = len(values) - 1 - values.index(max(values))
+        # Without the round, so that equal results compare equal. `index` finds the first best one: a later one that only
+        # equals it is no improvement.
+        results = [(score.accuracy, score.negative_loss) for score in self.scores]
+        evaluations_since_best = len(results) - 1 - results.index(max(results))
         if evaluations_since_best < patience:
             return None
         evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
+        chosen_round = max(self.scores).round  # of the model that `_keep_best` chose: the latest of equal ones
         return (
             f"stopped after round {self.round} of {rounds}: no better validation accuracy in {evaluations}; "
-            f"best round {max(self.scores).round}"
+            f"best round {chosen_round}"
         )
 
     def save(self, cost: dict[str, int]) -> None:

@@ -518,13 +518,15 @@ def _mixing_of_steps(update: DrawnUpdate, steps: range) -> dict[str, Tensor]:
 def _pad_mixing(mixing: dict[str, Tensor], update: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
     """Pad the draws of mixup to more images in a step: padding is mixed with itself and not rotated.
 
-    Images are numbered first the labeled ones, then those of each view. For 2 labeled and 3 unlabeled images in one view,
-    padded to 3 and 4, the images 0 1 2 3 4 become 0 1 3 4 5, and 2 and 6 are padding: the partners 4 2 0 1 3 become
-    5 3 2 0 1 4 6.
+    In a step the labeled images have the first numbers, then come those of each view. Padding is at the end of each of
+    these blocks, so images get new numbers. Example, with 2 labeled images padded to 3, and 3 unlabeled ones to 4:
+
+        images before:    0 1   2 3 4       partners before:  4 2   0 1 3
+        their new numbers: 0 1   3 4 5       partners after:   5 3 2   0 1 4 6    (2 and 6 are padding)
 
     Args:
         mixing: draws of mixup, leaves (steps, ...): "order" has the number of each image's partner, "turn" the quarter
-            turns of unlabeled images, "mix" the ratios.
+            turns of unlabeled images, "mix" the ratio of each step, which needs no padding.
         update: all draws of the client, with its numbers of images in a step.
         labeled: labeled images in a step after padding.
         unlabeled: unlabeled images in a step after padding.
@@ -533,12 +535,13 @@ def _pad_mixing(mixing: dict[str, Tensor], update: DrawnUpdate, labeled: int, un
     if "order" not in mixing or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
         return mixing
     views = len(update.u_draws)
-    # Of a step, first the labeled images, then each view of the unlabeled ones; each block is padded at its end.
-    positions = torch.arange(labeled + views * unlabeled)
-    is_real = positions < amount.labeled
-    is_real[labeled:] = (positions[labeled:] - labeled) % max(1, unlabeled) < amount.unlabeled
+    is_real_labeled = torch.arange(labeled) < amount.labeled
+    is_real_unlabeled = torch.arange(unlabeled) < amount.unlabeled  # in each view
+    is_real = torch.cat([is_real_labeled, is_real_unlabeled.repeat(views)])
+    positions = torch.arange(len(is_real))
+    new_numbers = positions[is_real]
     order = positions.repeat(len(mixing["mix"]), 1)  # (steps, images), each its own partner
-    order[:, is_real] = positions[is_real][mixing["order"]]
+    order[:, is_real] = new_numbers[mixing["order"]]
     turn = torch.nn.functional.pad(mixing["turn"], (0, unlabeled - amount.unlabeled))
     return {**mixing, "order": order, "turn": turn}
 

@@ -21,7 +21,6 @@ parameters.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -89,17 +88,23 @@ class LocalTraining(ClientUpdate):
         """
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
-            add_proximal = partial(torch.add, alpha=self.prox)
-            # FedProx: the gradient of prox / 2 |params - received|^2.
+            # FedProx: add the gradient of prox / 2 |params - received|^2, which is prox (params - received).
             gradient = tree.map(
-                lambda g, new, old: add_proximal(g, new - old), gradient, carry["params"], broadcast["params"]
+                lambda leaf, params, received: torch.add(leaf, params - received, alpha=self.prox),
+                gradient,
+                carry["params"],
+                broadcast["params"],
             )
-        # `result` has the pass's batch statistics (moments), and new state of the objective (aux), such as thresholds.
-        # `consume`: the optimizer may overwrite the gradient and the old state, which are not used again.
-        new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
-        # For example the mean teacher, which follows the new parameters.
-        objective_state = self.objective.after_step(carry, new["params"])
-        return {**new, **objective_state}, StepMetrics(loss, samples={}, pseudo=result.pseudo)
+        new_carry = self.optimizer_step(
+            carry,
+            gradient,
+            result.moments,  # batch statistics of the pass
+            consume=True,  # the gradient and the old state are not used again, so the optimizer may overwrite them
+            **result.aux,  # new state of the objective, such as thresholds
+        )
+        # State that follows the new parameters, such as the mean teacher.
+        following_state = self.objective.after_step(carry, new_carry["params"])
+        return {**new_carry, **following_state}, StepMetrics(loss, samples={}, pseudo=result.pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         """Return the upload (model and shared state of the objective, weighted by images), and the memory to store.

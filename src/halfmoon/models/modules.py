@@ -9,7 +9,7 @@ layers are unchanged. A pass is `torch.func.functional_call`, a tangent `torch.f
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar, cast
@@ -141,8 +141,9 @@ class ModuleNetwork(Network):
     ) -> "tuple[Tensor, _Pass]":
         """Call the module as a pure function of its parameters (`torch.func.functional_call`).
 
-        The thread's template is the module without parameter values. Its layers read what they need from the record of
-        the pass (statistics, mask, key of dropout masks), and write batch statistics there: they store none.
+        The template is a module of this thread, whose parameters are replaced during the call. Its dropouts and batch
+        normalizations do not store anything: they read fixed statistics, the mask of padding and the key of dropout masks
+        from a record of the pass, and write batch statistics into it.
 
         Args:
             params: parameters, a tree.
@@ -155,16 +156,20 @@ class ModuleNetwork(Network):
             The logits (B, classes), and the batch statistics and inputs of linear layers that the pass recorded.
         """
         template = _template(self)
-        record = _Pass(fixed_stats=tree.flatten(stats), moments={}, inputs={}, real=real)
-        tensors = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
-        constants = template.constants(x.device, next(iter(tensors.values())).dtype)
-        record.images = x.shape[0]  # not len(x), which fixes the batch of an exported program
-        record.key = current_key() if train else None
+        parameters = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
+        # Buffers that are no running statistics, such as tables of positions.
+        constants = template.constants(x.device, next(iter(parameters.values())).dtype)
+        record = _Pass(
+            fixed_stats=tree.flatten(stats),
+            real=real,
+            key=current_key() if train else None,
+            images=x.shape[0],  # not len(x), which fixes the batch of an exported program
+        )
         with template.use_record(record, train), product_precision(self.precision, x.device):
-            output = functional_call(template.module, {**tensors, **constants}, (x,))
+            output = functional_call(template.module, {**parameters, **constants}, (x,))
             logits = to_float32(_logits(output, self))
         if train:
-            # In the order of the layers in the module, which the forward pass need not follow.
+            # In the order of the layers in the module (`tracked`), which the forward pass need not follow.
             moments: dict[str, Tensor] = {}
             for layer in template.tracked:
                 for name, value in record.moments.get(layer, {}).items():
@@ -202,14 +207,15 @@ def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int
 
 @dataclass
 class _Pass:
-    """Inputs and outputs of one pass."""
+    """Inputs of one pass, which the layers read, and its outputs, which they write."""
 
     fixed_stats: Mapping[str, Tensor]  # path/mean and path/var of the normalizations that do not use batch statistics
-    moments: dict[str, Any]
-    inputs: dict[str, Tensor]  # inputs of the linear layers
-    real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
-    key: Tensor | None = None  # the key of dropout masks; None: no dropout
-    images: int = 0  # B
+    real: Tensor | None  # (B,) bool, the images that are no padding; None: all
+    key: Tensor | None  # the key of dropout masks; None: no dropout
+    images: int  # B
+    # Outputs:
+    moments: dict[str, Any] = field(default_factory=dict[str, Any])  # batch statistics by layer
+    inputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # inputs of the linear layers
     dropouts: int = 0  # the number of dropouts until now
 
 
@@ -292,7 +298,7 @@ class _Template:
         """
         _check_layers(module, network)
         self.first = _read(module)  # the initial "params" and "stats", before the parameters are freed below
-        self.record = _Pass(fixed_stats={}, moments={}, inputs={})
+        self.record = _Pass(fixed_stats={}, real=None, key=None, images=0)
         self.tracked = list(_norms(module))
         self.linears = {_path(name): each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
         # Layers with the same interface, which read statistics and dropout keys from the current pass.

@@ -148,7 +148,10 @@ def multi_head_attention(qkv: Tensor) -> Tensor:
     Returns:
         (B, N, width), the heads one after another.
     """
-    q, k, v = qkv.unflatten(-1, (3, HEADS, -1)).movedim(-3, 0).transpose(-3, -2).unbind(0)  # (B, HEADS, N, d) each
+    # The width is 3 x HEADS x d; every head needs its queries, keys and values as (B, HEADS, N, d).
+    separated = qkv.unflatten(-1, (3, HEADS, -1))  # (B, N, 3, HEADS, d)
+    q, k, v = separated.permute(2, 0, 3, 1, 4).unbind(0)
+    # Written out, because forward-mode differentiation (`tangent`) does not support `scaled_dot_product_attention`.
     # Autocast computes the softmax in float32; `to` rounds it to the type of v for the second product.
     attention = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)
     return (attention @ v).transpose(-3, -2).flatten(-2)

@@ -116,11 +116,7 @@ def encode_for_browser(
         raise UserError(f"{name}: {atomic_io.error_reason(error)}.") from error
     if has_over_8_bits(image):
         pixels = read_values(image)
-        stored_window = (
-            compute_stored_window(image, window)
-            or image.info.get("extremes")  # the window that `_load_reduced` computed before it reduced the image
-            or estimate_window([pixels], pixels.size)
-        )
+        stored_window = _choose_window(image, pixels, window)
         if not small:
             return _encode_grays(pixels, stored_window, image.info)
         image = Image.fromarray(to_eight_bits(pixels, stored_window, name))
@@ -129,6 +125,24 @@ def encode_for_browser(
     # Small images are sent without loss. In large thumbnails the loss is invisible, and JPEG is faster to transfer.
     file_format = "JPEG" if small and max(image.size) > MIN_JPEG_PIXELS else "PNG"
     return BrowserImage(_encode(image, file_format))
+
+
+def _choose_window(image: Image.Image, pixels: np.ndarray, window: tuple[float, float] | None) -> tuple[float, float]:
+    """Choose the stored values of a deep image that are shown as black and white.
+
+    The user's window is the first choice, then that of the file, then one that is estimated from the pixels.
+
+    Args:
+        image: the image, whose `info` may have the window of the file.
+        pixels: its stored values, (H, W).
+        window: the values that the user has chosen; None without a choice.
+    """
+    stored_window = compute_stored_window(image, window)  # that of the user or of the file
+    if stored_window is not None:
+        return stored_window
+    if "extremes" in image.info:  # estimated by `_load_reduced`, before it reduced the image
+        return image.info["extremes"]
+    return estimate_window([pixels], pixels.size)
 
 
 def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float] | None = None) -> Image.Image:

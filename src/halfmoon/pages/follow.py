@@ -142,19 +142,20 @@ class FollowedRun:
 
     def update(self) -> bool:
         """Read the files of the run folder that have changed; return True if there are any."""
-        changed = self.metrics.update()
-        changed = self.timings.update() or changed
+        metrics_changed = self.metrics.update()
+        timings_changed = self.timings.update()
+        options_found = False
         if not self.options:
             text = atomic_io.read(self.path / CONFIG_FILE) or b""
             self.options = toml.parse_or_empty(text.decode("utf-8", "replace"))
             self.title = read_title(self.path)
-            changed = changed or bool(self.options)
+            options_found = bool(self.options)
         summary = atomic_io.read_json(self.path / SUMMARY_FILE)
-        if summary != self.summary:
-            self.summary = summary
-            changed = True
-        # The page requests curves again only if this number has changed.
-        self.version += changed
+        summary_changed = summary != self.summary
+        self.summary = summary
+        changed = metrics_changed or timings_changed or options_found or summary_changed
+        if changed:
+            self.version += 1  # the page requests curves again only if this number has changed
         return changed
 
     @property

@@ -55,9 +55,10 @@ class WatchPage:
         self._floors: set[str] = set()
 
     def load_methods(self) -> None:
-        """Load the titles of the methods, and which are upper and lower bounds. Slow, because it imports torch.
+        """Load the titles of the methods, and which are upper bounds (all labels) and lower bounds (labels only).
 
-        A page that only shows run folders works without torch; it then shows the titles that runs recorded.
+        The registry of methods imports torch, which is slow. Without torch nothing is loaded: the page then shows the
+        titles that runs recorded.
         """
         try:
             from halfmoon.methods import registry
@@ -66,7 +67,7 @@ class WatchPage:
         entries = [registry.entry(name) for name in registry.names()]
         titles = {entry.name: entry.title for entry in entries}
         self._ceilings = {entry.name for entry in entries if entry.all_labels}
-        # Lower bounds are recognized by their titles, such as "FedAvg (labeled only)".
+        # The registry has no flag for lower bounds, but all of their titles end like "FedAvg (labeled only)".
         self._floors = {entry.name for entry in entries if entry.title.endswith("(labeled only)")}
         self._titles = titles
 

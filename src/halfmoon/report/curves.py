@@ -285,12 +285,11 @@ def _widen_axes(axes: Axes, span: float) -> None:
     Accuracies and shares are not negative, so a range that was widened below zero is moved up.
     """
     left, right = axes.get_xlim()
+    axes.set_xlim(*_widen_range(left, right, 2.0))
     bottom, top = axes.get_ylim()
-    left, right = _widen_range(left, right, 2.0)
     bottom, top = _widen_range(bottom, top, span)
-    # Move the range up if more than 3 % of it would be below zero.
-    shift = max(0.0, -0.03 * (top - bottom) - bottom)
-    axes.set_xlim(left, right)
+    lowest_bottom = -0.03 * (top - bottom)  # 3 % of the range may be below zero
+    shift = max(0.0, lowest_bottom - bottom)
     axes.set_ylim(bottom + shift, top + shift)
 
 
@@ -304,6 +303,7 @@ def _legend_grid_size(names: Sequence[str], width: float) -> tuple[int, int]:
 
 
 def _widen_range(low: float, high: float, span: float) -> tuple[float, float]:
+    """Widen a range on both sides until it has the length `span`; a longer one remains."""
     missing = max(0.0, span - (high - low))
     return low - missing / 2, high + missing / 2
 

@@ -102,14 +102,17 @@ def metrics_frame(study: Study) -> Any:
 
 
 def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
-    """Iterate over the metrics of a run as (round, metric, value); accuracies and shares are in percent."""
+    """Iterate over the metrics of a run as (round, metric, value); accuracies and shares are in percent.
+
+    For example metrics.jsonl's line {"round": 5, "test": {"accuracy": 0.81}} gives (5, "accuracy", 81.0).
+    """
     for row in run.rows:
-        # Each metric is a number in a group of the row, such as row["test"]["accuracy"].
         for metric, (group, name, factor) in METRICS.items():
             value = (row.get(group) or {}).get(name)
             if value is not None:
                 yield row["round"], metric, value * factor
-        # The sites of a federation evaluate the model of an earlier round.
+        # Without test images at the server, a federation's sites evaluate the model: in the round after it was made,
+        # whose line therefore has the number of the earlier round.
         evaluation = row.get("evaluation") or {}
         if not row.get("test") and evaluation.get("accuracy") is not None:
             yield evaluation["round"], "accuracy", 100 * evaluation["accuracy"]

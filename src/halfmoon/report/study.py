@@ -305,8 +305,10 @@ def _check_sweep(sweep: SweepFile, file: Path) -> None:
         if coordinates in coordinates_so_far:
             raise UserError(f"{prefix} has the coordinates of another cell; restore it.")
         coordinates_so_far.add(coordinates)
+        if sweep.kind == "splits":
+            continue  # its runs only draw splits: they train nothing, and have neither accuracy nor cost
         for entry in cell.runs:
-            if entry.finished and sweep.kind != "splits" and (entry.accuracy is None or entry.cost is None):
+            if entry.finished and (entry.accuracy is None or entry.cost is None):
                 raise UserError(f"{prefix}, seed {entry.seed}, is finished but has no accuracy or cost; restore it.")
 
 

@@ -244,7 +244,8 @@ def write_comparison(outcome: RunResult) -> None:
     # Upper bounds ("ceilings") are the methods that train with all labels.
     remarks = list_remarks(outcome.summaries, ceilings=registry.ceilings())
     markdown = table.as_markdown() + "".join(f"\n{remark}\n" for remark in remarks)
-    # Matplotlib writes the figure to a temporary file, which then replaces the previous one in one step.
+    # `write_atomically` writes a file's content to a temporary file, which then replaces the previous one in one step.
+    # Matplotlib writes its file itself, so that the same is done here.
     unfinished_figure = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
     try:
         for path, text in zip(outcome.tables, (table.as_csv(), markdown), strict=True):
@@ -253,8 +254,8 @@ def write_comparison(outcome: RunResult) -> None:
         unfinished_figure.replace(outcome.curves)
     except OSError as error:
         raise UserError(
-            f"{outcome.folder}: tables and curves cannot be written ({atomic_io.error_reason(error)}); "
-            "the runs are finished: first repair that, then: {resume}",
+            f"{outcome.folder}: tables and curves cannot be written ({atomic_io.error_reason(error)})",
+            hint="the runs are finished: first repair that, then: {resume}",  # filled in by `UserError`
             resume=outcome.folder,
         ) from error
     finally:

@@ -371,6 +371,8 @@ def fit_to_network(config: Config, data: Source) -> Source:
 def channel_values(config: Config, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
     """Return one value of normalization for each channel: those of an option, or the data set's `default`.
 
+    A single value in the option is for all channels.
+
     Args:
         config: the configuration.
         name: the option, "pixel_mean" or "pixel_std".
@@ -381,11 +383,13 @@ def channel_values(config: Config, name: str, default: tuple[float, ...]) -> tup
     """
     values = getattr(config, name)
     channels = len(default)
-    if values is None or len(values) == channels:
-        return values or default
-    if len(values) > 1:
+    if values is None:
+        return default
+    if len(values) == 1:
+        return values * channels
+    if len(values) != channels:
         raise UserError(f"{name} has {len(values)} numbers, but the images have {channels} channels; give one each.")
-    return values * channels
+    return values
 
 
 def padded_side(config: Config, height: int, width: int) -> int | None:

@@ -155,7 +155,7 @@ def _from_entry(entry: dict[str, Any]) -> Release:
     """Convert the fields of a line of the ledger's file to a release; the inverse of `_to_entry`."""
     sampled = None if entry["drawn"] is None else CohortDraw(*entry["drawn"])
     return Release(
-        round=entry["round"] - 1,
+        round=entry["round"] - 1,  # from 0, in the file from 1
         attempt=entry["attempt"],
         query=entry["query"],
         sampled=sampled,

@@ -559,15 +559,16 @@ def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
         atomic_io.write_atomically(root / SKIPPED, text.getvalue().encode("utf-8", "surrogateescape"))
     except OSError as error:
         raise UserError(
-            f"{root}: it cannot be written ({atomic_io.error_reason(error)}); choose another {{run_dir}}.",
+            f"{root}: it cannot be written ({atomic_io.error_reason(error)})",
             option="run_dir",
+            hint="choose another {run_dir}.",
         ) from error
 
 
 def _run_jobs(
     root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback
 ) -> tuple[dict[int, Row], dict[int, Exception]]:
-    """Run the jobs that are not finished, in one or several processes.
+    """Run the jobs that are not finished, in one or several processes, and read the summaries of the others.
 
     Args:
         root: the folder of the run or comparison.
@@ -578,21 +579,20 @@ def _run_jobs(
     Returns:
         The summaries by the job's number, and the errors of the jobs that failed, also by number.
     """
-    # Jobs for other processes. All others follow in this process: also those that have finished, whose summary is read.
-    pending: list[int] = []
-    for number, job in enumerate(jobs):
-        if shared is not None and not _is_finished(root / job.folder, job.config):
-            pending.append(number)
     # A method "module:Class" may have been passed as an object, which only this process knows.
-    if any(":" in job.config.method for job in jobs):
-        pending = []
+    other_processes_know_methods = not any(":" in job.config.method for job in jobs)
+    for_processes: list[int] = []  # the numbers of unfinished jobs
+    if shared is not None and other_processes_know_methods:
+        for_processes = [number for number, job in enumerate(jobs) if not _is_finished(root / job.folder, job.config)]
     if len(jobs) > 1:
         watch = GroupedRuns(watch, root)
     run_number = partial(_run_numbered_job, root, tuple(jobs), shared)
-    summaries, failures = run_in_processes(run_number, pending, jobs[0].config, watch)
+    # Both are empty if one process is enough.
+    summaries, failures = run_in_processes(run_number, for_processes, jobs[0].config, watch)
     for number in range(len(jobs)):
         if number in summaries or number in failures:
             continue
+        # In this process; of a finished job this reads the summary.
         try:
             summaries[number] = run_number(number, watch)
         except Exception as error:
@@ -601,7 +601,7 @@ def _run_jobs(
 
 
 def _run_numbered_job(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
-    """Run one of several jobs; a module's function, so that it can be sent to another process."""
+    """Run one of several jobs as `_run_job`; a module's function, so that it can be sent to another process."""
     if shared is not None and factory.select_device(jobs[number].config).type == "cpu":
         retain_freed_memory()
     return _run_job(root, jobs[number], shared, watch)
@@ -717,9 +717,9 @@ def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
     if stored_plan is not None:
         which = "this" if is_same_plan(stored_plan, plan) else "another"
         raise UserError(
-            f"{root} holds a comparison of {which} configuration; `{{resume}}` continues it, or choose another "
-            "{run_dir}.",
+            f"{root} holds a comparison of {which} configuration",
             option="run_dir",
+            hint="`{resume}` continues it, or choose another {run_dir}.",
             resume=root,
         )
     RunFolder.check_unused(root, run_identity)
@@ -741,9 +741,9 @@ def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
         folder = RunFolder.open(path)
         if folder.identity != run_identity:
             raise UserError(
-                f"{path} holds a run of another configuration ({folder.identity[:8]}, not {run_identity[:8]}); "
-                "choose another {run_dir}.",
+                f"{path} holds a run of another configuration ({folder.identity[:8]}, not {run_identity[:8]})",
                 option="run_dir",
+                hint="choose another {run_dir}.",
             )
     else:
         folder = RunFolder.create(path, to_toml(config), run_identity, registry.entry(config.method).title)

@@ -14,7 +14,7 @@ import numpy as np
 from halfmoon.storage import atomic_io
 
 DIGESTS = "training-images.digests"
-"""A key, and the digest of each training image, `DIGEST_BYTES` each."""
+"""File of a key and, after it, the digest of each training image, `DIGEST_BYTES` each."""
 
 DIGEST_BYTES = 16
 SEARCHED_PARENTS = 3
@@ -26,7 +26,7 @@ class TrainingDigests:
     """The digests of a model's training images.
 
     Attributes:
-        key: the random key.
+        key: the random key of the hash function, which is needed to compute the digest of another image.
         digests: the digest of each image.
     """
 
@@ -67,13 +67,18 @@ def write_digests(folder: Path, images: Iterable[np.ndarray], replace: bool = Fa
 
 
 def load_digests(model_file: Path | None) -> TrainingDigests | None:
-    """Load the digests of a model's training images; None if there are none near its file."""
+    """Load the digests of a model's training images, from the folder of the model's file or one of those above it.
+
+    Returns:
+        The digests; None without a model file, or if none of the `SEARCHED_PARENTS` folders has a file of digests.
+    """
     if model_file is None:
         return None
     for folder in list(model_file.absolute().parents)[:SEARCHED_PARENTS]:
         data = atomic_io.read(folder / DIGESTS)
         if data:
-            # The file is the key, followed by the digests, all of the same length.
-            key, *digests = (data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES))
-            return TrainingDigests(key, frozenset(digests))
+            starts = range(DIGEST_BYTES, len(data), DIGEST_BYTES)
+            return TrainingDigests(
+                key=data[:DIGEST_BYTES], digests=frozenset(data[start : start + DIGEST_BYTES] for start in starts)
+            )
     return None

@@ -196,24 +196,22 @@ def estimate_costs(recipe: Recipe, cells: Sequence[RecipeCell]) -> dict[str, Row
     Raises:
         UserError: as `halfmoon.runs.runner.run_in_folder`.
     """
+    row_axis = recipe.rows  # the axis whose values are the rows of the table, such as "method"
+    cells_by_row: dict[str, list[RecipeCell]] = {}
+    for cell in cells:
+        cells_by_row.setdefault(cell.at[row_axis], []).append(cell)
     costs: dict[str, RowCost] = {}
     counted_runs: set[str] = set()
-    rows = dict.fromkeys(cell.at[recipe.rows] for cell in cells)  # `recipe.rows` is the axis that the rows are named by
-    for row in rows:
-        row_cells = [cell for cell in cells if cell.at[recipe.rows] == row]
-        rounds_by_run = {
-            identity(config, config.method): count_rounds(config)
-            for cell in row_cells
-            for config in cell.configs.values()
-        }
+    for row, row_cells in cells_by_row.items():
+        configs = [config for cell in row_cells for config in cell.configs.values()]
+        rounds_by_run = {identity(config, config.method): count_rounds(config) for config in configs}
         new_runs = {run_id: rounds for run_id, rounds in rounds_by_run.items() if run_id not in counted_runs}
         counted_runs |= set(new_runs)
-        seconds = 0.0
-        if recipe.kind != "splits":
-            first_config = next(iter(row_cells[0].configs.values()))
-            seconds = measure_round_seconds(first_config)
         costs[row] = RowCost(
-            cell=row_cells[0].label, seconds_per_round=seconds, rounds=sum(new_runs.values()), runs=len(new_runs)
+            cell=row_cells[0].label,
+            seconds_per_round=0.0 if recipe.kind == "splits" else measure_round_seconds(configs[0]),
+            rounds=sum(new_runs.values()),
+            runs=len(new_runs),
         )
     return costs
 

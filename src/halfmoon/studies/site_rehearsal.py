@@ -293,7 +293,9 @@ def _pool_features(
 
 
 def _select_labels(rows: _TrainingRows, share: float) -> np.ndarray:
-    """Select a share of the labels of each site and class, at least one, for a federation with fewer labels.
+    """Select a share of the labels of each site and class, at least one.
+
+    The rehearsal trains on these only, to show the accuracy of a federation that has fewer labels.
 
     Args:
         rows: the training images of all sites, N of them.
@@ -305,10 +307,11 @@ def _select_labels(rows: _TrainingRows, share: float) -> np.ndarray:
     selected = np.zeros(len(rows.client), bool)
     for site in range(len(rows.names)):
         for label in np.unique(rows.labels[rows.labeled]):
-            candidates = np.flatnonzero((rows.client == site) & (rows.labels == label) & rows.labeled)
+            is_candidate = (rows.client == site) & (rows.labels == label) & rows.labeled
+            candidates = np.flatnonzero(is_candidate)
             if len(candidates) == 0:
                 continue
-            # The name of the random stream decides which labels are kept: it must not change.
+            # Every call keeps the same labels. The name of the random stream decides which: it must not change.
             order = named_generator(0, "own sites", str(site), str(label)).permutation(candidates)
             selected[order[: max(1, round(share * len(candidates)))]] = True
     return selected

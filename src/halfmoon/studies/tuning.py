@@ -296,15 +296,26 @@ def _parse_value(text: Any) -> Any:
 
 
 def _train_trial(config: Config, values: Mapping[str, Any], seeds: Sequence[int], folder: Path) -> float | None:
-    """Train the runs of a trial; return the mean over seeds of the best validation accuracy, None if one diverged."""
+    """Train a trial with each seed, unless that run has finished earlier, and score it.
+
+    Args:
+        config: The configuration that the trial changes.
+        values: The values of the options that the search varies, by name.
+        seeds: The seeds.
+        folder: The folder of the search; a trial with the same values has the same subfolder.
+
+    Returns:
+        The mean over seeds of the best validation accuracy; None if a run diverged.
+    """
     changed = apply_values(config, values)
-    # Sorted keys: the folder of a trial must not depend on the order of the knobs.
+    # Sorted keys: the folder of a trial must not depend on the order of the options.
     name = hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()[:12]
     accuracies = []
     for seed in seeds:
         path = folder / f"trial-{name}" / f"seed-{seed}"
         try:
             if runner.finished_summary(path) is None:
+                # Without tests: a search must not see the test images.
                 runner.run_in_folder(replace(changed, seed=seed, run_dir=None), path, tests=False)
         except Diverged:
             return None

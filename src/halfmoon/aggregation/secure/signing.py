@@ -27,12 +27,20 @@ SIGNATURE_BYTES = 2 * INTEGER_BYTES
 
 
 def _curves() -> dict[int, ec.EllipticCurve]:
-    """Return the curves that both OpenSSH and Flower support, by the length of a compressed point in bytes."""
+    """Return the curves that both OpenSSH and Flower support, by the length of a compressed point in bytes.
+
+    Raises:
+        UserError: If the library cryptography is not installed. Callers import it only after this call.
+    """
     try:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
         raise UserError(MISSING) from error
     return {1 + (curve.key_size + 7) // 8: curve for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1())}
+
+
+def _curve_names() -> set[str]:
+    return {curve.name for curve in _curves().values()}
 
 
 def generate_private_key() -> bytes:
@@ -62,7 +70,7 @@ def load_private_key(data: bytes) -> ec.EllipticCurvePrivateKey:
     Raises:
         ValueError: If it is not an unencrypted key on a supported curve.
     """
-    curves = _curves()
+    curve_names = _curve_names()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -73,7 +81,6 @@ def load_private_key(data: bytes) -> ec.EllipticCurvePrivateKey:
         key = load(data, None)
     except (UnsupportedAlgorithm, TypeError) as error:  # TypeError: it is encrypted
         raise ValueError(str(error)) from error
-    curve_names = {curve.name for curve in curves.values()}
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in curve_names:
         raise ValueError("it is on no curve that Flower takes")
     return key
@@ -95,7 +102,7 @@ def parse_public_key(line: bytes) -> bytes:
     Raises:
         ValueError: If the line is not a public key on a supported curve.
     """
-    curves = _curves()
+    curve_names = _curve_names()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -104,7 +111,6 @@ def parse_public_key(line: bytes) -> bytes:
         key = serialization.load_ssh_public_key(line.strip())
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from error
-    curve_names = {curve.name for curve in curves.values()}
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in curve_names:
         raise ValueError("it is on no curve that Flower takes")
     return encode_public_key(key)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from halfmoon.config import retired
 from halfmoon.config import schema as settings
@@ -183,11 +183,22 @@ def requested_options(args: argparse.Namespace, names: Iterable[str]) -> dict[st
     return options
 
 
-def read_layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
-    """Read the options of the configuration file and of the command line.
+class GivenOptions(NamedTuple):
+    """The options that a user gives; flags override those of the file.
 
-    Returns:
-        The options of the file of `--config`, those of the flags, and the file's name for messages.
+    Attributes:
+        file_options: the options of the file of `--config`; {} without one.
+        flags: the options of the command line.
+        file: the file, for messages; "the file" without one, as no message is then about it.
+    """
+
+    file_options: dict[str, Any]
+    flags: dict[str, Any]
+    file: Path | str
+
+
+def read_options(args: argparse.Namespace) -> GivenOptions:
+    """Read the options of the configuration file and of the command line.
 
     Raises:
         UserError: an option is unknown or has an invalid value, or the file cannot be read.
@@ -201,8 +212,11 @@ def read_layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
         method_options[name] = _parse_value(value)
     if method_options:
         flags["options"] = settings.merge_method_options({}, method_options, "--option")
-    values = settings.load_file(args.config) if args.config else {}
-    return values, settings.resolve_paths(flags, Path()), args.config or "the file"
+    return GivenOptions(
+        file_options=settings.load_file(args.config) if args.config else {},
+        flags=settings.resolve_paths(flags, Path()),
+        file=args.config or "the file",
+    )
 
 
 def check_option_flags(flags: Mapping[str, Any], methods: Sequence[str]) -> None:

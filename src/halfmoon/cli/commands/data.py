@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import add_command, add_options, print_json, print_table, print_text, read_layers
+from halfmoon.cli.commands.base import add_command, add_options, print_json, print_table, print_text, read_options
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `halfmoon data`: print data sets and splits, and write the files of `--png` and `--save`."""
-    file_options, flags, file = read_layers(args)
+    file_options, flags, file = read_options(args)
     names = args.names
     if names and "data" in flags:
         raise UserError("data sets are given twice: name them either before the flags or with --data.")

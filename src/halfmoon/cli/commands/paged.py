@@ -65,15 +65,19 @@ def parse_page_port(args: argparse.Namespace) -> int | None:
 
 
 def model_loader(path: Path, device: str, network: str | None) -> Callable[[], InferenceModel]:
-    """Create a function that loads a model. Loading is slow, so a page does it in the background."""
+    """Check the options of a model, and return a function that loads it.
+
+    Loading is slow, so the pages for labeling and reviewing call the function in the background.
+    """
     device_option = settings.parse_option("device", device)
     check_network_flag(network)
 
     def load() -> InferenceModel:
-        from halfmoon.runs.factory import select_device as torch_device
+        from halfmoon.runs.factory import select_device
         from halfmoon.sites.inference import load_model
 
-        return load_model(path, torch_device(settings.Config(device=device_option)), network)
+        torch_device = select_device(settings.Config(device=device_option))
+        return load_model(path, torch_device, network)
 
     return load
 

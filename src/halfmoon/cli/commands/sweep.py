@@ -26,7 +26,7 @@ from halfmoon.cli.commands.base import (
     print_table,
     print_text,
     print_warning,
-    read_layers,
+    read_options,
     requested_options,
 )
 from halfmoon.config import schema as settings
@@ -263,9 +263,15 @@ def duration(seconds: float | None) -> str:
 def _describe_recipe(loaded: Recipe) -> dict[str, Any]:
     """Describe a recipe, the runs of a paper's table or figure, as fields of the JSON output.
 
-    "item" is the name of the table or figure, "reading" how an ambiguous paper is interpreted, "kind" what is drawn,
-    and "protocol" the options of all runs. The cells have one value of each of the "axes", and "panels" are parts of a
-    figure. "scales" are scaled-down versions.
+    Fields whose names do not explain themselves:
+
+    - "item": the table or figure, such as "Table 1".
+    - "reading": how the paper is interpreted where it is ambiguous.
+    - "kind": what is drawn, such as "table".
+    - "axes": what varies, such as the method and the data set; "cells" counts the combinations of their values.
+    - "panels": parts of a figure, and the values of axes that each of them shows.
+    - "scales": scaled-down versions of the experiment.
+    - "protocol": the options of all runs.
     """
     from halfmoon.studies import grid
 
@@ -302,7 +308,7 @@ def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
         args: the parsed command line; `--only` selects cells of the table, and `--scale` a shortened experiment.
 
     Returns:
-        Fields of the JSON output; "of" is the name of the axis that the rows are named by, such as the data set.
+        Fields of the JSON output; "of" is the axis whose values are the rows, such as "method".
     """
     from halfmoon.studies import cost, grid
     from halfmoon.studies.sweep_folder import detect_machine
@@ -310,7 +316,8 @@ def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     scale = loaded.scale(args.scale) if args.scale else None
     machine_options = settings.resolve_paths(requested_options(args, TIME_OPTIONS), Path())
     selection = grid.parse_selection(loaded, args.only)
-    cells = grid.build_cells(loaded, selection, None, scale, machine_options)
+    # A cell is a combination of values of the table's axes, with one run for each of the recipe's seeds.
+    cells = grid.build_cells(loaded, selection, seeds=None, scale=scale, overrides=machine_options)
     rows = {}
     for name, row in cost.estimate_costs(loaded, cells).items():
         rows[name] = {
@@ -321,7 +328,7 @@ def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
         }
     return {
         "machine": cost.describe_machine(detect_machine()),
-        "scale": scale and {"name": scale.name, "about": scale.about},
+        "scale": None if scale is None else {"name": scale.name, "about": scale.about},
         "of": loaded.rows,
         "rows": rows,
         "runs": sum(row["runs"] for row in rows.values()),
@@ -411,7 +418,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     if args.trials < 1 or min(args.seeds) < 0:
         raise UserError("--trials must be at least 1, and --seeds whole numbers from 0.")
-    file_options, flags, file = read_layers(args)
+    file_options, flags, file = read_options(args)
     knobs = [Knob.parse(text) for text in args.knob or DEFAULT_KNOBS]
     config = settings.resolve(file_options, flags, file)
     folder = config.run_dir or settings.next_free_folder(config, "tune")

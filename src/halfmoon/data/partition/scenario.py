@@ -449,8 +449,7 @@ def _check_fields(scenario: Scenario) -> None:
 def _check_labels(scenario: Scenario) -> None:
     """Raise UserError if the fields that set the number and the location of labels contradict each other.
 
-    labels_at is "clients" (all of them), "server", or "some" (`labeled_clients` clients, drawn at random). In a joint
-    setting all rows are partitioned first, and random rows of each client are labeled.
+    labels_at is "clients" (all of them), "server", or "some" (`labeled_clients` clients, drawn at random).
     """
     amounts = (scenario.labels_per_class, scenario.label_ratio, scenario.labels)
     if sum(amount is not None for amount in amounts) != 1:
@@ -462,10 +461,13 @@ def _check_labels(scenario: Scenario) -> None:
             f"labeled_clients is {scenario.labeled_clients} and labels_at is {scenario.labels_at!r}; give labeled_clients a number "
             "where labels_at is 'some', and nowhere else."
         )
-    if scenario.labeled_clients is not None and not scenario.labeled_clients <= scenario.clients:
+    # The type of the field, which `_check_fields` checks, demands 1 or more.
+    if scenario.labeled_clients is not None and scenario.labeled_clients > scenario.clients:
         raise UserError(
             f"labeled_clients is {scenario.labeled_clients}; it must be from 1 to the {scenario.clients} clients."
         )
+    # A joint setting partitions all rows and then labels random ones of each client, so that it cannot provide an exact
+    # number of labels of each class.
     if scenario.labels is not None and scenario._joint:
         raise UserError(
             f"{scenario.setting} labels random rows of each client, so labels cannot be counted out by class; give "
@@ -512,33 +514,39 @@ def _count_labeled_pool(scenario: Scenario, totals: np.ndarray, names: Sequence[
     Raises:
         UserError: If a class has too few images, or would have no label.
     """
-    clients = scenario.clients
-    smallest_class = int(totals.argmin())
-    smallest_total = int(totals[smallest_class])
     if scenario.label_ratio is not None:
         pool = np.floor(totals * scenario.label_ratio + 0.5).astype(np.int64)
         request = f"label_ratio {scenario.label_ratio:g}"
-        remedy = ""
     elif scenario.labels is not None:
         pool = np.full(len(names), scenario.labels // len(names), np.int64)
         request = f"labels {scenario.labels}"
-        remedy = f"set labels to {smallest_total * len(names)} or less"
     else:
         assert scenario.labels_per_class is not None
-        pool = np.full(len(names), math.floor(clients * scenario.labels_per_class + 0.5), np.int64)
-        request = f"labels_per_class {scenario.labels_per_class:g} for {clients} clients"
-        remedy = f"set labels_per_class to {_format_decimal(smallest_total / clients)} or less"
-        most_clients = math.floor(smallest_total / scenario.labels_per_class)
-        if most_clients > 0:
-            remedy += f", or clients to {most_clients} or less"
+        pool = np.full(len(names), math.floor(scenario.clients * scenario.labels_per_class + 0.5), np.int64)
+        request = f"labels_per_class {scenario.labels_per_class:g} for {scenario.clients} clients"
+    smallest_class = int(totals.argmin())
+    smallest_total = int(totals[smallest_class])
     if pool[smallest_class] > smallest_total:
         raise UserError(
             f"{request} needs {pool[smallest_class]} labeled images of class {names[smallest_class]}, which has "
-            f"{smallest_total}; {remedy}."
+            f"{smallest_total}; {_advise_fewer_labels(scenario, smallest_total, len(names))}."
         )
     if not pool.min():
         raise UserError(f"{request} leaves class {names[int(pool.argmin())]} without a label; ask for more labels.")
     return pool
+
+
+def _advise_fewer_labels(scenario: Scenario, smallest_total: int, classes: int) -> str:
+    """Advise on the largest number of labels, if the smallest class has `smallest_total` images."""
+    if scenario.labels is not None:
+        return f"set labels to {smallest_total * classes} or less"
+    # A label_ratio is at most 1, so that it never asks for more images than a class has.
+    assert scenario.labels_per_class is not None
+    advice = f"set labels_per_class to {_format_decimal(smallest_total / scenario.clients)} or less"
+    most_clients = math.floor(smallest_total / scenario.labels_per_class)
+    if most_clients > 0:
+        advice += f", or clients to {most_clients} or less"
+    return advice
 
 
 def _count_labels_per_client(scenario: Scenario, size: int, classes: int) -> int:

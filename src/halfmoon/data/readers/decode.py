@@ -372,8 +372,16 @@ def decode_all(
             the number of unreadable images by `check_skipped`.
     """
     skipped: list[SkippedImage] = []
-    pixels = collect_rows(_decode_same_shape(images, count, rgb, preparation, skipped), count, into)
-    return pixels, tuple(skipped)
+
+    def iterate_readable() -> Iterator[np.ndarray]:
+        """Set skipped images aside, and pass the others on one by one: all of them may not fit into memory."""
+        for image in _decode_same_shape(images, count, rgb, preparation):
+            if isinstance(image, SkippedImage):
+                skipped.append(image)
+            else:
+                yield image
+
+    return collect_rows(iterate_readable(), count, into), tuple(skipped)
 
 
 def drop_skipped(values: np.ndarray, skipped: Sequence[SkippedImage]) -> np.ndarray:
@@ -426,22 +434,21 @@ def _decode_same_shape(
     count: int,
     rgb: bool,
     preparation: Preparation,
-    skipped: list[SkippedImage],
-) -> Iterator[np.ndarray]:
-    """Yield decoded images, uint8 (H, W, C), all of the shape of the first one.
+) -> Iterator[np.ndarray | SkippedImage]:
+    """Yield decoded images, uint8 (H, W, C), all of the shape of the first one, or why an image cannot be read.
 
     Args:
         images: The content of each file, or the error that reading it raised, and its name for messages.
         count: The number of images.
         rgb: True to convert gray images to RGB, unless the preparation defines the channels.
         preparation: The conversion.
-        skipped: Images that cannot be read are appended to this list.
 
     Raises:
         UserError: If no image can be read, or an image has another shape than the first one.
     """
     shape = None
     first = ""  # the location of the first readable image
+    skipped: list[SkippedImage] = []
     range_errors: list[UnknownRangeError] = []
     for row, (data, location) in enumerate(images):
         try:
@@ -454,6 +461,7 @@ def _decode_same_shape(
             if isinstance(error, UnknownRangeError):
                 range_errors.append(error)
             skipped.append(SkippedImage(row, location, str(error).removeprefix(f"{location}: ")))
+            yield skipped[-1]
             continue
         if rgb and preparation.channels is None and pixels.shape[2] == 1:
             pixels = np.repeat(pixels, 3, axis=2)

@@ -18,11 +18,12 @@ from halfmoon.data.views.pools import (
     CUTOUT,
     EQUALIZE,
     FEDDURE_POOL,
-    IDENTITY,
     POSTERIZE,
+    ROTATE,
     SHARPNESS,
     SHEAR_X,
-    TRANSLATE_X,
+    SHEAR_Y,
+    TRANSLATE_Y,
     OperationPool,
 )
 
@@ -90,25 +91,19 @@ def _apply_sorted_(
         negative: True for its negative direction, such as a rotation to the other side, bool (n,).
         pool: The magnitude of each operation by level.
     """
-    # Families of operations have consecutive numbers, so that one slice has all images of a family:
-    # geometric < POSTERIZE <= tonal < COLOR < SHARPNESS < IDENTITY < CUTOUT.
-    first = np.searchsorted(operation, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
-    geometric = slice(0, first[POSTERIZE])
-    tonal = slice(first[POSTERIZE], first[COLOR])
-    color = slice(first[COLOR], first[SHARPNESS])
-    sharpness = slice(first[SHARPNESS], first[IDENTITY])
-    # Tables are made for every operation, direction and level, with the level varying fastest. A variant is the
-    # direction and level as one number.
+    # Families of operations have consecutive numbers, so that one slice has all images of a family.
+    geometric = _find_rows(operation, ROTATE, TRANSLATE_Y)
+    tonal = _find_rows(operation, POSTERIZE, EQUALIZE)
+    color = _find_rows(operation, COLOR, COLOR)
+    sharpness = _find_rows(operation, SHARPNESS, SHARPNESS)
+    # Direction and level as one number: tables are made for both directions, each with all levels.
     variant = negative * pool.levels + level
     if geometric.start < geometric.stop:
-        variant_count = 2 * pool.levels
-        map_number = operation[geometric] * variant_count + variant[geometric]
-        images[geometric] = _apply_geometric(images[geometric], map_number, first, pool)
+        images[geometric] = _apply_geometric(images[geometric], operation[geometric], variant[geometric], pool)
     if tonal.start < tonal.stop:
         direction = negative[tonal].astype(np.int64)
         table_number = tables.first_tone_tables(pool)[operation[tonal] - POSTERIZE, direction, level[tonal]]
-        first_in_slice = [row - tonal.start for row in first]  # `first`, counted from the first tonal image
-        images[tonal] = _apply_tonal(images[tonal], table_number, first_in_slice, pool)
+        images[tonal] = _apply_tonal(images[tonal], operation[tonal], table_number, pool)
     is_rgb = images.shape[1] == 3  # on gray images Color is the identity
     if color.start < color.stop and is_rgb:
         images[color] = _blend(_to_gray(images[color]), images[color], variant[color], pool)
@@ -116,27 +111,35 @@ def _apply_sorted_(
         images[sharpness] = _blend(_smooth(images[sharpness]), images[sharpness], variant[sharpness], pool)
 
 
-def _apply_geometric(images: Tensor, number: np.ndarray, first: list[int], pool: OperationPool) -> Tensor:
+def _find_rows(operation: np.ndarray, first: int, last: int) -> slice:
+    """Find the images with an operation from `first` to `last`, if `operation` (n,) is ascending."""
+    start = np.searchsorted(operation, first)
+    stop = np.searchsorted(operation, last, side="right")
+    return slice(int(start), int(stop))
+
+
+def _apply_geometric(images: Tensor, operation: np.ndarray, variant: np.ndarray, pool: OperationPool) -> Tensor:
     """Rotate, shear or translate each image; pixels that come from outside are black.
 
     Args:
         images: uint8 (n, C, H, W), sorted by operation.
-        number: The number of each image's map in `tables.geometric_maps`, (n,). A map has the index of the source pixel
-            for each pixel of the result; maps are ordered by operation, direction and level.
-        first: The first of the images with each operation, by the operation's number.
+        operation: The number of each image's operation, ascending, (n,).
+        variant: The direction and level of each image as one number, (n,).
         pool: The magnitude of each operation by level.
 
     Returns:
         uint8 (n, C, H, W).
     """
     height, width = images.shape[2:]
+    # A map has the index of the source pixel for each pixel of the result. The maps of an operation follow one another.
+    variants = 2 * pool.levels
     maps = tables.geometric_maps(pool, height, width, images.device)
-    moved = tables.gather_pixels(images, maps.index_select(0, _to_device(number, images)), inside=False)
-    shears = slice(first[SHEAR_X], first[TRANSLATE_X])  # ShearX and ShearY
+    image_maps = maps.index_select(0, _to_device(operation * variants + variant, images))
+    moved = tables.gather_pixels(images, image_maps, inside=False)
+    shears = _find_rows(operation, SHEAR_X, SHEAR_Y)
     if pool.bilinear and shears.start < shears.stop:
-        # Pillow interpolates between two source pixels here. The tables for this begin with ShearX, so that the maps of
-        # earlier operations are subtracted: each has two directions with all levels.
-        shear_number = _to_device(number[shears] - SHEAR_X * 2 * pool.levels, images)
+        # Pillow interpolates between two source pixels here. The tables for this begin with ShearX.
+        shear_number = _to_device((operation[shears] - SHEAR_X) * variants + variant[shears], images)
         shear_tables = tables.shear_maps(pool, height, width, images.device)
         near_map, far_map, weight = (table.index_select(0, shear_number) for table in shear_tables)
         near = tables.gather_pixels(images[shears], near_map, inside=False)
@@ -155,14 +158,15 @@ def _interpolate(near: Tensor, far: Tensor, weight: Tensor) -> Tensor:
     return ((far - start) * weight.view(len(near), 1, *near.shape[2:])).add_(start).to(torch.uint8)
 
 
-def _apply_tonal(images: Tensor, number: np.ndarray, first: list[int], pool: OperationPool) -> Tensor:
-    """Replace each pixel value by that of its image's tone table (Posterize, Solarize, Brightness, Contrast, ...).
+def _apply_tonal(images: Tensor, operation: np.ndarray, table_number: np.ndarray, pool: OperationPool) -> Tensor:
+    """Replace each pixel value by that of its image's tone table: the new value of each of the 256 pixel values.
+
+    The operations are Posterize, Solarize, Brightness, Contrast, AutoContrast and Equalize.
 
     Args:
         images: uint8 (n, C, H, W), sorted by operation.
-        number: The number of each image's table in `tables.tone_tables`, (n,). A tone table has the new value of each
-            of the 256 pixel values.
-        first: The first of the images with each operation, by the operation's number.
+        operation: The number of each image's operation, ascending, (n,).
+        table_number: The number of each image's table in `tables.tone_tables`, (n,): `tables.first_tone_tables`.
         pool: The magnitude of each operation by level.
 
     Returns:
@@ -170,19 +174,19 @@ def _apply_tonal(images: Tensor, number: np.ndarray, first: list[int], pool: Ope
     """
     pixels = images.flatten(2)
     channels = pixels.shape[1]
-    table_number = _to_device(number, images)
-    contrast = slice(first[CONTRAST], first[AUTOCONTRAST])
+    image_table = _to_device(table_number, images)
+    contrast = _find_rows(operation, CONTRAST, CONTRAST)
     if contrast.start < contrast.stop:
-        # Contrast blends with the mean gray. `number` is that of gray 0, and the tables of all grays follow one
-        # another.
-        table_number[contrast] += _mean_gray(_to_gray(images[contrast]))
-    tones = tables.tone_tables(pool, images.device).index_select(0, table_number)
+        # Contrast blends with the image's mean gray. `table_number` has its table for gray 0, and the tables for grays
+        # 1 to 255 follow it.
+        image_table[contrast] += _mean_gray(_to_gray(images[contrast]))
+    tones = tables.tone_tables(pool, images.device).index_select(0, image_table)
     tones = tones[:, None].repeat(1, channels, 1)
     # The tables of these two operations depend on the pixels of each channel.
-    autocontrast = slice(first[AUTOCONTRAST], first[EQUALIZE])
+    autocontrast = _find_rows(operation, AUTOCONTRAST, AUTOCONTRAST)
     if autocontrast.start < autocontrast.stop:
         tones[autocontrast] = _autocontrast_tables(pixels[autocontrast])
-    equalize = slice(first[EQUALIZE], first[COLOR])
+    equalize = _find_rows(operation, EQUALIZE, EQUALIZE)
     if equalize.start < equalize.stop:
         tones[equalize] = _equalize_tables(pixels[equalize])
     return tones.gather(2, pixels.long()).view_as(images)

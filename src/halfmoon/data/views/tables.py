@@ -194,7 +194,7 @@ def _affine_coefficients(
     Pixel (x, y) of the result is pixel (ax + by + c, dx + ey + f) of the source.
 
     Args:
-        pool: The magnitudes by level.
+        pool: The magnitudes by level. Its shifts are in pixels if `pool.pixels`, otherwise in sides of the image.
         name: Rotate, ShearX, ShearY, TranslateX or TranslateY.
         sign: 1, or -1 for the opposite direction.
         level: The level in the pool.
@@ -214,8 +214,10 @@ def _affine_coefficients(
             return (1, 0, 0, shear, 1, 0)
         case "TranslateX":
             return (1, 0, shift_x, 0, 1, 0)
-        case _:
+        case "TranslateY":
             return (1, 0, 0, 0, 1, shift_y)
+        case _:
+            raise ValueError(f"{name} is no geometric operation")
 
 
 def _rotation_coefficients(degrees: float, width: int, height: int) -> tuple[float, ...]:

@@ -77,7 +77,7 @@ def _find_schema_faults(
     leaves = dict(iterate_leaves(upload))
     statistics: set[tuple[str, ...]] = set()  # sections with the means and variances of normalization layers
     if upload_spec is not None:
-        yield from _find_undeclared(upload, upload_spec)
+        yield from _find_section_faults(upload, upload_spec)
         statistics |= {("update", name) for name in upload_spec.statistics}
         # Auxiliary tensors that are declared to have statistics as values.
         statistics |= {("aux", name) for name in upload_spec.names("statistic")}
@@ -99,8 +99,10 @@ def _find_schema_faults(
             yield f"its sample {_quote((name,))} {fault}"
 
 
-def _find_undeclared(upload: Tree, upload_spec: UploadSpec) -> Iterator[str]:
-    """Yield a fault for each section of an upload that its client update does not declare to send.
+def _find_section_faults(upload: Tree, upload_spec: UploadSpec) -> Iterator[str]:
+    """Yield the faults in the sections of an upload: of another type, or not declared by its client update.
+
+    The server requests what the client update declares to send.
 
     Args:
         upload: {"update": tree, "weight": scalar, "aux": tree}, where "aux" may be missing.
@@ -111,7 +113,7 @@ def _find_undeclared(upload: Tree, upload_spec: UploadSpec) -> Iterator[str]:
             yield f"{_quote((name,))} was not requested"
     if "update" not in upload or not isinstance(upload.get("weight"), Tensor):
         yield "it is not an update with a weight"
-        return
+        return  # the rest cannot be checked
     declared = {"update": upload_spec.update, "aux": upload_spec.aux}
     for section, declared_names in declared.items():
         branch = upload.get(section, {})

@@ -290,7 +290,7 @@ class Fleet:
             print_line(f"cannot receive the message {message_id}: {type(error).__name__}: {error}")
             return None
         set_message_id(message, message_id)
-        _act_for(message)
+        _set_sender_of_reply(message)
         return message
 
     def send(self, message: Any, seconds: float) -> bool:
@@ -429,15 +429,15 @@ def _request_over_slow_link(client: Any, original: Callable[..., Any], **argumen
         raise
 
 
-def _act_for(message: Any) -> None:
-    """Make this process the node that a message was sent to: Flower writes the node of the process into a reply.
+def _set_sender_of_reply(message: Any) -> None:
+    """Set the node of this process to the one that a message was sent to. Flower writes it into replies as the sender.
 
     Args:
         message: the message, to which this process is going to reply.
     """
     from flwr.supercore.task_identity import TaskIdentity
 
-    TaskIdentity.task_id = 1
+    TaskIdentity.task_id = 1  # Flower requires a task; its number has no effect
     TaskIdentity.run_id = message.metadata.run_id
     TaskIdentity.node_id = message.metadata.dst_node_id
 

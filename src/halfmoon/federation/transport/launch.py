@@ -257,6 +257,7 @@ def serve(server: ServerOptions, display: EventRecorder) -> None:
         try:
             _Session(server, tail, display).run()
         finally:
+            # The last events, such as the reason of an error, which the session has not shown.
             for event in tail.read_events():
                 display.record(event.name, event.line, **event.fields)
 

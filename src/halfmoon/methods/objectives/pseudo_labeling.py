@@ -116,34 +116,35 @@ class PseudoLabeling:
         return {"params": model["params"], "stats": model.get("stats", {})}
 
     def cache_predictions(self, broadcast: Tree, data: ClientData, logits: Tensor | None) -> Tree:
-        """Collect what pseudo-labeling computes once, when a client update begins.
-
-        Labels are predicted once a "round" or in each "step" (`labels`), by the model in training ("local") or a received
-        one (`teacher`). To debias, predictions are divided by their mean over the client's images.
+        """Collect what the steps of a client update share: it is computed once, when the update begins.
 
         Args:
             broadcast: the tree that the server sent.
             data: the client's images; `u_real` masks padding rows.
-            logits: predictions of the teacher on all unlabeled rows, (U, classes), if there are any.
+            logits: predictions of a received model on all unlabeled rows, (U, classes); None if no option uses them.
 
         Returns:
-            "received": the received model, if it predicts in each step. If there are logits: "prior" (classes,), their
-            mean prediction, "round_logits", the logits if they label the round, and "thresholds", the result of
-            `Threshold.begin`, if the rule needs all rows.
+            Up to four entries:
+
+            - "received": the received model, if it predicts pseudo-labels in each step.
+            - "prior": the mean prediction (classes,), by which predictions are divided to debias them; with `logits`.
+            - "round_logits": `logits`, if the pseudo-labels of all steps are made from them (`labels` is "round").
+            - "thresholds": those of a rule that needs the predictions on all rows.
         """
         cached: Tree = {}
-        if self.teacher != "local" and self.labels == "step":
+        received_model_predicts_in_steps = self.teacher != "local" and self.labels == "step"
+        if received_model_predicts_in_steps:
             cached["received"] = self.select_teacher(broadcast)
         if logits is None:
             return cached
-        # The prior is fixed for the whole client update: it is the mean prediction of the received model.
         cached["prior"] = compute_mean_prediction(logits, data.u_real)
         if self.labels == "round":
             cached["round_logits"] = logits
         if self.threshold_rule.needs_all_rows:
             # Thresholds are of the predictions that they are applied to, after debiasing.
             thresholded = debias_logits(logits, cached["prior"]) if self.debias else logits
-            cached["thresholds"] = self.threshold_rule.begin({}, data, thresholded.softmax(-1))
+            # Such a rule stores nothing between client updates.
+            cached["thresholds"] = self.threshold_rule.begin(state={}, data=data, p=thresholded.softmax(-1))
         return cached
 
     def initial_memory(self, task: Task, broadcast: Tree) -> Tree:

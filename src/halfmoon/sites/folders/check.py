@@ -24,6 +24,7 @@ from halfmoon.sites.folders.site_folder import (
     SiteFolder,
     is_site_folder,
     read_image_bytes,
+    report,
     scan_site,
     suggest_class,
 )
@@ -148,50 +149,36 @@ def check_site(
                 multi_frame[path] = f"one of {image.frames:,} frames"
         if progress is not None:
             progress(row + 1, len(site))
-    findings += [
-        Finding(
-            "images that use little of their range",
-            "each is stretched from black to white separately; to give all the same range, use --window LOW HIGH",
-            tuple(narrow_range),
-            tuple(narrow_range.values()),
-        ),
-        Finding(
-            "files of several frames",
-            "only the first frame is used, of DICOM the one that the file names, else the middle one; extract others with "
-            "another program",
-            tuple(multi_frame),
-            tuple(multi_frame.values()),
-        ),
-        *_compare_classes(site, classes),
-        Finding(
-            "images that are test images as well",
-            "take them out of one of the two",
-            _find_test_images(site, rows_by_hash, test_site),
-        ),
-        Finding(
-            "images of patients of the test",
-            "take the patients out of one of the two",
-            _find_test_patients(site, test_site),
-        ),
-        *_find_class_folders(site),
-    ]
+    findings += report(
+        "images that use little of their range",
+        "each is stretched from black to white separately; to give all the same range, use --window LOW HIGH",
+        narrow_range,
+    )
+    findings += report(
+        "files of several frames",
+        "only the first frame is used, of DICOM the one that the file names, else the middle one; extract others with "
+        "another program",
+        multi_frame,
+    )
+    findings += _compare_classes(site, classes)
+    if test_site is not None:
+        test_images = _find_test_images(site, rows_by_hash, test_site)
+        findings += report("images that are test images as well", "take them out of one of the two", test_images)
+        of_test_patients = _find_test_patients(site, test_site)
+        remedy = "take the patients out of one of the two"
+        findings += report("images of patients of the test", remedy, of_test_patients)
+    findings += _find_class_folders(site)
     readable_labels = np.array(
         [-1 if path in unreadable else label for path, label in zip(site.paths, site.labels, strict=True)]
     )
     class_counts = {name: int((readable_labels == index).sum()) for index, name in enumerate(site.classes)}
     labeled = sum(class_counts.values())
     readable = len(site) - len(unreadable)
-    findings.append(
-        Finding(
-            "files that cannot be read",
-            "they are left out; replace or remove them",
-            tuple(unreadable),
-            tuple(unreadable.values()),
-        )
-    )
+    findings += report("files that cannot be read", "they are left out; replace or remove them", unreadable)
     findings += _find_duplicates(site, [rows for rows in rows_by_hash.values() if len(rows) > 1])
-    findings += _find_missing_classes(site, class_counts, labeled)
-    findings = [finding for finding in findings if finding.names]
+    if labeled:
+        findings += _find_classes_without_labels(class_counts)
+        findings += _find_missing_classes_file(site)
     usable = readable > 0 and not any(finding.blocks for finding in findings)
     return Survey(
         folder=folder,
@@ -214,17 +201,18 @@ def _read_properties(folder: Path, name: str) -> _ImageProperties:
 
     Returns:
         The properties. `used_range` is the share of the 16-bit range that the pixels use, by which images with little
-        contrast are found; None where it has no meaning, as for images of 8 bits.
+        contrast are found.
 
     Raises:
         UserError: the image cannot be read.
     """
     image = open_upright(read_image_bytes(folder, name), name)  # upright: rotated as the EXIF data demand
-    pixels = convert_channels(image, name, 3)  # RGB, so that a gray image equals its copy in color
+    rgb = convert_channels(image, name, channels=3)  # RGB, so that a gray image equals its copy in color
     # The size is part of the hash: images of 2x8 and of 4x4 pixels may have the same bytes.
-    pixel_hash = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
+    pixel_hash = hashlib.blake2b(f"{rgb.size}".encode() + rgb.tobytes(), digest_size=16).digest()
+    # The range tells something only if black and white are the ends of the 16 bits. Images of 8 bits are shown as they
+    # are, and a DICOM file with a rescale has values in a physical unit.
     used_range = None
-    # A DICOM file with a rescale has values in a physical unit, which need not fill their range.
     if has_over_8_bits(image) and "rescale" not in image.info:
         used_range = used_range_share(np.asarray(image))
     return _ImageProperties(
@@ -251,26 +239,24 @@ def _compare_classes(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
     missing = [name for name in classes if name not in site.classes]
     remedy = "correct them, or agree on the classes"
     return [
-        Finding("classes that the federation does not have", remedy, tuple(unknown), blocks=True),
-        Finding("classes of the federation without a label here", "that is fine: others may have them", tuple(missing)),
+        *report("classes that the federation does not have", remedy, unknown, blocks=True),
+        *report("classes of the federation without a label here", "that is fine: others may have them", missing),
     ]
 
 
 def _find_test_images(
-    site: SiteFolder, rows_by_hash: Mapping[bytes, list[int]], test_site: SiteFolder | None
-) -> tuple[tuple[str, ...], ...]:
+    site: SiteFolder, rows_by_hash: Mapping[bytes, list[int]], test_site: SiteFolder
+) -> list[tuple[str, ...]]:
     """Find images that are both in the site's folder and in a folder of test images.
 
     Args:
         site: the site.
         rows_by_hash: indices of the site's images by the hash of their pixels.
-        test_site: the folder of test images; None for none.
+        test_site: the folder of test images.
 
     Returns:
         For each such test image the paths of the equal images of the site, and its path.
     """
-    if test_site is None:
-        return ()
     groups: list[tuple[str, ...]] = []
     for path in test_site.paths:
         try:
@@ -280,51 +266,48 @@ def _find_test_images(
         if pixel_hash in rows_by_hash:
             site_paths = [site.paths[row] for row in rows_by_hash[pixel_hash]]
             groups.append((*site_paths, f"{test_site.folder.name}/{path}"))
-    return tuple(groups)
+    return groups
 
 
-def _find_test_patients(site: SiteFolder, test_site: SiteFolder | None) -> tuple[str, ...]:
-    """Find the site's images of patients who also have images in the test folder, which makes a test too optimistic.
+def _find_test_patients(site: SiteFolder, test_site: SiteFolder) -> list[str]:
+    """Find the site's images of patients who also have images in the test folder. They would make a test too optimistic.
 
-    Patients are identified by the column "group" of labels.csv, which `groups` has by path, or by DICOM headers.
+    The column "group" of labels.csv identifies patients. If no image has one, DICOM headers do.
 
     Args:
         site: the site.
-        test_site: the folder of test images; None for none.
+        test_site: the folder of test images.
 
     Returns:
         Paths of the site's images.
     """
-    if test_site is None:
-        return ()
     # Column and headers are not mixed: their identifiers of one patient differ.
     if site.groups or test_site.groups:
         test_groups = set(test_site.groups.values())
-        return tuple(path for path in site.paths if site.groups.get(path) in test_groups)
+        return [path for path in site.paths if site.groups.get(path) in test_groups]
     # One call for all files, because `find_patients` chooses the same identifier for all of them.
     files = [folder.folder / path for folder in (site, test_site) for path in folder.paths]
-    patients = dicom.find_patients(files) or [""] * len(files)  # "": unknown
+    patients = dicom.find_patients(files)  # "" for an unknown patient
+    if patients is None:
+        return []
     site_patients = patients[: len(site)]
     test_patients = set(patients[len(site) :]) - {""}
-    return tuple(path for path, patient in zip(site.paths, site_patients, strict=True) if patient in test_patients)
+    return [path for path, patient in zip(site.paths, site_patients, strict=True) if patient in test_patients]
 
 
 def _find_class_folders(site: SiteFolder) -> list[Finding]:
-    """Find top-level folders that look like classes, although nothing in the site's folder states that it has labels.
+    """Report top-level folders that look like classes, if the site's folder has none of the files that give labels.
 
     They look like classes if there are a few of them and each image is in one. Folder names are labels only if
     classes.txt contains them: they may also be patients or dates.
-
-    Returns:
-        One finding; without names if there are no such folders, which the caller drops.
     """
-    counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)
-    plausible = 2 <= len(counts) <= MAX_CLASS_FOLDERS and sum(counts.values()) == len(site)
-    names: list[str] = []
-    if plausible and not is_site_folder(site.folder):  # it has none of the files that give labels
-        names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())]
+    counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)  # images of each top-level folder
+    look_like_classes = 2 <= len(counts) <= MAX_CLASS_FOLDERS and sum(counts.values()) == len(site)
+    if not look_like_classes or is_site_folder(site.folder):
+        return []
+    names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())]
     remedy = f"if they are classes, name them in {CLASSES_FILE}, one a line: then they are the labels"
-    return [Finding("folders that look like classes", remedy, tuple(names))]
+    return report("folders that look like classes", remedy, names)
 
 
 def _find_duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]:
@@ -351,31 +334,29 @@ def _find_duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]
             all_labeled.append(paths)
     remedy = "keep one of each group"
     return [
-        Finding("equal images with different labels", remedy, tuple(different_labels)),
-        Finding("equal images, labeled and unlabeled", remedy, tuple(labeled_and_unlabeled)),
-        Finding("equal images among the labeled", remedy, tuple(all_labeled)),
-        Finding("equal images among the unlabeled", remedy, tuple(all_unlabeled)),
+        *report("equal images with different labels", remedy, different_labels),
+        *report("equal images, labeled and unlabeled", remedy, labeled_and_unlabeled),
+        *report("equal images among the labeled", remedy, all_labeled),
+        *report("equal images among the unlabeled", remedy, all_unlabeled),
     ]
 
 
-def _find_missing_classes(site: SiteFolder, class_counts: Mapping[str, int], labeled: int) -> list[Finding]:
-    """Report classes without a labeled image, and a missing classes.txt; neither if no image has a label.
+def _find_classes_without_labels(class_counts: Mapping[str, int]) -> list[Finding]:
+    """Report classes without a labeled image, from the number of labeled images of each class."""
+    empty = [name for name, count in class_counts.items() if count == 0]
+    return report("classes without a label", "label an image of each, if there is one", empty)
 
-    Without classes.txt a site numbers the classes in the order of the sorted labels. Sites with different labels would
-    then train with different numbers for one class.
 
-    Args:
-        site: the site.
-        class_counts: the number of labeled images by class name.
-        labeled: the number of labeled images.
+def _find_missing_classes_file(site: SiteFolder) -> list[Finding]:
+    """Report that classes.txt is missing.
+
+    Without it a site numbers the classes in the order of its sorted labels. Sites with different labels would then train
+    with different numbers for one class.
     """
-    empty = [name for name, count in class_counts.items() if count == 0] if labeled else []
-    # The caller drops findings without names.
-    findings = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
-    if labeled and not (site.folder / CLASSES_FILE).exists():
-        remedy = f"numbered as sorted; all sites of a federation need the same {CLASSES_FILE}"
-        findings.append(Finding(f"{CLASSES_FILE} is not there", remedy, (f"classes: {', '.join(site.classes)}",)))
-    return findings
+    if (site.folder / CLASSES_FILE).exists():
+        return []
+    remedy = f"numbered as sorted; all sites of a federation need the same {CLASSES_FILE}"
+    return report(f"{CLASSES_FILE} is not there", remedy, [f"classes: {', '.join(site.classes)}"])
 
 
 def _usable_methods(labeled: bool) -> dict[LabelLocation, tuple[str, ...]]:

@@ -117,6 +117,23 @@ class Finding:
         return [f"{line}: {reason}" for line, reason in zip(lines, self.reasons, strict=True)]
 
 
+def report(
+    kind: str, remedy: str, names: Mapping[str, str] | Sequence[str | tuple[str, ...]], *, blocks: bool = False
+) -> list[Finding]:
+    """Make a list of one finding; [] if it concerns no file.
+
+    Args:
+        kind: what was found.
+        remedy: what to do about it.
+        names: the files concerned, or a dict with a reason for each of them.
+        blocks: whether the folder cannot be used until it is resolved.
+    """
+    if not names:
+        return []
+    reasons = tuple(names.values()) if isinstance(names, Mapping) else ()
+    return [Finding(kind, remedy, tuple(names), reasons, blocks=blocks)]
+
+
 def is_site_folder(folder: Path) -> bool:
     """Check whether a folder states which images are labeled: by labels.csv, classes.txt or a folder "unlabeled"."""
     table = read_label_table(folder)
@@ -129,11 +146,7 @@ def is_site_folder(folder: Path) -> bool:
 
 
 def read_site(folder: Path) -> SiteFolder:
-    """Read the names and labels of a site's images, without opening the images.
-
-    labels.csv has the columns path and label, and optionally by, at and group. Without it, folders named like classes
-    of classes.txt give the labels. Without classes.txt, the sorted names in labels.csv are the classes. Without both
-    files, a folder "unlabeled" makes its sibling folders classes.
+    """Read the names and labels of a site's images (`scan_site`), without opening the images.
 
     Args:
         folder: the site's folder.
@@ -147,14 +160,26 @@ def read_site(folder: Path) -> SiteFolder:
     if fault is not None:
         raise UserError(f"{folder}: {fault.kind}: {join_names(fault.describe_images(), limit=3)}; {fault.remedy}.")
     if not site.paths:
-        formats = describe_unsupported_formats(folder)
-        only = f", only {formats}" if formats else f" ({', '.join(SUFFIXES)}); give the folder of a site"
-        raise UserError(f"{folder}: there is no image in it{only}.")
+        formats = describe_unsupported_formats(folder)  # "" if there are none
+        if formats:
+            raise UserError(f"{folder}: there is no image in it, only {formats}.")
+        raise UserError(f"{folder}: there is no image in it ({', '.join(SUFFIXES)}); give the folder of a site.")
     return site
 
 
 def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
-    """Read a site as far as possible, and list its peculiarities; raise UserError if there is no such folder."""
+    """Read the names and labels of a site's images as far as possible, and list the peculiarities of its folder.
+
+    Labels and classes are in these files, or follow from folders:
+
+    - labels.csv has the columns path and label, and optionally by, at and group. Without it, folders named like the
+      classes of classes.txt give the labels.
+    - classes.txt has a class name a line. Without it, the sorted names in labels.csv are the classes.
+    - Without both files, a folder "unlabeled" makes its sibling folders classes.
+
+    Raises:
+        UserError: there is no such folder.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
     table = _drop_missing_labels(read_label_table(folder), folder)
@@ -186,44 +211,36 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     table_name = table.file if table.file is not None and table.file.lower() != LABELS_FILE else LABELS_FILE
     remedy = f"correct {table_name}" if table.file is not None else "move their images into one folder"
     findings = [
-        Finding("folders that cannot be opened", "make them readable", tuple(files.closed_folders), blocks=True),
-        Finding(
-            f"{table_name} cannot be read",
-            table.remedy,
-            tuple(table.faults),
-            blocks=True,
+        *report("folders that cannot be opened", "make them readable", files.closed_folders, blocks=True),
+        *report(f"{table_name} cannot be read", table.remedy, table.faults, blocks=True),
+        *report(
+            f"{CLASSES_FILE} cannot be read", "repair it: one class name a line, in UTF-8", class_faults, blocks=True
         ),
-        Finding(
-            f"{CLASSES_FILE} cannot be read",
-            "repair it: one class name a line, in UTF-8",
-            tuple(class_faults),
-            blocks=True,
-        ),
-        _label_finding("files with two labels", f"leave one line for each in {table_name}", two_labels),
-        _label_finding(
+        *report("files with two labels", f"leave one line for each in {table_name}", two_labels, blocks=True),
+        *report(
             f"labels that {CLASSES_FILE} does not have",
             f"correct {table_name}, or add the class to {CLASSES_FILE}",
             unknown_labels,
+            blocks=True,
         ),
-        Finding(
+        *report(
             "class names that are nearly the same",
             f"{remedy}; if both are meant, name all classes in a {CLASSES_FILE}",
-            tuple(typos),
+            typos,
             blocks=True,
         ),
-        Finding(f"how {table_name} was read", "no action is needed", tuple(table.oddities)),
-        Finding(
+        *report(f"how {table_name} was read", "no action is needed", table.oddities),
+        *report(
             "labels without a file",
             f"correct {table_name}, whose paths are relative to its folder, or take the lines out",
-            tuple(missing),
+            missing,
             blocks=True,
         ),
-        Finding(_UNNAMED, "they are ignored; rename them", tuple(files.unnamed)),
-        Finding(_LINKS, "they are not followed; copy the images into the folder", tuple(files.links)),
-        Finding("files that are no images", "they are ignored", tuple(files.others)),
+        *report(_UNNAMED, "they are ignored; rename them", files.unnamed),
+        *report(_LINKS, "they are not followed; copy the images into the folder", files.links),
+        *report("files that are no images", "they are ignored", files.others),
     ]
-    site = SiteFolder(folder, tuple(images), labels, classes, groups=image_groups)
-    return site, [finding for finding in findings if finding.names]
+    return SiteFolder(folder, tuple(images), labels, classes, groups=image_groups), findings
 
 
 _UNNAMED = "images whose names are not UTF-8"
@@ -371,11 +388,6 @@ def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, l
         if label and label not in labels.setdefault(image, []):
             labels[image].append(label)
     return {path: labels[path] for path in sorted(labels)}, image_groups, list(missing)
-
-
-def _label_finding(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
-    """Make a finding that blocks, about images and their labels by path."""
-    return Finding(kind, remedy, tuple(labels), tuple(labels.values()), blocks=True)
 
 
 def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:

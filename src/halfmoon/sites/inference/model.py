@@ -159,8 +159,8 @@ class Model(load.InferenceModel):
 
         Args:
             file: a file that ends in .onnx, or in .pt2 for torch.export.
-            images: images for the comparison, besides noise; None for test images of the digits, if it was trained on
-                them, otherwise none.
+            images: images for the comparison, in addition to noise. None for the default: test images of the bundled
+                digits if the model was trained on the digits, otherwise only noise.
 
         Raises:
             UserError: the ending is another one, a package is missing, or the outputs differ.
@@ -172,9 +172,11 @@ class Model(load.InferenceModel):
         export_model = exporters.get(Path(file).suffix)
         if export_model is None:
             raise UserError(f"{file} does not end in .onnx or .pt2: the ending chooses the format.")
-        # At most one batch is compared; None: noise only.
-        real = export.real_images(self) if images is None else images.images[: self.batch]
-        return export_model(self, Path(file), real)
+        if images is None:
+            compared = export.real_images(self)  # None if there are none
+        else:
+            compared = images.images[: self.batch]  # one batch is enough
+        return export_model(self, Path(file), compared)
 
     @property
     def _preparation(self) -> Preparation:
