@@ -358,8 +358,7 @@ class _Run:
     def _keep_best(self, model: Tree, latest: list[_ValidationScore]) -> bool:
         """Keep a model if its validation score is the best until now, and return whether it is.
 
-        A later model replaces an earlier one only if it is better: scores are ordered by accuracy, loss and, with both
-        equal, round.
+        Of models with equal accuracy and loss the latest is kept.
 
         Args:
             model: the model that `latest` is about.
