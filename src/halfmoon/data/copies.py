@@ -7,10 +7,11 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data.groups import describe_equal_images, describe_only_equal_images, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
+from halfmoon.data.near_copies import describe_near_copies, find_near_copies, join_near_copies
 
 
 def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str]]:
-    """Assign images with equal pixels to one group, as copies must not be on different sides of a later split.
+    """Assign equal images and near copies to one group, as copies must not be on different sides of a later split.
 
     A copy in both train and test remains in both, with a warning: the folders of the user divide them.
 
@@ -27,7 +28,9 @@ def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str
     hashes = [*train_hashes, *test_hashes]
     labels = np.concatenate([train.labels, tests.labels])
     notes = describe_equal_images(hashes, labels, split_keeps_copies=not in_both)
-    if not notes:
+    pairs = find_near_copies((train.images, tests.images), hashes)
+    near_notes = describe_near_copies(pairs, len(train), len(tests))
+    if not notes and not near_notes:
         return train, tests, []
     if len(train) > 1 and len(different_train_hashes) == 1:
         raise UserError(f"{describe_only_equal_images(f'{len(train):,} training images')}.")
@@ -36,8 +39,10 @@ def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str
             f"{in_both:,} of {len(tests):,} test images are training images as well, so the accuracy is too high: remove "
             "them from one of the two"
         )
-    groups = merge_equal_images(_join_groups(train, tests), hashes)
-    assert groups is not None, "there are copies, which form groups"
+    notes += near_notes
+    groups = merge_equal_images(_join_groups(train, tests), join_near_copies(pairs, hashes))
+    if groups is None:
+        return train, tests, notes
     train = replace(train, groups=groups[: len(train)])
     tests = replace(tests, groups=groups[len(train) :])
     return train, tests, notes

@@ -17,6 +17,7 @@ from halfmoon.data.class_names import describe_near_equal
 from halfmoon.data.copies import group_copies
 from halfmoon.data.groups import hash_pixels, merge_equal_images
 from halfmoon.data.images import UNKNOWN, Images, Source, channel_statistics
+from halfmoon.data.near_copies import find_near_copies, join_near_copies
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import HELD_OUT_SHARE
@@ -223,7 +224,12 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
                 "data and test have different numbers of channels; give {channels=1} or 3.", option="channels"
             )
     else:
-        is_test, is_left_out = _draw_test_rows(data.train, hash_pixels(train.images))
+        hashes = hash_pixels(train.images)
+        pairs = find_near_copies([train.images], hashes)
+        try:
+            is_test, is_left_out = _draw_test_rows(data.train, join_near_copies(pairs, hashes))
+        except UserError:  # too few images are different ones: near copies are then only reported
+            is_test, is_left_out = _draw_test_rows(data.train, hashes)
         selection_note = (
             f"no test was given, so {HELD_OUT_SHARE:.0%} of the labeled images of every class, {is_test.sum():,} in "
             "all, are held out as the test; where images share a patient or an object, give test yourself"
@@ -266,11 +272,11 @@ def check_crop(name: str, preparation: Preparation) -> None:
 def _draw_test_rows(collection: ImageCollection, hashes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Draw `HELD_OUT_SHARE` of the labeled images of every class as test images, the same ones in every run.
 
-    Images with equal pixels are all test images or all training images.
+    Images with one hash are all test images or all training images.
 
     Args:
         collection: the images, some of which may be unlabeled.
-        hashes: a hash of each image's pixels.
+        hashes: a hash of each image's pixels, the same for near copies.
 
     Returns:
         True for a test image, and True for an unlabeled image that is a copy of one, bool (N,) each.

@@ -19,6 +19,7 @@ from halfmoon.data.groups import (
 )
 from halfmoon.data.groups import find_groups as groups_of
 from halfmoon.data.images import Images, SkippedImage, channel_statistics
+from halfmoon.data.near_copies import describe_near_copies, find_near_copies, join_near_copies
 from halfmoon.data.partition.primitives import named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import (
@@ -385,15 +386,18 @@ def load_site_source(
     if not images:
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
     groups = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
-    hashes = hash_pixels(np.stack(images))
+    pixels = np.stack(images)
+    hashes = hash_pixels(pixels)
     if len(set(hashes)) == 1 < len(hashes):
         raise UserError(f"{contents.folder}: {describe_only_equal_images(f'{len(hashes):,} images')}.")
     notes = describe_equal_images(hashes, contents.labels[rows])
+    pairs = find_near_copies([pixels], hashes)
+    notes += describe_near_copies(pairs, len(images))
     for note in notes:
         display.record("data_note", note)
     # Equal images form a group, so that no fold trains on a copy of a test image.
-    groups = merge_equal_images(groups, hashes)
-    train = Images(np.stack(images), contents.labels[rows], groups=groups)
+    groups = merge_equal_images(groups, join_near_copies(pairs, hashes))
+    train = Images(pixels, contents.labels[rows], groups=groups)
     labeled = train.labels >= 0
     test = Images(train.images[labeled], train.labels[labeled])
     mean, std = channel_statistics(train.images)

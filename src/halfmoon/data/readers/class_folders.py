@@ -24,6 +24,7 @@ from halfmoon.data.class_names import (
 )
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES, find_groups, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
+from halfmoon.data.near_copies import find_near_copies, join_near_copies
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
@@ -126,10 +127,11 @@ def _draw_without_copies(
     groups: Sequence[str] | None,
     sides: Sequence[tuple[Mapping[str, Sequence[Path]], Images]],
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]] | None:
-    """Divide the files into train and test once more if images with equal pixels are in both.
+    """Divide the files into train and test once more if equal images, or near copies, are in both.
 
     Copies of training images in the test would make the accuracy too high. The first division is by files, because only
-    decoded images show copies. In the second one, equal images are a group, which is never divided.
+    decoded images show copies. In the second one, copies are a group, which is never divided. Near copies are grouped
+    only if every class then still has images for train and test.
 
     Args:
         classes: The files of each class.
@@ -139,19 +141,28 @@ def _draw_without_copies(
     Returns:
         Train and test files by class; None if no image is on both sides.
     """
-    hashes: dict[Path, bytes] = {}  # of the pixels of readable images
-    side_hashes: list[set[bytes]] = []  # of train and of test
+    readable: list[Path] = []  # the files of train and then of test
+    hashes: list[bytes] = []  # of their pixels
     for files, images in sides:
-        paths = [path for class_files in files.values() for path in class_files]
-        new_hashes = hash_pixels(images.images)
-        hashes |= dict(zip(remaining_paths(paths, images), new_hashes, strict=True))
-        side_hashes.append(set(new_hashes))
-    if side_hashes[0].isdisjoint(side_hashes[1]):
-        return None
+        readable += remaining_paths([path for class_files in files.values() for path in class_files], images)
+        hashes += hash_pixels(images.images)
+    train_count = len(sides[0][1])
+    pairs = find_near_copies([images.images for _, images in sides], hashes)
     paths = [path for group in classes.values() for path in group]
-    # An unreadable image is equal to no other one: its path stands for its hash.
-    merged = merge_equal_images(groups, [hashes.get(path, os.fsencode(path)) for path in paths])
-    return _hold_out(classes, merged, copies=True)
+
+    def divide(keys: Sequence[bytes]) -> tuple[dict[str, list[Path]], dict[str, list[Path]]] | None:
+        """Divide the files so that images with one key are on one side; None if they are already."""
+        if set(keys[:train_count]).isdisjoint(keys[train_count:]):
+            return None
+        key_of = dict(zip(readable, keys, strict=True))
+        # An unreadable image is equal to no other one: its path stands for its hash.
+        merged = merge_equal_images(groups, [key_of.get(path, os.fsencode(path)) for path in paths])
+        return _hold_out(classes, merged, copies=True)
+
+    if len(pairs):
+        with suppress(UserError):
+            return divide(join_near_copies(pairs, hashes))
+    return divide(hashes)
 
 
 def find_subset(folder: Path, subset: str) -> Path | None:
