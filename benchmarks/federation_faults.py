@@ -122,7 +122,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "nan": Fault("a site replies NaN", same=False, spoil="nan", sign="values that are not finite"),
     "nan-again": Fault(
-        "the same with min_replies = 3", spoil="nan", rules="min_replies = 3", sign="round 2 is played again, attempt 2"
+        "the same with min_replies = 3", spoil="nan", rules="min_replies = 3", sign="round 2 is repeated, attempt 2"
     ),
     "shape": Fault("a site replies a wrong shape", same=False, spoil="shape", sign="has the shape"),
     "huge": Fault("a site replies weights moved by 10^6", same=False, spoil="huge", sign="times the cohort's median"),

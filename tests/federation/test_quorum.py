@@ -187,7 +187,7 @@ def test_round_below_quorum_is_repeated_with_different_sites(stage: Make, how: s
     assert attempt == 1
     assert failed not in repeated
     assert [f"site-{k}" for k in second] == list(repeated)
-    text = "round 2 is played again, attempt 2: round 2, query 1 (train) has 1 usable replies of 2, and 2 are needed."
+    text = "round 2 is repeated, attempt 2: round 2, query 1 (train) has 1 usable replies of 2, and 2 are needed."
     assert text in scenery.heard
     _, third = turn(scenery, 2, server)
     assert third == cohorts(2)[2], "what comes after is drawn as if nothing had happened"

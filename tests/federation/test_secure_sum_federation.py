@@ -137,7 +137,7 @@ def test_round_with_too_few_sites_is_repeated(stage: str, federation: LocalFeder
     message = (run / "serve.log").read_text()
     assert "has 2 sites of 4" in message
     assert "and a sum needs 3" in message
-    assert "round 1 is played again, attempt 2" in message
+    assert "round 1 is repeated, attempt 2" in message
     assert read_metrics(run)[0]["aggregation"] == {"summed": SITES}
 
 
@@ -165,7 +165,7 @@ def test_stopped_server_resumes(federation: LocalFederation) -> None:
     run = federation.run(file, "stopped")
     assert read_model_bytes(run) == read_model_bytes(straight)
     assert (run / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
-    assert "played again" not in (run / "serve.log").read_text()
+    assert "is repeated" not in (run / "serve.log").read_text()
 
 
 def test_restarting_a_site_for_each_message_does_not_change_the_result(federation: LocalFederation) -> None:

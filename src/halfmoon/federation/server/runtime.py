@@ -115,7 +115,7 @@ class RemoteRuntime(ServerRuntime):
         all_quarantined = len(self.calls.quarantine.sites) == self.clients
         if self._attempt >= self.calls.rules.attempts or all_quarantined:
             raise few
-        text = f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}"
+        text = f"round {self._round + 1} is repeated, attempt {self._attempt + 1}: {few}"
         self.calls.log.record("round_retried", text, round=self._round + 1, attempt=self._attempt + 1)
         self.calls.wait_for_sites(self.calls.rules.quorum(self.size))
 

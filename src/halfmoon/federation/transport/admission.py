@@ -145,9 +145,7 @@ class Admission:
             if node.key not in self._keys:
                 self.registry.unregister(node.number)
                 owner = earlier_owners.get(str(node.number), {}).get("name")
-                self.log.record(
-                    "key_removed", self._describe_removal(node.number, owner), node=node.number, owner=owner
-                )
+                self.log.record("key_removed", self._describe_removal(node.number, owner), node=node.number, site=owner)
         new_keys = [key for key in self._keys if key not in admitted]
         for key in new_keys:
             name = self._keys[key]
@@ -159,10 +157,10 @@ class Admission:
                     f"{name} cannot come in: its key was removed from this run earlier, or Flower does not take it "
                     f"({error}); give it a new one: halfmoon federation rotate {self.folder} --site {name}"
                 )
-                self._log_once("key_refused", text, owner=name)
+                self._log_once("key_refused", text, site=name)
                 continue
             self._write_owners(admitted)
-            self.log.record("key_registered", f"{name} may come in: its key is registered", owner=name)
+            self.log.record("key_registered", f"{name} may come in: its key is registered", site=name)
 
     def _describe_removal(self, number: int, name: str | None) -> str:
         if name is None:
