@@ -43,14 +43,14 @@ def fast(session: nox.Session) -> None:
     """Lint, types, and the tests that matter for an edit; what follows `--` goes to pytest, as more files to test."""
     install(session)
     with ThreadPoolExecutor(1) as pool:
-        linted = pool.submit(lint, session, silent=True)
+        linted = pool.submit(check_code, session, silent=True)
         session.run("python", "-m", "pytest", "-m", "not slow and not nightly", *FAST, *session.posargs)
         linted.result()
 
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Everything that `.ci/run` demands; with `-- tested` without the tests, which have passed already."""
+    """Everything that `.ci/run` demands; with `-- tested linted` without the tests and the session `lint`."""
     install(session)
     if "tested" not in session.posargs:
         session.run("python", "-m", "pytest")
@@ -75,10 +75,19 @@ def slow(session: nox.Session) -> None:
 
 
 def others(session: nox.Session, folder: str) -> None:
-    """Lint, check types, build the documentation as a site, and play the main job in few rounds."""
-    lint(session, silent=True)
-    session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", f"{folder}/site", silent=True)
+    """Lint and check types, build the documentation as a site, and play the main job in few rounds."""
+    if "linted" not in session.posargs:
+        check_code(session, silent=True)
+    quick = {"HALFMOON_EXAMPLES": "quick"}  # the examples' runs have two rounds
+    session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", f"{folder}/site", silent=True, env=quick)
     session.run("halfmoon", "run", "--rounds", "2", "--run-dir", f"{folder}/run", silent=True)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Run the linter, the formatter and the type checker."""
+    install(session)
+    check_code(session)
 
 
 @nox.session
@@ -110,7 +119,7 @@ def install(session: nox.Session) -> None:
         session.install("-c", "constraints.txt", "-e", ".[dev]")
 
 
-def lint(session: nox.Session, silent: bool = False) -> None:
+def check_code(session: nox.Session, silent: bool = False) -> None:
     """Run the linter, the formatter and the type checker; if `silent`, show what they say where one fails."""
     session.run("ruff", "check", silent=silent)
     session.run("ruff", "format", "--check", silent=silent)

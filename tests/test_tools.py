@@ -252,7 +252,7 @@ def test_the_checks_name_what_is_there() -> None:
     """nox's fast tests exist, `.ci/run` calls nox's full session, and hosted CI calls `.ci/run` on nox's Pythons."""
     nox = load_script("noxfile.py")
     assert [path for path in nox.FAST if not (ROOT / path).exists()] == []
-    assert "nox --no-venv --session full -- tested\n" in (ROOT / ".ci" / "run").read_text()
+    assert "nox --no-venv --session full -- tested linted\n" in (ROOT / ".ci" / "run").read_text()
     hosted = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert f"python: {nox.PYTHONS}".replace("'", '"') in hosted
     assert "- run: .ci/run --locked\n" in hosted

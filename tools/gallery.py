@@ -1,6 +1,7 @@
 """Make pages of the scripts in examples/, with what they print and draw; they are executed when the site is built."""
 
 import importlib.util
+import os
 import re
 import tempfile
 import time
@@ -29,6 +30,12 @@ CELL_TIMEOUT = 600
 PARALLEL_SCRIPTS = 2
 """Number of scripts that are executed at the same time."""
 
+QUICK_ROUNDS = 2
+"""Rounds of each run in a quick build, which checks that every cell runs, and whose numbers mean nothing."""
+
+ROUNDS = re.compile(r"""(rounds"? ?[=:] ?|\["round"\] == |map\(draw, range\()\d+""")
+"""The numbers of rounds in a script, the comparisons with them, and the number of splits of examples/vectors.py."""
+
 Pages = dict[str, str | bytes]
 
 
@@ -51,7 +58,10 @@ def first_sentence(text: str) -> str:
 
 @cache
 def pages() -> Pages:
-    """Execute all scripts and return the content of every page and picture, by its path below examples/ on the site."""
+    """Execute all scripts and return the content of every page and picture, by its path below examples/ on the site.
+
+    If the environment variable HALFMOON_EXAMPLES is "quick", all runs have `QUICK_ROUNDS` rounds.
+    """
     with ThreadPoolExecutor(PARALLEL_SCRIPTS) as pool:
         results = list(pool.map(execute_script, ORDER))
     content: Pages = {"index.md": index([seconds for _, seconds in results])}
@@ -63,7 +73,10 @@ def pages() -> Pages:
 def execute_script(name: str) -> tuple[Pages, float]:
     """Execute a script; return its page with its pictures, and the seconds that it took."""
     started = time.monotonic()
-    script_pages = page(name, (SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
+    text = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
+    if os.environ.get("HALFMOON_EXAMPLES") == "quick":
+        text = ROUNDS.sub(rf"\g<1>{QUICK_ROUNDS}", text)
+    script_pages = page(name, text)
     return script_pages, time.monotonic() - started
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import build_simulation
+from test_contract import DISTINCT, build_simulation
 
 from halfmoon.aggregation import AggregationContext, Aggregator, compute_update, downloaded_values, replace_update
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
@@ -146,7 +146,9 @@ def test_what_a_client_update_does_not_declare_is_refused() -> None:
 SUMS = [name for name in registry.names() if not registry.entry(name).individual_uploads]
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.nightly]) for name in SUMS]
+)
 def test_a_method_that_needs_no_single_upload_gets_along_with_the_mean(name):
     """With the weighted mean instead of every upload its server does the same, to rounding."""
     made, shared, plain = build_simulation(name, "both")

@@ -306,7 +306,17 @@ SPOILED: dict[str, Method] = {
 }
 
 
-@pytest.mark.parametrize("method", SPOILED.values(), ids=SPOILED)
+REPEATED = ("remixmatch", "proxyfl", "semifl", "fl2")
+"""Methods whose masks are those of another one."""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, id=name, marks=[pytest.mark.nightly] if name in REPEATED else [])
+        for name, method in SPOILED.items()
+    ],
+)
 def test_content_of_the_padding_does_not_matter(method, monkeypatch):
     """Noise instead of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
     before = rounds(method, "vmap", UNEQUAL)

@@ -317,18 +317,15 @@ def some(name: str) -> Method:
 
 
 RULES = [(NETWORK, *rule) for rule in itertools.product(["joint", "separate"], ["batch", "running"])]
-PAIRS = ((0, 3), (1, 2))
 
 
 def passing_cases() -> list[Any]:
-    """Return every method under every rule. By default it is under two rules that differ in both parts, or under one if
-    it differs from another method in options alone; which ones changes from method to method."""
+    """Return every method under every rule. By default it is under one, in turn, and only if it differs from another
+    method in more than options."""
     cases = []
-    for number, name in enumerate(registry.names()):
-        pair = PAIRS[number % 2]
-        quick = pair if name in DISTINCT else pair[number // 2 % 2 :][:1]
-        for index, rule in enumerate(RULES):
-            cases.append(pytest.param(name, *rule, marks=[] if index in quick else [pytest.mark.nightly]))
+    for name in registry.names():
+        quick = RULES[DISTINCT.index(name) % len(RULES)] if name in DISTINCT else None
+        cases += [pytest.param(name, *rule, marks=[] if rule == quick else [pytest.mark.nightly]) for rule in RULES]
     return cases
 
 

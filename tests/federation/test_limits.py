@@ -23,6 +23,7 @@ from test_messages import FEDERATED, REQUEST, Bad, federation
 from test_site_client import TERMS, folder, made, offer, read_refusal, run_rounds
 from text_log import TextLog
 
+from halfmoon.api.requirements import requirements_of
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount, Views
@@ -424,7 +425,7 @@ def test_requests_of_an_honest_server_are_accepted_and_invalid_ones_refused(name
     """Every request of a real run fits; one with a wider layer, a further tensor or one less does not."""
     method, shared, remote, wire = single(name)
     server = start_server(method, shared)
-    for number in range(3):
+    for number in range(requirements_of(method).period + 1):
         remote.open(number)
         server = method.round(remote.task, server, remote)
         remote.close()

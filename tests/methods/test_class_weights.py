@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_contract import DISTINCT
 
 from halfmoon.config.schema import Config
 from halfmoon.core import rng
@@ -58,7 +59,9 @@ def test_balanced_loss_is_the_mean_over_classes():
     assert torch.allclose(soft_cross_entropy(padded, torch.eye(3).double()[labels], real, weights), expected)
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DISTINCT else [pytest.mark.nightly]) for name in registry.names()]
+)
 def test_weights_change_a_method_or_are_refused(name: str):
     """Loop and vmap agree, weights of 1 change nothing but rounding, and other weights change the model."""
     entry = registry.entry(name)

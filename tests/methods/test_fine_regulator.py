@@ -124,7 +124,8 @@ from pathlib import Path
 import halfmoon
 
 for method in ("fedavg", "feddure"):
-    halfmoon.run(halfmoon.Config(method=method, rounds=1, steps=1, cohort=2, run_dir=Path(sys.argv[1]) / method))
+    folder = Path(sys.argv[1]) / method
+    halfmoon.run(halfmoon.Config(method=method, rounds=1, steps=1, clients=4, cohort=2, width=4, run_dir=folder))
 late = {"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)
 assert not late, late
 """

@@ -600,23 +600,30 @@ def test_client_momentum_is_retained_by_option():
         assert bool(at_server.initial_memory(broadcast, torch.Generator())) == stored
 
 
-@pytest.mark.parametrize("labels_at", ["clients", "some", "server"])
+VARIANTS = {
+    "step-debias": SemiFL(threshold=0.3, labels="step", debias=True),
+    "step-parallel": SemiFL(threshold=0.3, labels="step", mix_weight=0.0, fine_tune=False, sbn="cohort"),
+    "parallel": SemiFL(threshold=0.3, keep_optimizer=False, server_momentum=0.0, fine_tune=False),
+    "groups": SemiFL(threshold=0.3, fine_tune=False, server_share="groups"),
+    "halves": SemiFL(threshold=0.3, halves=True),
+    "step-halves": SemiFL(
+        threshold=0.3, labels="step", debias=True, mix_weight=0.0, halves=True, sbn="cohort", keep_optimizer=False
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "method",
+    ("method", "labels_at"),
     [
-        SemiFL(threshold=0.3, labels="step", debias=True),
-        SemiFL(threshold=0.3, labels="step", mix_weight=0.0, fine_tune=False, sbn="cohort"),
-        SemiFL(threshold=0.3, keep_optimizer=False, server_momentum=0.0, fine_tune=False),
-        SemiFL(threshold=0.3, fine_tune=False, server_share="groups"),
-        SemiFL(threshold=0.3, halves=True),
-        SemiFL(
-            threshold=0.3, labels="step", debias=True, mix_weight=0.0, halves=True, sbn="cohort", keep_optimizer=False
-        ),
+        pytest.param(
+            method, labels_at, id=f"{name}-{labels_at}", marks=[] if number % 3 == turn else [pytest.mark.nightly]
+        )
+        for number, (name, method) in enumerate(VARIANTS.items())
+        for turn, labels_at in enumerate(("clients", "some", "server"))
     ],
-    ids=["step-debias", "step-parallel", "parallel", "groups", "halves", "step-halves"],
 )
 def test_every_variant_lifts(method, labels_at):
-    """Loop and vmap agree on the readings that are no row of the catalog, wherever labels lie."""
+    """Loop and vmap agree on the readings that are no row of the catalog, wherever labels lie; by default in one place."""
     last = simulate_with_both_executors(method, make_task(statistics="separate"), make_dataset(labels_at=labels_at))[-1]
     first = method.solution(make_task(), start_server(method, make_task()))
     assert max_difference(method.solution(make_task(), last.server)["params"], first["params"]) > 1e-3

